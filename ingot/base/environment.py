@@ -1,0 +1,72 @@
+"""What the process environment says: ranks as torchrun sets them, `.env` files, references to secrets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.base.errors import WrongInput
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among the processes of a job; the names are torchrun's own variables."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
+    environ = os.environ if environ is None else environ
+    values = [environ.get(name, default) for name, default in
+              (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))]
+    try:
+        return Ranks(*(int(value) for value in values))
+    except ValueError:
+        raise WrongInput(f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE must be integers, not {values}; start with torchrun") from None
+
+
+def read_dotenv(path: Path) -> dict[str, str]:
+    """`NAME=value` lines of a `.env` file; `#` comments, `export ` and quotes are understood, nothing is expanded.
+
+    Raises:
+        WrongInput: names the line that is none of these.
+    """
+    values: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise WrongInput(f"{path}:{number}: `{line.strip()[:60]}` is not NAME=value; mend or remove the line")
+        value = value.strip()
+        if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        else:
+            value = value.split(" #", 1)[0].rstrip()
+        values[name.strip()] = value
+    return values
+
+
+def secret(reference: str, what: str) -> str:
+    """The value behind `env:NAME`; a bare value is refused so that secrets never stand in a recipe.
+
+    Raises:
+        WrongInput: the variable is not set, or `reference` is not a reference.
+    """
+    scheme, _, name = reference.partition(":")
+    if scheme != "env" or not name:
+        raise WrongInput(f"{what} must be a reference such as env:NAME, not the secret itself")
+    try:
+        return os.environ[name]
+    except KeyError:
+        raise WrongInput(f"{what} refers to {reference}, but ${name} is not set; export {name}=... first") from None

@@ -1,0 +1,36 @@
+"""What goes wrong, in words a person can act on. Each error carries the exit code that scripts rely on."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_WRONG_INPUT = 2
+EXIT_KEEP = 3
+EXIT_STOPPED = 75
+
+
+class IngotError(Exception):
+    """The base of all errors that are shown as one line.
+
+    Write the message as: the thing, the value, where it stands; then the next action.
+    """
+
+    exit_code = EXIT_FAILED
+
+
+class Failed(IngotError):
+    """The world failed us: disk full, port taken, a process that died. Trying again may help."""
+
+
+class WrongInput(IngotError):
+    """What was asked for cannot be right: recipe, data, layout. Trying again unchanged cannot help."""
+
+    exit_code = EXIT_WRONG_INPUT
+
+
+class Stopped(IngotError):
+    """Stopped by a signal. With a committed checkpoint the code is 75, and the same command goes on from there."""
+
+    def __init__(self, message: str, *, signum: int, committed: bool) -> None:
+        super().__init__(message)
+        self.exit_code = EXIT_STOPPED if committed else 128 + signum

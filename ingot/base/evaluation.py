@@ -1,0 +1,72 @@
+"""The evaluation report: metrics of one model on named, fingerprinted evaluation sets."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ingot.base.errors import WrongInput
+from ingot.base.storage import write_atomic
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number with its 95 % confidence interval over `n` items of the set that `set_fingerprint` names."""
+
+    value: float
+    ci_low: float
+    ci_high: float
+    direction: Literal["lower", "higher"]
+    n: int
+    set_fingerprint: str
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` hold numbers to look at, never to gate on."""
+
+    model_hash: str
+    tokenizer_hash: str
+    metrics: dict[str, Metric]
+    baselines: dict[str, float] = field(default_factory=dict)
+    samples: list[dict[str, str]] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def metric(self, name: str) -> tuple[str, Metric] | None:
+        """The metric with the key `name`, or the only one whose key ends in `/name`; None when there is none.
+
+        Raises:
+            WrongInput: the tail fits several keys.
+        """
+        if name in self.metrics:
+            return name, self.metrics[name]
+        keys = [key for key in self.metrics if key.endswith(f"/{name}")]
+        if len(keys) > 1:
+            raise WrongInput(f"metric `{name}` is one of {', '.join(sorted(keys))}; give the whole key")
+        return (keys[0], self.metrics[keys[0]]) if keys else None
+
+
+def write_report(path: Path, report: EvaluationReport) -> None:
+    write_atomic(path, json.dumps(asdict(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_report(path: Path) -> EvaluationReport:
+    """Raises WrongInput when the file is missing, torn, of a newer schema, or holds a number that is not finite."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+        if value.get("schema", 0) > SCHEMA:
+            raise WrongInput(f"{path} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+        report = EvaluationReport(**{**value, "metrics": {key: Metric(**item) for key, item in value["metrics"].items()}})
+    except FileNotFoundError:
+        raise WrongInput(f"{path} does not exist; run `ingot evaluate` first") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WrongInput(f"{path} is not an evaluation report ({error}); run `ingot evaluate` again") from None
+    for key, metric in report.metrics.items():
+        if not math.isfinite(metric.value):
+            raise WrongInput(f"{path}: {key} is {metric.value}; run `ingot evaluate` again")
+    return report

@@ -1,0 +1,66 @@
+"""Where things lie in a run folder. The folder is the interface between the verbs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`OUTPUT/NAME/`: everything that one recipe made."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.yaml"
+
+    @property
+    def raw(self) -> Path:
+        """Ingested documents, Parquet."""
+        return self.root / "data" / "raw"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that `prepare` trained or fetched, as a Hugging Face folder."""
+        return self.root / "data" / "tokenizer"
+
+    @property
+    def columns(self) -> Path:
+        """Prepared token columns with their `manifest.json`."""
+        return self.root / "data" / "columns"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The exported Hugging Face folder: what evaluate, register and serve use."""
+        return self.root / "model"
+
+    @property
+    def reports(self) -> Path:
+        return self.root / "reports"
+
+    @property
+    def steps(self) -> Path:
+        """One JSON record per finished step, by which `run` knows what is unchanged."""
+        return self.reports / "steps"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"

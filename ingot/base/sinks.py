@@ -1,0 +1,113 @@
+"""Where metrics go: `metrics.jsonl`, TensorBoard, W&B. A sink that fails warns once and never stops a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ingot.base.events import append_line, read_lines
+from ingot.base.progress import say
+from ingot.base.storage import write_atomic
+
+
+class Sink(Protocol):
+    """Takes numbers (and texts) of one step; keys are TensorBoard's (`train/loss`)."""
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One line per logged step. What was logged beyond `resume_step` is cut off, so that a resumed run shows no step twice."""
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self.path = path
+        if path.exists():
+            kept = [line for line in read_lines(path) if line["step"] <= resume_step]
+            write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        finite = {key: value if isinstance(value, str) or math.isfinite(value) else None for key, value in values.items()}
+        append_line(self.path, {"step": step, "t_wall": time.time(), **finite})
+
+    def close(self) -> None:
+        pass
+
+
+class TensorBoard:
+    """Event files through tensorboard's own writer, which needs no torch."""
+
+    def __init__(self, folder: Path, resume_step: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event = Event
+        self._writer = EventFileWriter(str(folder))
+        if resume_step:
+            # Tells TensorBoard to forget what was logged beyond the checkpoint.
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+        items = []
+        for key, value in values.items():
+            if isinstance(value, str):
+                metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+                shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+                tensor = TensorProto(dtype="DT_STRING", string_val=[value.encode()], tensor_shape=shape)
+                items.append(Summary.Value(tag=key, metadata=metadata, tensor=tensor))
+            else:
+                items.append(Summary.Value(tag=key, simple_value=value))
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=Summary(value=items)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run; offline with `WANDB_MODE=offline`. `run_id` is stable, so that a resumed run goes on in the same one."""
+
+    def __init__(self, folder: Path, project: str, name: str, run_id: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        os.makedirs(folder, exist_ok=True)
+        self._run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(config))
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Guarded:
+    """Keeps a run alive when a sink fails: warns once, then stays silent."""
+
+    def __init__(self, name: str, make: Any) -> None:
+        self.name = name
+        self._sink: Sink | None = None
+        self._try(lambda: setattr(self, "_sink", make()))
+
+    def _try(self, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever a tracker's library raises: none of it may stop a training run
+            self._sink = None
+            say(f"warning: {self.name} failed ({type(error).__name__}: {error}); training goes on without it")
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        if (sink := self._sink) is not None:
+            self._try(lambda: sink.write(step, values))
+
+    def close(self) -> None:
+        if (sink := self._sink) is not None:
+            self._try(sink.close)

@@ -1,0 +1,143 @@
+"""Files on a local disk or in object storage, through fsspec. A local write is durable before it is visible."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+
+from ingot.base.errors import Failed, WrongInput
+
+CHUNK_BYTES = 1 << 20
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """True for `gs://...` and the like; `file://` counts as local."""
+    text = os.fspath(path)
+    return "://" in text and not text.startswith("file://")
+
+
+def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A binary stream of a local or remote file; bytes as stored, nothing decompressed."""
+    if not is_remote(path):
+        return open(path, "rb")
+    stream: IO[bytes] = fsspec.open(os.fspath(path), "rb").open()
+    return stream
+
+
+def find_files(pattern: str) -> list[str]:
+    """Files that `pattern` (a path, a folder or a glob) names, sorted; [] when there is none. Folders are walked."""
+    if is_remote(pattern):
+        filesystem, root = fsspec.core.url_to_fs(pattern)
+        found = filesystem.glob(root) if glob.has_magic(root) else filesystem.find(root)
+        return sorted(filesystem.unstrip_protocol(name) for name in found)
+    files: list[str] = []
+    for name in glob.glob(pattern, recursive=True) if glob.has_magic(pattern) else [pattern]:
+        if os.path.isdir(name):
+            files += [os.path.join(folder, file) for folder, _, here in os.walk(name) for file in here]
+        elif os.path.exists(name):
+            files.append(name)
+    return sorted(files)
+
+
+def stamp(path: str) -> dict[str, Any]:
+    """What tells cheaply whether a file changed: size and modification time (or the object's own version tag)."""
+    if is_remote(path):
+        filesystem, root = fsspec.core.url_to_fs(path)
+        info = filesystem.info(root)
+        return {"path": path, "bytes": info["size"], "tag": str(info.get("etag") or info.get("generation") or "")}
+    status = os.stat(path)
+    return {"path": path, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    digest = hashlib.sha256()
+    with open_read(path) as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync_folder(folder: str | os.PathLike[str]) -> None:
+    """Make renames and new names in `folder` survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: str | os.PathLike[str]) -> None:
+    """Flush every file and folder below `folder`; for trees that a library wrote without fsync."""
+    for here, _, files in os.walk(folder):
+        for name in files:
+            with open(os.path.join(here, name), "rb") as stream:
+                os.fsync(stream.fileno())
+        fsync_folder(here)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A stream whose bytes appear under `path` all at once, flushed, when the block ends without an error."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        with disk_errors(target), open(partial, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, target)
+        fsync_folder(target.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+    with atomic_file(path) as stream:
+        stream.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder to fill that appears under `path` all at once; what stood there before is replaced only then."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        with disk_errors(target):
+            yield partial
+            fsync_tree(partial)
+        if target.exists():
+            replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+            os.replace(target, replaced)
+            os.replace(partial, target)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.replace(partial, target)
+        fsync_folder(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the operating system's refusals while writing `path` into one line with the next action."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Failed(f"disk full while writing {os.fspath(path)}; make space and run the same command again") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise WrongInput(f"{os.fspath(path)} cannot be written ({error.strerror}); choose another `output`") from error
+        raise

@@ -1,0 +1,1 @@
+"""Every knob, and the arithmetic over knobs. Never imports torch."""

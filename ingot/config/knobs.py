@@ -1,0 +1,112 @@
+"""The list of all knobs with type, default and docstring, read off the sections themselves."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One knob. `path` is dotted; a variant's kind or a list stands in brackets: `train.optimizer[adamw].lr`, `data.train[].source`."""
+
+    path: str
+    type: str
+    default: str
+    doc: str
+
+    @property
+    def plain(self) -> str:
+        """The path without brackets, as it is typed on a command line."""
+        return ".".join(part.split("[", 1)[0] for part in self.path.split("."))
+
+
+def knobs(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Knob]:
+    """Every knob, depth first, in the order of the sections."""
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        default = "required" if field.default is PydanticUndefined else _show(field.default)
+        yield Knob(path, _type_name(field.annotation), default, field.description or "")
+        for suffix, inner in _sections(field.annotation):
+            yield from knobs(inner, f"{path}{suffix}.")
+
+
+def find_knob(path: str) -> list[Knob]:
+    """All knobs that `path` names (several where variants share a name). Raises WrongInput naming the nearest."""
+    everything = list(knobs())
+    found = [knob for knob in everything if path in (knob.path, knob.plain)]
+    if found:
+        return found
+    raise WrongInput(f"no knob is called `{path}`; did you mean `{nearest(path)}`? `ingot show knobs` lists all")
+
+
+def nearest(path: str, within: str = "") -> str:
+    """The existing knob that looks most like `path`: first among the names below `within`, then by its last part anywhere."""
+    paths = sorted({knob.plain for knob in knobs()})
+    siblings = {p: p.rsplit(".", 1)[-1] for p in paths if p.rpartition(".")[0] == within}
+    last = path.rsplit(".", 1)[-1]
+    if near := difflib.get_close_matches(last, siblings.values(), n=1, cutoff=0.6):
+        return next(p for p, name in siblings.items() if name == near[0])
+    tails = {p.rsplit(".", 1)[-1]: p for p in reversed(paths)}
+    if near := difflib.get_close_matches(last, tails, n=1, cutoff=0.75):
+        return tails[near[0]]
+    return difflib.get_close_matches(path, paths, n=1, cutoff=0.0)[0]
+
+
+def _sections(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Sections inside a type, each with what stands in brackets for it."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "", annotation
+    elif origin is list:
+        for _, inner in _sections(arguments[0]):
+            yield "[]", inner
+    elif origin is typing.Annotated:
+        yield from _sections(arguments[0])
+    elif origin in (typing.Union, types.UnionType):
+        members = [pair for argument in arguments for pair in _sections(argument)]
+        for suffix, inner in members:
+            kind = inner.model_fields.get("kind")
+            if kind is not None and len(members) > 1:
+                suffix = f"[{typing.get_args(kind.annotation)[0]}]"
+            yield suffix, inner
+
+
+def _show(default: Any) -> str:
+    if isinstance(default, BaseModel):
+        return f"{{kind: {default.kind}}}" if hasattr(default, "kind") else "{...}"
+    if isinstance(default, list) and any(isinstance(item, BaseModel) for item in default):
+        return "[" + ", ".join(_show(item) for item in default) + "]"
+    return {None: "null", True: "true", False: "false"}.get(default, str(default)) if isinstance(default, bool | None) else str(default)
+
+
+def _type_name(annotation: Any) -> str:
+    """A type as a person would write it in a recipe."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " | ".join(str(argument) for argument in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(argument) for argument in arguments)
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is tuple:
+        return f"[{', '.join(_type_name(argument) for argument in arguments)}]"
+    if origin is dict:
+        return "mapping"
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return {"str": "text", "bool": "true | false", "int": "integer", "float": "number"}.get(annotation.__name__, annotation.__name__)

@@ -1,0 +1,65 @@
+"""The knobs that say where things run and what happens to the result: gate, registry, serving, launching."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ingot.config.section import Section
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Gate(Section):
+    """Decides whether a new model replaces the live one."""
+
+    metric: str | list[str] = "loss/bits_per_byte"
+    """Metric key of the evaluation report, or its tail where that is unique; of a list, all must be better."""
+    direction: Literal["lower", "higher"] | None = None
+    """Which way is better; the metric's own direction when empty."""
+    margin: Annotated[float, Field(ge=0)] = 0.0
+    """How much better than the live model, in the metric's units; a tie never deploys."""
+    override: Literal["deploy", "keep"] | None = None
+    """Decide this way whatever the numbers say; written down in the decision."""
+
+
+class Registry(Section):
+    """Where model versions are kept."""
+
+    name: str | None = None
+    """Name that versions are registered under; the recipe's name when empty."""
+    path: str | None = None
+    """SQLite file; `OUTPUT/registry.sqlite` when empty."""
+
+
+class Serve(Section):
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """Port to listen on; 0 takes a free one. `$AIP_HTTP_PORT` wins where it is set."""
+    api_key: str | None = None
+    """Reference (`env:NAME`) to a key that clients must send as `Authorization: Bearer KEY`; nobody is asked when empty."""
+    max_body_bytes: Positive = 1_500_000
+    """Largest request body; larger ones get 413."""
+    max_tokens: Positive = 1024
+    """Most tokens that one request may generate."""
+    max_queue: Positive = 64
+    """Requests that may wait; more get 429."""
+    max_batch: Positive = 8
+    """Requests that are decoded together."""
+    prompt: str = "def "
+    """The prompt that `ingot run` sends at the end, to see the served model answer."""
+    prompt_tokens: Positive = 64
+    """Tokens that `ingot run` asks for."""
+
+
+class Launch(Section):
+    """Where verbs run."""
+
+    kind: Literal["local"] = "local"
+    """The place."""
+    processes: Positive = 1
+    """Processes of a training or evaluation step on this machine; above 1 torchrun starts them."""

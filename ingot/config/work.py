@@ -1,0 +1,265 @@
+"""The knobs that say what is done: model, tokenizer, data, objective, training, evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from ingot.config.section import Section
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class Model(Section):
+    """Which model is trained, and what it starts from."""
+
+    source: str = "preset:llama-3m"
+    """`preset:NAME` (see `ingot show models`), `hf:ORG/NAME`, or a Hugging Face folder."""
+    init: Literal["auto", "weights", "random"] = "auto"
+    """What training starts from: the source's `weights`, or `random` ones drawn from `seed`. `auto`: weights where the source has them."""
+    config: dict[str, Any] = {}
+    """Overrides of the model's configuration by Hugging Face's names, such as `{num_hidden_layers: 4}`. Only with random weights, or for names that change no shape."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; the default branch when empty."""
+
+
+class Tokenizer(Section):
+    """How text becomes ids."""
+
+    source: str | None = None
+    """`train` (a byte-level BPE learnt from the training documents), a Hugging Face folder, or `hf:ORG/NAME`. Empty: the model's own, or `train` for a preset."""
+    vocab_size: Annotated[int, Field(ge=260)] = 4096
+    """Size of a trained vocabulary, special tokens included. Ignored, and refused when set, for a tokenizer that is not trained."""
+    sample_bytes: Positive = 50_000_000
+    """How many bytes of the training documents a trained vocabulary is learnt from; an even sample of all of them."""
+
+
+class Source(Section):
+    """One place that documents come from."""
+
+    source: str
+    """Path, folder, glob (local or `gs://...`), or `builtin:stdlib`, the sources of the running interpreter's standard library."""
+    format: Literal["auto", "jsonl", "parquet", "csv", "tsv", "text"] = "auto"
+    """File format; `auto` goes by the ending (`.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.csv`, `.tsv`, everything else is text, one document a file)."""
+    text: str = "text"
+    """The column or JSON key that holds the text."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of this source in what is trained on, relative to the sum of all weights. With one source, or all weights equal to 1, every source counts by its size."""
+
+
+class ValidationShare(Section):
+    """Held-out documents taken from the training sources."""
+
+    fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """Share of the training documents that is held out, chosen by a hash of the document's identity: the same ones in every run."""
+
+
+class LocalEngine(Section):
+    """Prepare with processes on this machine."""
+
+    kind: Literal["local"] = "local"
+    """Where `prepare` runs."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes; 0 takes one per core. The output is the same for any number."""
+
+
+class Data(Section):
+    """Documents in, rows of tokens out."""
+
+    train: list[Source] = Field(min_length=1)
+    """The sources that are trained on."""
+    validation: Annotated[
+        Annotated[list[Source], Tag("sources")] | Annotated[ValidationShare, Tag("share")],
+        Discriminator(lambda value: "share" if isinstance(value, dict | ValidationShare) else "sources"),
+    ] = ValidationShare(fraction=0.01)
+    """What loss is measured on: sources of its own, or `{fraction: F}` of the training documents."""
+    seq_len: Positive = 512
+    """Tokens in a row; at most the model's positions."""
+    on_bad: Literal["skip", "stop"] = "skip"
+    """What happens at a line or file that cannot be read: counted, named and skipped, or stop."""
+    fraction: Share = 1.0
+    """Train on this share of the documents, chosen by a hash of the document's identity."""
+    engine: LocalEngine = LocalEngine()
+    """What `prepare` runs on."""
+
+
+class Pretrain(Section):
+    """Next-token prediction on documents; continued pretraining is the same with loaded weights."""
+
+    kind: Literal["pretrain"] = "pretrain"
+    """The way of training."""
+
+
+class AdamW(Section):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), the fused kernel."""
+
+    kind: Literal["adamw"] = "adamw"
+    """Which optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay; applied to matrices, never to norms and biases."""
+
+
+class SGD(Section):
+    """Plain stochastic gradient descent; for proofs, since it shows a wrong gradient scale that Adam hides."""
+
+    kind: Literal["sgd"]
+    """Which optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    """Peak learning rate."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum; 0 for none."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay added to the gradient of matrices."""
+
+
+def _optimizer_kind(value: Any) -> str:
+    """AdamW where no kind is given, so that `optimizer: {lr: 1e-3}` reads as one expects."""
+    return str(value.get("kind", "adamw")) if isinstance(value, dict) else str(getattr(value, "kind", value))
+
+
+Optimizer = Annotated[Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")], Discriminator(_optimizer_kind)]
+
+
+class Schedule(Section):
+    """The learning rate over the steps: linear warm-up, then a decay."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup: Annotated[float, Field(ge=0)] = 0.02
+    """Warm-up: below 1 a share of all steps, from 1 on a number of steps."""
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end, as a share of the peak."""
+
+
+class EarlyStop(Section):
+    """Stop when the validation loss no longer falls; all ranks together."""
+
+    patience: Positive = 3
+    """Evaluations in a row without improvement before training stops."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """An improvement smaller than this, in nats per token, does not count."""
+
+
+class Train(Section):
+    """The loop."""
+
+    steps: Positive | None = None
+    """Optimizer steps. Give one of steps, epochs, tokens; one epoch when none is given."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training rows."""
+    tokens: Positive | None = None
+    """Training tokens, rounded up to whole steps."""
+    global_batch: Positive = 32
+    """Sequences in one optimizer step, over all ranks and micro-batches."""
+    micro_batch: Positive = 8
+    """Sequences that one rank computes at once; changes memory and speed, never the result."""
+    optimizer: Optimizer = AdamW()
+    """How weights follow gradients."""
+    schedule: Schedule = Schedule()
+    """Learning rate over the steps."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest norm of the whole gradient; null for no clipping."""
+    early_stop: EarlyStop | None = None
+    """Stop early; needs `evaluate_every`."""
+    evaluate_every: Positive | None = None
+    """Steps between evaluations of the loss on the validation rows; null for none while training."""
+    evaluate_rows: Positive = 64
+    """Validation rows used by each evaluation while training; the first ones, always the same."""
+    compile: bool = False
+    """Compile the model with torch.compile: slower to start, faster per step on most devices."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        given = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"train.{' and train.'.join(given)} both say how long to train; keep one of them")
+        if self.early_stop is not None and self.evaluate_every is None:
+            raise ValueError("train.early_stop needs train.evaluate_every; set it to a number of steps")
+        return self
+
+
+class Parallel(Section):
+    """Degrees of the device mesh; their product is the number of processes."""
+
+    replicate: Positive | Literal["auto"] = "auto"
+    """Copies of the model that each take a share of the batch (DDP); `auto`: as many as there are processes."""
+    shard: Literal[1] = 1
+    """Ranks that share the weights (FSDP). This version runs data parallel only."""
+    tensor: Literal[1] = 1
+    """Ranks that share each matrix. This version runs data parallel only."""
+    pipeline: Literal[1] = 1
+    """Ranks that share the layers. This version runs data parallel only."""
+    context: Literal[1] = 1
+    """Ranks that share each sequence. This version runs data parallel only."""
+
+
+class Precision(Section):
+    """Number formats. Master weights, their gradients and the optimizer's state are always float32."""
+
+    compute: Literal["auto", "fp32", "bf16"] = "auto"
+    """Format of matrix products in forward and backward; `auto`: bf16 on an accelerator that has it, fp32 on a CPU."""
+    export: Literal["bf16", "fp32"] = "bf16"
+    """Format of the weights in the exported model folder."""
+
+
+class Checkpoint(Section):
+    """What is kept so that nothing is lost."""
+
+    every: Positive = 500
+    """Steps between checkpoints; one more is always made at the end and when a signal stops the run."""
+    keep: Positive = 2
+    """How many of the newest checkpoints are kept. The newest complete one is never deleted."""
+
+
+class LossTask(Section):
+    """Loss, perplexity and bits per byte on the validation documents."""
+
+    kind: Literal["loss"] = "loss"
+    """Which evaluation."""
+    name: str = "loss"
+    """The name that its metrics carry in the report."""
+    baselines: list[Literal["gzip", "xz", "bigram"]] = []
+    """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and a smoothed `bigram` of the same tokens counted on the training split."""
+
+
+class Evaluate(Section):
+    """How good the model is."""
+
+    tasks: list[LossTask] = [LossTask()]
+    """The evaluations, in order."""
+    model: str | None = None
+    """Model folder to evaluate; the run's own exported model when empty."""
+    micro_batch: Positive = 8
+    """Sequences computed at once; changes speed, never the result."""
+    prompts: list[str] = []
+    """Texts to complete, shown in the report."""
+    sample_tokens: Positive = 64
+    """Tokens generated for each of `prompts`, greedily."""
+
+
+class WandB(Section):
+    """Weights & Biases."""
+
+    project: str = "ingot"
+    """Project that the run appears in."""
+
+
+class Track(Section):
+    """Where metrics go beside `metrics.jsonl`, which is always written."""
+
+    every: Positive = 10
+    """Steps between logged lines."""
+    tensorboard: bool = True
+    """Write event files to `tensorboard/` in the run folder."""
+    wandb: WandB | None = None
+    """Log to Weights & Biases from rank 0; needs `ingot[track]`. Off unless given."""
+    gpu: bool = True
+    """Log utilisation and memory of each rank's GPU, where there is one."""
