@@ -1,0 +1,1 @@
+"""Training state on disk, complete or not there at all; the exported model folder."""

@@ -1,0 +1,1 @@
+"""Decoders in pure PyTorch, their weights on disk, generation. Knows no parallelism and no recipe."""

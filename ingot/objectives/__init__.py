@@ -1,0 +1,1 @@
+"""Ways of training: per-token values in, (sum, count, metrics) out. Pure mathematics, no device, no loop."""

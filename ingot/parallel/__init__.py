@@ -1,0 +1,1 @@
+"""Meshes and wrappers, applied to a model from outside in one visible order."""

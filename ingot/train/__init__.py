@@ -1,0 +1,1 @@
+"""The loop: run builds, loop turns, step does the arithmetic, hooks have the side effects."""

@@ -1,0 +1,77 @@
+"""The model folder: what training hands to evaluate, register, serve, and to every other tool that reads Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import ingot
+from ingot.base.errors import WrongInput
+from ingot.base.storage import atomic_folder
+from ingot.models.decoder import Decoder
+from ingot.models.folder import CONFIG, LINEAGE, hash_model, load_model, model_config, read_lineage, save_weights
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+
+GENERATION = "generation_config.json"
+ExportType = Literal["bf16", "fp32"]
+DTYPES: dict[ExportType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def export_model(
+    model: Decoder, tokenizer: Tokenizer, folder: Path, *, export_type: ExportType, lineage: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write the model folder, all at once. Returns its `ingot.json`, with `model_hash` in it.
+
+    `generation` is the source's generation configuration, carried over; None makes one from the tokenizer.
+    """
+    dtype = DTYPES[export_type]
+    special = {"bos_token_id": tokenizer.special.bos, "eos_token_id": tokenizer.special.eos, "pad_token_id": tokenizer.special.pad}
+    config = {**model.config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
+    config.pop("torch_dtype", None)
+    if generation is None:
+        config.update(special)
+        generation = {"_from_model_config": True, **{key: value for key, value in special.items() if value is not None}}
+    with atomic_folder(folder) as partial:
+        save_weights({name: parameter.detach().to("cpu", dtype) for name, parameter in model.named_parameters()}, partial)
+        _write_json(partial / CONFIG, config)
+        _write_json(partial / GENERATION, generation)
+        tokenizer.save(partial)
+        made = {
+            "schema": 1, "ingot": ingot.__version__, "model_hash": hash_model(partial), "tokenizer": tokenizer.identity(),
+            "export_type": export_type, **lineage,
+        }
+        _write_json(partial / LINEAGE, made)
+    return made
+
+
+def source_generation(folder: Path | None) -> dict[str, Any] | None:
+    """`generation_config.json` of the folder that training started from, if any."""
+    if folder is None or not (folder / GENERATION).exists():
+        return None
+    generation: dict[str, Any] = json.loads((folder / GENERATION).read_bytes())
+    return generation
+
+
+def copy_model(source: Path, target: Path, *, export_type: ExportType | None, overwrite: bool) -> dict[str, Any]:
+    """`ingot export` and `ingot import`: read a model folder, check every tensor, write it anew.
+
+    Raises:
+        WrongInput: not a model folder, or `target` exists and `overwrite` is not set.
+    """
+    if target.exists() and not overwrite:
+        raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
+    stored = str(model_config(source).get("dtype") or model_config(source).get("torch_dtype") or "float32")
+    if export_type is None:
+        export_type = "bf16" if stored in ("bfloat16", "float16") else "fp32"
+    model = load_model(source, device=torch.device("cpu"))
+    lineage = {key: value for key, value in (read_lineage(source) or {"source": str(source)}).items() if key not in ("schema", "model_hash", "export_type")}
+    return export_model(model, load_tokenizer(source), target, export_type=export_type, lineage=lineage, generation=source_generation(source))
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

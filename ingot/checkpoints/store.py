@@ -1,0 +1,131 @@
+"""Checkpoints on disk: `step-00000300/` by torch's distributed checkpoint, complete when its `COMMIT.json` stands.
+
+Any world size loads what any other wrote. A torn, truncated or changed checkpoint is named and passed over for the newest
+valid one; the newest valid one is never deleted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import Optimizer
+
+import ingot
+from ingot.base.errors import Failed
+from ingot.base.markers import entry_of, problems, read_marker, write_marker
+from ingot.base.progress import say
+from ingot.base.storage import disk_errors, fsync_folder, fsync_tree
+from ingot.checkpoints.state import make_room, training_tensors
+from ingot.parallel.mesh import Mesh
+
+COMMIT = "COMMIT.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A committed checkpoint: its folder, step, and all that its marker says."""
+
+    folder: Path
+    step: int
+    commit: Mapping[str, Any]
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:08d}"
+
+
+def save_checkpoint(checkpoints: Path, step: int, model: nn.Module, optimizer: Optimizer, payload: Mapping[str, Any], mesh: Mesh) -> Path:
+    """Write and commit the state after `step` optimizer steps; all ranks call it, it returns on all when it is committed.
+
+    `payload` goes into the marker: samples seen, identities, hook states.
+
+    Raises:
+        Failed: the disk is full or a file could not be written; earlier checkpoints stay.
+    """
+    folder = step_folder(checkpoints, step)
+    if mesh.is_main:
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed save left: it has no marker
+        with disk_errors(folder):
+            folder.mkdir(parents=True)
+    mesh.barrier()
+    with disk_errors(folder):
+        try:
+            dcp.save(dict(training_tensors(model, optimizer)), checkpoint_id=folder, no_dist=mesh.world == 1)
+        except dcp.CheckpointException as error:
+            raise next((cause for cause, _ in error.failures.values() if isinstance(cause, OSError)), error) from error
+    if mesh.is_main:
+        with disk_errors(folder):
+            fsync_tree(folder)
+            files = [entry_of(folder, str(path.relative_to(folder))) for path in sorted(folder.rglob("*")) if path.is_file()]
+            about = {"step": step, "world": mesh.world, "torch": torch.__version__, "ingot": ingot.__version__, "time": time.time()}
+            write_marker(folder, COMMIT, {**about, **payload}, files)
+            fsync_folder(checkpoints)
+    mesh.barrier()
+    return folder
+
+
+def committed(checkpoints: Path) -> list[Found]:
+    """All checkpoints with a marker, newest first; their files are not looked at."""
+    found = []
+    for folder in checkpoints.glob("step-*"):
+        commit = read_marker(folder, COMMIT)
+        if commit is not None:
+            found.append(Found(folder, int(commit["step"]), commit))
+    return sorted(found, key=lambda item: -item.step)
+
+
+def newest_valid(checkpoints: Path) -> Found | None:
+    """The newest checkpoint whose every byte is as written. Broken ones on the way are named; None when there are none at all.
+
+    Raises:
+        Failed: there are checkpoints, and not one is whole.
+    """
+    candidates = committed(checkpoints)
+    for found in candidates:
+        wrong = problems(found.folder, found.commit, checksums=True)
+        if not wrong:
+            return found
+        say(f"warning: checkpoint {found.folder} is damaged ({wrong[0]}); trying an older one")
+    if candidates:
+        raise Failed(f"no checkpoint in {checkpoints} is whole; restore one, or start over with --fresh")
+    return None
+
+
+def load_checkpoint(found: Found, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
+    """Fill model and optimizer in place, whatever layout wrote the checkpoint.
+
+    Raises:
+        Failed: tensors are missing or of another shape.
+    """
+    reader = dcp.FileSystemReader(str(found.folder))
+    stored = reader.read_metadata().state_dict_metadata
+    make_room(model, optimizer, stored)
+    tensors = training_tensors(model, optimizer)
+    if missing := sorted(tensors.keys() - stored.keys()) + sorted(stored.keys() - tensors.keys()):
+        raise Failed(f"checkpoint {found.folder} does not fit this model: {missing[0]} and {len(missing) - 1} more differ; use --fresh")
+    dcp.load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)
+
+
+def retain(checkpoints: Path, keep: int) -> None:
+    """Delete all but the newest `keep` committed checkpoints, and what killed saves left behind them.
+
+    The marker goes first, so that a half-deleted checkpoint is never taken for a whole one.
+    """
+    found = committed(checkpoints)
+    for old in found[keep:]:
+        (old.folder / COMMIT).unlink(missing_ok=True)
+        fsync_folder(old.folder)
+        shutil.rmtree(old.folder, ignore_errors=True)
+    kept = {item.folder for item in found[:keep]}
+    newest = found[0].step if found else -1
+    for folder in checkpoints.glob("step-*"):
+        if folder not in kept and folder < step_folder(checkpoints, newest):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,37 @@
+"""The knobs that decide which numbers training gives; a run resumes only where they are unchanged.
+
+How the work is dealt (micro_batch, ranks, how often things are saved or logged) is not among them: it never changes the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ingot.config.recipe import Recipe
+
+TRAINING_KNOBS = (
+    "seed", "model", "data.seq_len", "objective", "train.steps", "train.epochs", "train.tokens", "train.global_batch",
+    "train.optimizer", "train.schedule", "train.clip_norm", "train.early_stop", "precision.compute",
+)
+
+
+def training_identity(recipe: Recipe) -> dict[str, Any]:
+    """Knob -> value, flat, for comparison and for naming what changed."""
+    chosen = recipe.select(TRAINING_KNOBS)
+    chosen["data.train.weight"] = [source.weight for source in recipe.data.train]
+    if recipe.train.early_stop is not None:
+        # Only then does evaluation change what is trained.
+        chosen.update(recipe.select(("train.evaluate_every", "train.evaluate_rows")))
+    return chosen
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`knob old -> new` for everything that differs, sections taken apart down to the knob."""
+    found: list[str] = []
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += [f"{key}.{change}" for change in changes(old, new)]
+        elif old != new:
+            found.append(f"{key} {old} -> {new}")
+    return found

@@ -1,0 +1,151 @@
+"""The native decoder family. Parameter names and rotary layout are Hugging Face's, so that conversion is nearly the identity.
+
+Knows no parallelism, no environment and no recipe; wrappers are applied from outside.
+Shapes: B batch, T time, D model, H query heads, K key/value heads, E head size, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ingot.models.architecture import DecoderConfig
+from ingot.models.attention import attend, document_mask
+from ingot.models.head import TokenFunction, apply_head
+from ingot.models.rope import angles, inverse_frequencies, rotate
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens. `append` stores one layer's new ones and answers what to attend over."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """k, v `[B, K, T, E]` -> keys and values `[B, K, S, E]` and a bool mask `[B, 1, T, S]`."""
+        ...
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (Zhang and Sennrich 2019), computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        batch, time, _ = x.shape
+        # The number of heads is read off the tensor: a wrapper may have left this rank a share of them.
+        q, k, v = (
+            projection(x).view(batch, time, -1, self.head_dim).transpose(1, 2)  # [B, H or K, T, E]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v, mask = cache.append(self.layer, k, v)
+        mixed = attend(q, k, v, mask)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, time, -1))  # [B, T, D]
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each with a norm before and the residual around."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = FeedForward(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Trunk(nn.Module):
+    """Embedding, layers, last norm."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model.
+
+    `forward` is the face that training uses: per-token values of an objective, full logits never existing at once.
+    Built on any device, `meta` included: nothing is computed from the parameters in the constructor.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The projection onto the vocabulary, `[V, D]`; the embedding itself where the two are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def hidden(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Final hidden states `[B, T, D]`, normed.
+
+        tokens, positions `[B, T]` int64. `segments` `[B, T]` numbers the documents of a packed row, which then do not
+        see each other; None where each row is one document.
+        """
+        # The frequencies are made here rather than kept in a buffer: they cost nothing, and a model on `meta` has none to lose.
+        cos, sin = angles(positions, inverse_frequencies(self.config.rope, self.config.head_dim, positions.device))
+        mask = None if segments is None else document_mask(segments)
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, mask, cache)
+        out: Tensor = self.model.norm(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need them."""
+        return functional.linear(hidden, self.head_weight).float()
+
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor | None, labels: Tensor, token: TokenFunction) -> Tensor:
+        """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100.
+
+        `token(view, labels)` is called on chunks of tokens; see `ingot.models.head`.
+        """
+        hidden = self.hidden(tokens, positions, segments)
+        return apply_head(hidden.flatten(0, 1), self.head_weight, labels.flatten(), token).view(labels.shape)

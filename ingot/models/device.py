@@ -1,0 +1,110 @@
+"""The one file that knows which device this is: nothing else asks for CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+import psutil
+import torch
+
+Compute = Literal["fp32", "bf16"]
+
+# Dense bf16 matrix products, FLOP/s, as the makers state them.
+_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "B200": 2250e12}
+
+
+def pick_device(local_rank: int = 0) -> torch.device:
+    """This rank's accelerator, or the CPU where there is none."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def resolve_compute(asked: Literal["auto", "fp32", "bf16"], device: torch.device) -> Compute:
+    """What `precision.compute: auto` means on this device."""
+    if asked != "auto":
+        return asked
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
+@contextlib.contextmanager
+def computing_in(compute: Compute, device: torch.device) -> Iterator[None]:
+    """Matrix products in `compute`; weights, norms, softmax and losses stay float32."""
+    if compute == "fp32":
+        yield
+    else:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            yield
+
+
+def peak_flops(device: torch.device, compute: Compute) -> float | None:
+    """The maker's figure for matrix products in bf16; None where it is not known, and then no share of it is claimed."""
+    if device.type != "cuda" or compute != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+def measured_peak(device: torch.device, compute: Compute) -> float:
+    """FLOP/s of one large matrix product here and now, the best of a few; for devices whose maker's figure is not known."""
+    size = 1024 if device.type == "cpu" else 8192
+    dtype = torch.bfloat16 if compute == "bf16" else torch.float32
+    a, b = torch.ones(size, size, device=device, dtype=dtype), torch.ones(size, size, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(8):
+        started = time.perf_counter()
+        a @ b
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def backend(device: torch.device) -> str:
+    """Collectives: on an accelerator its own for tensors there, and gloo for the few numbers that hosts agree on."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that this process has held: on the device, or of the process itself on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def gpu_usage(device: torch.device) -> dict[str, float]:
+    """`util` and `memory` (shares of 1) of this rank's GPU by NVML; empty where there is none."""
+    if device.type != "cuda":
+        return {}
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return {"util": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, "memory": float(memory.used) / float(memory.total)}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def use_all_cores(local_world: int) -> None:
+    """Share the cores between the processes of this machine, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ or local_world == 1:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // local_world))

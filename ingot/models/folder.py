@@ -1,0 +1,169 @@
+"""Reading and writing Hugging Face model folders. Whatever is missing, extra or of another shape is named, and nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.storage import sha256_file
+from ingot.models.architecture import DecoderConfig
+from ingot.models.decoder import Decoder
+
+CONFIG, LINEAGE, INDEX = "config.json", "ingot.json", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a model folder. Raises WrongInput when it is not one."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise WrongInput(f"{folder} is not a model folder ({CONFIG} is missing); give a Hugging Face folder") from None
+    except ValueError as error:
+        raise WrongInput(f"{folder / CONFIG} is not JSON ({error}); fetch the model again") from None
+    if not isinstance(config, dict):
+        raise WrongInput(f"{folder / CONFIG} is not a mapping; fetch the model again")
+    return config
+
+
+def load_model(
+    folder: Path, *, device: torch.device, dtype: torch.dtype | None = None, overrides: Mapping[str, Any] | None = None
+) -> Decoder:
+    """The decoder in `folder`, in `dtype` (None: float32), in evaluation mode.
+
+    Raises:
+        WrongInput: not a model folder, an architecture that is not supported, torn files, or tensors that do not fit.
+    """
+    config = DecoderConfig.from_hf({**model_config(folder), **(overrides or {})}, str(folder / CONFIG))
+    with torch.device("meta"):
+        model = Decoder(config)
+    load_weights(model, folder, device=device, dtype=dtype or torch.float32)
+    return model.eval()
+
+
+def load_weights(model: Decoder, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a model (on `meta`, say) the weights in `folder`, one tensor at a time."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = stored_shapes(folder)
+    _check_names(shapes, found, folder, tied=model.config.tie_word_embeddings)
+    tensors: dict[str, Tensor] = {}
+    twin: Tensor | None = None
+    for name, tensor in stored_tensors(folder):
+        if name in shapes:
+            tensors[name] = tensor.to(device=device, dtype=dtype)
+        elif name == HEAD:
+            twin = tensor.to(device=device, dtype=dtype)
+    if twin is not None and not torch.equal(twin, tensors[EMBEDDING]):
+        raise WrongInput(f"{folder}: {CONFIG} ties {HEAD} to {EMBEDDING}, but the two differ; set tie_word_embeddings to false")
+    model.load_state_dict(tensors, strict=True, assign=True)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, by its index where it has one."""
+    index = folder / INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            raise WrongInput(f"{index} is not an index of safetensors files; fetch the model again") from None
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        pickled = " (pickled weights are not read)" if list(folder.glob("*.bin")) else ""
+        raise WrongInput(f"{folder} has no model*.safetensors{pickled}; give a folder with safetensors weights")
+    for file in files:
+        if not file.exists():
+            raise WrongInput(f"{file} is missing, though {INDEX} names it; fetch the model again")
+    return files
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes, from the headers alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(folder):
+        with _opened(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
+                shapes[name] = tuple(reader.get_slice(name).get_shape())
+    return shapes
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors, memory-mapped, one at a time."""
+    for file in weight_files(folder):
+        with _opened(file) as reader:
+            for name in reader.keys():  # noqa: SIM118
+                yield name, reader.get_tensor(name)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except SafetensorError as error:
+        raise WrongInput(f"{file} is torn or not safetensors ({error}); fetch the model again") from None
+
+
+def _check_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path, *, tied: bool) -> None:
+    """Name every difference. Older exports keep rotary frequencies (buffers that are computed here) and a tied head's twin."""
+    surplus = {name for name in found if name not in wanted and not name.endswith("rotary_emb.inv_freq") and not (tied and name == HEAD)}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not part of this model" for name in sorted(surplus)]
+    problems += [
+        f"{name} is {list(found[name])}, {list(shape)} is wanted" for name, shape in wanted.items() if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise WrongInput(f"{folder}: weights do not fit {CONFIG}: {'; '.join(problems[:8])}{more}; check model.source and model.config")
+
+
+def save_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """Write tensors as safetensors in Hugging Face's layout: one file, or numbered shards with an index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor.contiguous()
+        filled += size
+    names = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, str(folder / name), metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    return [folder / name for name in names]
+
+
+def model_hash(folder: Path) -> str:
+    """Identity of a model folder's weights and configuration: from its `ingot.json`, else from the files themselves."""
+    lineage = read_lineage(folder)
+    if lineage is not None and "model_hash" in lineage:
+        return str(lineage["model_hash"])
+    return hash_model(folder)
+
+
+def hash_model(folder: Path) -> str:
+    """Reads every byte of the weights."""
+    return fingerprint({"config": model_config(folder), "weights": {file.name: sha256_file(file) for file in weight_files(folder)}})
+
+
+def read_lineage(folder: Path) -> dict[str, Any] | None:
+    """`ingot.json`: where a model came from; None in a folder that ingot did not write."""
+    try:
+        lineage = json.loads((folder / LINEAGE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return lineage if isinstance(lineage, dict) else None

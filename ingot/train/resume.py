@@ -1,0 +1,75 @@
+"""Where training starts: from nothing, from the newest whole checkpoint, or not at all because the recipe has changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.progress import say
+from ingot.base.runfolder import RunFolder
+from ingot.base.storage import fsync_folder
+from ingot.checkpoints.store import Found, newest_valid
+from ingot.config.identity import changes
+
+
+def find_start(run: RunFolder, identity: Mapping[str, Any], *, fresh: bool) -> Found | None:
+    """The checkpoint to go on from, or None to start from the first step.
+
+    A finished training with another recipe is set aside under `earlier/`, and brought back when the recipe is.
+
+    Raises:
+        WrongInput: an unfinished training lies here and its recipe differs; names what changed.
+        Failed: there are checkpoints, and not one is whole.
+    """
+    found = None if fresh else newest_valid(run.checkpoints)
+    if found is not None and found.commit["identity"] == dict(identity):
+        return found
+    if found is not None and not found.commit["finished"]:
+        changed = "; ".join(changes(found.commit["identity"], dict(identity)))
+        raise WrongInput(
+            f"{run.checkpoints} holds an unfinished training ({found.step} steps) of another recipe: {changed}; "
+            f"undo the change to go on, or start over with --fresh (the old checkpoints are set aside, not deleted)"
+        )
+    if found is not None:
+        say(f"the recipe changed since the last training ({'; '.join(changes(found.commit['identity'], dict(identity)))})")
+    set_aside(run, found.commit["identity"] if found else identity)
+    return None if fresh else _bring_back(run, identity)
+
+
+def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
+    """Move checkpoints and what was logged with them out of the way; nothing is deleted."""
+    if not run.checkpoints.exists():
+        return
+    name = fingerprint(dict(identity))
+    places = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    place = next(folder for folder in (earlier(run) / name for name in places) if not folder.exists())
+    _move(run.root, place)
+    say(f"the earlier training is set aside in {place}")
+
+
+def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> Found | None:
+    place = earlier(run) / fingerprint(dict(identity))
+    if not place.exists():
+        return None
+    _move(place, run.root)
+    place.rmdir()
+    say(f"this recipe was trained before: {place} is brought back")
+    return newest_valid(run.checkpoints)
+
+
+def earlier(run: RunFolder) -> Path:
+    return run.root / "earlier"
+
+
+def _move(source: Path, target: Path) -> None:
+    """Checkpoints go last when set aside and come last when brought back: without them the rest is only logs."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "tensorboard", "checkpoints"):
+        if (source / name).exists():
+            (source / name).rename(target / name)
+    fsync_folder(target)
+    fsync_folder(source)

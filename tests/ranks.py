@@ -1,0 +1,61 @@
+"""Runs a function on N ranks over gloo, as torchrun would; starting torch is paid once for all tests of a process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.nn.parallel", "ingot.train.run"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240) -> list[Any]:
+    """`function(*arguments)` on each of `world` ranks (a function of a module, picklable arguments); results in the order of ranks.
+
+    An exception on any rank fails the test with that rank's traceback.
+    """
+    port = free_port()
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(world):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_run, args=(rank, world, port, theirs, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        results = []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(timeout_s):
+                raise AssertionError(f"rank {rank} of {world} gave no result in {timeout_s} s")
+            ok, value = pipe.recv()
+            if not ok:
+                raise AssertionError(f"rank {rank} of {world} failed:\n{value}")
+            results.append(value)
+        return results
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _run(rank: int, world: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))

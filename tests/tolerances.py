@@ -1,0 +1,14 @@
+"""Every numerical tolerance of the tests, in one place. They are never loosened to make a test pass."""
+
+# Largest difference of logits between our decoder and transformers' on the same float32 weights.
+LOGITS_FP32 = 1e-4
+# Relative difference, in norm, of gradients between our decoder and transformers' in float32.
+GRADIENTS_FP32 = 1e-5
+# A document packed beside others gives the logits that it gives alone.
+PACKED = 1e-5
+# Relative difference, in norm, of updated weights between any two splits of the same global batch (float32, SGD).
+SPLIT_WEIGHTS = 1e-6
+# Difference of losses between any two splits of the same global batch (float32, AdamW).
+SPLIT_LOSS = 1e-5
+# Relative difference of a mean loss summed in another order, float32.
+LOSS_FP32 = 1e-6
