@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import socket
@@ -9,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.nn.parallel", "ingot.train.run"])
@@ -40,7 +43,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(timeout_s):
                 raise AssertionError(f"rank {rank} of {world} gave no result in {timeout_s} s")
-            ok, value = pipe.recv()
+            ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
             if not ok:
                 raise AssertionError(f"rank {rank} of {world} failed:\n{value}")
             results.append(value)
@@ -56,6 +59,10 @@ def _run(rank: int, world: int, port: int, pipe: Connection, function: Callable[
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     try:
-        pipe.send((True, function(*arguments)))
+        answer = (True, function(*arguments))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        answer = (False, traceback.format_exc())
+    # As bytes: tensors sent as they are would be shared memory that ends with this process.
+    packed = io.BytesIO()
+    torch.save(answer, packed)
+    pipe.send_bytes(packed.getvalue())

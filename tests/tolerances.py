@@ -12,3 +12,5 @@ SPLIT_WEIGHTS = 1e-6
 SPLIT_LOSS = 1e-5
 # Relative difference of a mean loss summed in another order, float32.
 LOSS_FP32 = 1e-6
+# Loss after a few steps, bf16 products against float32 ones.
+BF16_LOSS = 0.05

@@ -38,10 +38,14 @@ def read_dotenv(path: Path) -> dict[str, str]:
     """`NAME=value` lines of a `.env` file; `#` comments, `export ` and quotes are understood, nothing is expanded.
 
     Raises:
-        WrongInput: names the line that is none of these.
+        WrongInput: names the line that is none of these, or the file that is not UTF-8.
     """
     values: dict[str, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise WrongInput(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    for number, line in enumerate(lines, start=1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
             continue

@@ -17,6 +17,10 @@ class IngotError(Exception):
 
     exit_code = EXIT_FAILED
 
+    def __str__(self) -> str:
+        """The message with control characters (of a file name, a key, a value) spelt out: it goes to a terminal."""
+        return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in super().__str__())
+
 
 class Failed(IngotError):
     """The world failed us: disk full, port taken, a process that died. Trying again may help."""

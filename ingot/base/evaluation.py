@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.storage import write_atomic
 
 SCHEMA = 1
@@ -52,21 +52,35 @@ class EvaluationReport:
 
 
 def write_report(path: Path, report: EvaluationReport) -> None:
+    """Raises Failed when a number is not finite: such a model cannot be compared with any other."""
+    for key, metric in report.metrics.items():
+        if not all(math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)):
+            interval = f"{metric.value} [{metric.ci_low}, {metric.ci_high}]"
+            raise Failed(f"{key} is {interval}: the model gives numbers that are not finite; train it again with a lower train.optimizer.lr")
     write_atomic(path, json.dumps(asdict(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_report(path: Path) -> EvaluationReport:
     """Raises WrongInput when the file is missing, torn, of a newer schema, or holds a number that is not finite."""
     try:
-        value: dict[str, Any] = json.loads(path.read_bytes())
-        if value.get("schema", 0) > SCHEMA:
-            raise WrongInput(f"{path} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
-        report = EvaluationReport(**{**value, "metrics": {key: Metric(**item) for key, item in value["metrics"].items()}})
-    except FileNotFoundError:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         raise WrongInput(f"{path} does not exist; run `ingot evaluate` first") from None
+    return parse_report(text, str(path))
+
+
+def parse_report(text: bytes | str, where: str) -> EvaluationReport:
+    """The report in JSON `text`; `where` names it in errors, which are those of `read_report`."""
+    try:
+        value: dict[str, Any] = json.loads(text)
+        if value.get("schema", 0) > SCHEMA:
+            raise WrongInput(f"{where} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+        report = EvaluationReport(**{**value, "metrics": {key: Metric(**item) for key, item in value["metrics"].items()}})
+        for key, metric in report.metrics.items():
+            if not all(math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)):
+                raise WrongInput(f"{where}: {key} is {metric.value}; run `ingot evaluate` again")
+            if metric.direction not in ("lower", "higher"):
+                raise WrongInput(f"{where}: the direction of {key} is {metric.direction!r}, not lower or higher; run `ingot evaluate` again")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WrongInput(f"{path} is not an evaluation report ({error}); run `ingot evaluate` again") from None
-    for key, metric in report.metrics.items():
-        if not math.isfinite(metric.value):
-            raise WrongInput(f"{path}: {key} is {metric.value}; run `ingot evaluate` again")
+        raise WrongInput(f"{where} is not an evaluation report ({type(error).__name__}: {error}); run `ingot evaluate` again") from None
     return report

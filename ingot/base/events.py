@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import time
@@ -9,32 +11,43 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ingot.base.storage import disk_errors
+
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Append one JSON line in a single write, so that concurrent writers never mix within a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    """Append one JSON line; concurrent writers never mix within a line.
+
+    A torn last line (a crash while appending) is closed first, so that it does not swallow this one.
+    """
+    line = (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # else another writer's line may be seen half-way, and taken for torn
+            end = os.fstat(descriptor).st_size
+            if end and os.pread(descriptor, 1, end - 1) != b"\n":
+                line = b"\n" + line
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        finally:
+            os.close(descriptor)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file that may end in a torn line (a crash while appending): that one is left out."""
-    try:
-        stream = open(path, "rb")
-    except FileNotFoundError:
+    """The JSON objects in a file of lines; torn lines (crashes while appending) are left out. Nothing where there is no file."""
+    if not path.is_file():
         return
-    with stream:
+    with path.open("rb") as stream:
         for line in stream:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                value = json.loads(line)
+            except ValueError:
                 continue
+            if isinstance(value, dict):
+                yield value
 
 
 def record_event(

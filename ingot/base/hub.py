@@ -17,11 +17,20 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
         Failed: the hub cannot be reached and the model is not in the cache.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     patterns = [pattern for pattern in MODEL_FILES if not (tokenizer_only and pattern == "*.safetensors")]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise WrongInput(f"hf:{name} is not a name on the hub; write it as hf:ORG/NAME") from error
     except GatedRepoError as error:
         raise WrongInput(f"hf:{name} is gated; accept its terms on its page and set $HF_TOKEN") from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ingot.base.errors import Failed
+from ingot.base.storage import disk_errors
 
 
 @contextlib.contextmanager
@@ -18,9 +19,10 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
     Raises:
         Failed: names the process that holds the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{name}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,3 +36,21 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def lock_holder(folder: Path, name: str = "lock") -> int | None:
+    """The process that holds `folder/.name` now, or None; only looks, so that it never keeps a run from starting.
+
+    Reads the kernel's own table of locks; where there is none (not Linux) a living process of the noted id counts.
+    """
+    path = folder / f".{name}"
+    try:
+        process, inode = int(path.read_text()), path.stat().st_ino
+        os.kill(process, 0)
+    except (OSError, ValueError, OverflowError):
+        return None
+    table = Path("/proc/locks")
+    if not table.exists():
+        return process
+    held = any(f":{inode}" in line and " FLOCK " in line for line in table.read_text().splitlines())
+    return process if held else None

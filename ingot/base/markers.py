@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def read_marker(folder: Path, name: str) -> dict[str, Any] | None:
     return marker
 
 
-def problems(folder: Path, marker: dict[str, Any], *, checksums: bool) -> list[str]:
+def problems(folder: Path, marker: Mapping[str, Any], *, checksums: bool) -> list[str]:
     """What is wrong with the files that `marker` lists: one line each, [] when all is well.
 
     Sizes are always compared; with `checksums` every byte is read as well.

@@ -28,7 +28,7 @@ class JsonLines:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self.path = path
         if path.exists():
-            kept = [line for line in read_lines(path) if line["step"] <= resume_step]
+            kept = [line for line in read_lines(path) if line.get("step", 0) <= resume_step]
             write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:

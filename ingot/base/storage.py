@@ -28,7 +28,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
     """A binary stream of a local or remote file; bytes as stored, nothing decompressed."""
     if not is_remote(path):
-        return open(path, "rb")
+        return Path(path).open("rb")
     stream: IO[bytes] = fsspec.open(os.fspath(path), "rb").open()
     return stream
 
@@ -79,7 +79,7 @@ def fsync_tree(folder: str | os.PathLike[str]) -> None:
     """Flush every file and folder below `folder`; for trees that a library wrote without fsync."""
     for here, _, files in os.walk(folder):
         for name in files:
-            with open(os.path.join(here, name), "rb") as stream:
+            with Path(here, name).open("rb") as stream:
                 os.fsync(stream.fileno())
         fsync_folder(here)
 
@@ -88,17 +88,18 @@ def fsync_tree(folder: str | os.PathLike[str]) -> None:
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A stream whose bytes appear under `path` all at once, flushed, when the block ends without an error."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        with disk_errors(target), open(partial, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, target)
-        fsync_folder(target.parent)
-    finally:
-        partial.unlink(missing_ok=True)
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(partial, target)
+            fsync_folder(target.parent)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -108,26 +109,48 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to fill that appears under `path` all at once; what stood there before is replaced only then."""
+    """A folder to fill that appears under `path` all at once; what stood there before is replaced only then.
+
+    One writer at a time for one `path`: what writers that died left beside it is removed.
+    """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        with disk_errors(target):
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
             yield partial
             fsync_tree(partial)
-        if target.exists():
-            replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-            os.replace(target, replaced)
-            os.replace(partial, target)
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            os.replace(partial, target)
-        fsync_folder(target.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            if target.exists():
+                replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+                os.replace(target, replaced)
+                os.replace(partial, target)
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                os.replace(partial, target)
+            fsync_folder(target.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes of this machine left while they wrote `target`: it may be gigabytes."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*-*"):
+        kind, _, process = left.name.removeprefix(f".{target.name}.").partition("-")
+        if kind in ("partial", "replaced") and process.isdecimal() and not _is_alive(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 @contextlib.contextmanager
@@ -138,6 +161,9 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Failed(f"disk full while writing {os.fspath(path)}; make space and run the same command again") from error
+        if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            obstacle = error.filename2 or error.filename or os.fspath(path)
+            raise WrongInput(f"{os.fspath(path)} cannot be written, {obstacle} is in the way ({error.strerror}); move that away") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise WrongInput(f"{os.fspath(path)} cannot be written ({error.strerror}); choose another `output`") from error
         raise

@@ -6,16 +6,21 @@ valid one; the newest valid one is never deleted.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 import ingot
@@ -58,8 +63,9 @@ def save_checkpoint(checkpoints: Path, step: int, model: nn.Module, optimizer: O
     mesh.barrier()
     with disk_errors(folder):
         try:
-            dcp.save(dict(training_tensors(model, optimizer)), checkpoint_id=folder, no_dist=mesh.world == 1)
-        except dcp.CheckpointException as error:
+            with _alone_is_meant():
+                save(dict(training_tensors(model, optimizer)), checkpoint_id=folder, no_dist=mesh.world == 1)
+        except CheckpointException as error:
             raise next((cause for cause, _ in error.failures.values() if isinstance(cause, OSError)), error) from error
     if mesh.is_main:
         with disk_errors(folder):
@@ -105,13 +111,22 @@ def load_checkpoint(found: Found, model: nn.Module, optimizer: Optimizer, mesh: 
     Raises:
         Failed: tensors are missing or of another shape.
     """
-    reader = dcp.FileSystemReader(str(found.folder))
+    reader = FileSystemReader(str(found.folder))
     stored = reader.read_metadata().state_dict_metadata
     make_room(model, optimizer, stored)
     tensors = training_tensors(model, optimizer)
     if missing := sorted(tensors.keys() - stored.keys()) + sorted(stored.keys() - tensors.keys()):
         raise Failed(f"checkpoint {found.folder} does not fit this model: {missing[0]} and {len(missing) - 1} more differ; use --fresh")
-    dcp.load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)
+    with _alone_is_meant():
+        load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)
+
+
+@contextlib.contextmanager
+def _alone_is_meant() -> Iterator[None]:
+    """torch warns when one process saves for itself; here that is no oversight."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def retain(checkpoints: Path, keep: int) -> None:

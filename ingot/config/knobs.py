@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterator
@@ -41,10 +42,15 @@ def knobs(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Knob]
             yield from knobs(inner, f"{path}{suffix}.")
 
 
+@functools.cache
+def all_knobs() -> tuple[Knob, ...]:
+    """The knobs of a recipe."""
+    return tuple(knobs())
+
+
 def find_knob(path: str) -> list[Knob]:
     """All knobs that `path` names (several where variants share a name). Raises WrongInput naming the nearest."""
-    everything = list(knobs())
-    found = [knob for knob in everything if path in (knob.path, knob.plain)]
+    found = [knob for knob in all_knobs() if path in (knob.path, knob.plain)]
     if found:
         return found
     raise WrongInput(f"no knob is called `{path}`; did you mean `{nearest(path)}`? `ingot show knobs` lists all")
@@ -52,7 +58,7 @@ def find_knob(path: str) -> list[Knob]:
 
 def nearest(path: str, within: str = "") -> str:
     """The existing knob that looks most like `path`: first among the names below `within`, then by its last part anywhere."""
-    paths = sorted({knob.plain for knob in knobs()})
+    paths = sorted({knob.plain for knob in all_knobs()})
     siblings = {p: p.rsplit(".", 1)[-1] for p in paths if p.rpartition(".")[0] == within}
     last = path.rsplit(".", 1)[-1]
     if near := difflib.get_close_matches(last, siblings.values(), n=1, cutoff=0.6):
@@ -87,7 +93,9 @@ def _show(default: Any) -> str:
         return f"{{kind: {default.kind}}}" if hasattr(default, "kind") else "{...}"
     if isinstance(default, list) and any(isinstance(item, BaseModel) for item in default):
         return "[" + ", ".join(_show(item) for item in default) + "]"
-    return {None: "null", True: "true", False: "false"}.get(default, str(default)) if isinstance(default, bool | None) else str(default)
+    if isinstance(default, bool | None):
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(list(default)) if isinstance(default, tuple) else str(default)
 
 
 def _type_name(annotation: Any) -> str:
@@ -109,4 +117,5 @@ def _type_name(annotation: Any) -> str:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    return {"str": "text", "bool": "true | false", "int": "integer", "float": "number"}.get(annotation.__name__, annotation.__name__)
+    name = str(annotation.__name__)
+    return {"str": "text", "bool": "true | false", "int": "integer", "float": "number"}.get(name, name)

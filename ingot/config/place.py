@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ingot.config.section import Section
 
@@ -27,7 +27,7 @@ class Gate(Section):
 class Registry(Section):
     """Where model versions are kept."""
 
-    name: str | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
     """Name that versions are registered under; the recipe's name when empty."""
     path: str | None = None
     """SQLite file; `OUTPUT/registry.sqlite` when empty."""
@@ -54,6 +54,14 @@ class Serve(Section):
     """The prompt that `ingot run` sends at the end, to see the served model answer."""
     prompt_tokens: Positive = 64
     """Tokens that `ingot run` asks for."""
+
+    @field_validator("api_key")
+    @classmethod
+    def _only_a_reference(cls, value: str | None) -> str | None:
+        """A key that stood in a recipe would be written into the run folder."""
+        if value is not None and not value.startswith("env:"):
+            raise ValueError("must be a reference such as env:NAME, not the key itself")
+        return value
 
 
 class Launch(Section):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, model_validator
 
 from ingot.base.runfolder import RunFolder
+from ingot.base.storage import is_remote
 from ingot.config.place import Gate, Launch, Registry, Serve
 from ingot.config.section import Section
 from ingot.config.work import Checkpoint, Data, Evaluate, Model, Parallel, Precision, Pretrain, Tokenizer, Track, Train
@@ -53,6 +54,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Recipe:
+        if is_remote(self.output):
+            raise ValueError(f"output {self.output} is not a local folder, and this version keeps runs on a disk; give a path")
         names = [task.name for task in self.evaluate.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"evaluate.tasks: two tasks share a name among {names}; give each its own `name`")

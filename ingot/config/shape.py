@@ -36,8 +36,8 @@ def batch_plan(train: Train, parallel: Parallel, world: int) -> BatchPlan:
             f"set it to {world} or auto, or start {parallel.replicate} processes"
         )
     if train.global_batch % world:
-        fits = [n for n in range(1, train.global_batch + 1) if train.global_batch % n == 0]
-        near = min(fits, key=lambda n: abs(n - world))
+        # The nearest divisor; 1 always is one.
+        near = next(n for distance in range(1, world) for n in (world - distance, world + distance) if train.global_batch % n == 0)
         raise WrongInput(f"train.global_batch {train.global_batch} does not divide over {world} processes; {near} would fit")
     return BatchPlan(train.global_batch, min(train.micro_batch, train.global_batch // world), world)
 
@@ -55,7 +55,7 @@ def parameter_count(config: Mapping[str, Any]) -> int:
     """Weights of a Llama-like decoder with this Hugging Face configuration."""
     hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return embeddings + layers * (_matrices(config) + 2 * hidden) + hidden
+    return int(embeddings + layers * (_matrices(config) + _biases(config) + 2 * hidden) + hidden)
 
 
 def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:
@@ -67,17 +67,30 @@ def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     heads, head_size = config["num_attention_heads"], _head_size(config)
     matrices = layers * _matrices(config) + config["vocab_size"] * hidden
-    return 6.0 * matrices + 6.0 * layers * seq_len * heads * head_size
+    return float(6.0 * matrices + 6.0 * layers * seq_len * heads * head_size)
 
 
 def _head_size(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
+def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Query heads, key/value heads."""
+    heads = int(config["num_attention_heads"])
+    return heads, int(config.get("num_key_value_heads") or heads)
+
+
 def _matrices(config: Mapping[str, Any]) -> int:
     """Weights of the seven matrices of one layer."""
     hidden, head_size = config["hidden_size"], _head_size(config)
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+    heads, kv_heads = _heads(config)
     attention = hidden * head_size * (2 * heads + 2 * kv_heads)
     return int(attention + 3 * hidden * config["intermediate_size"])
+
+
+def _biases(config: Mapping[str, Any]) -> int:
+    """Biases of one layer, where the configuration has them."""
+    heads, kv_heads = _heads(config)
+    attention = (heads + 2 * kv_heads) * _head_size(config) + config["hidden_size"]
+    feed_forward = 2 * config["intermediate_size"] + config["hidden_size"]
+    return int(bool(config.get("attention_bias")) * attention + bool(config.get("mlp_bias")) * feed_forward)

@@ -1,10 +1,12 @@
 """The knobs that say what is done: model, tokenizer, data, objective, training, evaluation."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default for each section)
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from ingot.config.section import Section
 
@@ -19,8 +21,9 @@ class Model(Section):
     """`preset:NAME` (see `ingot show models`), `hf:ORG/NAME`, or a Hugging Face folder."""
     init: Literal["auto", "weights", "random"] = "auto"
     """What training starts from: the source's `weights`, or `random` ones drawn from `seed`. `auto`: weights where the source has them."""
-    config: dict[str, Any] = {}
-    """Overrides of the model's configuration by Hugging Face's names, such as `{num_hidden_layers: 4}`. Only with random weights, or for names that change no shape."""
+    config: dict[str, JsonValue] = {}
+    """Overrides of the model's configuration by Hugging Face's names, such as `{num_hidden_layers: 4}`. Only with random weights, or for
+    names that change no shape."""
     revision: str | None = None
     """Branch, tag or commit on the hub; the default branch when empty."""
 
@@ -29,7 +32,8 @@ class Tokenizer(Section):
     """How text becomes ids."""
 
     source: str | None = None
-    """`train` (a byte-level BPE learnt from the training documents), a Hugging Face folder, or `hf:ORG/NAME`. Empty: the model's own, or `train` for a preset."""
+    """`train` (a byte-level BPE learnt from the training documents), a Hugging Face folder, or `hf:ORG/NAME`. Empty: the model's own, or
+    `train` for a preset."""
     vocab_size: Annotated[int, Field(ge=260)] = 4096
     """Size of a trained vocabulary, special tokens included. Ignored, and refused when set, for a tokenizer that is not trained."""
     sample_bytes: Positive = 50_000_000
@@ -46,7 +50,8 @@ class Source(Section):
     text: str = "text"
     """The column or JSON key that holds the text."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of this source in what is trained on, relative to the sum of all weights. With one source, or all weights equal to 1, every source counts by its size."""
+    """Share of this source in what is trained on, relative to the sum of all weights. With one source, or all weights equal to 1, every
+    source counts by its size."""
 
 
 class ValidationShare(Section):
@@ -227,7 +232,8 @@ class LossTask(Section):
     name: str = "loss"
     """The name that its metrics carry in the report."""
     baselines: list[Literal["gzip", "xz", "bigram"]] = []
-    """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and a smoothed `bigram` of the same tokens counted on the training split."""
+    """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and a smoothed `bigram` of the same tokens
+    counted on the training split."""
 
 
 class Evaluate(Section):

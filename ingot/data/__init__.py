@@ -1,0 +1,1 @@
+"""Sources to documents, documents to token columns on disk, columns to batches. Only `loader` imports torch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import time
@@ -13,6 +14,8 @@ import psutil
 import torch
 
 Compute = Literal["fp32", "bf16"]
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # names and numbers of glibc's malloc.h
 
 # Dense bf16 matrix products, FLOP/s, as the makers state them.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "B200": 2250e12}
@@ -101,6 +104,18 @@ def gpu_usage(device: torch.device) -> dict[str, float]:
         return {"util": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, "memory": float(memory.used) / float(memory.total)}
     finally:
         pynvml.nvmlShutdown()
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep large freed blocks for the next step rather than giving the pages back and faulting them in again.
+
+    A CPU training step frees and takes the same large tensors over and over; this saved a quarter of its time. Memory in
+    use does not fall between steps any more, its peak is the same. Nothing happens with another C library.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for option, value in ((_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26)):
+            libc.mallopt(option, value)
 
 
 def use_all_cores(local_world: int) -> None:

@@ -31,6 +31,10 @@ class View:
         """The logit of each token's label `[N]`; labels must be in the vocabulary."""
         return self._logits.gather(-1, labels[:, None])[:, 0]
 
+    def log_probability(self, labels: Tensor) -> Tensor:
+        """`gather(labels) - logsumexp()` `[N]`, in one kernel that is far cheaper going backward."""
+        return -functional.cross_entropy(self._logits, labels, reduction="none")
+
     def logits(self) -> Tensor:
         """All of them, float32 `[N, V]`."""
         return self._logits

@@ -20,7 +20,7 @@ class Pretrain:
 
     def token(self, view: View, labels: Tensor) -> Tensor:
         """-log p(label) for a chunk of N tokens, `[N]`."""
-        return view.logsumexp() - view.gather(labels)
+        return -view.log_probability(labels)
 
     def targets(self, batch: Batch) -> int:
         """How many tokens of a batch (still on the host) the loss is taken over."""

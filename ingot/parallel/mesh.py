@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ingot.base.environment import Ranks, ranks
-from ingot.models.device import backend, pick_device, use_all_cores
+from ingot.models.device import backend, keep_freed_memory, pick_device, use_all_cores
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
@@ -85,6 +85,8 @@ def running_mesh() -> Iterator[Mesh]:
     here = ranks()
     device = pick_device(here.local_rank)
     use_all_cores(here.local_world)
+    if device.type == "cpu":
+        keep_freed_memory()
     owns_group = here.world > 1 and not dist.is_initialized()
     if owns_group:
         dist.init_process_group(backend(device), timeout=TIMEOUT)

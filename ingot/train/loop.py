@@ -81,6 +81,7 @@ def run_loop(first: int, last: int, fetch: Callable[[int], Work], do_step: Calla
             if skipped_in_row >= MAX_SKIPPED:
                 raise Failed(f"loss or gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {step}; lower train.optimizer.lr")
         before = info.outcome
-        if any([hook.after_step(info) for hook in hooks]):
+        over = [hook.after_step(info) for hook in hooks]  # every hook acts, whatever another one says
+        if any(over):
             return LoopEnd(info.step, 0)
     return LoopEnd(last, 0)

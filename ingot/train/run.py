@@ -24,7 +24,7 @@ from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.build import Plan, Trainee, build_trainee, lineage, open_sinks, plan_run
 from ingot.train.hooks import CheckpointHook, EvaluateHook, LogHook, Tell, Workload
-from ingot.train.loop import StepInfo, Work, run_loop
+from ingot.train.loop import Hook, StepInfo, Work, run_loop
 from ingot.train.optim import set_learning_rate
 from ingot.train.resume import find_start
 from ingot.train.schedule import learning_rate
@@ -48,7 +48,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         first = start.step if start else 0
         tell = _teller(recipe, mesh)
         trainee = build_trainee(plan, start, mesh)
-        loader = closing.enter_context(Loader(plan.rows, Order(recipe.seed, plan.rows.sizes, plan.rows.weights), plan.batch, mesh.rank))
+        loader = closing.enter_context(Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights), plan.batch, mesh.rank))
 
         sinks = open_sinks(recipe, run, mesh, first, fingerprint(plan.identity))
         progress = closing.enter_context(Progress("train", plan.last, "steps", done=first, quiet=not mesh.is_main))
@@ -58,7 +58,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
             evaluation.restore(start.commit["early_stop"])
         checkpoint = CheckpointHook(trainee, plan, run, evaluation, tell, mesh, first)
         # Evaluation comes before saving, so that a checkpoint knows what was found at its own step.
-        hooks = [evaluation, log, checkpoint]
+        hooks: list[Hook] = [evaluation, log, checkpoint]
         for hook in hooks:
             closing.callback(hook.close)
 

@@ -1,0 +1,45 @@
+"""Child processes that do not outlive their parent, and whether a process is still the one that was started."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send `signum` to this process when `parent` (its parent's id) dies, however it dies.
+
+    Call it in the child, first thing. Linux only; elsewhere nothing happens, and a parent that is killed with -9 leaves
+    its children behind.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum))
+    if os.getppid() != parent:
+        # The parent died before the kernel was asked.
+        os.kill(os.getpid(), signum)
+
+
+def tied_to_me(signum: int = signal.SIGKILL) -> Callable[[], None]:
+    """`preexec_fn` for a child of this process: it gets `signum` when this process dies.
+
+    The kernel means the thread that starts the child, so start it from one that lives as long as the process.
+    """
+    parent = os.getpid()
+    return lambda: die_with_parent(parent, signum)
+
+
+def started_at(pid: int) -> float | None:
+    """When process `pid` was started (seconds since the epoch); None when it is gone. Tells a reused id from the old one."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.NoSuchProcess:
+        return None

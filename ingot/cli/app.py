@@ -1,0 +1,191 @@
+"""The verbs of `ingot`. Each function says what it does and imports its room when called; `ingot --help` imports none of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+import ingot
+from ingot.cli.guard import guarded, listen_to_signals
+from ingot.cli.show import show
+
+WORK, RESULT, LOOK = "From text to a model", "The model at work", "Looking and asking"
+
+app = typer.Typer(
+    name="ingot", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Trains large language models end to end: raw text in, a served model out.",
+    epilog="Start with: ingot run recipes/quickstart.yaml",
+)
+app.add_typer(show, name="show", rich_help_panel=LOOK)
+
+Arguments = Annotated[
+    list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
+]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings and overrides.", show_default=False)]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="Model folder, run folder, recipe, registered name (NAME or NAME@v2), or URL.", show_default=False)
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST where it exists.")]
+Again = Annotated[bool, typer.Option("--again", help="Do it although nothing changed.")]
+
+
+def main() -> None:
+    """The entry point: what anything below raises becomes one line and an exit code here."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun puts its ranks into sessions of their own, where nothing ends them when torchrun itself is killed.
+        from ingot.base.processes import die_with_parent
+
+        die_with_parent(os.getppid(), signal.SIGKILL)
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = "--debug" in arguments[:end]
+    arguments = [argument for argument in arguments[:end] if argument != "--debug"] + arguments[end:]
+    listen_to_signals()
+    sys.exit(guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug))
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=lambda asked: _version(asked), help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(ingot.__version__)
+        raise typer.Exit
+
+
+@app.command(rich_help_panel=WORK, epilog="Example: ingot run recipes/quickstart.yaml train.steps=100")
+def run(
+    arguments: Arguments,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train from the first step where training is to be done; old checkpoints are set aside.")] = False,
+) -> int:
+    """Do all steps in order (ingest to serve), skipping what is done and unchanged."""
+    from ingot.cli.verbs import do_all
+
+    return do_all(arguments, fresh=fresh)
+
+
+@app.command(rich_help_panel=WORK, epilog="Example: ingot ingest recipes/quickstart.yaml")
+def ingest(arguments: Arguments, again: Again = False) -> int:
+    """Read the sources into raw documents (Parquet)."""
+    return _step("ingest", arguments, again)
+
+
+@app.command(rich_help_panel=WORK, epilog="Example: ingot prepare recipes/quickstart.yaml tokenizer.vocab_size=8192")
+def prepare(arguments: Arguments, again: Again = False) -> int:
+    """Train or fetch the tokenizer, and turn documents into columns of tokens."""
+    return _step("prepare", arguments, again)
+
+
+@app.command(rich_help_panel=WORK, epilog="Example: ingot train recipes/quickstart.yaml train.optimizer.lr=3e-4 --fresh")
+def train(
+    arguments: Arguments,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start from the first step; old checkpoints are set aside.")] = False,
+) -> int:
+    """Train, or go on from the newest checkpoint, and export the model folder."""
+    return _step("train", arguments, fresh)
+
+
+@app.command(rich_help_panel=WORK, epilog="Example: ingot evaluate recipes/quickstart.yaml evaluate.model=path/to/model")
+def evaluate(arguments: Arguments, again: Again = False) -> int:
+    """Measure a model folder: a table on stdout, the report on disk."""
+    return _step("evaluate", arguments, again)
+
+
+@app.command(rich_help_panel=WORK, epilog="Example: ingot gate recipes/quickstart.yaml gate.margin=0.01")
+def gate(arguments: Arguments, again: Again = False) -> int:
+    """Is the model better than the live one? Exit code 0: deploy, 3: keep."""
+    return _step("gate", arguments, again)
+
+
+@app.command(rich_help_panel=WORK, epilog="Example: ingot register recipes/quickstart.yaml registry.name=python")
+def register(arguments: Arguments, again: Again = False) -> int:
+    """Keep the model as a new version, and make it live if the gate said so."""
+    return _step("register", arguments, again)
+
+
+def _step(verb: str, arguments: list[str], again: bool) -> int:
+    from ingot.cli.verbs import do_step
+
+    return do_step(verb, arguments, again=again)
+
+
+@app.command(rich_help_panel=RESULT, epilog="Example: ingot deploy quickstart --version 2")
+def deploy(
+    target: Annotated[str, typer.Argument(metavar="NAME|RECIPE.yaml", help="A registered name, or the recipe that registers it.", show_default=False)],
+    settings: Settings = None,
+    version: Annotated[int | None, typer.Option("--version", help="The version to make live; the newest when left out.")] = None,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Back to the version that was live before.")] = False,
+) -> int:
+    """Make a registered version the live one."""
+    from ingot.cli.model import deploy_version
+
+    return deploy_version(target, settings or [], version=version, rollback=rollback)
+
+
+@app.command(rich_help_panel=RESULT, epilog="Example: ingot serve runs/quickstart serve.port=8080")
+def serve(target: Target, settings: Settings = None) -> int:
+    """Serve a model over HTTP (OpenAI's routes and Vertex's) until stopped."""
+    from ingot.cli.model import serve_model
+
+    return serve_model(target, settings or [])
+
+
+@app.command(rich_help_panel=RESULT, epilog='Example: ingot predict runs/quickstart "def main(" max_tokens=40 temperature=0')
+def predict(
+    target: Target, prompt: Annotated[str, typer.Argument(help="The text to go on from.", show_default=False)], settings: Settings = None
+) -> int:
+    """One answer: only the completion on stdout."""
+    from ingot.cli.model import predict_once
+
+    return predict_once(target, prompt, settings or [])
+
+
+@app.command(rich_help_panel=LOOK, epilog="Example: ingot explain train.optimizer.lr")
+def explain(knob: Annotated[str, typer.Argument(metavar="KNOB", help="Dotted name of a knob or a section.", show_default=False)]) -> int:
+    """What a knob means, its type and its default."""
+    from ingot.cli.show import explain_knob
+
+    return explain_knob(knob)
+
+
+@app.command(rich_help_panel=LOOK, epilog="Example: ingot doctor")
+def doctor() -> int:
+    """What this machine has, what is missing, and the command that gets it."""
+    from ingot.cli.doctor import examine
+
+    return examine()
+
+
+@app.command(name="export", rich_help_panel=RESULT, epilog="Example: ingot export runs/quickstart exported/quickstart")
+def export_(
+    source: Annotated[str, typer.Argument(metavar="RUN_OR_FOLDER", help="A run folder or a model folder.", show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)],
+    layout: Annotated[str, typer.Option("--format", help="Only hf, a Hugging Face folder, in this version.")] = "hf",
+    overwrite: Overwrite = False,
+) -> int:
+    """Check every tensor of a model and write it as a Hugging Face folder."""
+    from ingot.cli.model import copy_checked
+
+    return copy_checked(source, target, layout, overwrite=overwrite)
+
+
+@app.command(name="import", rich_help_panel=RESULT, epilog="Example: ingot import hf:HuggingFaceTB/SmolLM2-135M models/smollm2")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="hf:ORG/NAME or a Hugging Face folder.", show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)],
+    overwrite: Overwrite = False,
+) -> int:
+    """Check every tensor of somebody's model and write it as a folder of our own."""
+    from ingot.cli.model import copy_checked
+
+    return copy_checked(source, target, "hf", overwrite=overwrite)

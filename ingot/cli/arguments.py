@@ -1,0 +1,70 @@
+"""What stands behind a verb: recipe files and `key=value` overrides, in any order."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ingot.base.errors import WrongInput
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+
+_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
+
+
+def split(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Recipe files and overrides. What looks like `name=value` is an override, unless a file of that name exists."""
+    files: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        (overrides if _OVERRIDE.match(argument) and not Path(argument).is_file() else files).append(argument)
+    return files, overrides
+
+
+def read_recipe(arguments: Sequence[str]) -> Recipe:
+    """Raises WrongInput when there is no recipe file among the arguments, or what they say is wrong."""
+    files, overrides = split(arguments)
+    if not files:
+        raise WrongInput("no recipe is given; name one, such as recipes/quickstart.yaml")
+    return load_recipe(files, overrides)
+
+
+def settings_without_recipe(overrides: Sequence[str]) -> Recipe:
+    """Defaults, environment and overrides for verbs that need no recipe (serving a folder): only `serve`, `output` and `registry` mean something."""
+    return load_recipe((), ["name=unnamed", "data.train=[{source: none}]", *overrides])
+
+
+def values(arguments: Iterable[str], defaults: dict[str, Any], verb: str) -> dict[str, Any]:
+    """`key=value` settings of one verb that are no knobs: `max_tokens=64`. Values are YAML, of the default's type.
+
+    Raises:
+        WrongInput: names the nearest key, or the type that is wanted.
+    """
+    chosen = dict(defaults)
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)[0]
+            raise WrongInput(f"`{argument}`: {verb} has no setting `{key}`; did you mean `{near}`?")
+        chosen[key] = _typed(argument, text, defaults[key])
+    return chosen
+
+
+def _typed(argument: str, text: str, default: Any) -> Any:
+    if isinstance(default, str):
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = None
+    wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(type(default))
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if wanted and type(value) is not type(default):
+        raise WrongInput(f"`{argument}`: `{text}` is not {wanted}; give {wanted}, such as {default}")
+    return value

@@ -1,0 +1,156 @@
+"""`ingot doctor`: what this machine has, what is missing, and the command that gets it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ingot.base.errors import EXIT_DONE, EXIT_FAILED
+from ingot.base.progress import say
+
+NEEDED_MEMORY_GB, NEEDED_DISK_GB = 2.0, 2.0
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table. `needed`: without it nothing works; otherwise `get` says what it would be good for."""
+
+    what: str
+    ok: bool
+    found: str
+    get: str = ""
+    needed: bool = False
+
+
+def examine() -> int:
+    """Print the table; the exit code is 1 when something is missing that every run needs."""
+    findings = [finding for look in LOOKS for finding in look()]
+    table = Table("", "what", "found", "how to get it", title="this machine", title_justify="left")
+    for finding in findings:
+        mark = Text("ok", "green") if finding.ok else Text("missing", "red" if finding.needed else "yellow")
+        table.add_row(mark, finding.what, Text(finding.found), Text("" if finding.ok else finding.get))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    console.print(table)
+    missing = [finding.what for finding in findings if finding.needed and not finding.ok]
+    if missing:
+        say(f"missing and needed: {', '.join(missing)}")
+    return EXIT_FAILED if missing else EXIT_DONE
+
+
+def _python() -> Iterator[Finding]:
+    version = platform.python_version()
+    yield Finding("Python 3.11 or newer", sys.version_info >= (3, 11), f"{version}, {sys.executable}", "apt install python3.11", needed=True)
+
+
+def _packages() -> Iterator[Finding]:
+    """Everything that ingot was installed with; one line, or one for each that is not there."""
+    import ingot
+
+    wanted = [name.split(">=")[0].split("[")[0].strip() for name in importlib.metadata.requires("ingot") or [] if "extra ==" not in name]
+    missing = [name for name in wanted if not _installed(name)]
+    found = f"ingot {ingot.__version__} and {len(wanted) - len(missing)} packages"
+    yield Finding("packages", not missing, found, f"pip install {' '.join(missing)}", needed=True)
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _torch() -> Iterator[Finding]:
+    get = "pip install torch --index-url https://download.pytorch.org/whl/cpu (or cu128 with an NVIDIA GPU)"
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("torch", False, str(error).splitlines()[0][:80], get, needed=True)
+        return
+    yield Finding("torch", True, torch.__version__, needed=True)
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(kind)
+        yield Finding("accelerator", True, f"{count} x {name}")
+    elif shutil.which("nvidia-smi"):
+        yield Finding("accelerator", False, "an NVIDIA driver, but this torch cannot use it", "pip install torch --index-url https://download.pytorch.org/whl/cu128")
+    else:
+        yield Finding("accelerator", False, f"none; training runs on {os.cpu_count()} CPU cores", "a machine with a GPU, for models above some 50 M parameters")
+
+
+def _memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    yield Finding("memory", memory.available >= NEEDED_MEMORY_GB * GB, f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free",
+                  f"close other programs until {NEEDED_MEMORY_GB:g} GB are free", needed=True)
+
+
+def _disk() -> Iterator[Finding]:
+    here = Path.cwd()
+    free = shutil.disk_usage(here).free
+    yield Finding("disk", free >= NEEDED_DISK_GB * GB, f"{free / GB:.1f} GB free at {here}", f"make {NEEDED_DISK_GB:g} GB free, or set output=FOLDER", needed=True)
+    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    yield Finding("model cache", os.access(_existing(cache), os.W_OK), f"{cache}", "export HF_HOME=FOLDER, one that can be written")
+
+
+def _existing(path: Path) -> Path:
+    """The path itself or the nearest folder above it that exists."""
+    return path if path.exists() or path == path.parent else _existing(path.parent)
+
+
+def _java() -> Iterator[Finding]:
+    found = _first_line(["java", "-version"])
+    yield Finding("Java 17 (Spark)", found is not None, found or "none", "apt install openjdk-17-jre-headless; only for preparing data with Spark")
+
+
+def _slurm() -> Iterator[Finding]:
+    found = _first_line(["sbatch", "--version"])
+    yield Finding("Slurm", found is not None, found or "none", "log in to a node of the cluster; only for running on Slurm")
+
+
+def _credentials() -> Iterator[Finding]:
+    token = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "token"
+    hub = "HF_TOKEN" in os.environ or token.exists()
+    yield Finding("Hugging Face token", hub, "set" if hub else "none", "hf auth login; only for gated and private models")
+    adc = Path(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or Path.home() / ".config" / "gcloud" / "application_default_credentials.json")
+    yield Finding("Google Cloud credentials", adc.exists(), str(adc) if adc.exists() else "none", "gcloud auth application-default login; only for Google Cloud")
+    if importlib.util.find_spec("wandb") is None:
+        yield Finding("W&B", False, "not installed", "pip install 'ingot[track]'; only for logging to Weights & Biases")
+    else:
+        logged_in = "WANDB_API_KEY" in os.environ or "api.wandb.ai" in _text(Path.home() / ".netrc")
+        yield Finding("W&B", logged_in, "logged in" if logged_in else "installed, not logged in", "wandb login; only for logging to Weights & Biases")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _first_line(command: list[str]) -> str | None:
+    """What a program says of itself (Java says it on stderr); None where it is not there or does not start."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=True, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (done.stdout.strip().splitlines() or [""])[0]
+
+
+LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _packages, _torch, _memory, _disk, _java, _slurm, _credentials)

@@ -1,0 +1,92 @@
+"""The edge of the program: signals and errors become one line on stderr and an exit code. Tracebacks only with `--debug`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+
+from ingot.base.errors import EXIT_FAILED, EXIT_WRONG_INPUT, IngotError
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to stop. Not an Exception, so that nothing on the way takes it for a failure."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def listen_to_signals() -> None:
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted, so that what is half-done is cleaned up; verbs may listen in their own way."""
+    here = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != here:
+            os._exit(128 + number)  # a forked worker: its parent tells what happened
+        raise Interrupted(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+
+
+def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
+    """Run `call` and give its exit code; what it raises is told in one line, or several where several things are wrong."""
+    try:
+        code = call() or 0
+        sys.stdout.flush()
+        return code
+    except Interrupted as stop:
+        return _tell(f"stopped by {signal.Signals(stop.signum).name}", 128 + stop.signum, debug=debug)
+    except KeyboardInterrupt:
+        return _tell("stopped by SIGINT", 128 + signal.SIGINT, debug=debug)
+    except BrokenPipeError:
+        # Whoever read our output has enough (`ingot show knobs | head`). Nothing more may be written, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except IngotError as error:
+        return _tell(f"error: {error}", error.exit_code, debug=debug)
+    except OSError as error:
+        return _tell(f"error: {_os_error(error)}", EXIT_FAILED, debug=debug)
+    except Exception as error:
+        if _is_usage(error):
+            return _tell(f"error: {_usage(error)}", EXIT_WRONG_INPUT, debug=debug)
+        return _tell(f"error: {type(error).__name__}: {_first_line(error)}; run again with --debug to see where", EXIT_FAILED, debug=debug)
+
+
+def _tell(line: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    rank = os.environ.get("RANK", "0")
+    print(line if rank == "0" else f"rank {rank}: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:300]
+
+
+def _os_error(error: OSError) -> str:
+    """The refusals of an operating system that a person can do something about, in words."""
+    of = f" ({error.filename})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"disk full{of}; make space and run the same command again"
+    if error.errno == errno.EADDRINUSE:
+        return f"port taken{of}; choose another with serve.port=..., or 0 for a free one"
+    return f"{type(error).__name__}: {error}; run again with --debug to see where"
+
+
+def _is_usage(error: Exception) -> bool:
+    """Typer's own complaints about a command line; their class moved between its versions, their face did not."""
+    return hasattr(error, "format_message")
+
+
+def _usage(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "ingot"
+    return f"{error.format_message().rstrip('.')}; see `{command} --help`"  # type: ignore[attr-defined]

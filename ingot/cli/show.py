@@ -1,0 +1,77 @@
+"""`ingot show ...` and `ingot explain`: what a person wants to see, in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+show = typer.Typer(no_args_is_help=True, help="Show a recipe, its knobs, data, runs and models.")
+
+Recipes = Annotated[
+    list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
+]
+RunOrRecipe = Annotated[str, typer.Argument(metavar="RUN|RECIPE.yaml", help="A run folder, or the recipe that makes it.", show_default=False)]
+
+
+@show.command(epilog="Example: ingot show config recipes/quickstart.yaml train.steps=100")
+def config(recipe: Recipes) -> int:
+    """The whole resolved recipe, every default included, as YAML."""
+    from ingot.cli.arguments import read_recipe
+    from ingot.config.load import dump_recipe
+
+    print(dump_recipe(read_recipe(recipe)), end="")
+    return 0
+
+
+@show.command(epilog="Example: ingot show knobs | grep lr")
+def knobs() -> int:
+    """Every knob with its default and type, one a line."""
+    from ingot.config.knobs import knobs as all_knobs
+
+    for knob in all_knobs():
+        print(f"{knob.path:<44} {knob.default:<28} {knob.type}")
+    return 0
+
+
+@show.command(epilog="Example: ingot show models")
+def models() -> int:
+    """Presets with their sizes, and the architectures that can be loaded."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ingot.config.presets import PRESETS
+    from ingot.config.shape import parameter_count
+    from ingot.models.architecture import SUPPORTED
+
+    presets = Table("preset", "parameters", "layers", "width", "heads", "vocabulary", "positions", title="model.source: preset:NAME", title_justify="left")
+    for name, preset in PRESETS.items():
+        heads = f"{preset['num_attention_heads']} / {preset['num_key_value_heads']}"
+        sizes = (preset["num_hidden_layers"], preset["hidden_size"], heads, preset["vocab_size"], preset["max_position_embeddings"])
+        presets.add_row(name, _millions(parameter_count(preset)), *(size if isinstance(size, str) else f"{size:,}" for size in sizes))
+    loadable = Table("model_type", "which", title="model.source: hf:ORG/NAME or a folder", title_justify="left")
+    for kind, which in SUPPORTED.items():
+        loadable.add_row(kind, which)
+    console = Console()
+    console.print(presets)
+    console.print(loadable)
+    return 0
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
+def explain_knob(name: str) -> int:
+    """Every knob that `name` names, and where it is a section, what is in it."""
+    from ingot.config.knobs import find_knob
+    from ingot.config.knobs import knobs as all_knobs
+
+    found = find_knob(name)
+    for knob in found:
+        print(f"{knob.path}\n    {knob.doc}\n    type: {knob.type}; default: {knob.default}")
+    inside = [knob for knob in all_knobs() if any(knob.path.startswith((f"{section.path}.", f"{section.path}[")) for section in found)]
+    for knob in inside:
+        print(f"  {knob.path:<42} {knob.default:<28} {knob.type}")
+    return 0

@@ -1,0 +1,148 @@
+"""Which row is sample number s: pure arithmetic of (seed, sizes, weights, s). No index is built, nothing is remembered.
+
+The number of processes is not in it: any number of them sees the same global batches, and a run resumes anywhere at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ingot.base.errors import WrongInput
+
+Words = npt.NDArray[np.uint64]
+
+ROUNDS = 8
+CIRCLE_BITS = 64
+CIRCLE = 1 << CIRCLE_BITS
+# The golden ratio's share of the circle: steps of it spread points over the circle as evenly as any fixed step can.
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Order:
+    """An endless sequence of row ids.
+
+    Without weights it is one pass over all rows after the other, each in an order of its own, every row once per pass.
+    With weights, sample s falls to the source in whose arc of a circle the s-th golden-ratio step lies, so that after any
+    number of samples each source has had its share to within a few samples; and each source passes over its own rows
+    as above.
+
+    Args:
+        sizes: rows of each source; row ids count through the sources in this order.
+        seed: another seed gives another order.
+        weights: shares of the sources, relative to their sum; None for one pass over everything.
+
+    Raises:
+        WrongInput: there is nothing to choose from, or a weighted source has no rows.
+    """
+
+    def __init__(self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None) -> None:
+        if sum(sizes) == 0:
+            raise WrongInput("there are 0 training rows; add documents or lower data.seq_len")
+        if weights is not None and any(size == 0 for size in sizes):
+            raise WrongInput(f"data.train[{list(sizes).index(0)}] has a weight but not one row; add documents or lower data.seq_len")
+        self._seed = seed
+        self._sizes = [int(size) for size in sizes] if weights is not None else [int(sum(sizes))]
+        self._firsts = [sum(self._sizes[:source]) for source in range(len(self._sizes))]
+        self._offset = int(_mix(np.array([seed], np.uint64))[0])
+        self._edges = [0, CIRCLE] if weights is None else _edges(weights)
+
+    def rows(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
+        """Row ids of samples `first_sample` to `first_sample + count`, [count]; as quick for sample 0 as for ten billion."""
+        source = self._sources(first_sample, count)
+        rows = np.empty(count, np.int64)
+        for number, (size, first) in enumerate(zip(self._sizes, self._firsts, strict=True)):
+            mine = np.flatnonzero(source == number)
+            if len(mine):
+                begin = self.drawn(number, first_sample)
+                # Sample numbers of a source are Python integers until they are split, so that nothing overflows.
+                epoch, place = divmod(begin, size)
+                epochs, places = np.divmod(np.arange(len(mine), dtype=np.uint64) + np.uint64(place), np.uint64(size))
+                rows[mine] = first + _permute(places, size, self._key(number), epochs + np.uint64(epoch)).astype(np.int64)
+        return rows
+
+    def drawn(self, source: int, samples: int) -> int:
+        """How many of the first `samples` samples fall to `source`, counted without going through them."""
+        if len(self._sizes) == 1:
+            return samples
+        below = [_below(samples, self._offset, edge) for edge in self._edges[source : source + 2]]
+        return below[1] - below[0]
+
+    def _sources(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
+        """The source of each sample."""
+        if len(self._sizes) == 1:
+            return np.zeros(count, np.int64)
+        begin = np.uint64((self._offset + first_sample * GOLDEN) % CIRCLE)
+        points = np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN) + begin
+        return np.searchsorted(np.array(self._edges[1:-1], np.uint64), points, side="right")
+
+    def _key(self, source: int) -> Words:
+        return _mix(np.array([self._seed ^ ((source + 1) * GOLDEN % CIRCLE)], np.uint64))
+
+
+def _edges(weights: Sequence[float]) -> list[int]:
+    """Where on the circle the arc of each source begins and ends, [sources + 1]."""
+    total = float(sum(weights))
+    cumulative = np.cumsum(np.array(weights, np.float64)) / total
+    return [0, *(min(int(edge * 2**53), 2**53 - 1) << (CIRCLE_BITS - 53) for edge in cumulative[:-1]), CIRCLE]
+
+
+def _below(count: int, offset: int, edge: int) -> int:
+    """How many of the points offset + i * GOLDEN (mod CIRCLE), i < count, lie below `edge`.
+
+    [x mod m < c] is floor(x / m) - floor((x - c) / m), and both sums over an arithmetic progression have a closed form.
+    """
+    shifted = _floor_sum(count, CIRCLE, GOLDEN, offset + CIRCLE - edge) - count
+    return _floor_sum(count, CIRCLE, GOLDEN, offset) - shifted
+
+
+def _floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """The sum of floor((a * i + b) / m) over i < n, in O(log m) steps as in Euclid's algorithm."""
+    total = 0
+    while n:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        top = a * n + b
+        n, b = divmod(top, m)
+        m, a = a, m
+        if not m:
+            break
+    return total
+
+
+def _mix(words: Words) -> Words:
+    """A bijection of 64-bit words in which every input bit moves every output bit (the finalizer of SplitMix64)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _permute(places: Words, size: int, key: Words, epochs: Words) -> Words:
+    """Each place in [0, size) to another one, a permutation per (key, epoch).
+
+    A Feistel network permutes the next power of two; a result beyond `size` goes through again until it lies below
+    (cycle walking), on average less than twice.
+    """
+    bits = max(1, (size - 1).bit_length())
+    keys = _mix(epochs * np.uint64(GOLDEN) + key)
+    result = _feistel(places, bits, keys)
+    while len(outside := np.flatnonzero(result >= np.uint64(size))):
+        result[outside] = _feistel(result[outside], bits, keys[outside])
+    return result
+
+
+def _feistel(words: Words, bits: int, keys: Words) -> Words:
+    """A permutation of [0, 2**bits): the two halves change each other in turn, each time by a keyed mixture of the other."""
+    low_bits = np.uint64((bits + 1) // 2)
+    low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
+    high_mask = (np.uint64(1) << np.uint64(bits // 2)) - np.uint64(1)
+    high, low = words >> low_bits, words & low_mask
+    for step in range(ROUNDS):
+        key = keys + np.uint64(step * GOLDEN % CIRCLE)
+        if step % 2:
+            high = high ^ (_mix(low + key) & high_mask)
+        else:
+            low = low ^ (_mix(high + key) & low_mask)
+    return (high << low_bits) | low

@@ -1,0 +1,156 @@
+"""A smoothed bigram over tokens: what a model that sees one token back reaches, as a yardstick beside the trained one.
+
+Interpolated modified Kneser-Ney (Chen and Goodman 1999), its unigrams interpolated with a uniform distribution so that
+every token of the vocabulary has a probability. Counting is exact, and its memory does not grow with the corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Pairs = tuple[Ints, Ints]
+"""Tokens and the tokens that follow them, of equal length; both within one document."""
+
+MAX_PAIRS = 2**25  # 512 MiB of keys and counts
+BUFFER_PAIRS = 2**22
+
+
+class PairTable:
+    """How often each pair occurred, as ascending keys `token * vocab_size + next` and their counts."""
+
+    def __init__(self) -> None:
+        self.keys: Ints = np.zeros(0, np.int64)
+        self.counts: Ints = np.zeros(0, np.int64)
+        self._waiting: list[Ints] = []
+        self._size = 0
+
+    def add(self, keys: Ints) -> None:
+        self._waiting.append(keys)
+        self._size += len(keys)
+        # Waiting for as many as the table holds keeps the whole work at a few passes over all keys.
+        if self._size >= max(BUFFER_PAIRS, len(self.keys) // 2):
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what was added since the last time."""
+        if not self._waiting:
+            return
+        fresh, times = np.unique(np.concatenate(self._waiting), return_counts=True)
+        self._waiting, self._size = [], 0
+        keys, counts = np.concatenate((self.keys, fresh)), np.concatenate((self.counts, times))
+        order = np.argsort(keys, kind="stable")  # merges two ascending runs in linear time
+        keys, counts = keys[order], counts[order]
+        starts = np.flatnonzero(np.diff(keys, prepend=-1))
+        self.keys, self.counts = keys[starts], np.add.reduceat(counts, starts) if len(starts) else counts
+
+    def look_up(self, keys: Ints) -> Ints:
+        """The count of each of `keys`, 0 where it did not occur."""
+        if not len(self.keys):
+            return np.zeros(len(keys), np.int64)
+        place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return np.where(self.keys[place] == keys, self.counts[place], 0)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What Kneser-Ney needs to know of the training pairs; V is the size of the vocabulary."""
+
+    totals: Ints
+    """Pairs that begin with each token, [V]."""
+    types: Ints
+    """Different tokens that followed each token once, twice, and more often, [3, V]."""
+    continuations: Ints
+    """Different tokens that each token followed, [V]."""
+    histogram: Ints
+    """Different pairs that occurred 1, 2, 3 and 4 times, [4]."""
+
+
+def bigram_nll(training: Callable[[], Iterable[Pairs]], held_out: Iterable[Pairs], vocab_size: int, *, max_pairs: int = MAX_PAIRS) -> float:
+    """Negative log-likelihood of the second tokens of `held_out` given the first ones, in nats, summed.
+
+    `training()` starts the training pairs anew: where more than `max_pairs` different ones could occur, they are counted
+    in several passes, each over a range of first tokens.
+    """
+    asked = PairTable()
+    for tokens, following in held_out:
+        asked.add(tokens * vocab_size + following)
+    asked.settle()
+    statistics, counts = count_pairs(training, asked.keys, vocab_size, max_pairs)
+    return -float(asked.counts @ np.log(probabilities(statistics, asked.keys // vocab_size, asked.keys % vocab_size, counts)))
+
+
+def count_pairs(training: Callable[[], Iterable[Pairs]], asked: Ints, vocab_size: int, max_pairs: int = MAX_PAIRS) -> tuple[Statistics, Ints]:
+    """The statistics of the training pairs, and how often each of the `asked` keys (ascending) occurred, [len(asked)]."""
+    totals = np.zeros(vocab_size, np.int64)
+    for tokens, _ in training():
+        totals += np.bincount(tokens, minlength=vocab_size)
+    types, continuations = np.zeros((3, vocab_size), np.int64), np.zeros(vocab_size, np.int64)
+    histogram, counts = np.zeros(4, np.int64), np.zeros(len(asked), np.int64)
+    for first, last in _ranges(np.minimum(totals, vocab_size), max_pairs):
+        table = PairTable()
+        for tokens, following in training():
+            keys = tokens * vocab_size + following
+            table.add(keys if (first, last) == (0, vocab_size) else keys[(tokens >= first) & (tokens < last)])
+        table.settle()
+        for number in range(3):
+            often = table.counts == number + 1 if number < 2 else table.counts >= 3
+            types[number] += np.bincount(table.keys[often] // vocab_size, minlength=vocab_size)
+        continuations += np.bincount(table.keys % vocab_size, minlength=vocab_size)
+        histogram += np.bincount(np.minimum(table.counts, 5), minlength=6)[1:5]
+        here = slice(*np.searchsorted(asked, (first * vocab_size, last * vocab_size)))
+        counts[here] = table.look_up(asked[here])
+    return Statistics(totals, types, continuations, histogram), counts
+
+
+def _ranges(sizes: Ints, limit: int) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of tokens whose `sizes` sum to at most `limit`; a single token may exceed it."""
+    first, filled = 0, 0
+    for token, size in enumerate(sizes.tolist()):
+        if filled and filled + size > limit:
+            yield first, token
+            first, filled = token, 0
+        filled += size
+    yield first, len(sizes)
+
+
+def probabilities(statistics: Statistics, tokens: Ints, following: Ints, counts: Ints) -> Floats:
+    """P(following | token) for pairs that occurred `counts` times in training, all [N]."""
+    lower = unigrams(statistics)[following]
+    discounts = discounts_of(statistics.histogram)
+    totals = statistics.totals[tokens]
+    kept = np.maximum(counts - discounts[np.minimum(counts, 3)], 0.0)
+    # What was taken off the pairs of a token goes to its unigrams; a token that training never saw has nothing else.
+    freed = discounts[1:] @ statistics.types[:, tokens]
+    seen = np.maximum(totals, 1)
+    return np.where(totals > 0, (kept + freed * lower) / seen, lower)
+
+
+def unigrams(statistics: Statistics) -> Floats:
+    """How likely each token is to follow a token that it has not been seen with, [V]: by how many different ones it followed."""
+    times = statistics.continuations
+    total, vocab_size = int(times.sum()), len(times)
+    if not total:
+        return np.full(vocab_size, 1 / vocab_size)
+    discount = float(discounts_of(np.bincount(np.minimum(times, 5), minlength=6)[1:5])[1])
+    freed = discount * np.count_nonzero(times) / total
+    return np.maximum(times - discount, 0.0) / total + freed / vocab_size
+
+
+def discounts_of(histogram: Ints) -> Floats:
+    """What is taken off counts of 0, 1, 2 and more, [4], from how many things were counted 1, 2, 3 and 4 times.
+
+    The closed estimates of Chen and Goodman; where a number that they divide by is 0, half a count. Never more than the
+    count itself, and more than nothing, so that unseen pairs keep a probability.
+    """
+    ones, twos, threes, fours = (float(number) for number in histogram)
+    if not ones or not twos:
+        return np.array([0.0, 0.5, 0.5, 0.5])
+    share = ones / (ones + 2 * twos)
+    raw = (1 - 2 * share * twos / ones, 2 - 3 * share * threes / twos, 3 - 4 * share * fours / threes if threes else 1.5)
+    return np.array([0.0, *(min(max(value, 0.05), limit) for value, limit in zip(raw, (0.95, 1.95, 2.95), strict=True))])

@@ -1,0 +1,78 @@
+"""`ingot run`: every step of the table as a command of its own, skipping what is done and unchanged; then one table and one page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ingot.base.errors import EXIT_DONE, EXIT_KEEP, EXIT_STOPPED, Failed, IngotError
+from ingot.base.lock import folder_lock
+from ingot.base.progress import say
+from ingot.base.steprecord import StepRecord, read_record
+from ingot.config.recipe import Recipe
+from ingot.launch.job import Job
+from ingot.launch.local import foreground
+from ingot.pipeline.ask import serve_and_ask
+from ingot.pipeline.perform import perform
+from ingot.pipeline.skip import Stamps, check
+from ingot.pipeline.steps import STEPS, Step
+from ingot.report.page import write_page
+
+
+class StepEnded(IngotError):
+    """A step did not finish; its own message has been shown already. The exit code is the step's."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Done:
+    """What `ingot run` has behind it: the record of each step that is done, and which of them were skipped."""
+
+    records: list[StepRecord] = field(default_factory=list)
+    skipped: set[str] = field(default_factory=set)
+
+
+def run(recipe: Recipe, arguments: Sequence[str], stamps: Stamps, *, fresh: bool = False) -> Done:
+    """Do all steps in order, each in a process of its own. `arguments` are recipe files and overrides as typed.
+
+    Raises:
+        StepEnded: a step failed or was stopped; the same command goes on from there.
+        Failed: another `ingot run` works in this run folder.
+    """
+    done = Done()
+    with folder_lock(recipe.folder.root, "run-lock"):
+        for number, step in enumerate(STEPS, start=1):
+            found = check(step, recipe, stamps)
+            if found.record is not None:
+                record = found.record
+                done.skipped.add(step.verb)
+            else:
+                say(f"[{number}/{len(STEPS)}] {step.verb}")
+                record = _do(step, recipe, arguments, stamps, fresh=fresh)
+            done.records.append(record)
+            if record.exit_code == EXIT_KEEP:
+                break
+        if len(done.skipped) < len(done.records) or not (recipe.folder.reports / "index.html").exists():
+            write_page(recipe.folder)
+    return done
+
+
+def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps, *, fresh: bool) -> StepRecord:
+    if step.verb == "serve":
+        return perform(step, recipe, lambda: serve_and_ask(recipe, arguments), stamps)
+    options = ("--fresh",) if fresh and step.verb == "train" else ()
+    processes = recipe.launch.processes if step.distributed else 1
+    ended = foreground(Job(step.verb, (step.verb, *arguments, *options), processes))
+    if ended.signum or ended.code not in (EXIT_DONE, EXIT_KEEP):
+        code = ended.code or 128 + ended.signum
+        how = "was stopped" if ended.signum or code == EXIT_STOPPED else f"failed (exit {code}), see above"
+        if code == 137 and not ended.signum:
+            how = "was killed (out of memory?)"
+        raise StepEnded(f"{step.verb} {how}; the same command goes on from here", code)
+    record = read_record(recipe.folder.steps, step.verb)
+    if record is None:
+        raise Failed(f"{step.verb} ended well and left no record in {recipe.folder.steps}; run the same command again")
+    return record

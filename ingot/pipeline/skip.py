@@ -1,0 +1,109 @@
+"""Is a step done and unchanged? Compares what it would read now with the record that it left; says in words what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ingot
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import canonical_json, fingerprint
+from ingot.base.progress import say
+from ingot.base.steprecord import StepRecord, is_intact, read_record
+from ingot.base.storage import find_files, stamp
+from ingot.config.identity import changes
+from ingot.config.recipe import Recipe
+from ingot.pipeline.steps import Step, before
+
+DATA = ("ingest", "prepare")
+NOT_DONE = "not done yet"
+
+Stamps = Mapping[str, Callable[[Recipe], Any]]
+"""Verb -> what tells whether the things that it reads outside the run folder changed: the files behind sources, the live
+model. Handed in by the command line, since the rooms that know these things are not this room's to import."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """`record` is the step's own record when nothing changed, else None and `reasons` say why it must run."""
+
+    record: StepRecord | None
+    reasons: tuple[str, ...]
+    reads: dict[str, Any]
+    """All that the step reads: knobs, inputs, stamps, versions. Kept in its record."""
+
+
+def check(step: Step, recipe: Recipe, stamps: Stamps) -> Check:
+    """Compare `step` with its record. Reads no data, only records and file sizes."""
+    run = recipe.folder
+    reads = what_it_reads(step, recipe, stamps)
+    record = read_record(run.steps, step.verb)
+    if record is None:
+        return Check(None, (NOT_DONE,), reads)
+    if record.inputs != fingerprint(reads):
+        return Check(None, tuple(describe(record.knobs, reads)), reads)
+    if not is_intact(run.root, record):
+        return Check(None, ("what it made is missing or was changed",), reads)
+    return Check(record, (), reads)
+
+
+def what_it_reads(step: Step, recipe: Recipe, stamps: Stamps) -> dict[str, Any]:
+    """Everything that decides what `step` makes; its fingerprint is `StepRecord.inputs`."""
+    reads: dict[str, Any] = {"verb": step.verb, "knobs": step.knobs(recipe)}
+    for verb in step.after(recipe):
+        record = read_record(recipe.folder.steps, verb)
+        reads[f"from {verb}"] = record.outputs if record else None
+    if folders := step.folders(recipe):
+        reads["folders"] = {str(folder): fingerprint([stamp(file) for file in find_files(str(folder))]) for folder in folders}
+    if step.verb in stamps:
+        reads["outside"] = stamps[step.verb](recipe)
+    reads |= {"ingot": ingot.__version__, "revision": step.revision}
+    # As the record will have it after a trip through its file, so that the two compare equal.
+    plain: dict[str, Any] = json.loads(canonical_json(reads))
+    return plain
+
+
+def describe(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two `what_it_reads`, in words."""
+    found = changes(old.get("knobs", {}), new["knobs"])
+    for key in sorted((old.keys() | new.keys()) - {"knobs", "verb"}):
+        if old.get(key) == new.get(key):
+            continue
+        if key.startswith("from "):
+            found.append(f"{key.removeprefix('from ')} made something else")
+        elif key == "folders":
+            found += [f"{folder} changed" for folder in new.get(key) or {} if (old.get(key) or {}).get(folder) != new[key][folder]]
+        elif key == "outside":
+            found += _outside(old.get(key), new.get(key))
+        else:
+            found.append(f"{'its code' if key == 'revision' else key} {old.get(key)} -> {new.get(key)}")
+    return found or ["its record is of another version"]
+
+
+def _outside(old: Any, new: Any) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [f"{key} changed" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return [f"{old} -> {new}"]
+
+
+def refuse_stale_data(step: Step, recipe: Recipe) -> None:
+    """Before a single verb: data that was made with other knobs than the recipe's must not be used unseen.
+
+    Only knobs are compared: a source that has moved since does not spoil what was made from it. Steps after the data
+    (a model trained otherwise, say) are pointed out and not refused.
+
+    Raises:
+        WrongInput: names the knob, both values, and the command that makes the data anew.
+    """
+    for item in before(step, recipe):
+        record = read_record(recipe.folder.steps, item.verb)
+        if record is None or not (changed := changes(record.knobs.get("knobs", {}), item.knobs(recipe))):
+            continue
+        if item.verb in DATA:
+            raise WrongInput(
+                f"{recipe.folder.root} holds what `{item.verb}` made with another recipe ({'; '.join(changed)}); "
+                f"run `ingot {item.verb}` again, or `ingot run`"
+            )
+        say(f"note: `{item.verb}` was done with another recipe ({'; '.join(changed)})")

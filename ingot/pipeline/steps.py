@@ -1,0 +1,116 @@
+"""The table of steps: what each one reads and whose results it takes. Steps are skipped by this table and nothing else.
+
+A knob belongs to a step only if it can change what the step makes. How the work is dealt (workers, micro_batch, ranks),
+saved or logged is in no step's list, so that changing it runs nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.config.identity import training_identity
+from ingot.config.recipe import Recipe
+from ingot.config.work import Source
+
+Knobs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One verb of `ingot run`. `revision` counts up when what the step makes changes though its knobs do not."""
+
+    verb: str
+    knobs: Callable[[Recipe], Knobs]
+    """The knobs that it reads, with their values: nested or dotted names that a person can type."""
+    after: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
+    """The steps whose outputs it takes."""
+    folders: Callable[[Recipe], list[Path]] = lambda recipe: []
+    """Folders outside the run folder that it reads (models, tokenizers)."""
+    distributed: bool = False
+    """Whether several processes can share it (`launch.processes`)."""
+    revision: int = 1
+
+
+def _ingest(recipe: Recipe) -> Knobs:
+    held_out = {"data.validation": _sources(recipe.data.validation)} if isinstance(recipe.data.validation, list) else {}
+    return {"data.train": _sources(recipe.data.train), **held_out, "data.on_bad": recipe.data.on_bad}
+
+
+def _sources(sources: list[Source]) -> Knobs:
+    """By number, without weights: those only matter to the order of training rows."""
+    return {str(number): source.model_dump(exclude={"weight"}) for number, source in enumerate(sources)}
+
+
+def _prepare(recipe: Recipe) -> Knobs:
+    knobs = recipe.select(("tokenizer.source", "data.fraction"))
+    if recipe.trains_tokenizer:
+        knobs |= recipe.select(("tokenizer.vocab_size", "tokenizer.sample_bytes"))
+    elif recipe.tokenizer.source is None:
+        knobs |= recipe.select(("model.source", "model.revision"))
+    if not isinstance(recipe.data.validation, list):
+        knobs |= recipe.select(("data.validation.fraction",))
+    return knobs
+
+
+def _train(recipe: Recipe) -> Knobs:
+    return training_identity(recipe) | recipe.select(("precision.export",))
+
+
+def _evaluate(recipe: Recipe) -> Knobs:
+    tasks = {task.name: task.model_dump(mode="json") for task in recipe.evaluate.tasks}
+    knobs = recipe.select(("data.seq_len", "evaluate.model", "evaluate.prompts"))
+    if recipe.evaluate.prompts:
+        knobs |= recipe.select(("evaluate.sample_tokens",))
+    return {"evaluate.tasks": tasks, **knobs}
+
+
+def _gate(recipe: Recipe) -> Knobs:
+    return recipe.select(("gate",)) | _register(recipe)
+
+
+def _register(recipe: Recipe) -> Knobs:
+    return {"registry.name": recipe.registry_name, "registry.path": str(recipe.registry_path)}
+
+
+def _serve(recipe: Recipe) -> Knobs:
+    return recipe.select(("serve.prompt", "serve.prompt_tokens"))
+
+
+def _takes(*verbs: str) -> Callable[[Recipe], tuple[str, ...]]:
+    return lambda recipe: verbs
+
+
+def _evaluated(recipe: Recipe) -> tuple[str, ...]:
+    return ("prepare",) if recipe.evaluate.model else ("prepare", "train")
+
+
+def _local(source: str | None) -> list[Path]:
+    """`source` where it is a folder of this machine, not a name on the hub or of a preset."""
+    return [Path(source)] if source and Path(source).is_dir() else []
+
+
+STEPS = (
+    Step("ingest", _ingest),
+    Step("prepare", _prepare, _takes("ingest"), lambda recipe: _local(recipe.tokenizer.source)),
+    Step("train", _train, _takes("prepare"), lambda recipe: _local(recipe.model.source), distributed=True),
+    Step("evaluate", _evaluate, _evaluated, lambda recipe: _local(recipe.evaluate.model), distributed=True),
+    Step("gate", _gate, _takes("evaluate")),
+    Step("register", _register, _takes("train", "evaluate", "gate")),
+    Step("serve", _serve, _takes("train", "register")),
+)
+
+
+def step_of(verb: str) -> Step:
+    return next(step for step in STEPS if step.verb == verb)
+
+
+def before(step: Step, recipe: Recipe) -> list[Step]:
+    """The steps that `step` rests on, directly or through others, in order."""
+    wanted = set(step.after(recipe))
+    for item in reversed(STEPS):
+        if item.verb in wanted:
+            wanted |= set(item.after(recipe))
+    return [item for item in STEPS if item.verb in wanted]

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ingot.base.environment import Ranks, ranks, read_dotenv, secret
+from ingot.base.errors import WrongInput
+
+
+def test_ranks_are_read_from_torchruns_variables() -> None:
+    assert ranks({}) == Ranks(0, 1, 0, 1)
+    assert ranks({}).is_main
+    read = ranks({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
+    assert read == Ranks(5, 8, 1, 4)
+    assert not read.is_main
+    with pytest.raises(WrongInput, match=r"must be integers.*torchrun"):
+        ranks({"RANK": "first"})
+
+
+def test_a_dotenv_file_is_read_as_people_write_it(tmp_path: Path) -> None:
+    path = tmp_path / ".env"
+    path.write_text("""
+# a comment
+PLAIN=one two
+export EXPORTED=3
+QUOTED="with # hash"
+SINGLE='it''s'
+EMPTY=
+COMMENTED=value # not this
+  SPACED = around
+URL=https://host/?a=b
+""")
+    assert read_dotenv(path) == {
+        "PLAIN": "one two", "EXPORTED": "3", "QUOTED": "with # hash", "SINGLE": "it''s", "EMPTY": "",
+        "COMMENTED": "value", "SPACED": "around", "URL": "https://host/?a=b",
+    }
+
+
+@pytest.mark.parametrize("line", ["no equals sign", "=value", "1NAME=x", "A B=x"])
+def test_a_line_that_is_no_assignment_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / ".env"
+    path.write_text(f"OK=1\n{line}\n")
+    with pytest.raises(WrongInput, match=r"\.env:2: .* is not NAME=value"):
+        read_dotenv(path)
+
+
+def test_a_dotenv_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / ".env"
+    path.write_bytes(b"A=\xff")
+    with pytest.raises(WrongInput, match=r"\.env is not UTF-8 \(byte 2\)"):
+        read_dotenv(path)
+
+
+def test_a_secret_is_a_reference_and_its_value_never_stands_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "value")
+    assert secret("env:MY_KEY", "serve.api_key") == "value"
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(WrongInput, match=r"serve\.api_key refers to env:MY_KEY, but \$MY_KEY is not set; export"):
+        secret("env:MY_KEY", "serve.api_key")
+    with pytest.raises(WrongInput) as error:
+        secret("sk-very-secret", "serve.api_key")
+    assert "very-secret" not in str(error.value)

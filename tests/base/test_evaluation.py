@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.evaluation import EvaluationReport, Metric, read_report, write_report
+
+LOSS = Metric(2.5, 2.4, 2.6, "lower", 100, "set1")
+
+
+def report(**metrics: Metric) -> EvaluationReport:
+    return EvaluationReport("model", "tokenizer", {key.replace("__", "/"): value for key, value in metrics.items()})
+
+
+def test_a_report_comes_back_equal(tmp_path: Path) -> None:
+    written = EvaluationReport("m", "t", {"loss/loss": LOSS}, {"gzip": 3.0}, [{"prompt": "Größe", "completion": "x"}])
+    write_report(tmp_path / "reports" / "evaluate.json", written)
+    assert read_report(tmp_path / "reports" / "evaluate.json") == written
+
+
+def test_a_metric_is_found_by_key_and_by_its_tail_where_that_is_unique() -> None:
+    found = report(loss__perplexity=LOSS, loss__loss=LOSS, other__loss=LOSS)
+    assert found.metric("loss/loss") == ("loss/loss", LOSS)
+    assert found.metric("perplexity") == ("loss/perplexity", LOSS)
+    assert found.metric("rouge1") is None
+    assert found.metric("erplexity") is None
+    with pytest.raises(WrongInput, match=r"metric `loss` is one of loss/loss, other/loss; give the whole key"):
+        found.metric("loss")
+
+
+@pytest.mark.parametrize("change", [
+    {"value": float("nan")}, {"ci_low": float("-inf")}, {"value": "2.5"}, {"value": None}, {"direction": "sideways"}, {"unknown": 1},
+])
+def test_a_report_with_an_impossible_metric_is_refused_in_words(tmp_path: Path, change: dict[str, Any]) -> None:
+    value = asdict(report(loss__loss=LOSS))
+    value["metrics"]["loss/loss"].update(change)
+    (tmp_path / "evaluate.json").write_text(json.dumps(value))
+    with pytest.raises(WrongInput, match=r"evaluate\.json.*run `ingot evaluate` again"):
+        read_report(tmp_path / "evaluate.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"metrics": 3}', "\udcff"])
+def test_a_torn_report_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    (tmp_path / "evaluate.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(WrongInput, match=r"not an evaluation report.*run `ingot evaluate` again"):
+        read_report(tmp_path / "evaluate.json")
+
+
+def test_a_missing_and_a_newer_report_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(WrongInput, match="does not exist; run `ingot evaluate` first"):
+        read_report(tmp_path / "evaluate.json")
+    (tmp_path / "evaluate.json").write_text('{"schema": 99}')
+    with pytest.raises(WrongInput, match=r"schema 99, newer.*upgrade"):
+        read_report(tmp_path / "evaluate.json")
+
+
+def test_a_number_that_is_not_finite_is_never_written(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="loss/loss is nan"):
+        write_report(tmp_path / "evaluate.json", report(loss__loss=Metric(float("nan"), 0, 0, "lower", 1, "s")))
+    assert not (tmp_path / "evaluate.json").exists()

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.storage import atomic_file, atomic_folder, disk_errors, find_files, is_remote, open_read, sha256_file, stamp, write_atomic
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fail_after(written: int) -> None:
+    raise KeyError(written)
+
+
+def test_a_written_file_holds_what_was_written_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "folder" / "file.txt"
+    write_atomic(target, "Größe")
+    assert target.read_bytes() == "Größe".encode()
+    write_atomic(target, b"second")
+    assert target.read_bytes() == b"second"
+    assert names(target.parent) == ["file.txt"]
+
+
+def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "file.txt"
+    write_atomic(target, "old")
+    with pytest.raises(KeyError), atomic_file(target) as stream:
+        fail_after(stream.write(b"half"))
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["file.txt"]
+
+
+def test_a_folder_appears_all_at_once_and_replaces_the_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with atomic_folder(target) as partial:
+        (partial / "inner").mkdir()
+        (partial / "inner" / "a").write_text("1")
+        assert not target.exists()
+    assert (target / "inner" / "a").read_text() == "1"
+    with pytest.raises(KeyError), atomic_folder(target) as partial:
+        fail_after((partial / "b").write_text("half"))
+    assert names(target) == ["inner"]
+    with atomic_folder(target) as partial:
+        (partial / "b").write_text("2")
+    assert names(target) == ["b"]
+    assert names(tmp_path) == ["model"]
+
+
+KILLED_WRITER = """
+import os, sys, time
+from ingot.base.storage import atomic_folder
+with atomic_folder(sys.argv[1]) as partial:
+    (partial / "weights").write_bytes(b"half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_never_taken_for_complete(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    writer = subprocess.Popen([sys.executable, "-c", KILLED_WRITER, str(target)], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"writing\n"
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    assert not target.exists()
+    assert names(tmp_path) == [f".model.partial-{writer.pid}"]
+    (tmp_path / f".model.partial-{os.getppid()}").mkdir()  # one that lives is left alone
+    with atomic_folder(target) as partial:
+        (partial / "weights").write_bytes(b"whole")
+    assert names(tmp_path) == [f".model.partial-{os.getppid()}", "model"]
+
+
+def test_an_unwritable_place_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WrongInput, match=r"file.* in the way"):
+        write_atomic(tmp_path / "file" / "inner.txt", "x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(WrongInput, match=r"/folder is in the way"):
+        write_atomic(tmp_path / "folder", "x")
+
+
+@pytest.mark.parametrize(("code", "kind", "words"), [
+    (errno.ENOSPC, Failed, "disk full while writing /x/y; make space"),
+    (errno.EDQUOT, Failed, "disk full"),
+    (errno.EROFS, WrongInput, "choose another `output`"),
+    (errno.EACCES, WrongInput, "/x/y cannot be written"),
+    (errno.EIO, OSError, "Input/output"),
+])
+def test_refusals_of_the_operating_system_become_one_line(code: int, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words), disk_errors("/x/y"):
+        raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_disk_that_is_really_full() -> None:
+    with pytest.raises(Failed, match="disk full"), disk_errors("/dev/full"), Path("/dev/full").open("wb", buffering=0) as stream:
+        stream.write(b"x")
+
+
+def test_files_are_found_by_path_folder_and_glob(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "deep/er/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert find_files(str(tmp_path / "a.txt")) == [str(tmp_path / "a.txt")]
+    assert find_files(str(tmp_path / "*.txt")) == [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    assert find_files(str(tmp_path)) == [str(tmp_path / name) for name in ("a.txt", "b.txt", "deep/er/c.txt")]
+    assert find_files(str(tmp_path / "**" / "*.txt")) == find_files(str(tmp_path))
+    assert find_files(str(tmp_path / "none*")) == []
+    assert find_files(str(tmp_path / "none")) == []
+
+
+def test_object_storage_goes_through_the_same_calls() -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("b.txt", "a.txt", "deep/c.txt"):
+        memory.pipe(f"/bucket/{name}", name.encode())
+    assert find_files("memory://bucket/*.txt") == ["memory:///bucket/a.txt", "memory:///bucket/b.txt"]
+    assert len(find_files("memory://bucket")) == 3
+    with open_read("memory://bucket/a.txt") as stream:
+        assert stream.read() == b"a.txt"
+    assert sha256_file("memory://bucket/a.txt") == hashlib.sha256(b"a.txt").hexdigest()
+    assert stamp("memory://bucket/a.txt")["bytes"] == 5
+    assert is_remote("gs://bucket/x")
+    assert not is_remote("file:///x")
+    assert not is_remote("/x/y")
+
+
+def test_a_changed_file_has_another_stamp(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("one")
+    before = stamp(str(path))
+    assert stamp(str(path)) == before
+    time.sleep(0.01)
+    path.write_text("two")
+    assert stamp(str(path)) != before
+
+
+def test_the_checksum_reads_more_than_one_chunk(tmp_path: Path) -> None:
+    data = os.urandom((1 << 20) + 17)
+    (tmp_path / "big").write_bytes(data)
+    assert sha256_file(tmp_path / "big") == hashlib.sha256(data).hexdigest()

@@ -1,0 +1,39 @@
+"""The learning rate at its corners."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from ingot.config.work import Schedule
+from ingot.train.schedule import learning_rate
+
+
+def rates(total: int = 100, **knobs: object) -> list[float]:
+    return [learning_rate(Schedule(**knobs), 2.0, step, total) for step in range(total)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0.1, 10])
+def test_warmup_is_never_zero_and_ends_at_the_peak(kind: str, warmup: float) -> None:
+    values = rates(kind=kind, warmup=warmup)
+    assert values[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert max(values) == 2.0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_decay_ends_at_the_floor_with_the_last_step(kind: str) -> None:
+    values = rates(kind=kind, warmup=0.1, min_ratio=0.25)
+    assert values[-1] == pytest.approx(0.5)
+    assert all(later < earlier for earlier, later in pairwise(values[9:]))
+
+
+def test_halfway_values() -> None:
+    assert rates(kind="cosine", warmup=0, min_ratio=0)[49] == pytest.approx(1.0)
+    assert rates(kind="linear", warmup=0, min_ratio=0)[74] == pytest.approx(0.5)
+    assert set(rates(kind="constant", warmup=0)) == {2.0}
+
+
+def test_warmup_longer_than_training_only_warms_up() -> None:
+    assert rates(total=5, warmup=10) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])

@@ -1,0 +1,204 @@
+"""One number whatever the split: ranks, micro-batches and padding give the losses and weights of one process at once.
+
+Every row has another number of targets, so that a mean of means, or a gradient averaged over ranks, cannot pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ingot.config.work import SGD, AdamW
+from ingot.data.loader import Batch
+from ingot.models.architecture import DecoderConfig
+from ingot.models.decoder import Decoder
+from ingot.models.initial import initialise
+from ingot.objectives.pretrain import Pretrain
+from ingot.parallel import apply
+from ingot.parallel.apply import apply_wrappers
+from ingot.parallel.mesh import running_mesh
+from ingot.train.optim import make_optimizer
+from ingot.train.step import train_step
+from tests import tolerances
+from tests.ranks import run_ranks
+
+ROWS, TIME, STEPS = 8, 24, 4
+CONFIG = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1,
+}
+
+
+def global_batch(step: int) -> Batch:
+    """Packed rows; row r keeps r targets of its 24, row 0 none at all."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 61, (ROWS, TIME), generator=generator)
+    segments = torch.ones_like(tokens)
+    segments[::2, 10:] = 2
+    positions = torch.arange(TIME).repeat(ROWS, 1)
+    positions[::2, 10:] -= 10
+    labels = tokens.roll(-1, 1).clone()
+    for row in range(ROWS):
+        labels[row, 3 * row :] = -100
+    return Batch(tokens, labels, positions, segments)
+
+
+def rows_of(batch: Batch, first: int, count: int, size: int) -> list[Batch]:
+    """Micro-batches of `size`, the last one padded with dead rows."""
+    parts = []
+    for start in range(first, first + count, size):
+        taken = slice(start, min(start + size, first + count))
+        missing = size - (taken.stop - taken.start)
+        fields = []
+        for field, filler in ((batch.tokens, 0), (batch.labels, -100), (batch.positions, 0), (batch.segments, 0)):
+            fields.append(torch.cat((field[taken], torch.full((missing, TIME), filler))))
+        parts.append(Batch(*fields))
+    return parts
+
+
+def train_a_little(micro_batch: int, kind: str, clip_norm: float | None = None) -> dict[str, Any]:
+    """A few steps over this rank's share of each global batch."""
+    with running_mesh() as mesh:
+        torch.manual_seed(0)
+        model = Decoder(DecoderConfig.from_hf(CONFIG))
+        initialise(model, 0)
+        knobs = SGD(kind="sgd", lr=1.0) if kind == "sgd" else AdamW(lr=1e-2)
+        optimizer = make_optimizer(knobs, model)
+        module = apply_wrappers(model, mesh, compiled=False)
+        objective = Pretrain()
+        share = ROWS // mesh.world
+        losses, norms = [], []
+        for step in range(STEPS):
+            whole = global_batch(step)
+            outcome = train_step(
+                module, objective, rows_of(whole, mesh.rank * share, share, micro_batch), optimizer,
+                targets=objective.targets(whole), clip_norm=clip_norm, compute="fp32", mesh=mesh,
+            )
+            losses.append(float(outcome.loss))
+            norms.append(float(outcome.grad_norm))
+        return {"losses": losses, "norms": norms, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    difference = sum(float((one[name] - other[name]).double().square().sum()) for name in other)
+    return float((difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 2), (1, 3), (1, 5), (2, 4), (2, 2), (2, 3), (4, 1)])
+def test_any_split_gives_the_same_weights_with_sgd(world: int, micro_batch: int, clip_norm: float | None) -> None:
+    reference = train_a_little(ROWS, "sgd", clip_norm)
+    assert min(reference["norms"]) > 0.5, "clipping must do something"
+    for result in run_ranks(world, train_a_little, micro_batch, "sgd", clip_norm) if world > 1 else [train_a_little(micro_batch, "sgd", clip_norm)]:
+        assert distance(result["weights"], reference["weights"]) < tolerances.SPLIT_WEIGHTS
+        assert result["losses"] == pytest.approx(reference["losses"], rel=tolerances.LOSS_FP32)
+        assert result["norms"] == pytest.approx(reference["norms"], rel=tolerances.SPLIT_LOSS)
+
+
+@pytest.mark.parametrize(("world", "micro_batch"), [(1, 3), (2, 4), (2, 1)])
+def test_any_split_gives_the_same_losses_with_adamw(world: int, micro_batch: int) -> None:
+    reference = train_a_little(ROWS, "adamw", 1.0)
+    assert reference["losses"][-1] < reference["losses"][0]
+    results = run_ranks(world, train_a_little, micro_batch, "adamw", 1.0) if world > 1 else [train_a_little(micro_batch, "adamw", 1.0)]
+    for result in results:
+        assert result["losses"] == pytest.approx(reference["losses"], abs=tolerances.SPLIT_LOSS)
+
+
+def train_with_averaged_gradients(micro_batch: int) -> dict[str, Any]:
+    """The planted fault: DDP's own averaging."""
+    apply._sum_gradients = _averaging  # type: ignore[assignment]
+    return train_a_little(micro_batch, "sgd")
+
+
+def _averaging(state: object, bucket: Any) -> Any:
+    import torch.distributed as dist
+
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / dist.get_world_size())
+
+
+def test_a_wrong_gradient_scale_would_be_seen() -> None:
+    reference = train_a_little(ROWS, "sgd")
+    result = run_ranks(2, train_with_averaged_gradients, 4)[0]
+    assert distance(result["weights"], reference["weights"]) > 1000 * tolerances.SPLIT_WEIGHTS
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
+    with running_mesh() as mesh:
+        model = Decoder(DecoderConfig.from_hf(CONFIG))
+        initialise(model, 0)
+        optimizer = make_optimizer(SGD(kind="sgd", lr=1.0, momentum=0.9) if kind == "sgd" else AdamW(lr=1e-2), model)
+
+        def step(poison: float) -> float:
+            batch = global_batch(0)
+            outcome = train_step(
+                model, Poisoned(poison), [batch], optimizer, targets=80, clip_norm=1.0, compute="fp32", mesh=mesh)
+            return float(outcome.skipped)
+
+        assert step(1.0) == 0.0
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        state = [value.clone() for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+        for poison in (float("nan"), float("inf")):
+            assert step(poison) == 1.0
+            assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+            now = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+            assert all(torch.equal(one, other) for one, other in zip(state, now, strict=True))
+        assert step(1.0) == 0.0
+        assert any(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+class Poisoned(Pretrain):
+    """Multiplies every value, so that loss and gradient can be made non-finite."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def token(self, view: Any, labels: torch.Tensor) -> torch.Tensor:
+        return super().token(view, labels) * self.factor
+
+
+def test_bf16_compute_stays_near_float32() -> None:
+    with running_mesh() as mesh:
+        losses: dict[str, float] = {}
+        for compute in ("fp32", "bf16"):
+            model = Decoder(DecoderConfig.from_hf(CONFIG))
+            initialise(model, 0)
+            optimizer = make_optimizer(AdamW(lr=1e-2), model)
+            for _ in range(8):
+                outcome = train_step(model, Pretrain(), [global_batch(0)], optimizer, targets=80, clip_norm=1.0, compute=compute, mesh=mesh)  # type: ignore[arg-type]
+            losses[compute] = float(outcome.loss)
+            assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+        assert losses["bf16"] != losses["fp32"]
+        assert losses["bf16"] == pytest.approx(losses["fp32"], abs=tolerances.BF16_LOSS)
+
+
+def summed(mesh_numbers: tuple[float, ...]) -> tuple[list[float], list[list[float]], str]:
+    with running_mesh() as mesh:
+        return mesh.agree(*mesh_numbers), mesh.gather([float(mesh.rank)]), mesh.from_main(lambda: f"from {mesh.rank}")
+
+
+def test_ranks_agree() -> None:
+    for sums, rows, word in run_ranks(3, summed, (1.0, 2.0)):
+        assert sums == [3.0, 6.0]
+        assert rows == [[0.0], [1.0], [2.0]]
+        assert word == "from 0"
+
+
+def failing_main() -> str:
+    with running_mesh() as mesh:
+        def fail() -> None:
+            raise ValueError(f"only on {mesh.rank}")
+        try:
+            mesh.from_main(fail)
+        except ValueError as error:
+            return str(error)
+        return "nothing raised"
+
+
+def test_what_fails_on_the_main_rank_fails_everywhere() -> None:
+    assert run_ranks(2, failing_main) == ["only on 0", "only on 0"]
+
+
