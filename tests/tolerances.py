@@ -14,3 +14,7 @@ SPLIT_LOSS = 1e-5
 LOSS_FP32 = 1e-6
 # Loss after a few steps, bf16 products against float32 ones.
 BF16_LOSS = 0.05
+# Relative difference of numbers that are the same formula in float64, summed in another order.
+EXACT = 1e-9
+# Sums of negative log-likelihood over a few dozen tokens, float32: difference to another implementation or batch shape, relative or in nats.
+NLL_FP32 = 1e-5

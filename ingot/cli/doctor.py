@@ -104,7 +104,8 @@ def _memory() -> Iterator[Finding]:
 def _disk() -> Iterator[Finding]:
     here = Path.cwd()
     free = shutil.disk_usage(here).free
-    yield Finding("disk", free >= NEEDED_DISK_GB * GB, f"{free / GB:.1f} GB free at {here}", f"make {NEEDED_DISK_GB:g} GB free, or set output=FOLDER", needed=True)
+    get = f"make {NEEDED_DISK_GB:g} GB free, or set output=FOLDER"
+    yield Finding("disk", free >= NEEDED_DISK_GB * GB, f"{free / GB:.1f} GB free at {here}", get, needed=True)
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     yield Finding("model cache", os.access(_existing(cache), os.W_OK), f"{cache}", "export HF_HOME=FOLDER, one that can be written")
 
@@ -129,7 +130,8 @@ def _credentials() -> Iterator[Finding]:
     hub = "HF_TOKEN" in os.environ or token.exists()
     yield Finding("Hugging Face token", hub, "set" if hub else "none", "hf auth login; only for gated and private models")
     adc = Path(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or Path.home() / ".config" / "gcloud" / "application_default_credentials.json")
-    yield Finding("Google Cloud credentials", adc.exists(), str(adc) if adc.exists() else "none", "gcloud auth application-default login; only for Google Cloud")
+    get = "gcloud auth application-default login; only for Google Cloud"
+    yield Finding("Google Cloud credentials", adc.exists(), str(adc) if adc.exists() else "none", get)
     if importlib.util.find_spec("wandb") is None:
         yield Finding("W&B", False, "not installed", "pip install 'ingot[track]'; only for logging to Weights & Biases")
     else:

@@ -46,17 +46,26 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
     except KeyboardInterrupt:
         return _tell("stopped by SIGINT", 128 + signal.SIGINT, debug=debug)
     except BrokenPipeError:
-        # Whoever read our output has enough (`ingot show knobs | head`). Nothing more may be written, at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has enough (`ingot show knobs | head`).
+        _write_no_more()
         return 128 + signal.SIGPIPE
     except IngotError as error:
         return _tell(f"error: {error}", error.exit_code, debug=debug)
     except OSError as error:
+        _write_no_more()
         return _tell(f"error: {_os_error(error)}", EXIT_FAILED, debug=debug)
     except Exception as error:
         if _is_usage(error):
             return _tell(f"error: {_usage(error)}", EXIT_WRONG_INPUT, debug=debug)
         return _tell(f"error: {type(error).__name__}: {_first_line(error)}; run again with --debug to see where", EXIT_FAILED, debug=debug)
+
+
+def _write_no_more() -> None:
+    """What stdout could not take must not be tried again when the interpreter ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell(line: str, code: int, *, debug: bool) -> int:

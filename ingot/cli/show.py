@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +32,30 @@ def knobs() -> int:
     for knob in all_knobs():
         print(f"{knob.path:<44} {knob.default:<28} {knob.type}")
     return 0
+
+
+@show.command(epilog="Example: ingot show run runs/quickstart")
+def run(run: RunOrRecipe) -> int:
+    """Steps, results, the newest checkpoint and the last events of one run."""
+    from ingot.cli.look import show_run
+
+    return show_run(run)
+
+
+@show.command(epilog="Example: ingot show runs")
+def runs(output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder that runs lie in.")] = "runs") -> int:
+    """All runs in a folder with their results, one a line."""
+    from ingot.cli.look import show_runs
+
+    return show_runs(output)
+
+
+@show.command(epilog="Example: ingot show data recipes/quickstart.yaml")
+def data(run: RunOrRecipe) -> int:
+    """Documents and tokens of every source, and what was skipped."""
+    from ingot.cli.look import show_data
+
+    return show_data(run)
 
 
 @show.command(epilog="Example: ingot show models")

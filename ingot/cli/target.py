@@ -11,8 +11,9 @@ from ingot.base.errors import WrongInput
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import read_recipe, settings_without_recipe
 from ingot.config.recipe import Recipe
+from ingot.registry.verbs import resolve
 
-_REGISTERED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*?)(?:@v?(\d+))?$")
+_REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version>\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ def _model_of(run: RunFolder) -> Path:
 
 def _registered(target: str, more: Sequence[str]) -> Target:
     recipe = settings_without_recipe(more)
-    match = _REGISTERED.match(target)
-    if match is None or not recipe.registry_path.exists():
+    path = recipe.registry_path
+    match = _REGISTERED.fullmatch(target)
+    if match is None or not path.exists():
         raise WrongInput(
-            f"{target} is no model folder, run folder, recipe or address, and there is no registry at {recipe.registry_path} to look it up in; "
+            f"{target} is no model folder, run folder, recipe or address, and there is no registry at {path} to look it up in; "
             f"check the path, or give output=FOLDER"
         )
-    raise NotImplementedError(match)
+    number = int(match["version"]) if match["version"] else None
+    return Target(target, resolve(match["name"], number, path=path), None, recipe)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ingot.base.environment import ranks
+from ingot.base.fingerprint import fingerprint
 from ingot.base.steprecord import Outcome
 from ingot.cli.arguments import read_recipe
 from ingot.config.recipe import Recipe
@@ -67,13 +68,20 @@ def _register(recipe: Recipe, again: bool) -> Outcome:
     return register(recipe)
 
 
-def _source_stamps(recipe: Recipe) -> Any:
-    from ingot.data.ingest import source_stamps
+def _source_stamps(recipe: Recipe) -> dict[str, Any]:
+    """The files behind the sources, many as they may be, in one short fingerprint for each split."""
+    from ingot.data.sources import source_stamps
 
-    return source_stamps(recipe)
+    return {f"what data.{split} reads": {"files": len(stamps), "stamps": fingerprint(stamps)} for split, stamps in source_stamps(recipe).items()}
+
+
+def _live_stamp(recipe: Recipe) -> dict[str, Any]:
+    from ingot.registry.verbs import gate_stamp
+
+    return {"the live model": gate_stamp(recipe)}
 
 
 DO: dict[str, Callable[[Recipe, bool], Outcome]] = {
     "ingest": _ingest, "prepare": _prepare, "train": _train, "evaluate": _evaluate, "gate": _gate, "register": _register,
 }
-STAMPS: dict[str, Callable[[Recipe], Any]] = {"ingest": _source_stamps}
+STAMPS: dict[str, Callable[[Recipe], Any]] = {"ingest": _source_stamps, "gate": _live_stamp}

@@ -56,6 +56,12 @@ def find_knob(path: str) -> list[Knob]:
     raise WrongInput(f"no knob is called `{path}`; did you mean `{nearest(path)}`? `ingot show knobs` lists all")
 
 
+def kinds_of(path: str) -> list[str]:
+    """The kinds that have a knob with this plain path, [] when it is no knob of a variant: `train.optimizer.eps` -> adamw."""
+    sections = (knob.path.rpartition(".")[0] for knob in all_knobs() if knob.plain == path)
+    return [section.rpartition("[")[2].removesuffix("]") for section in sections if section.endswith("]") and not section.endswith("[]")]
+
+
 def nearest(path: str, within: str = "") -> str:
     """The existing knob that looks most like `path`: first among the names below `within`, then by its last part anywhere."""
     paths = sorted({knob.plain for knob in all_knobs()})

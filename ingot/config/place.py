@@ -14,12 +14,12 @@ Positive = Annotated[int, Field(gt=0)]
 class Gate(Section):
     """Decides whether a new model replaces the live one."""
 
-    metric: str | list[str] = "loss/bits_per_byte"
+    metric: str | Annotated[list[str], Field(min_length=1)] = "loss/bits_per_byte"
     """Metric key of the evaluation report, or its tail where that is unique; of a list, all must be better."""
     direction: Literal["lower", "higher"] | None = None
     """Which way is better; the metric's own direction when empty."""
     margin: Annotated[float, Field(ge=0)] = 0.0
-    """How much better than the live model, in the metric's units; a tie never deploys."""
+    """How much better than the live model at least, in the metric's units; a tie never deploys."""
     override: Literal["deploy", "keep"] | None = None
     """Decide this way whatever the numbers say; written down in the decision."""
 
@@ -68,6 +68,6 @@ class Launch(Section):
     """Where verbs run."""
 
     kind: Literal["local"] = "local"
-    """The place."""
+    """Where: on this machine."""
     processes: Positive = 1
     """Processes of a training or evaluation step on this machine; above 1 torchrun starts them."""

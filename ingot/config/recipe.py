@@ -32,7 +32,7 @@ class Recipe(Section):
     objective: Pretrain = Pretrain()
     """The way of training."""
     train: Train = Train()
-    """The loop."""
+    """The loop: how long, how large a batch, which optimizer."""
     parallel: Parallel = Parallel()
     """Degrees of the device mesh."""
     precision: Precision = Precision()

@@ -154,7 +154,7 @@ class EarlyStop(Section):
 
 
 class Train(Section):
-    """The loop."""
+    """The loop: how long, how large a batch, which optimizer."""
 
     steps: Positive | None = None
     """Optimizer steps. Give one of steps, epochs, tokens; one epoch when none is given."""

@@ -115,7 +115,7 @@ class Column:
         self._pointers = view[lengths_end : lengths_end + 8 * self.records].cast("q")
         self._data = np.frombuffer(_mapped(bin_path(prefix)), np.uint8)
         size = self._pointers[-1] + self._lengths[-1] * self.dtype.itemsize if self.records else 0
-        if len(self._data) != size:
+        if len(self._data) != size or size % self.dtype.itemsize:
             raise WrongInput(f"{bin_path(prefix)} has {len(self._data)} bytes, its index says {size}; {AGAIN}")
         self._elements = self._data.view(self.dtype)
 

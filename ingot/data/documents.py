@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from ingot.config.recipe import Recipe
 from ingot.config.work import Data, ValidationShare
 from ingot.data.raw import open_raw, read_group
-
-Split = Literal["train", "validation"]
-SPLITS: tuple[Split, ...] = get_args(Split)
+from ingot.data.sources import Split
 
 
 @dataclass(frozen=True, slots=True)

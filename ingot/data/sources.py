@@ -7,17 +7,18 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.storage import find_files, is_remote, stamp
+from ingot.base.storage import find_files, stamp
 from ingot.config.recipe import Recipe
 from ingot.config.work import Source, ValidationShare
 
 Format = Literal["jsonl", "json", "parquet", "csv", "tsv", "text"]
+Split = Literal["train", "validation"]
 STDLIB = "builtin:stdlib"
 ENDINGS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv",
@@ -39,22 +40,22 @@ class SourceFile:
         return int(self.stamp["bytes"])
 
 
-def recipe_sources(recipe: Recipe) -> dict[str, list[Source]]:
+def recipe_sources(recipe: Recipe) -> dict[Split, list[Source]]:
     """The sources of each split that has sources of its own."""
-    splits = {"train": list(recipe.data.train)}
+    splits: dict[Split, list[Source]] = {"train": list(recipe.data.train)}
     if not isinstance(recipe.data.validation, ValidationShare):
         splits["validation"] = list(recipe.data.validation)
     return splits
 
 
-def source_files(recipe: Recipe) -> dict[str, list[list[SourceFile]]]:
+def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
     """The files of every source, by split; names are made distinct where two sources have files of the same name.
 
     Raises:
         WrongInput: a source matches no file, with its place in the recipe.
     """
     taken: set[str] = set()
-    found: dict[str, list[list[SourceFile]]] = {}
+    found: dict[Split, list[list[SourceFile]]] = {}
     for split, sources in recipe_sources(recipe).items():
         found[split] = []
         for number, source in enumerate(sources):
@@ -66,7 +67,7 @@ def source_files(recipe: Recipe) -> dict[str, list[list[SourceFile]]]:
     return found
 
 
-def source_stamps(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
     """Size and modification time of every source file, by split: what `ingest` reads, to see cheaply whether it changed."""
     return {split: [file.stamp for files in sources for file in files] for split, sources in source_files(recipe).items()}
 
@@ -89,12 +90,19 @@ def find_source(source: Source, knob: str = "source") -> list[SourceFile]:
         raise WrongInput(f"{knob} {source.source} needs a package that is not installed ({error})") from error
     except OSError as error:
         raise Failed(f"{knob} {source.source} cannot be listed ({error}); check the address and your credentials") from error
-    root = _fixed_folder(pattern, paths)
-    named = [(path, _relative(path, root)) for path in paths]
-    files = [SourceFile(path, name, _format(source, path), stamp(path)) for path, name in named if not _is_hidden(name)]
+    names = [_name(path, pattern) for path in paths]
+    files = [SourceFile(path, name, _format(source, path), _stamp(path)) for path, name in zip(paths, names, strict=True)
+             if not _is_hidden(name)]
     if not files:
         raise WrongInput(f"{knob} {source.source}: no such file; check the path (relative ones start at {Path.cwd()})")
     return files
+
+
+def _stamp(path: str) -> dict[str, Any]:
+    try:
+        return stamp(path)
+    except OSError as error:
+        raise WrongInput(f"{path} cannot be read ({error.strerror or error}); mend or remove it") from error
 
 
 def _stdlib() -> Iterator[SourceFile]:
@@ -119,26 +127,18 @@ def _format(source: Source, path: str) -> Format:
     return ENDINGS.get(Path(stem).suffix, "text")
 
 
-def _fixed_folder(pattern: str, paths: Sequence[str]) -> str:
-    """The folder that names are relative to: the source itself, or where its first wildcard or its file stands."""
-    scheme, separator, rest = pattern.rpartition("://")
-    parts = rest.split("/")
+def _name(path: str, pattern: str) -> str:
+    """A file's name relative to its source: to the folder that the source is, or that stands before its first wildcard."""
+    parts = _without_scheme(pattern).split("/")
     plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    fixed = "/".join(parts[:plain]).rstrip("/")
-    if plain == len(parts) and _is_itself(pattern, paths):
-        fixed = fixed.rpartition("/")[0]
-    return scheme + separator + fixed
+    root, full = "/".join(parts[:plain]).rstrip("/"), _without_scheme(path)
+    if full == root or not full.startswith(root):
+        return full.rpartition("/")[2]
+    return full[len(root):].lstrip("/")
 
 
-def _is_itself(pattern: str, paths: Sequence[str]) -> bool:
-    return len(paths) == 1 and (paths[0] == pattern or (is_remote(pattern) and paths[0].endswith(pattern.rpartition("://")[2])))
-
-
-def _relative(path: str, root: str) -> str:
-    if not root:
-        return path.removeprefix("./")
-    path, root = (text.rpartition("://")[2] for text in (path, root))
-    return path.removeprefix(root.lstrip("/") if not path.startswith("/") else root).lstrip("/")
+def _without_scheme(path: str) -> str:
+    return path.rpartition("://")[2].lstrip("/")
 
 
 def _is_hidden(name: str) -> bool:

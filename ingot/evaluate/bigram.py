@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 Pairs = tuple[Ints, Ints]
 """Tokens and the tokens that follow them, of equal length; both within one document."""
 
-MAX_PAIRS = 2**25  # 512 MiB of keys and counts
+MAX_PAIRS = 2**24  # about 1 GiB while two tables are merged
 BUFFER_PAIRS = 2**22
 
 
@@ -139,14 +139,15 @@ def unigrams(statistics: Statistics) -> Floats:
         return np.full(vocab_size, 1 / vocab_size)
     discount = float(discounts_of(np.bincount(np.minimum(times, 5), minlength=6)[1:5])[1])
     freed = discount * np.count_nonzero(times) / total
-    return np.maximum(times - discount, 0.0) / total + freed / vocab_size
+    likely: Floats = np.maximum(times - discount, 0.0) / total + freed / vocab_size
+    return likely
 
 
 def discounts_of(histogram: Ints) -> Floats:
     """What is taken off counts of 0, 1, 2 and more, [4], from how many things were counted 1, 2, 3 and 4 times.
 
-    The closed estimates of Chen and Goodman; where a number that they divide by is 0, half a count. Never more than the
-    count itself, and more than nothing, so that unseen pairs keep a probability.
+    The closed estimates of Chen and Goodman; where a number that they divide by is 0, half a count. Kept between nothing
+    and the count itself, which the estimates leave where data is scarce.
     """
     ones, twos, threes, fours = (float(number) for number in histogram)
     if not ones or not twos:

@@ -46,7 +46,7 @@ def _grouped(above: Floats, below: Floats, generator: np.random.Generator) -> tu
     if len(above) <= MAX_UNITS:
         return above, below
     group = generator.permutation(len(above)) % MAX_UNITS
-    return np.bincount(group, above, MAX_UNITS), np.bincount(group, below, MAX_UNITS)
+    return np.bincount(group, above, MAX_UNITS).astype(np.float64), np.bincount(group, below, MAX_UNITS).astype(np.float64)
 
 
 def _resampled(above: Floats, below: Floats, generator: np.random.Generator) -> Floats:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -24,14 +25,15 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def main() -> None:
     for number in HANDED_ON:
         signal.signal(number, _hand_on)
+    from torch.distributed import run as module
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # torchrun would answer signals by ending its ranks in 30 seconds, and with a traceback: leave it one nobody sends.
-    options = parse_args(["--signals-to-handle=SIGUSR2", *sys.argv[1:]])  # type: ignore[no-untyped-call]
+    torchrun: Any = module
+    options = torchrun.parse_args(["--signals-to-handle=SIGUSR2", *sys.argv[1:]])
     try:
-        run(options)  # type: ignore[no-untyped-call]
+        torchrun.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

@@ -25,12 +25,13 @@ def apply_wrappers(model: nn.Module, mesh: Mesh, *, compiled: bool) -> nn.Module
         model.compile()
     if mesh.world == 1:
         return model
-    wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(None, _sum_gradients)
     return wrapped
 
 
-def _sum_gradients(_: object, bucket: Any) -> Future[Tensor]:
+# Without annotations: DDP compares them with its own types, and here they would be text.
+def _sum_gradients(_, bucket):  # type: ignore[no-untyped-def]
     """DDP averages unless told; a mean of means is wrong when ranks hold unequal numbers of targets."""
     work: Any = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, async_op=True)
     future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])

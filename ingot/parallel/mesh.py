@@ -90,8 +90,11 @@ def running_mesh() -> Iterator[Mesh]:
     owns_group = here.world > 1 and not dist.is_initialized()
     if owns_group:
         dist.init_process_group(backend(device), timeout=TIMEOUT)
+    mesh = Mesh(here, device)
     try:
-        yield Mesh(here, device)
+        yield mesh
+        # Nobody hangs up while another one still speaks.
+        mesh.barrier()
     finally:
         if owns_group:
             dist.destroy_process_group()

@@ -61,10 +61,21 @@ def _train(recipe: Recipe) -> Knobs:
 
 def _evaluate(recipe: Recipe) -> Knobs:
     tasks = {task.name: task.model_dump(mode="json") for task in recipe.evaluate.tasks}
-    knobs = recipe.select(("data.seq_len", "evaluate.model", "evaluate.prompts"))
+    knobs = recipe.select(("data.seq_len", "precision.compute", "evaluate.model", "evaluate.prompts"))
     if recipe.evaluate.prompts:
         knobs |= recipe.select(("evaluate.sample_tokens",))
+    if _evaluates_base(recipe):
+        knobs |= recipe.select(("model.source", "model.revision"))
     return {"evaluate.tasks": tasks, **knobs}
+
+
+def _evaluates_base(recipe: Recipe) -> bool:
+    """Before anything is trained, what is evaluated is the model that training would start from."""
+    return recipe.evaluate.model is None and not (recipe.folder.model / "config.json").exists()
+
+
+def _evaluated_folders(recipe: Recipe) -> list[Path]:
+    return _local(recipe.model.source if _evaluates_base(recipe) else recipe.evaluate.model)
 
 
 def _gate(recipe: Recipe) -> Knobs:
@@ -96,7 +107,7 @@ STEPS = (
     Step("ingest", _ingest),
     Step("prepare", _prepare, _takes("ingest"), lambda recipe: _local(recipe.tokenizer.source)),
     Step("train", _train, _takes("prepare"), lambda recipe: _local(recipe.model.source), distributed=True),
-    Step("evaluate", _evaluate, _evaluated, lambda recipe: _local(recipe.evaluate.model), distributed=True),
+    Step("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
     Step("gate", _gate, _takes("evaluate")),
     Step("register", _register, _takes("train", "evaluate", "gate")),
     Step("serve", _serve, _takes("train", "register")),

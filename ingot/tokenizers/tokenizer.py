@@ -51,9 +51,15 @@ class Tokenizer:
     """Whether the reference itself puts BOS before a text."""
     template: str | None
     """The chat template, as Jinja."""
+    before: list[int]
+    """What stands before every text: BOS, or nothing."""
+    after: list[int]
+    """What stands after every document: EOS, or nothing."""
+    files: dict[str, str]
+    """The Hugging Face files by name."""
 
     def __init__(self, files: Mapping[str, str], where: str = "tokenizer") -> None:
-        self._files, self._where = dict(files), where
+        self.files, self._where = dict(files), where
         self._reference = parse(files["tokenizer.json"], where)
         self._special = [token.content for token in self._reference.get_added_tokens_decoder().values() if token.special and token.content]
         self._text = without_leaks(self._reference, self._special)
@@ -69,8 +75,8 @@ class Tokenizer:
         # transformers rebuilds what stands around a text where the configuration says so in so many words.
         asked = config.get("add_bos_token")
         self.adds_bos = self.special.bos is not None and (asked if isinstance(asked, bool) else before == [self.special.bos])
-        self.before: list[int] = [self.special.bos] if self.adds_bos and self.special.bos is not None else []
-        self.after: list[int] = [] if self.special.eos is None else [self.special.eos]
+        self.before = [self.special.bos] if self.adds_bos and self.special.bos is not None else []
+        self.after = [] if self.special.eos is None else [self.special.eos]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added. What looks like a special token stays text."""
@@ -121,7 +127,7 @@ class Tokenizer:
     @functools.cached_property
     def _control(self) -> tokenizers.Tokenizer:
         """The reference as it is, which makes special tokens of what looks like them; for rendered templates only."""
-        return parse(self._files["tokenizer.json"], self._where)
+        return parse(self.files["tokenizer.json"], self._where)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any], *, skip_special: bool = True) -> str:
         """The text of ids; bytes that are no UTF-8 become the replacement character."""
@@ -147,5 +153,5 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face files into `folder`, each at once; `AutoTokenizer` opens it."""
-        for name, content in self._files.items():
+        for name, content in self.files.items():
             write_atomic(folder / name, content)

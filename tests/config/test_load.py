@@ -35,7 +35,8 @@ BAD = {
         "train:\n  optimizer:\n    learning_rate: 3", "r.yaml:7: unknown knob `train.optimizer.learning_rate`; did you mean `train.optimizer.lr`?",
     ),
     "knob of another variant": (
-        "train:\n  optimizer: {kind: adamw, momentum: 0.9}", "r.yaml:6: unknown knob `train.optimizer.momentum`; did you mean `train.optimizer.momentum`?",
+        "train:\n  optimizer: {kind: adamw, momentum: 0.9}",
+        "r.yaml:6: `train.optimizer.momentum` is for kind sgd only; remove it, or set `train.optimizer.kind`",
     ),
     "unknown variant": (
         "train:\n  optimizer: {kind: lion}",
@@ -48,7 +49,10 @@ BAD = {
     "not finite": (
         "train: {optimizer: {lr: .inf}}", "r.yaml:5: `train.optimizer.lr` is inf; it should be a finite number (see `ingot explain train.optimizer.lr`)",
     ),
-    "not one of": ("precision: {compute: fp8}", "r.yaml:5: `precision.compute` is 'fp8'; it should be 'auto', 'fp32' or 'bf16' (see `ingot explain precision.compute`)"),
+    "not one of": (
+        "precision: {compute: fp8}",
+        "r.yaml:5: `precision.compute` is 'fp8'; it should be 'auto', 'fp32' or 'bf16' (see `ingot explain precision.compute`)",
+    ),
     "not of this version": ("parallel: {tensor: 2}", "r.yaml:5: `parallel.tensor` is 2; it should be 1 (see `ingot explain parallel.tensor`)"),
     "two types, neither": (
         "parallel: {replicate: x}",
@@ -127,6 +131,7 @@ def test_a_bad_file_gives_one_line(tmp_path: Path, what: str) -> None:
     ("train.steps=[", "`train.steps=[` on the command line: the value is not YAML; put quotes around it"),
     ("train.steps=2001-99-99", "`train.steps=2001-99-99` on the command line: the value is not YAML; put quotes around it"),
     ("name.x=1", "`name.x=1` on the command line: `name` is a section; it should be a valid string (see `ingot explain name`)"),
+    ("train.7=0", "`train.7=0` on the command line: unknown knob `train.7`; did you mean `train`?"),
     ("train.steps=0", "`train.steps=0` on the command line: `train.steps` is 0; it should be greater than 0 (see `ingot explain train.steps`)"),
 ])
 def test_a_bad_override_is_named_as_it_was_typed(tmp_path: Path, override: str, line: str) -> None:
@@ -177,7 +182,10 @@ def test_a_whole_section_in_a_variable_goes_before_its_knobs_and_the_environment
 
 
 def test_overrides_reach_into_lists_and_are_yaml(tmp_path: Path) -> None:
-    overrides = ["data.train.0.weight=2.5", "train.optimizer={kind: sgd, lr: 1e-2}", "gate.metric=[a, b]", "train.clip_norm=null", "model.config.num_hidden_layers=2"]
+    overrides = [
+        "data.train.0.weight=2.5", "train.optimizer={kind: sgd, lr: 1e-2}", "gate.metric=[a, b]", "train.clip_norm=null",
+        "model.config.num_hidden_layers=2",
+    ]
     recipe = load(tmp_path, GOOD, *overrides)
     assert recipe.data.train[0].weight == 2.5
     assert (recipe.train.optimizer.kind, recipe.train.optimizer.lr) == ("sgd", 0.01)
@@ -194,7 +202,8 @@ def test_anchors_and_merge_keys_are_understood(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [
-    "", "tokenizer: {source: train, vocab_size: 300}", "tokenizer: {source: hf:a/b}", "model: {source: some/folder, config: {rope_scaling: {factor: 2.0}, x: [1, null]}}",
+    "", "tokenizer: {source: train, vocab_size: 300}", "tokenizer: {source: hf:a/b}",
+    "model: {source: some/folder, config: {rope_scaling: {factor: 2.0}, x: [1, null]}}",
     "data:\n  validation: [{source: y, weight: 2}]", "train: {tokens: 100, optimizer: {kind: sgd}, early_stop: {}, evaluate_every: 3, clip_norm: null}",
     "gate: {metric: [a, b], direction: higher, margin: 0.5, override: keep}", "track: {wandb: {}}", "serve: {prompt: \"a: {b}\\n\\u00e4 \\t'\"}",
 ])

@@ -21,9 +21,11 @@ WORDS = st.sampled_from(["adamw", "sgd", "cosine", "auto", "yes", "null", "train
 ODD = st.sampled_from(["2001-99-99", "2001-01-01", "0x" + "f" * 5000, "9" * 5000, "&a *a", "!!binary x", "!!int x", "²", "[[", "{a: 1", "~", ".nan", "-.inf",
                        "!!set {a, b}", "1:30", "0o7", "'", "\x00", "\ud7ff\ue000", "{[1]: 2}", "!x y", "%", "a: b: c", "- - -", "[" * 3000])
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=8) | st.dates() | st.binary(max_size=4)
+TREE_KEYS = st.sampled_from(NAMES) | st.integers(0, 3) | st.text(max_size=4)
 TREES: st.SearchStrategy[Any] = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | st.integers(0, 3) | st.text(max_size=4), inner, max_size=4), max_leaves=12,
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TREE_KEYS, inner, max_size=4), max_leaves=12,
 )
+PIECES = st.lists(ODD | st.sampled_from(NAMES) | st.sampled_from([": ", "\n", "  ", "- ", "#"]), max_size=8).map("".join)
 KEYS = st.sampled_from(PATHS) | st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map(".".join) | st.text(max_size=12)
 VALUES = ODD | WORDS | st.text(max_size=12) | SCALARS.map(str)
 
@@ -55,7 +57,7 @@ def test_any_tree(tree: Any) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.binary(max_size=40) | st.text(max_size=60) | st.lists(ODD | st.sampled_from(NAMES) | st.sampled_from([": ", "\n", "  ", "- ", "#"]), max_size=8).map("".join))
+@given(text=st.binary(max_size=40) | st.text(max_size=60) | PIECES)
 def test_any_text(text: str | bytes) -> None:
     check(text, [], {})
 

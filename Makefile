@@ -1,0 +1,70 @@
+# Everything from a fresh clone: each target first sets up what it needs (Python 3.11 or newer with venv is enough).
+# The second call finds its stamp and starts at once. pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are honoured.
+
+VENV ?= .venv
+PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$name; break; }; done)
+RECIPE ?= recipes/quickstart.yaml
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist worksteal
+USE := $(VENV)/.ingot-use
+WORK := $(VENV)/.ingot-work
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-all lint bench clean
+
+help:
+	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
+	@echo "make test      the tests (ARGS=... goes to pytest); make test-all: the slow ones too"
+	@echo "make lint      ruff and mypy"
+	@echo "make bench     speed against the usual libraries, on this machine (ARGS=...)"
+	@echo "make setup     only set up $(VENV) for work on ingot"
+	@echo "make clean     remove $(VENV) and caches; runs/ stays"
+
+setup: $(WORK)
+
+run: $(USE)
+	@$(BIN)/python -m ingot run $(RECIPE) $(ARGS)
+
+test: $(WORK)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(WORK)
+	@$(PYTEST) $(ARGS)
+
+lint: $(WORK)
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m mypy
+
+bench: $(WORK)
+	@$(BIN)/python -m benchmarks.spine $(ARGS)
+
+clean:
+	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo "$(VENV) is not a virtual environment; not removed"; exit 1; }
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What running needs.
+$(USE): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; install one (Debian, Ubuntu: apt install python3 python3-venv)," \
+		"or say where it is: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is not Python 3.11 or newer;" \
+		"say where one is: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments; install its venv module" \
+		"(Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@echo "setting up $(VENV), once: [1/3] environment"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "[2/3] $$(grep '^torch==' constraints.txt), by far the largest download"
+	@$(PIP) torch
+	@echo "[3/3] the other packages"
+	@$(PIP) -e .
+	@touch $@
+
+# What changing ingot needs beside that.
+$(WORK): $(USE)
+	@echo "setting up $(VENV), once: the tools for tests and checks"
+	@$(PIP) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,105 @@
+"""`data/columns/manifest.json`: what the prepared columns are made of, written last; without it there are no columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot import __version__
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import FileEntry, problems, read_marker, write_marker
+from ingot.data.sources import Split
+
+MANIFEST = "manifest.json"
+OBJECTIVE = "pretrain"
+DIGESTS = 2**256
+
+
+@dataclass(frozen=True)
+class Part:
+    """A finished part of one split.
+
+    `digest` is the sum of the SHA-256 of its texts, modulo 2**256, in hexadecimal: digests of parts add up to that of the
+    split, however it was cut and whatever the tokenizer.
+    """
+
+    path: str
+    documents: int
+    tokens: int
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """One source's share of a split. `weight` is relative to the other sources of the split."""
+
+    source: str
+    weight: float
+    documents: int
+    tokens: int
+    bytes: int
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All prepared columns of a run.
+
+    `data` is the identity of what is trained and measured on: the tokens and how they fall into documents. Weights are
+    not in it, they belong to the order of training. `sets` are identities of the texts of each split, whatever the
+    tokenizer and however the work was cut.
+    """
+
+    columns: list[dict[str, str]]
+    splits: dict[Split, list[PreparedSource]]
+    tokenizer: str
+    template: str | None
+    vocab_size: int
+    data: str
+    sets: dict[Split, str]
+
+    def total(self, split: Split, what: str) -> int:
+        """Sum of `documents`, `tokens` or `bytes` over the sources of a split."""
+        return sum(int(getattr(source, what)) for source in self.splits[split])
+
+
+def data_identity(files: Sequence[FileEntry], tokenizer: str) -> str:
+    return fingerprint({"files": [[entry.path, entry.sha256] for entry in files], "tokenizer": tokenizer})
+
+
+def set_identity(sources: Sequence[PreparedSource]) -> str:
+    digest = sum(int(part.digest, 16) for source in sources for part in source.parts) % DIGESTS
+    return fingerprint({"documents": sum(source.documents for source in sources), "digest": f"{digest:064x}"})
+
+
+def write_prepared(folder: Path, prepared: Prepared, about: dict[str, Any], files: Sequence[FileEntry]) -> None:
+    """Write the manifest; `about` says what the columns were made from."""
+    totals = {split: {what: prepared.total(split, what) for what in ("documents", "tokens", "bytes")} for split in prepared.splits}
+    payload = {"kind": "columns", "objective": OBJECTIVE, "ingot": __version__, "totals": totals, **about, **asdict(prepared)}
+    write_marker(folder, MANIFEST, payload, files)
+
+
+def read_prepared(folder: Path) -> Prepared:
+    """The manifest, with the sizes of all files checked.
+
+    Raises:
+        WrongInput: nothing complete is there, a file is missing or has another size, or another kind of training made it.
+    """
+    marker = read_marker(folder, MANIFEST)
+    if marker is None:
+        raise WrongInput(f"{folder} holds no prepared data; run `ingot prepare` with this recipe first")
+    if marker.get("objective") != OBJECTIVE:
+        raise WrongInput(f"{folder} was prepared for objective.kind {marker.get('objective')}, this is {OBJECTIVE}; run `ingot prepare` again")
+    if found := problems(folder, marker, checksums=False):
+        raise WrongInput(f"{found[0]}; run `ingot prepare` again")
+    splits: dict[Split, list[PreparedSource]] = {split: [_source(value) for value in sources] for split, sources in marker["splits"].items()}
+    fields = {name: marker[name] for name in ("columns", "tokenizer", "template", "vocab_size", "data", "sets")}
+    return Prepared(splits=splits, **fields)
+
+
+def _source(value: dict[str, Any]) -> PreparedSource:
+    return PreparedSource(**{**value, "parts": [Part(**part) for part in value["parts"]]})

@@ -1,0 +1,64 @@
+"""What others reach on the same held-out documents, in bits per byte: general compressors and a bigram of the same tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+from ingot.base.errors import WrongInput
+from ingot.base.progress import Progress
+from ingot.config.recipe import Recipe
+from ingot.data.columns import Column
+from ingot.data.documents import read_documents
+from ingot.data.manifest import Prepared
+from ingot.evaluate.bigram import bigram_nll
+from ingot.evaluate.compress import Name, compressed_bytes
+from ingot.evaluate.corpus import open_columns, pairs
+
+Baseline = Literal["gzip", "xz", "bigram"]
+Item = TypeVar("Item")
+
+
+def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> dict[str, float]:
+    """Bits per byte under `gzip -9`, `xz -9` and `bigram`, for those of `names`.
+
+    Compressors read the held-out documents one after the other. The bigram is counted on the training split and scored on
+    the very tokens that the model is scored on, ends of documents included; no document sees another.
+
+    Raises:
+        WrongInput: the raw documents are gone, or are no longer those that were prepared.
+    """
+    found: dict[str, float] = {}
+    total = prepared.total("validation", "bytes")
+    programs: list[Name] = [name for name in ("gzip", "xz") if name in names]
+    if programs:
+        size, compressed = _compressed(recipe, programs, total)
+        if size != total:
+            raise WrongInput(f"{recipe.folder.raw} has {size:,} held-out bytes, {total:,} were prepared; run `ingot prepare` again")
+        found.update({name: 8 * made / total for name, made in compressed.items()})
+    if "bigram" in names:
+        folder = recipe.folder.columns
+        training, held_out = open_columns(folder, prepared, "train"), open_columns(folder, prepared, "validation")
+        found["bigram"] = _bigram(training, held_out, prepared.vocab_size) / math.log(2) / total
+    return found
+
+
+def _compressed(recipe: Recipe, names: Sequence[Name], total: int) -> tuple[int, dict[str, int]]:
+    texts = (document.text for document in read_documents(recipe, "validation"))
+    with Progress(" and ".join(names), total // 10**6, "MB") as progress:
+        return compressed_bytes(_told(texts, progress, lambda text: len(text), 10**6), names)
+
+
+def _bigram(training: Sequence[Column], held_out: Sequence[Column], vocab_size: int) -> float:
+    with Progress("bigram", None, "tokens") as progress:
+        return bigram_nll(lambda: _told(pairs(training), progress, lambda pair: len(pair[0]), 1), pairs(held_out), vocab_size)
+
+
+def _told(items: Iterable[Item], progress: Progress, size: Callable[[Item], int], unit: int) -> Iterator[Item]:
+    """The items, with the progress told after each."""
+    done = 0
+    for item in items:
+        yield item
+        done += size(item)
+        progress.update(done // unit)

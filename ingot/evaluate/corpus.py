@@ -1,0 +1,48 @@
+"""The prepared columns as evaluation reads them beside rows: neighbouring tokens, and the bytes of each document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ingot.data.columns import Column
+from ingot.data.manifest import Prepared
+from ingot.data.sources import Split
+from ingot.evaluate.bigram import Pairs
+from ingot.tokenizers.tokenizer import Tokenizer
+
+CHUNK_TOKENS = 2**20
+
+
+def open_columns(folder: Path, prepared: Prepared, split: Split) -> list[Column]:
+    """All parts of a split's tokens, in the order of its rows."""
+    return [Column(folder / part.path) for source in prepared.splits[split] for part in source.parts]
+
+
+def pairs(columns: Iterable[Column]) -> Iterator[Pairs]:
+    """Tokens with the token after each, where both are of one document: the very pairs that rows have as input and label."""
+    for column in columns:
+        for begin in range(0, column.elements, CHUNK_TOKENS):
+            end = min(begin + CHUNK_TOKENS + 1, column.elements)
+            tokens = column.slice(begin, end).astype(np.int64)
+            inside = np.ones(len(tokens) - 1, np.bool_)
+            inside[column.starts(begin + 1, end) - begin - 1] = False
+            yield tokens[:-1][inside], tokens[1:][inside]
+
+
+def document_bytes(columns: Iterable[Column], tokenizer: Tokenizer, total: int) -> npt.NDArray[np.float64]:
+    """Bytes of the text of each document that has a token, [documents]; they sum to `total`.
+
+    Reckoned back from the tokens, so that the raw documents need not be searched for the few that are held out. Exact for
+    a tokenizer that keeps every byte; what one that folds text loses is shared out over the documents.
+    """
+    sizes = np.array([len(tokenizer.decode(record).encode()) for column in columns for record in _records(column)], np.float64)
+    scaled: npt.NDArray[np.float64] = sizes * (total / max(sizes.sum(), 1.0))
+    return scaled
+
+
+def _records(column: Column) -> Iterator[npt.NDArray[np.int64]]:
+    return (column[record] for record in range(len(column)) if len(column[record]))

@@ -1,0 +1,129 @@
+"""The loss of a model on rows: sums over tokens, dealt over ranks, put together so that no split of the work shows.
+
+Used by `ingot evaluate` and, while training runs, by `ingot train`. Changes neither the model nor its mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.data.loader import Batch, fixed_batches
+from ingot.data.rows import Rows
+from ingot.models.decoder import Decoder
+from ingot.models.device import Compute, computing_in
+from ingot.models.head import IGNORE
+from ingot.objectives.pretrain import Pretrain
+from ingot.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Sums over stretches of tokens in the order of rows; a stretch is the part of one row that is one document's. All [N]."""
+
+    nll: npt.NDArray[np.float64]
+    """Negative log-likelihood of its targets, nats."""
+    targets: npt.NDArray[np.int64]
+    """How many tokens of it predict one of the same document."""
+    tokens: npt.NDArray[np.int64]
+    ends_document: npt.NDArray[np.bool_]
+    """Whether the document ends with it, rather than going on in the next row."""
+    begins_row: npt.NDArray[np.bool_]
+
+    @property
+    def documents(self) -> npt.NDArray[np.int64]:
+        """The number of each stretch's document, from 0."""
+        return np.cumsum(self.ends_document) - self.ends_document
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The number of each stretch's row, from 0; rows that are padding alone do not count."""
+        return np.cumsum(self.begins_row) - 1
+
+
+def row_losses(model: Decoder, batches: Iterable[Batch], compute: Compute = "fp32") -> Stretches:
+    """The loss of all tokens of `batches`, as sums over stretches. Padding (segment 0) is left out."""
+    device = next(model.parameters()).device
+    parts: list[Stretches] = []
+    before: tuple[Tensor, Batch] | None = None
+    with torch.no_grad(), computing_in(compute, device):
+        for batch in batches:
+            # A row that is one document needs no mask; decided on the host, where the batch still is.
+            packed = bool((batch.segments != batch.segments[:, :1]).any())
+            there = batch.to(device, non_blocking=True)
+            values = model(there.tokens, there.positions, there.segments if packed else None, there.labels, Pretrain().token)
+            if before is not None:
+                parts.append(_stretches(*before))
+            # Read one batch late, so that the device is at the next one meanwhile.
+            before = values, batch
+    if before is not None:
+        parts.append(_stretches(*before))
+    return _joined(parts)
+
+
+def _stretches(values: Tensor, batch: Batch) -> Stretches:
+    time = batch.tokens.shape[1]
+    segments, labels = batch.segments.numpy().ravel(), batch.labels.numpy().ravel()
+    begins = np.diff(segments, prepend=-1) != 0
+    begins[::time] = True
+    starts = np.flatnonzero(begins)
+    tokens = np.diff(starts, append=len(segments))
+    nll = np.add.reduceat(values.cpu().double().numpy().ravel(), starts)
+    targets = np.add.reduceat((labels != IGNORE).astype(np.int64), starts)
+    live = segments[starts] > 0
+    # The label of a document's last token would be another document's first one, and is left out.
+    ends = labels[starts + tokens - 1] == IGNORE
+    return Stretches(nll[live], targets[live], tokens[live], ends[live], (starts % time == 0)[live])
+
+
+def _joined(parts: list[Stretches]) -> Stretches:
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return Stretches(none.astype(np.float64), none, none, none.astype(np.bool_), none.astype(np.bool_))
+    return Stretches(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Stretches)))
+
+
+def score(
+    model: Decoder, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh, tell: Callable[[int], None] = lambda rows: None
+) -> Stretches:
+    """The loss of the first `count` rows, each rank scoring its share; this rank's stretches. `tell` hears how many rows are done."""
+    indices = range(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
+
+    def told() -> Iterable[Batch]:
+        for number, batch in enumerate(fixed_batches(rows, indices, micro_batch), start=1):
+            yield batch
+            tell(min(number * micro_batch, len(indices)))
+
+    return row_losses(model, told(), compute)
+
+
+def gathered(mine: Stretches, mesh: Mesh) -> Stretches:
+    """The stretches of all ranks in the order of rows, on every rank."""
+    if mesh.world == 1:
+        return mine
+    counts = [int(count) for (count,) in mesh.gather([float(len(mine.nll))])]
+    everyone = torch.zeros(len(fields(Stretches)), sum(counts), dtype=torch.float64)
+    begin = sum(counts[: mesh.rank])
+    for number, field in enumerate(fields(Stretches)):
+        everyone[number, begin : begin + len(mine.nll)] = torch.from_numpy(getattr(mine, field.name).astype(np.float64))
+    nll, targets, tokens, ends, begins = mesh.all_sum(everyone).numpy()
+    return Stretches(nll, targets.astype(np.int64), tokens.astype(np.int64), ends > 0, begins > 0)
+
+
+def mean_loss(model: Decoder, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh) -> float:
+    """Mean over the targets of the first `count` rows, nats; the same on every rank.
+
+    Raises:
+        WrongInput: the rows have no target at all.
+    """
+    mine = score(model, rows, min(count, len(rows)), micro_batch, compute, mesh)
+    nll, targets = mesh.agree(float(mine.nll.sum()), float(mine.targets.sum()))
+    if not targets:
+        raise WrongInput("the validation rows have not one target; set data.validation to more documents")
+    return nll / targets

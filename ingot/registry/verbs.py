@@ -1,0 +1,196 @@
+"""`ingot gate`, `register`, `deploy`: from run folders to the registry. Reads reports, decides, writes down what was decided and why."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import EXIT_DONE, EXIT_KEEP, WrongInput
+from ingot.base.evaluation import EvaluationReport, read_report
+from ingot.base.events import record_event
+from ingot.base.fingerprint import fingerprint
+from ingot.base.steprecord import Outcome, sizes
+from ingot.base.storage import write_atomic
+from ingot.config.recipe import Recipe
+from ingot.registry.gate import Decision, decide
+from ingot.registry.store import Registry, Version
+
+SCHEMA = 1
+GATE, LINEAGE = "gate.json", "ingot.json"
+
+
+def gate(recipe: Recipe) -> Outcome:
+    """Compare the run's model with the live one; the decision goes to `reports/gate.json` and into `events.jsonl`.
+
+    Exit code 0 for deploy, 3 for keep.
+
+    Raises:
+        WrongInput: no report, or one about another model; see also `decide`.
+    """
+    run = recipe.folder
+    report = _report(recipe)
+    live = Registry(recipe.registry_path).live(recipe.registry_name)
+    decision = decide(report, None if live is None else live.report, recipe.gate)
+    written = _written(decision, report, live) | {"live": _compared(recipe, report, live)}
+    path = run.reports / GATE
+    write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+    record_event(run.events, "gate", cause=decision.reason, decision=decision.decision, live=written["live"])
+    outputs = fingerprint({key: written[key] for key in ("decision", "candidate", "metrics")})
+    code = EXIT_DONE if decision.decision == "deploy" else EXIT_KEEP
+    return Outcome(f"{decision.decision}: {decision.reason}", str(path), outputs, sizes(run.root, [path]), code)
+
+
+def gate_stamp(recipe: Recipe) -> dict[str, Any] | None:
+    """The live model that the gate would compare with, as far as it decides whether the gate must run again.
+
+    Once the run's own model is live, that is still the one that it was compared with: registering it undoes no decision.
+    """
+    try:
+        report = _report(recipe)
+    except WrongInput:
+        return None  # nothing to compare yet; the gate itself will say so
+    return _compared(recipe, report, Registry(recipe.registry_path).live(recipe.registry_name))
+
+
+def _compared(recipe: Recipe, report: EvaluationReport, live: Version | None) -> dict[str, Any] | None:
+    """The live model that stands, or stood when it was decided, against the one of `report`."""
+    decided = _decided(recipe)
+    if live is None:
+        return None
+    if decided is not None and _is_about(report, decided["candidate"]) and _is_about(report, _identity(live.report)):
+        before: dict[str, Any] | None = decided["live"]
+        return before
+    return {"version": live.number, **_identity(live.report), "report": fingerprint(asdict(live.report)["metrics"])}
+
+
+def register(recipe: Recipe) -> Outcome:
+    """Keep the run's model as a version, and make it live if the gate said so. The same model again makes no new version.
+
+    A version that was live once and is not any more was replaced or rolled back on purpose: it stays as it is.
+
+    Raises:
+        WrongInput: no report or decision about this model, no local model folder, or another model went live since the gate.
+    """
+    run, name, registry = recipe.folder, recipe.registry_name, Registry(recipe.registry_path)
+    report = _report(recipe)
+    known = registry.find(name, report)
+    decided = _decided(recipe)
+    if known is None and (decided is None or not _is_about(report, decided["candidate"])):
+        raise WrongInput(f"{run.reports / GATE} holds no decision about the model of {run.root}; run `ingot gate` first")
+    version = registry.add(name, _folder(recipe), report, _lineage(recipe))
+    was_live = any(turn.version == version.number for turn in registry.history(name))
+    if decided is not None and _is_about(report, decided["candidate"]) and decided["decision"] == "deploy" and not was_live:
+        before = decided["live"]
+        registry.point(name, version.number, f"gate: {decided['reason']}", instead_of=before and before["version"])
+    live = registry.live(name)
+    is_live = live is not None and live.number == version.number
+    state = "live" if is_live else f"v{live.number} stays live" if live is not None else "nothing is live"
+    record_event(run.events, "register", cause=f"{name} v{version.number}, {state}", version=version.number)
+    outputs = fingerprint([name, version.number, _identity(report), is_live])
+    return Outcome(f"{name} v{version.number}, {state}", str(version.folder), outputs, _sizes(run.root, version.folder))
+
+
+def resolve(name: str, number: int | None = None, *, path: Path) -> Path:
+    """The model folder of version `number` of `name`, or of the live one, in the registry `path`.
+
+    Raises:
+        WrongInput: no such name or version, nothing is live, or its files are damaged.
+    """
+    registry = Registry(path)
+    version = registry.live(name) if number is None else registry.version(name, number)
+    if version is None:
+        newest = _newest(registry, name)
+        raise WrongInput(f"nothing is live as {name} in {path}; `ingot deploy {name} --version {newest.number}` makes the newest version live")
+    registry.check(version)
+    return version.folder
+
+
+def deploy(name: str, number: int | None = None, *, path: Path, reason: str = "by hand") -> Version:
+    """Make version `number` (the newest when None) live, without asking the gate.
+
+    Raises:
+        WrongInput: no such version, or its files are damaged.
+    """
+    registry = Registry(path)
+    version = _newest(registry, name) if number is None else registry.version(name, number)
+    registry.check(version)
+    registry.point(name, version.number, reason)
+    return version
+
+
+def rollback(name: str, *, path: Path, reason: str = "rolled back by hand") -> Version:
+    """Make the version live again that was live before this one. Raises WrongInput when there is none."""
+    return Registry(path).rollback(name, reason)
+
+
+def _newest(registry: Registry, name: str) -> Version:
+    known = registry.versions(name)
+    return known[-1] if known else registry.version(name, 1)  # which says in words that there is none
+
+
+def _folder(recipe: Recipe) -> Path:
+    """The model folder that is registered: `evaluate.model`, else the run's own."""
+    folder = _place(recipe)
+    if not (folder / "config.json").is_file():
+        action = "set evaluate.model to a local model folder" if recipe.evaluate.model else "run `ingot train` first"
+        raise WrongInput(f"{folder} is not a model folder (it has no config.json); {action}")
+    return folder
+
+
+def _place(recipe: Recipe) -> Path:
+    return Path(recipe.evaluate.model) if recipe.evaluate.model else recipe.folder.model
+
+
+def _report(recipe: Recipe) -> EvaluationReport:
+    """The run's evaluation report; refused when it is about another model than the one in the model folder."""
+    path = recipe.folder.reports / "evaluate.json"
+    report = read_report(path)
+    made = _read_json(_place(recipe) / LINEAGE) or {}
+    if made.get("model_hash", report.model_hash) != report.model_hash:
+        raise WrongInput(f"{path} is about model {report.model_hash}, {made['model_hash']} lies in {_place(recipe)} now; run `ingot evaluate` again")
+    return report
+
+
+def _lineage(recipe: Recipe) -> dict[str, Any]:
+    return {**(_read_json(_folder(recipe) / LINEAGE) or {}), "registered_from": str(_folder(recipe))}
+
+
+def _identity(report: EvaluationReport) -> dict[str, str]:
+    return {"model_hash": report.model_hash, "tokenizer_hash": report.tokenizer_hash}
+
+
+def _is_about(report: EvaluationReport, model: dict[str, Any]) -> bool:
+    """Is `model` (with its hashes) the one that `report` measured?"""
+    return _identity(report).items() <= model.items()
+
+
+def _written(decision: Decision, report: EvaluationReport, live: Version | None) -> dict[str, Any]:
+    where = f" (the live model lies in {live.folder})" if live is not None and "ITS FOLDER" in decision.reason else ""
+    return {
+        "schema": SCHEMA, "decision": decision.decision, "reason": decision.reason + where,
+        "metrics": [asdict(comparison) for comparison in decision.comparisons], "rule": decision.rule.model_dump(mode="json"),
+        "candidate": _identity(report), "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _decided(recipe: Recipe) -> dict[str, Any] | None:
+    """`reports/gate.json`, or None where there is none that this version can read."""
+    value = _read_json(recipe.folder.reports / GATE)
+    return value if value is not None and value.get("schema") == SCHEMA and {"decision", "reason", "candidate", "live"} <= value.keys() else None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _sizes(root: Path, folder: Path) -> dict[str, int]:
+    """The version's files as seen from the run folder, so that the step counts as done only while they are there."""
+    return {os.path.relpath(path, root): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,216 @@
+"""`reports/index.html`: one run on one self-contained page. No script, nothing fetched; whatever is missing is left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import ingot
+from ingot.base.progress import duration
+from ingot.base.runfolder import RunFolder
+from ingot.base.steprecord import StepRecord
+from ingot.base.storage import write_atomic
+from ingot.report.figures import count, short, smooth
+from ingot.report.plots import Line, Panel, bars, curves, share_bar
+from ingot.report.reading import RunView, read_run
+from ingot.report.recipes import chosen, highlighted
+from ingot.report.words import Headline, headline
+
+MANY_POINTS = 120
+MOST_EVENTS = 40
+_BASELINES = {"gzip": "gzip -9", "xz": "xz -9", "bigram": "bigram model"}
+
+
+def write_page(run: RunFolder) -> Path:
+    """Write the page of `run` and return its path. Reads the run folder only; missing and broken files are never an error."""
+    path = run.reports / "index.html"
+    write_atomic(path, render(read_run(run)))
+    return path
+
+
+def render(view: RunView) -> str:
+    """The page as HTML."""
+    environment = Environment(loader=PackageLoader("ingot.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    told = headline(view)
+    return environment.get_template("page.html").render(
+        view=view, headline=told, tiles=_tiles(view), bars=_bars(view, told), gate=_gate(view), loss=_loss(view), minis=_minis(view),
+        metrics=_metrics(view), samples=_samples(view), steps=_steps(view.records), events=_events(view.events), chosen=chosen(view),
+        recipe=highlighted(view.recipe_text), lineage=_lineage(view), version=ingot.__version__, written=_moment(time.time()), root=str(view.root),
+    )
+
+
+def _tiles(view: RunView) -> list[dict[str, str]]:
+    """The figures at the top: value, name, and a remark."""
+    tiles = []
+
+    def add(value: str, name: str, remark: str = "") -> None:
+        tiles.append({"value": value, "name": name, "remark": remark})
+
+    if view.parameters:
+        add(count(view.parameters), "parameters", str(view.knob("model.source") or ""))
+    bits, perplexity = view.metric("bits_per_byte"), view.metric("perplexity")
+    if bits is not None:
+        add(short(bits.value, 3), "bits per byte", f"{short(bits.ci_low, 3)} to {short(bits.ci_high, 3)} with 95 %")
+    if perplexity is not None:
+        add(short(perplexity.value, 3), "perplexity", "per token, held-out text")
+    tokens = trained_tokens(view)
+    if tokens:
+        add(count(tokens), "tokens seen", f"in {view.steps_done:,} steps")
+    speed = view.curves["train/tokens_per_s"]
+    if speed:
+        add(count(_middle(speed.values)), "tokens a second", "median")
+    train = view.record("train")
+    if train is not None:
+        add(duration(train.seconds), "training", f"of {duration(sum(record.seconds for record in view.records))} in all")
+    return tiles
+
+
+def trained_tokens(view: RunView) -> int:
+    """Tokens of all steps, padding included; 0 where that is not known."""
+    batch, seq_len = view.knob("train.global_batch"), view.knob("data.seq_len")
+    return view.steps_done * batch * seq_len if isinstance(batch, int) and isinstance(seq_len, int) else 0
+
+
+def _bars(view: RunView, told: Headline) -> Markup:
+    bits = view.metric("bits_per_byte")
+    if bits is None or view.evaluation is None:
+        return Markup("")
+    rows = [("this model", bits.value, short(bits.value, 3), "own")]
+    rows += [(_BASELINES.get(name, name), value, short(value, 3), "other") for name, value in view.evaluation.baselines.items()]
+    return bars(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high)) if told.compared else Markup("")
+
+
+def _gate(view: RunView) -> dict[str, Any] | None:
+    if view.gate is None or not isinstance(view.gate.get("decision"), str):
+        return None
+    metrics = [item for item in view.gate.get("metrics") or [] if isinstance(item, dict)] if isinstance(view.gate.get("metrics"), list) else []
+    live = view.gate.get("live")
+    return {
+        "decision": view.gate["decision"], "reason": str(view.gate.get("reason") or ""), "time": str(view.gate.get("time") or ""),
+        "live": f"v{live['version']}" if isinstance(live, dict) and "version" in live else "",
+        "metrics": [{"name": str(item.get("metric")), "candidate": _figure(item.get("candidate")), "live": _figure(item.get("live")),
+                     "better": bool(item.get("better")), "direction": str(item.get("direction") or "")} for item in metrics],
+    }
+
+
+def _loss(view: RunView) -> Markup:
+    train, validation, rate = (view.curves[key] for key in ("train/loss", "validation/loss", "train/lr"))
+    lines = [Line("train", "train", train.steps, train.values)]
+    if len(train.steps) > MANY_POINTS:
+        calm = smooth(train.values, len(train.values) // 40)
+        lines = [Line("train", "train", train.steps, train.values, "faint", told=False), Line("train, smoothed", "train", train.steps, calm)]
+    lines.append(Line("validation", "validation", validation.steps, validation.values, "dots"))
+    loss = Panel([line for line in lines if len(line.xs)], 280, lambda value: short(value, 4))
+    lr = Panel([Line("learning rate", "rate", rate.steps, rate.values, "area")], 64, lambda value: short(value, 3), 2, floor=True, title="learning rate")
+    return curves([loss, lr], "Loss in nats per token and learning rate over the training steps")
+
+
+def _minis(view: RunView) -> list[dict[str, Any]]:
+    """The small plots: title, a figure in words, and the plot."""
+    speed, use, norm = (view.curves[f"train/{key}"] for key in ("tokens_per_s", "mfu", "grad_norm"))
+    shown = []
+
+    def add(title: str, series: Any, figure: str, show: Any, colour: str, *, floor: bool = True) -> None:
+        if series:
+            drawn = curves([Panel([Line(title, colour, series.steps, series.values)], 120, show, 3, floor=floor)], f"{title} over the training steps")
+            shown.append({"title": title, "figure": figure, "plot": drawn})
+
+    if speed:
+        add("tokens per second", speed, f"{count(_middle(speed.values))} median", count, "speed")
+    if use:
+        add("model FLOPs utilisation", use, f"{_percent(_middle(use.values))} median", _percent, "use")
+    if norm:
+        add("gradient norm", norm, f"{short(_middle(norm.values), 3)} median, {short(max(norm.values), 3)} at most", lambda value: short(value, 3), "norm")
+    return shown
+
+
+def _metrics(view: RunView) -> list[dict[str, str]]:
+    if view.evaluation is None:
+        return []
+    rows = [
+        {"name": key, "value": short(metric.value), "low": short(metric.ci_low), "high": short(metric.ci_high), "direction": metric.direction,
+         "n": f"{metric.n:,}", "set": metric.set_fingerprint}
+        for key, metric in view.evaluation.metrics.items()
+    ]
+    return sorted(rows, key=lambda row: row["name"])
+
+
+def _samples(view: RunView) -> list[dict[str, str]]:
+    """Prompts with what the model wrote, the served model's answer first."""
+    samples = []
+    if view.answer is not None and isinstance(view.answer.get("completion"), str):
+        prompt = str(view.answer.get("prompt") or "")
+        samples.append({"prompt": prompt, "completion": view.answer["completion"], "by": "answered over HTTP by the served model"})
+    for sample in view.evaluation.samples if view.evaluation else []:
+        samples.append({"prompt": sample.get("prompt", ""), "completion": sample.get("completion", ""), "by": "written greedily at evaluation"})
+    return samples
+
+
+def _steps(records: Iterable[StepRecord]) -> list[dict[str, Any]]:
+    records = list(records)
+    longest = max((record.seconds for record in records), default=0.0) or 1.0
+    return [
+        {"name": str(record.step), "seconds": f"{record.seconds:,.1f}", "share": share_bar(record.seconds / longest), "result": str(record.result),
+         "where": str(record.where), "exit": record.exit_code}
+        for record in records
+    ]
+
+
+def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The last events, those of one kind in a row as one."""
+    rows: list[dict[str, str]] = []
+    began = next((event["t_wall"] for event in events if isinstance(event.get("t_wall"), int | float)), None)
+    for event in events:
+        kind, step, cause = str(event.get("kind") or "?"), event.get("step"), event.get("cause")
+        when = event.get("t_wall")
+        row = {
+            "kind": kind, "first": "" if step is None else str(step), "last": "" if step is None else str(step), "times": "1", "cause": str(cause or ""),
+            "clock": _moment(when) if isinstance(when, int | float) else "",
+            "after": f"+{duration(when - began)}" if isinstance(when, int | float) and began is not None else "",
+        }
+        if rows and kind == "save" and rows[-1]["kind"] == kind:
+            rows[-1] |= {"last": row["last"], "times": str(int(rows[-1]["times"]) + 1)}
+        else:
+            rows.append(row)
+    left_out = len(rows) - MOST_EVENTS
+    if left_out > 0:
+        more = {"kind": "…", "first": "", "last": "", "times": "1", "cause": f"{left_out:,} earlier ones are in events.jsonl", "clock": "", "after": ""}
+        rows = [more, *rows[left_out:]]
+    return rows
+
+
+def _lineage(view: RunView) -> list[tuple[str, str]]:
+    """Where the model came from, nested values with dotted names."""
+
+    def flat(value: Any, path: str) -> list[tuple[str, str]]:
+        if isinstance(value, dict):
+            return [pair for key, inner in value.items() for pair in flat(inner, f"{path}.{key}" if path else str(key))]
+        return [(path, "" if value is None else str(value))]
+
+    identity = asdict(view.evaluation) if view.evaluation else {}
+    return flat({**{key: identity[key] for key in ("model_hash", "tokenizer_hash") if key in identity}, **view.lineage}, "")
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _percent(share: float) -> str:
+    return f"{short(100 * share, 3)} %"
+
+
+def _figure(value: Any) -> str:
+    return short(value, 5) if isinstance(value, int | float) else "none"
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return ""

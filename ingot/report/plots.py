@@ -1,0 +1,167 @@
+"""Plots as inline SVG that stretches with the page: marks in the SVG, words beside it as HTML, so that text never stretches.
+
+Values under the pointer are shown by CSS alone. Colours are classes of the page's style sheet.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+from ingot.report.figures import short, thin, ticks
+
+SIDE = 1000.0
+MOST_POINTS = 600
+MOST_PROBES = 90
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve. `look`: `line`, `faint` (behind the others), `area` (filled down to the axis) or `dots` (joined)."""
+
+    name: str
+    colour: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    look: str = "line"
+    told: bool = True
+    """Whether its value is shown under the pointer."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one pair of axes. `floor`: the vertical axis starts at 0."""
+
+    lines: Sequence[Line]
+    height: int
+    show: Callable[[float], str] = field(default=lambda value: short(value, 3))
+    wanted: int = 5
+    floor: bool = False
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    low: float
+    high: float
+
+    def at(self, value: float) -> float:
+        """0 at `low`, SIDE at `high`."""
+        return SIDE * (value - self.low) / (self.high - self.low)
+
+
+def curves(panels: Sequence[Panel], label: str, unit: str = "step") -> Markup:
+    """Panels one below the other over one horizontal axis; '' when there is no point in any."""
+    panels = [panel for panel in panels if any(len(line.xs) for line in panel.lines)]
+    if not panels:
+        return Markup("")
+    lines = [line for panel in panels for line in panel.lines if len(line.xs)]
+    across = _scale(min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines), room=0.0)
+    drawn = Markup("").join(_panel(panel, across) for panel in panels)
+    places = [x for x in ticks(across.low, across.high, 6) if across.low <= x <= across.high]
+    words = Markup("").join(Markup('<span style="left:{}%">{}</span>').format(_percent(across.at(x)), f"{x:,.10g}") for x in places)
+    axis = Markup('<div class="across">{}<em>{}</em></div>').format(words, unit)
+    return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(label, drawn, axis, _probes(panels, across, unit))
+
+
+def bars(rows: Sequence[tuple[str, float, str, str]], interval: tuple[float, float] | None = None) -> Markup:
+    """Horizontal bars from zero: (name, value, value in words, class). `interval` is drawn on the bar of class `own`."""
+    most = max([value for _, value, _, _ in rows] + ([interval[1]] if interval else []), default=0.0)
+    if most <= 0 or not math.isfinite(most):
+        return Markup("")
+    drawn = []
+    for name, value, words, colour in rows:
+        whisker = Markup("")
+        if interval and colour == "own":
+            place = (_percent(SIDE * interval[0] / most), _percent(SIDE * interval[1] / most))
+            whisker = Markup('<line class="whisker" x1="{}%" x2="{}%" y1="50%" y2="50%"/>').format(*place)
+        width = _percent(SIDE * max(value, 0.0) / most)
+        mark = Markup('<svg width="100%" height="100%" aria-hidden="true"><rect class="track" width="100%" height="100%" rx="5"/>'
+                      '<rect class="bar" width="{}%" height="100%" rx="5"/>{}</svg>').format(width, whisker)
+        drawn.append(Markup('<div class="row {}"><span class="who">{}</span><span class="mark">{}</span><span class="much">{}</span></div>').format(
+            colour, name, mark, words))
+    return Markup('<div class="bars">{}</div>').format(Markup("").join(drawn))
+
+
+def share_bar(share: float) -> Markup:
+    """A small bar that is filled to `share` (0 to 1)."""
+    width = _percent(SIDE * min(max(share, 0.0), 1.0))
+    return Markup('<svg class="share" width="100%" height="6" aria-hidden="true"><rect class="track" width="100%" height="6" rx="3"/>'
+                  '<rect class="bar" width="{}%" height="6" rx="3"/></svg>').format(width)
+
+
+def _panel(panel: Panel, across: _Scale) -> Markup:
+    ys = [y for line in panel.lines for y in line.ys]
+    low = min(0.0, *ys) if panel.floor else min(ys)
+    up = _scale(low, max(ys), room=0.06, from_zero=panel.floor)
+    places = [y for y in ticks(up.low, up.high, panel.wanted) if up.low <= y <= up.high]
+    grid = Markup("").join(Markup('<path class="grid" d="M0 {0}H1000"/>').format(_number(SIDE - up.at(y))) for y in places)
+    marks = Markup("").join(_marks(line, across, up) for line in panel.lines if len(line.xs))
+    words = Markup("").join(Markup('<span style="top:{}%">{}</span>').format(_percent(SIDE - up.at(y)), panel.show(y)) for y in places)
+    title = Markup("<em>{}</em>").format(panel.title) if panel.title else Markup("")
+    return Markup(
+        '<div class="panel" style="height:{}px"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{}{}</svg>{}{}</div>'
+    ).format(panel.height, grid, marks, words, title)
+
+
+def _marks(line: Line, across: _Scale, up: _Scale) -> Markup:
+    xs, ys = thin(line.xs, line.ys, MOST_POINTS)
+    points = [(_number(across.at(x)), _number(SIDE - up.at(y))) for x, y in zip(xs, ys, strict=True)]
+    path = "M" + "L".join(f"{x} {y}" for x, y in points)
+    drawn = Markup('<path class="{} {}" d="{}"/>').format(line.look if line.look != "dots" else "line", line.colour, path)
+    if line.look == "area":
+        filled = f"{path}L{points[-1][0]} 1000L{points[0][0]} 1000Z"
+        drawn = Markup('<path class="filled {}" d="{}"/>').format(line.colour, filled) + Markup('<path class="line {}" d="{}"/>').format(line.colour, path)
+    if line.look == "dots" or len(points) == 1:
+        # A line of no length with round ends is a dot that the stretching does not flatten.
+        drawn += Markup('<path class="dots {}" d="{}"/>').format(line.colour, "".join(f"M{x} {y}h0" for x, y in points))
+    return drawn
+
+
+def _probes(panels: Sequence[Panel], across: _Scale, unit: str) -> Markup:
+    """Invisible columns side by side; the one under the pointer shows its values."""
+    told = [(panel, line) for panel in panels for line in panel.lines if line.told and len(line.xs)]
+    if not told:
+        return Markup("")
+    places, _ = thin(told[0][1].xs, told[0][1].ys, MOST_PROBES)
+    stops = [across.at(x) for x in places]
+    drawn = []
+    for index, x in enumerate(places):
+        left = (stops[index - 1] + stops[index]) / 2 if index else 0.0
+        right = (stops[index] + stops[index + 1]) / 2 if index + 1 < len(stops) else SIDE
+        hair = 100 * (stops[index] - left) / max(right - left, 1e-9)
+        rows = Markup("").join(_told(panel, line, x, across) for panel, line in told)
+        drawn.append(Markup('<i style="left:{}%;width:{}%;--at:{}%" class="{}"><b><u>{} {}</u>{}</b></i>').format(
+            _percent(left), _percent(right - left), _number(hair), "late" if stops[index] > SIDE / 2 else "early", unit, f"{x:,.10g}", rows))
+    return Markup('<div class="probes" aria-hidden="true">{}</div>').format(Markup("").join(drawn))
+
+
+def _told(panel: Panel, line: Line, x: float, across: _Scale) -> Markup:
+    """The value of `line` at `x`, or the nearest that is not far off."""
+    near = bisect_left(line.xs, x)
+    nearest = min((index for index in (near - 1, near) if 0 <= index < len(line.xs)), key=lambda index: abs(line.xs[index] - x))
+    if abs(line.xs[nearest] - x) > (across.high - across.low) / 12:
+        return Markup("")
+    return Markup('<span class="{}">{} <strong>{}</strong></span>').format(line.colour, line.name, panel.show(line.ys[nearest]))
+
+
+def _scale(low: float, high: float, room: float, *, from_zero: bool = False) -> _Scale:
+    """With `room` (a share) above and below; never of no length."""
+    if high <= low:
+        apart = abs(low) * 0.1 or 1.0
+        return _Scale(0.0 if from_zero and low > 0 else low - apart, high + apart)
+    apart = (high - low) * room
+    return _Scale(low if from_zero else low - apart, high + apart)
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}".rstrip("0").rstrip(".")
+
+
+def _percent(value: float) -> str:
+    """Of SIDE."""
+    return f"{100 * value / SIDE:.2f}".rstrip("0").rstrip(".")

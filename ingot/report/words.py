@@ -1,0 +1,79 @@
+"""The answer first: what became of a run, in a sentence or two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from ingot.base.progress import duration
+from ingot.report.figures import count, short
+from ingot.report.reading import RunView
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What stands at the top. `compared`: there is something beside the model's bits per byte."""
+
+    sentence: Markup
+    compared: bool
+    state: str
+    mood: str
+    """`good`, `bad` or `plain`, for the colour of `state`."""
+
+
+def headline(view: RunView) -> Headline:
+    state, mood = _state(view)
+    beside = view.evaluation.baselines if view.evaluation else {}
+    sentences = [sentence for sentence in (_made(view), _reached(view, beside)) if sentence]
+    if not sentences:
+        sentences = [Markup("Nothing was trained or measured in this run folder yet.")]
+    return Headline(Markup(" ").join(sentences), bool(beside) and view.metric("bits_per_byte") is not None, state, mood)
+
+
+def _state(view: RunView) -> tuple[str, str]:
+    decision = (view.gate or {}).get("decision")
+    if view.running or view.state.startswith(("failed", "stopped")) or decision not in ("deploy", "keep"):
+        return view.state, "bad" if view.state.startswith("failed") else "plain"
+    return ("deployed", "good") if decision == "deploy" else ("the live model stays", "plain")
+
+
+def _made(view: RunView) -> Markup:
+    """What was trained, on how much, for how long."""
+    if not view.parameters:
+        return Markup("")
+    base = view.lineage.get("base")
+    start = "trained from random weights"
+    if isinstance(base, dict) and base.get("source"):
+        start = f"trained on from {base['source']}"
+    sentence = Markup("A model of <strong>{} parameters</strong>, {}").format(count(view.parameters), start)
+    batch, seq_len, train = view.knob("train.global_batch"), view.knob("data.seq_len"), view.record("train")
+    if isinstance(batch, int) and isinstance(seq_len, int) and view.steps_done:
+        sentence += Markup(" on <strong>{} tokens</strong>").format(count(view.steps_done * batch * seq_len))
+    if train is not None:
+        sentence += Markup(" in <strong>{}</strong>").format(duration(train.seconds))
+    return sentence + "."
+
+
+def _reached(view: RunView, beside: dict[str, float]) -> Markup:
+    """What it reaches, beside the hardest thing that it beats and the first that it does not."""
+    bits = view.metric("bits_per_byte")
+    if bits is None:
+        return Markup("")
+    sentence = Markup("It needs <strong>{} bits for each byte</strong> of text that it has not seen").format(short(bits.value, 3))
+    beaten = sorted((value, name) for name, value in beside.items() if value > bits.value)
+    ahead = sorted((value, name) for name, value in beside.items() if value <= bits.value)
+    if beaten:
+        sentence += Markup(", <strong>{} less than {}</strong>").format(_share(1 - bits.value / beaten[0][0]), _called(beaten[0][1]))
+    if ahead:
+        sentence += Markup("{} {} more than {}").format(" but" if beaten else ",", _share(bits.value / ahead[-1][0] - 1), _called(ahead[-1][1]))
+    return sentence + "."
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1f} %"
+
+
+def _called(name: Any) -> str:
+    return {"gzip": "gzip -9", "xz": "xz -9", "bigram": "a bigram model of the same tokens"}.get(str(name), str(name))

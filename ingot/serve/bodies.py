@@ -1,0 +1,168 @@
+"""What clients may send. Unknown fields are refused by name; what exists elsewhere but not here is taken at its neutral value only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+# Fields of OpenAI's API that this server has no use for, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "parallel_tool_calls": (True, False), "modalities": (["text"],),
+    "response_format": ({"type": "text"},), "store": (False,), "service_tier": ("auto", "default"),
+}
+# Fields that describe the caller and change no answer.
+IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+MOST_LOGPROBS = 20
+
+
+def _clean_text(value: Any) -> Any:
+    """JSON may escape half of a surrogate pair, which is not a character and has no UTF-8."""
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("holds half of a surrogate pair; send whole characters")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """64.0 is 64: protocol buffers, which Vertex speaks, know no integers in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """A text, a list of texts, a list of ids or a list of such, as a list of prompts."""
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif isinstance(value, list) and value and all(type(item) is int for item in value):
+        prompts = [value]
+    else:
+        prompts = value if isinstance(value, list) else []
+    if not prompts:
+        raise ValueError("give a text, a list of texts, or a list of token ids")
+    for number, prompt in enumerate(prompts):
+        is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
+        if not isinstance(prompt, str) and not is_ids:
+            raise ValueError(f"item {number} is neither a text nor a list of token ids")
+        _clean_text(prompt)
+    return prompts
+
+
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(stop, str) and 0 < len(stop) <= 256 for stop in stops):
+        raise ValueError("give a text or a list of up to 16, each of 1 to 256 characters")
+    return [_clean_text(stop) for stop in stops]
+
+
+Text = Annotated[str, BeforeValidator(_clean_text)]
+WholeNumber = Annotated[int, BeforeValidator(_whole)]
+
+
+class Body(BaseModel):
+    """The base of all bodies: strict types, no unknown fields, null is the same as leaving out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kept = {}
+        for name, value in values.items():
+            if value is None or (name in IGNORED and name not in cls.model_fields):
+                continue
+            if name in NEUTRAL and name not in cls.model_fields:
+                if value not in NEUTRAL[name]:
+                    raise ValueError(f"`{name}` is not supported by this server; leave it out")
+                continue
+            kept[name] = value
+        return kept
+
+
+class Options(Body):
+    """How to generate; shared by all routes."""
+
+    max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    seed: Annotated[WholeNumber, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class OpenAIOptions(Options):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+
+class CompletionBody(OpenAIOptions):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+
+class TextPart(Body):
+    """A part of a message; only text is understood."""
+
+    type: str
+    text: Text
+
+
+class Message(Body):
+    """One turn of a chat."""
+
+    role: Text
+    content: Text | list[TextPart] = ""
+    name: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, values: Any) -> Any:
+        """Answers that clients send back carry empty lists of what they did not hold."""
+        return {name: value for name, value in values.items() if value != []} if isinstance(values, dict) else values
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates read it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatBody(OpenAIOptions):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+
+
+class Instance(Body):
+    """One instance of a prediction request."""
+
+    prompt: Text
+
+
+class PredictParameters(Options):
+    """`parameters` of a prediction request; greedy unless told."""
+
+    max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = 64
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+
+
+class PredictBody(Body):
+    """Vertex AI's prediction request."""
+
+    instances: Annotated[list[Text | Instance], Field(min_length=1)]
+    parameters: PredictParameters = PredictParameters()

@@ -1,0 +1,226 @@
+"""Between asyncio and the model: a bounded queue in front of one thread that alone touches the model and its batch.
+
+Routes submit requests and read pieces; the thread takes waiting requests into the running batch between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from ingot.base.progress import say
+from ingot.models.generate import Completion, Generator, Job, Piece, Request, join
+from ingot.serve.metrics import Metrics
+from ingot.serve.refused import Refused
+
+# After this many failed steps in a row the server calls itself unhealthy, so that whoever runs it may restart it.
+FAILURES = 3
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One request of a ticket."""
+
+    ticket: Ticket
+    index: int
+    request: Request
+    since: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+    done: bool = False
+    started: bool = False
+
+
+class Ticket:
+    """Requests that came in one call; gives their pieces in the event loop that it was made in."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self._engine, self.loop = engine, asyncio.get_running_loop()
+        self.entries = [_Entry(self, index, request) for index, request in enumerate(requests)]
+        self._arrived: asyncio.Queue[tuple[int, Piece | Refused]] = asyncio.Queue()
+
+    def put(self, index: int, item: Piece | Refused) -> None:
+        """Hand over a piece, or why there will be none; in the ticket's event loop."""
+        self._arrived.put_nowait((index, item))
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(index of the request, piece) as they come, until all are finished. Raises Refused when one cannot be."""
+        left = len(self.entries)
+        while left:
+            index, item = await self._arrived.get()
+            if isinstance(item, Refused):
+                raise item
+            if item.finish == "error":
+                raise Refused(500, "the model's numbers are not finite on this prompt; try another prompt or model")
+            left -= item.finish is not None
+            yield index, item
+
+    async def completions(self) -> list[Completion]:
+        """All answers, in the order of the requests."""
+        parts: list[list[Piece]] = [[] for _ in self.entries]
+        async for index, piece in self.pieces():
+            parts[index].append(piece)
+        return [join(pieces) for pieces in parts]
+
+    def cancel(self) -> None:
+        """Give up what is not finished; nothing happens when all is."""
+        self._engine.cancel(self)
+
+
+class Engine:
+    """Owns the generator. At most `max_batch` requests run and `max_queue` wait."""
+
+    def __init__(self, generator: Generator, metrics: Metrics, *, max_batch: int, max_queue: int) -> None:
+        self._generator, self._metrics = generator, metrics
+        self._max_batch, self._capacity = max_batch, max_batch + max_queue
+        self._changed = threading.Condition()
+        self._waiting: deque[_Entry] = deque()
+        self._running: dict[Job, _Entry] = {}
+        self._stopping = False
+        self._failures = 0
+        self._mean_s = 1.0
+        self._thread = threading.Thread(target=self._work, name="ingot-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and self._failures < FAILURES
+
+    def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Queue requests, all or none; call it in an event loop. They must have passed `ingot.models.generate.check`.
+
+        Raises:
+            Refused: 429 when the queue is full, 400 when so many never fit, 503 when the server is stopping.
+        """
+        if len(requests) > self._capacity:
+            raise Refused(400, f"{len(requests)} prompts in one request; this server takes at most {self._capacity}, send them in parts")
+        ticket = Ticket(self, requests)
+        with self._changed:
+            if self._stopping:
+                raise _stopping()
+            busy = len(self._waiting) + len(self._running)
+            if busy + len(requests) > self._capacity:
+                wait = min(60, math.ceil(self._mean_s * max(1.0, len(self._waiting) / self._max_batch)))
+                message = f"{busy} requests are running or waiting, {self._capacity} fit; try again in {wait} s"
+                raise Refused(429, message, code="queue_full", headers={"Retry-After": str(wait)})
+            self._waiting.extend(ticket.entries)
+            self._metrics.waiting.set(len(self._waiting))
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop what waits at once, what runs before the next step."""
+        with self._changed:
+            dropped = [entry for entry in ticket.entries if not entry.done and not entry.cancelled]
+            for entry in dropped:
+                entry.cancelled = True
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+            self._metrics.cancelled.inc(len(dropped))
+            self._metrics.waiting.set(len(self._waiting))
+            self._changed.notify()
+
+    def abort(self) -> None:
+        """Answer everything that is not finished with 503 and take nothing new."""
+        with self._changed:
+            self._stopping = True
+            entries = [*self._waiting, *self._running.values()]
+            self._waiting.clear()
+            for entry in entries:
+                entry.cancelled = True
+            self._changed.notify()
+        self._deliver([(entry, _stopping()) for entry in entries])
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Abort and wait for the thread to end its step."""
+        self.abort()
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._running or self._stopping)
+                if self._stopping and not self._waiting and all(entry.cancelled for entry in self._running.values()):
+                    return
+                self._take()
+            try:
+                self._deliver(self._turn())
+                self._failures = 0
+            except Exception:
+                # Whatever it was (out of memory, a broken device), the requests must be answered and the next ones tried.
+                self._failures += 1
+                self._metrics.failures.inc()
+                say(f"a step of the model failed:\n{traceback.format_exc()}")
+                self._drop_all()
+
+    def _take(self) -> None:
+        """Let go of what was cancelled, and fill the free rows from the queue. Under the lock."""
+        for job in [job for job, entry in self._running.items() if entry.cancelled]:
+            self._generator.cancel(job)
+            del self._running[job]
+        while self._waiting and len(self._running) < self._max_batch:
+            entry = self._waiting.popleft()
+            self._running[self._generator.add(entry.request)] = entry
+            self._metrics.tokens.labels("prompt").inc(len(entry.request.prompt))
+        self._metrics.waiting.set(len(self._waiting))
+        self._metrics.running.set(len(self._running))
+
+    def _turn(self) -> list[tuple[_Entry, Piece | Refused]]:
+        """One step of the model."""
+        if not self._running:
+            return []
+        self._metrics.rows.observe(len(self._running))
+        pieces = self._generator.step()
+        now = time.monotonic()
+        deliveries: list[tuple[_Entry, Piece | Refused]] = []
+        with self._changed:
+            for job, piece in pieces:
+                entry = self._running[job]
+                if not entry.started:
+                    entry.started = True
+                    self._metrics.first_token.observe(now - entry.since)
+                if piece.finish:
+                    entry.done = True
+                    del self._running[job]
+                    self._mean_s += 0.2 * (now - entry.since - self._mean_s)
+                deliveries.append((entry, piece))
+            self._metrics.running.set(len(self._running))
+        self._metrics.tokens.labels("completion").inc(len(pieces))
+        return deliveries
+
+    def _drop_all(self) -> None:
+        """Answer the running requests with 500 and begin with an empty batch."""
+        with self._changed:
+            lost = list(self._running.values())
+            for entry in lost:
+                entry.done = True
+            self._running.clear()
+            self._generator.clear()
+        failed = Refused(500, "the model failed on this batch of requests; the server's log has the reason")
+        self._deliver([(entry, failed) for entry in lost if not entry.cancelled])
+
+    def _deliver(self, deliveries: Sequence[tuple[_Entry, Piece | Refused]]) -> None:
+        """Wake each event loop once, with everything that is for it."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Entry, Piece | Refused]]] = {}
+        for entry, item in deliveries:
+            by_loop.setdefault(entry.ticket.loop, []).append((entry, item))
+        for loop, items in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
+                loop.call_soon_threadsafe(_put_all, items)
+
+
+def _stopping() -> Refused:
+    return Refused(503, "the server is stopping; send the request again to another one", headers={"Retry-After": "5"})
+
+
+def _put_all(items: Sequence[tuple[_Entry, Piece | Refused]]) -> None:
+    for entry, item in items:
+        entry.ticket.put(entry.index, item)

@@ -1,0 +1,55 @@
+"""A model folder, opened for generating: weights, tokenizer and the tokens that end an answer, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.models.decoder import Decoder
+from ingot.models.device import pick_device, resolve_compute
+from ingot.models.folder import CONFIG, load_model, model_config
+from ingot.models.generate import Generator, eos_ids
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a server or a single prediction works with. `created`: when the folder was made, seconds since the epoch."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    eos: frozenset[int]
+    created: int
+
+    def generator(self, max_rows: int) -> Generator:
+        return Generator(self.model, eos=self.eos, decode=self.decode, max_rows=max_rows)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As an answer is shown: without special tokens."""
+        return self.tokenizer.decode(ids)
+
+
+def load(folder: Path) -> Loaded:
+    """Open `folder` on this machine's accelerator, in bfloat16 where it has that, else on the CPU in float32.
+
+    Raises:
+        WrongInput: not a model folder, no tokenizer in it, or a tokenizer that does not fit the model.
+    """
+    model_config(folder)
+    # The tokenizer comes first: that it is missing should not take the minutes that weights may take.
+    tokenizer = load_tokenizer(folder)
+    device = pick_device()
+    dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
+    model = load_model(folder, device=device, dtype=dtype)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise WrongInput(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary {model.config.vocab_size:,}; "
+            "put the tokenizer beside it that the model was trained with"
+        )
+    return Loaded(model, tokenizer, eos_ids(folder, tokenizer.special.eos), int((folder / CONFIG).stat().st_mtime))
+

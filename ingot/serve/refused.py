@@ -1,0 +1,85 @@
+"""Every answer that is not a result, in the shape that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ingot.base.errors import WrongInput
+
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refused(Exception):
+    """A request that gets `status` and `message` (the thing, its value, the next action) instead of an answer."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        # What the client sent may stand in the message, and JSON can carry what UTF-8 cannot.
+        message, param = (text and text.encode(errors="replace").decode() for text in (self.message, self.param))
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of `app` an answer of this shape."""
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(WrongInput)
+    async def wrong_input(request: Request, error: WrongInput) -> JSONResponse:
+        return Refused(400, str(error)).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        if error.body and "json" not in request.headers.get("content-type", ""):
+            return Refused(400, "the body must be JSON; send it with the header Content-Type: application/json").response()
+        return explain(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {str(error.detail).lower()}; see GET /openapi.json for what is served"
+        return Refused(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        return Refused(500, "the server failed on this request; its log has the reason").response()
+
+
+def explain(faults: Sequence[Mapping[str, Any]]) -> Refused:
+    """One 400 for the faults that pydantic found in a body, each by the name of its field."""
+    lines, param = [], None
+    for fault in faults:
+        place = ".".join(str(part) for part in fault["loc"] if part != "body")
+        match fault["type"]:
+            case "json_invalid":
+                place, line = "", f"the body is not JSON ({fault.get('ctx', {}).get('error', 'broken')} at byte {fault['loc'][-1]}); mend it"
+            case "extra_forbidden":
+                line = f"`{place}` is not known to this server; remove it"
+            case "missing" if place:
+                line = f"`{place}` is missing; give it"
+            case _ if not place:
+                line = "the body is not a JSON object; send one"
+            case "value_error":
+                line = f"`{place}`: {fault['ctx']['error']}" if place else str(fault["ctx"]["error"])
+            case _:
+                given = "" if isinstance(fault.get("input"), dict | list) else f" is {fault.get('input')!r:.60}"
+                line = f"`{place}`{given}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+        param = param or place or None
+        lines.append(line)
+    return Refused(400, "; ".join(lines), param=param)

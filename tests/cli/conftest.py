@@ -1,0 +1,31 @@
+"""A tiny model folder, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.checkpoints.export import export_model
+from ingot.config.presets import preset
+from ingot.models.architecture import DecoderConfig
+from ingot.models.decoder import Decoder
+from ingot.models.initial import initialise
+from ingot.tokenizers.bpe import train_bpe
+from tests.small import TINY_MODEL
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with weights large enough that its answers differ from prompt to prompt."""
+    torch.set_num_threads(1)
+    tokenizer = train_bpe(["the bright copper melts and the mould cools slowly " * 3] * 20, 300)
+    values = {**preset("llama-3m"), **TINY_MODEL, "head_dim": 8, "vocab_size": tokenizer.vocab_size, "initializer_range": 0.3}
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_hf(values))
+    model.to_empty(device="cpu")
+    initialise(model, seed=1)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    export_model(model, tokenizer, folder, export_type="fp32", lineage={"run": "tiny"})
+    return folder

@@ -1,0 +1,124 @@
+"""`show`, `explain`, `doctor`: what a person reads in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ingot.config.knobs import knobs
+from ingot.config.load import load_recipe
+from ingot.config.presets import PRESETS
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
+from ingot.pipeline.perform import perform
+from ingot.pipeline.steps import step_of
+from tests.cli.commands import ingot as command
+from tests.small import small_recipe, write_documents
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with its data prepared, and nothing more."""
+    root = tmp_path_factory.mktemp("shown")
+    write_documents(root / "text")
+    (root / "text/broken.txt").write_bytes(b"\xff\xfe not text")
+    recipe = small_recipe(root)
+    perform(step_of("ingest"), recipe, lambda: ingest(recipe), {})
+    perform(step_of("prepare"), recipe, lambda: prepare(recipe), {})
+    return root
+
+
+def test_show_config_is_the_whole_recipe_and_loads_again(root: Path, tmp_path: Path) -> None:
+    done = command("show", "config", str(root / "runs/small/recipe.yaml"), "seed=11")
+    assert done.returncode == 0
+    path = tmp_path / "again.yaml"
+    path.write_text(done.stdout, encoding="utf-8")
+    recipe = load_recipe([path], environ={}, dotenv=None)
+    assert recipe.seed == 11
+    assert recipe == load_recipe([root / "runs/small/recipe.yaml"], ["seed=11"], environ={}, dotenv=None)
+
+
+def test_show_knobs_lists_every_one() -> None:
+    lines = command("show", "knobs").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [knob.path for knob in knobs()]
+
+
+def test_show_models_lists_presets_with_their_sizes() -> None:
+    out = command("show", "models").stdout
+    for name in PRESETS:
+        assert name in out
+    assert "134.5 M" in out
+    assert "8.03 B" in out
+    assert "SmolLM2" in out
+
+
+def test_show_run_tells_what_is_done_and_what_is_not(root: Path) -> None:
+    for target in ("runs/small", "runs/small/recipe.yaml"):
+        lines = command("show", "run", target, cwd=root).stdout.splitlines()
+        rows = {line.split("│")[1].strip(): line for line in lines if line.startswith("│")}
+        assert "120 documents" in rows["ingest"]
+        assert "vocabulary 320" in rows["prepare"]
+        assert "not done" in rows["train"]
+
+
+def test_show_run_points_at_what_is_missing(root: Path) -> None:
+    part = next((root / "runs/small/data/raw").glob("*.parquet"))
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    out = command("show", "run", "runs/small", cwd=root).stdout
+    part.write_bytes(whole)
+    assert "missing" in out
+    assert "missing" not in command("show", "run", "runs/small", cwd=root).stdout
+
+
+def test_show_runs_has_a_line_for_each(root: Path) -> None:
+    out = command("show", "runs", cwd=root).stdout
+    assert "│ small │ 2 of 7" in out
+
+
+def test_show_data_counts_and_names_what_was_skipped(root: Path) -> None:
+    out = command("show", "data", "runs/small", cwd=root).stdout
+    assert "skipped 1 invalid UTF-8, such as" in out
+    assert "broken.txt" in out
+    assert "vocabulary 320" in out
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("show", "run", "."), "no run folder"), (("show", "runs", "nothing"), "holds no run"), (("show", "data", "missing.yaml"), "does not exist"),
+])
+def test_what_is_not_there_is_told(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    done = command(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_explain_prints_meaning_type_and_default() -> None:
+    out = command("explain", "train.clip_norm").stdout
+    assert "Largest norm of the whole gradient" in out
+    assert "default: 1.0" in out
+
+
+def test_explain_of_a_section_lists_what_is_in_it() -> None:
+    out = command("explain", "train.optimizer").stdout
+    assert "train.optimizer[adamw].lr" in out
+    assert "train.optimizer[sgd].momentum" in out
+
+
+def test_doctor_says_what_is_there_and_how_to_get_the_rest() -> None:
+    done = command("doctor")
+    assert done.returncode == 0, done.stderr
+    for what in ("Python", "torch", "accelerator", "memory", "disk", "Java", "Slurm", "Hugging Face token", "Google Cloud"):
+        assert what in done.stdout
+    for line in done.stdout.splitlines():
+        if "missing" in line:
+            assert line.split("│")[4].strip()
+
+
+def test_doctor_fails_where_something_needed_is_missing(tmp_path: Path) -> None:
+    """A folder called torch that is no torch stands in for a machine without it."""
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')", encoding="utf-8")
+    done = command("doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "missing and needed: torch" in done.stderr
+    assert "pip install torch" in done.stdout

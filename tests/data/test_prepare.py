@@ -1,0 +1,258 @@
+"""Documents to columns: the records of the tokenizer, the same bytes whoever makes them, and only what changed made again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.data import parts as parts_module
+from ingot.data import raw as raw_module
+from ingot.data import vocabulary
+from ingot.data.columns import Column
+from ingot.data.documents import read_documents
+from ingot.data.ingest import ingest
+from ingot.data.manifest import read_prepared
+from ingot.data.prepare import prepare
+from ingot.data.rows import open_rows
+from ingot.tokenizers.load import load_tokenizer
+from tests.data.small import everything, recipe, sentences, write_jsonl
+from tests.tokenizers.small import bpe_files
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many parts of little data; groups are cut at ingest, ranges in the parent, so worker processes need no patch."""
+    monkeypatch.setattr(raw_module, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(raw_module, "PART_BYTES", 9000)
+    monkeypatch.setattr(parts_module, "SMALLEST_BYTES", 3000)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "a.jsonl", sentences(120))
+
+
+def ingested(*arguments: Any, **knobs: Any) -> Recipe:
+    made = recipe(*arguments, **knobs)
+    ingest(made)
+    return made
+
+
+def tokenizer_folder(folder: Path, **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in bpe_files(**config).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def records(small: Recipe, split: str) -> list[list[int]]:
+    columns = small.folder.columns
+    listed = read_prepared(columns).splits[split]  # type: ignore[index]
+    opened = [Column(columns / part.path) for source in listed for part in source.parts]
+    return [column[record].tolist() for column in opened for record in range(len(column))]
+
+
+def test_columns_are_the_tokenizers_documents(tmp_path: Path, source: Path) -> None:
+    small = ingested(tmp_path, source, data__fraction=0.7)
+    outcome = prepare(small)
+    tokenizer = load_tokenizer(small.folder.tokenizer)
+    for split in ("train", "validation"):
+        documents = list(read_documents(small, split))  # type: ignore[arg-type]
+        assert records(small, split) == [tokenizer.encode_document(document.text) for document in documents]
+        totals = json.loads((small.folder.columns / "manifest.json").read_text())["totals"][split]
+        assert totals == {
+            "documents": len(documents), "tokens": sum(map(len, records(small, split))),
+            "bytes": sum(len(document.text.encode()) for document in documents),
+        }
+    manifest = read_prepared(small.folder.columns)
+    assert len(manifest.splits["train"][0].parts) > 5
+    assert outcome.result == f"{sum(len(record) for split in ('train', 'validation') for record in records(small, split)) / 1e3:.1f} k tokens, vocabulary 280"
+    assert outcome.outputs == manifest.data
+    assert manifest.tokenizer == tokenizer.identity()
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, source: Path) -> None:
+    small = ingested(tmp_path, source)
+    alone = prepare(small)
+    before = everything(small.folder.root / "data")
+    for path in (small.folder.columns, small.folder.tokenizer):
+        shutil.rmtree(path)
+    assert prepare(recipe(tmp_path, source, data__engine__workers=3)) == alone
+    assert everything(small.folder.root / "data") == before
+
+
+def test_nothing_changed_nothing_made(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ingested(tmp_path, source)
+    first = prepare(small)
+    before = everything(small.folder.root / "data")
+    monkeypatch.setattr("ingot.data.workers.make_part", None)
+    monkeypatch.setattr(vocabulary, "train_bpe", None)
+    assert prepare(small) == first
+    assert everything(small.folder.root / "data") == before
+
+
+def test_a_changed_row_length_makes_nothing_again(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ingested(tmp_path, source)
+    first = prepare(small)
+    monkeypatch.setattr("ingot.data.workers.make_part", None)
+    assert prepare(recipe(tmp_path, source, data__seq_len=32, train__global_batch=4)).outputs == first.outputs
+    rows = open_rows(small.folder.columns, "train", 32, pad_last=False)
+    assert rows.fingerprint == first.outputs
+
+
+def test_finished_parts_are_kept(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ingested(tmp_path, source)
+    prepare(small)
+    before = everything(small.folder.columns)
+    made = []
+    real = parts_module.make_part
+    monkeypatch.setattr("ingot.data.workers.make_part", lambda raw, columns, task, *rest: (made.append(task.number), real(raw, columns, task, *rest))[1])
+    (small.folder.columns / "train.tokens-00002.bin").unlink()
+    (small.folder.columns / "done" / "train-00003.json").write_text('{"torn')
+    with (small.folder.columns / "train.tokens-00004.idx").open("ab") as stream:
+        stream.write(b"x")
+    (small.folder.columns / "train.tokens-00099.bin").write_text("of an earlier, larger run")
+    (small.folder.columns / ".train.tokens-00001.bin.partial-77").write_text("of a killed run")
+    prepare(small)
+    assert made == [2, 3, 4]
+    assert everything(small.folder.columns) == before
+    assert "parts are finished already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("knobs", "relearns"), [
+    ({"data__validation__fraction": 0.3}, True), ({"data__fraction": 0.5}, True), ({"tokenizer__vocab_size": 290}, True),
+    ({"tokenizer__sample_bytes": 2000}, True), ({"data__seq_len": 8}, False), ({"seed": 5}, False),
+])
+def test_the_vocabulary_is_learnt_again_only_for_a_reason(tmp_path: Path, source: Path, knobs: dict[str, Any], relearns: bool) -> None:
+    small = ingested(tmp_path, source)
+    first = prepare(small)
+    stamp = (small.folder.tokenizer / "tokenizer.json").stat().st_mtime_ns
+    again = prepare(recipe(tmp_path, source, **knobs))
+    assert ((small.folder.tokenizer / "tokenizer.json").stat().st_mtime_ns != stamp) == relearns
+    assert relearns or again.outputs == first.outputs
+    manifest = read_prepared(small.folder.columns)
+    assert manifest.tokenizer == load_tokenizer(small.folder.tokenizer).identity(), "columns of another vocabulary are never kept"
+    assert all(max(record) < manifest.vocab_size for record in records(small, "train"))
+
+
+def test_a_changed_source_is_prepared_again(tmp_path: Path, source: Path) -> None:
+    small = ingested(tmp_path, source)
+    first = prepare(small)
+    write_jsonl(source, [*sentences(119), "another last one"])
+    ingest(small)
+    assert prepare(small).outputs != first.outputs
+    tokenizer = load_tokenizer(small.folder.tokenizer)
+    assert "another last one" in {tokenizer.decode(record) for split in ("train", "validation") for record in records(small, split)}
+
+
+def test_held_out_text_is_not_learnt_from(tmp_path: Path) -> None:
+    """Else what is measured on would have shaped the vocabulary."""
+    source, held = write_jsonl(tmp_path / "a.jsonl", sentences(60)), write_jsonl(tmp_path / "b.jsonl", ["zygomorphic " * 50] * 20)
+    small = ingested(tmp_path, source, data__validation=[{"source": str(held)}])
+    prepare(small)
+    tokenizer = load_tokenizer(small.folder.tokenizer)
+    assert len(tokenizer.encode(" zygomorphic")) > 6
+    assert len(tokenizer.encode(" copper")) < 3
+
+
+def test_held_out_sets_are_told_apart_by_text_alone(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = write_jsonl(tmp_path / "b.jsonl", sentences(40, 500))
+    sets = []
+    for vocab_size, training, cut in ((280, 120, 3000), (290, 90, 500)):
+        monkeypatch.setattr(parts_module, "SMALLEST_BYTES", cut)
+        write_jsonl(source, sentences(training))
+        small = ingested(tmp_path, source, data__validation=[{"source": str(held)}], tokenizer__vocab_size=vocab_size)
+        prepare(small)
+        sets.append(read_prepared(small.folder.columns).sets)
+    assert sets[0]["validation"] == sets[1]["validation"]
+    assert sets[0]["train"] != sets[1]["train"]
+    write_jsonl(held, [*sentences(39, 500), "one other"])
+    ingest(small)
+    prepare(small)
+    assert read_prepared(small.folder.columns).sets["validation"] != sets[1]["validation"]
+
+
+def test_a_given_tokenizer(tmp_path: Path, source: Path) -> None:
+    given = tokenizer_folder(tmp_path / "given")
+    small = ingested(tmp_path, source, tokenizer__source=str(given), tokenizer__vocab_size=None)
+    outcome = prepare(small)
+    assert outcome.result.endswith("vocabulary 302")
+    identity = load_tokenizer(given).identity()
+    assert load_tokenizer(small.folder.tokenizer).identity() == identity == read_prepared(small.folder.columns).tokenizer
+    tokenizer_folder(given, eos_token="<|im_end|>")
+    assert prepare(small).outputs != outcome.outputs
+    assert records(small, "train")[0][-1] == 301
+
+
+def test_large_vocabularies_take_int32(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ingot.data.columns.UINT16_BELOW", 280)
+    small = ingested(tmp_path, source)
+    prepare(small)
+    assert json.loads((small.folder.columns / "manifest.json").read_text())["columns"] == [{"name": "tokens", "dtype": "int32"}]
+    assert open_rows(small.folder.columns, "train", 8, pad_last=False).row(0).tokens.max() < 280
+
+
+def test_sources_keep_their_weights_and_counts(tmp_path: Path, source: Path) -> None:
+    other = write_jsonl(tmp_path / "b.jsonl", sentences(30, 700))
+    small = ingested(tmp_path, {"source": str(source), "weight": 3.0}, other)
+    prepare(small)
+    manifest = read_prepared(small.folder.columns)
+    assert [(item.source, item.weight) for item in manifest.splits["train"]] == [(str(source), 3.0), (str(other), 1.0)]
+    assert [sum(manifest.splits[split][number].documents for split in ("train", "validation")) for number in range(2)] == [120, 30]
+    rows = open_rows(small.folder.columns, "train", 16, pad_last=False)
+    assert rows.weights == [3.0, 1.0]
+    assert rows.sizes == [item.tokens // 16 for item in manifest.splits["train"]]
+
+
+def test_less_than_a_global_batch(tmp_path: Path, source: Path) -> None:
+    small = ingested(tmp_path, source, data__seq_len=512, train__global_batch=100)
+    with pytest.raises(WrongInput, match=r"\d+ training documents have [\d,]+ tokens, \d+ rows of data.seq_len=512: less than one train.global_batch=100"):
+        prepare(small)
+    with pytest.raises(WrongInput, match="holds no prepared data"):
+        read_prepared(small.folder.columns)
+
+
+def test_an_empty_validation_split(tmp_path: Path, source: Path) -> None:
+    small = ingested(tmp_path, source, data__validation__fraction=1e-9)
+    with pytest.raises(WrongInput, match=r"no document of 120 is held out by data.validation.fraction=1e-09; raise it"):
+        prepare(small)
+
+
+def test_no_training_document(tmp_path: Path, source: Path) -> None:
+    small = ingested(tmp_path, source, data__fraction=1e-9)
+    with pytest.raises(WrongInput, match=r"no training document to learn a vocabulary from; raise data\.fraction"):
+        prepare(small)
+
+
+def test_a_source_without_a_row_is_told(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ingested(tmp_path, source, write_jsonl(tmp_path / "b.jsonl", ["tiny"]))
+    prepare(small)
+    assert "not one row of data.seq_len=16: it is not trained on" in capsys.readouterr().err
+
+
+def test_before_ingest(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(WrongInput, match="run `ingot ingest` with this recipe first"):
+        prepare(recipe(tmp_path, source))
+
+
+def test_a_sample_is_spread_over_everything(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", sentences(3000))
+    small = ingested(tmp_path, source)
+    opened = raw_module.open_raw(small)
+    shares = parts_module.Shares.of(small.data)
+    total = opened.bytes
+    for wanted in (total // 3, total // 100):
+        texts = list(vocabulary.sample(opened, shares, wanted))
+        places = np.array([int(text.split(":")[0].removeprefix("Text ")) for text in texts])
+        assert len(set(places)) == len(places)
+        assert 0.5 * wanted * 0.8 < sum(len(text.encode()) for text in texts) < 1.6 * wanted * 0.8, "a fifth is held out"
+        assert abs(places.mean() - 1500) < 500
+        assert texts == list(vocabulary.sample(opened, shares, wanted))
+    assert sum(1 for _ in vocabulary.sample(opened, shares, 10 * total)) == sum(1 for _ in read_documents(small, "train"))

@@ -1,0 +1,132 @@
+"""Who may import whom. The table is the plan of the house; a change to it is a decision, to be told in docs/ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.source import Import, Module, modules
+
+GROUND = {"base", "config"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "base": set(),
+    "config": {"base"},
+    "cloud": GROUND,
+    "tokenizers": GROUND,
+    "data": GROUND | {"tokenizers", "cloud"},
+    "models": GROUND,
+    "parallel": GROUND | {"models"},
+    "objectives": GROUND | {"models", "data"},
+    "checkpoints": GROUND | {"parallel", "models", "tokenizers"},
+    "evaluate": GROUND | {"checkpoints", "parallel", "objectives", "models", "data", "tokenizers"},
+    "train": GROUND | {"evaluate", "checkpoints", "objectives", "parallel", "models", "data", "tokenizers"},
+    "serve": GROUND | {"models", "tokenizers"},
+    "verify": GROUND | {"tokenizers", "data", "models", "parallel", "objectives", "checkpoints", "evaluate", "train", "serve"},
+    "registry": GROUND | {"cloud"},
+    "launch": GROUND | {"cloud"},
+    "report": GROUND,
+    "pipeline": GROUND | {"launch", "registry", "report", "cloud"},
+}
+WORK = {"tokenizers", "data", "models", "parallel", "objectives", "checkpoints", "evaluate", "train", "serve", "verify"}
+PLACE = {"pipeline", "launch", "registry", "report"}
+# The one file that may import an optional or heavy library inside a function. torch's own torchrun is run as a process.
+LAZY_OWNERS = {
+    "huggingface_hub": {"ingot.base.hub"}, "tensorboard": {"ingot.base.sinks"}, "wandb": {"ingot.base.sinks"}, "pynvml": {"ingot.models.device"},
+    "torch": {"ingot.launch.elastic", "ingot.cli.doctor"},
+}
+TORCH_FREE = (
+    "ingot.cli.app", "ingot.cli.verbs", "ingot.data.prepare", "ingot.data.ingest", "ingot.pipeline.run", "ingot.pipeline.summary", "ingot.launch.local",
+    "ingot.launch.elastic", "ingot.registry.verbs", "ingot.report.page", "ingot.config.load", "ingot.tokenizers.load",
+)
+CLI_FREE = ("torch", "pyarrow", "pydantic", "transformers", "numpy", "httpx")
+
+
+def _room(name: str) -> str:
+    return name.split(".")[1] if name.count(".") else ""
+
+
+def _ours(module: Module) -> list[Import]:
+    return [item for item in module.imports() if item.module == "ingot" or item.module.startswith("ingot.")]
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {module.room for module in modules()} - {"", "cli"}
+    assert rooms == set(MAY_IMPORT)
+
+
+def test_rooms_import_only_what_the_table_allows() -> None:
+    wrong = [
+        f"{module.where}:{item.line} imports {item.module}"
+        for module in modules() if module.room not in ("", "cli")
+        for item in _ours(module)
+        if _room(item.module) and _room(item.module) not in MAY_IMPORT[module.room] | {module.room}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_wings_never_meet() -> None:
+    for left, right in ((WORK, PLACE), (PLACE, WORK)):
+        for room in left:
+            assert not MAY_IMPORT[room] & right
+
+
+def test_no_circles_between_modules() -> None:
+    """Imports inside functions and for type checking count too: a circle is a circle."""
+    graph = {module.name: {item.module for item in _ours(module)} - {module.name, "ingot"} for module in modules()}
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in path:
+            pytest.fail("a circle: " + " -> ".join([*path[path.index(name):], name]))
+        if name in done:
+            return
+        path.append(name)
+        for other in sorted(graph.get(name, ())):
+            visit(other)
+        path.pop()
+        done.add(name)
+
+    for name in sorted(graph):
+        visit(name)
+
+
+def test_imports_stand_at_the_top() -> None:
+    """But for the command line's lazy verbs, and optional heavy libraries in the one file that owns them."""
+    wrong = []
+    for module in modules():
+        for item in module.imports():
+            library = item.module.split(".")[0]
+            lazy_verb = module.room == "cli" and library in ("ingot", "rich", "httpx")
+            if item.inside and not lazy_verb and module.name not in LAZY_OWNERS.get(library, set()):
+                wrong.append(f"{module.where}:{item.line} imports {item.module} inside {item.inside}()")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_stays_out_of_the_ground_and_the_place_wing() -> None:
+    free = ("base", "config", "cloud", "tokenizers", "data", "registry", "launch", "report", "pipeline", "cli")
+    found = {
+        module.name for module in modules() if module.room in free
+        for item in module.imports() if item.module.split(".")[0] == "torch" and not item.inside
+    }
+    assert found <= {"ingot.data.loader", "ingot.cli.complete"}
+
+
+def _loaded_by(name: str, libraries: tuple[str, ...]) -> list[str]:
+    code = f"import sys, {name}; print([library for library in {libraries!r} if library in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = ast.literal_eval(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_importing_it_loads_no_torch(name: str) -> None:
+    assert _loaded_by(name, ("torch",)) == []
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    assert _loaded_by("ingot.cli.app", CLI_FREE) == []

@@ -1,0 +1,188 @@
+"""Doing a step, skipping it, doing it again: with the real `ingest` on a few documents."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ingot
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.events import read_lines
+from ingot.base.lock import folder_lock
+from ingot.base.steprecord import Outcome, StepRecord, read_record
+from ingot.cli.verbs import STAMPS
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+from ingot.data.ingest import ingest
+from ingot.pipeline.perform import perform
+from ingot.pipeline.skip import check
+from ingot.pipeline.steps import Step, step_of
+
+INGEST = step_of("ingest")
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(5)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def recipe_with(documents: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    def make(*overrides: str) -> Recipe:
+        return load_recipe((), ("name=r", f"output={tmp_path}/runs", f"data.train=[{{source: {documents}}}]", *overrides), environ={}, dotenv=None)
+
+    return make
+
+
+class Counted:
+    """A step's work that counts how often it is done."""
+
+    def __init__(self, recipe: Recipe, outputs: str = "same") -> None:
+        self.recipe, self.outputs, self.times = recipe, outputs, 0
+
+    def __call__(self) -> Outcome:
+        self.times += 1
+        return Outcome("done", "there", self.outputs)
+
+
+def _ingest(recipe: Recipe, again: bool = False) -> StepRecord:
+    return perform(INGEST, recipe, lambda: ingest(recipe), STAMPS, again=again)
+
+
+def _reasons(recipe: Recipe, step: Step = INGEST) -> tuple[str, ...]:
+    return check(step, recipe, STAMPS).reasons
+
+
+def test_a_step_leaves_its_record_and_its_recipe(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with()
+    assert _reasons(recipe) == ("not done yet",)
+    record = _ingest(recipe)
+    assert record.result.startswith("5 documents")
+    assert read_record(recipe.folder.steps, "ingest") == record
+    assert load_recipe([recipe.folder.recipe], environ={}, dotenv=None) == recipe
+    assert _reasons(recipe) == ()
+
+
+def test_an_unchanged_step_is_not_done_again(recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_with()
+    record = _ingest(recipe)
+    written = (recipe.folder.raw / "manifest.json").stat().st_mtime_ns
+    assert _ingest(recipe) == record
+    assert (recipe.folder.raw / "manifest.json").stat().st_mtime_ns == written
+    assert "ingest: unchanged, 5 documents" in capsys.readouterr().err
+    _ingest(recipe, again=True)
+    assert (recipe.folder.raw / "manifest.json").stat().st_mtime_ns != written
+
+
+def test_what_changed_is_named(recipe_with: Callable[..., Recipe], documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _ingest(recipe_with())
+    assert _reasons(recipe_with("data.on_bad=stop")) == ("data.on_bad skip -> stop",)
+    assert _reasons(recipe_with("data.train.0.text=body")) == ("data.train.0.text text -> body",)
+    os.utime(documents, ns=(1, 1))
+    assert _reasons(recipe_with()) == ("what data.train reads changed",)
+    assert _reasons(recipe_with("data.on_bad=stop")) == ("data.on_bad skip -> stop", "what data.train reads changed")
+    monkeypatch.setattr(ingot, "__version__", "9.9")
+    assert _reasons(recipe_with())[0].endswith("-> 9.9")
+
+
+def test_missing_or_cut_files_void_a_record(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with()
+    _ingest(recipe)
+    part = next(recipe.folder.raw.glob("*.parquet"))
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    assert _reasons(recipe) == ("what it made is missing or was changed",)
+    part.unlink()
+    assert _reasons(recipe) == ("what it made is missing or was changed",)
+    part.write_bytes(whole)
+    assert _reasons(recipe) == ()
+
+
+def test_a_step_follows_the_outputs_of_those_before_it_not_their_times(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with()
+    prepare, work = step_of("prepare"), Counted(recipe)
+    _ingest(recipe)
+    perform(prepare, recipe, work, STAMPS)
+    _ingest(recipe, again=True)
+    perform(prepare, recipe, work, STAMPS)
+    assert work.times == 1
+    Path(recipe.data.train[0].source).write_text('{"text": "other"}\n', encoding="utf-8")
+    _ingest(recipe)
+    assert _reasons(recipe, prepare) == ("ingest made something else",)
+
+
+def test_a_failed_step_leaves_no_record_and_is_written_down(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with()
+    _ingest(recipe)
+
+    def fail() -> Outcome:
+        raise Failed("disk full")
+
+    with pytest.raises(Failed, match="disk full"):
+        perform(INGEST, recipe, fail, STAMPS, again=True)
+    assert read_record(recipe.folder.steps, "ingest") is None
+    assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [("failure", "ingest: disk full")]
+
+
+def test_data_of_another_recipe_is_not_used_unseen(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with()
+    _ingest(recipe)
+    perform(step_of("prepare"), recipe, Counted(recipe), STAMPS)
+    changed = recipe_with("tokenizer.vocab_size=5000")
+    with pytest.raises(WrongInput, match=r"`prepare` made .*tokenizer\.vocab_size 4096 -> 5000.*run `ingot prepare` again"):
+        perform(step_of("train"), changed, Counted(changed), STAMPS)
+
+
+def test_a_source_that_moved_does_not_spoil_what_was_made_from_it(recipe_with: Callable[..., Recipe], documents: Path) -> None:
+    recipe = recipe_with()
+    _ingest(recipe)
+    perform(step_of("prepare"), recipe, Counted(recipe), STAMPS)
+    documents.unlink()
+    work = Counted(recipe)
+    perform(step_of("train"), recipe, work, STAMPS)
+    assert work.times == 1
+
+
+def test_a_model_of_another_recipe_is_pointed_out(recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_with()
+    for verb in ("train", "evaluate"):
+        perform(step_of(verb), recipe, Counted(recipe), STAMPS)
+    changed, work = recipe_with("seed=3", "evaluate.prompts=[a]"), Counted(recipe)
+    perform(step_of("evaluate"), changed, work, STAMPS)
+    assert work.times == 1
+    assert "note: `train` was done with another recipe (seed 0 -> 3)" in capsys.readouterr().err
+
+
+def test_folders_outside_are_watched(recipe_with: Callable[..., Recipe], tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    recipe = recipe_with(f"model.source={folder}", f"tokenizer.source={folder}")
+    for verb in ("prepare", "train"):
+        perform(step_of(verb), recipe, Counted(recipe), STAMPS)
+        assert _reasons(recipe, step_of(verb)) == ()
+    (folder / "config.json").write_text("{ }", encoding="utf-8")
+    for verb in ("prepare", "train"):
+        assert _reasons(recipe, step_of(verb)) == (f"{folder} changed",)
+
+
+def test_one_writer_at_a_time(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with()
+    with folder_lock(recipe.folder.root), pytest.raises(Failed, match=f"in use by process {os.getpid()}"):
+        _ingest(recipe)
+
+
+def test_ranks_other_than_the_first_write_nothing(recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_with()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    work = Counted(recipe)
+    perform(step_of("train"), recipe, work, STAMPS)
+    assert work.times == 1
+    assert not recipe.folder.root.exists()

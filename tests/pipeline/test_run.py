@@ -1,0 +1,176 @@
+"""`ingot run` from raw text to a served model's answer, as a person types it: all of it, again, changed, interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ingot.base.events import read_lines
+from ingot.base.steprecord import read_record
+from ingot.config.load import dump_recipe
+from tests.cli.commands import clean_environment, command, ingot
+from tests.launch.blocking import wait_until
+from tests.small import small_recipe, write_documents
+
+STEPS = ("ingest", "prepare", "train", "evaluate", "gate", "register", "serve")
+AGAIN_S = 5.0
+
+
+def _world(root: Path) -> Path:
+    """Documents and a recipe; the paths in the recipe are relative, so that the whole folder may be copied."""
+    write_documents(root / "text")
+    recipe = small_recipe(root, checkpoint__every=2, evaluate__prompts="[the]", serve__prompt="the ", serve__prompt_tokens=8)
+    (root / "r.yaml").write_text(dump_recipe(recipe).replace(str(root) + "/", ""), encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A finished run, and what the command that made it said."""
+    root = _world(tmp_path_factory.mktemp("run"))
+    return root, ingot("run", "r.yaml", cwd=root, timeout_s=300)
+
+
+@pytest.fixture
+def copied(finished: tuple[Path, object], tmp_path: Path) -> Path:
+    """The finished run in a folder of its own."""
+    return Path(shutil.copytree(finished[0], tmp_path / "copy"))
+
+
+def _done_again(stderr: str) -> list[str]:
+    """The steps that a run did, by its messages."""
+    return [line.split("] ")[1] for line in stderr.splitlines() if line.startswith("[") and "/7] " in line]
+
+
+def _left_behind(root: Path) -> list[psutil.Process]:
+    """Processes that work in `root`."""
+    found = []
+    for process in psutil.process_iter(["cwd", "status"]):
+        if process.info["cwd"] == str(root) and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def _start(root: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command("run", "r.yaml", *overrides), cwd=root, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )
+
+
+def test_all_steps_end_in_an_answer_a_table_and_a_page(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    root, done = finished
+    assert done.returncode == 0, done.stderr
+    assert _done_again(done.stderr) == list(STEPS)
+    said = json.loads((root / "runs/small/reports/predict.json").read_bytes())
+    assert said["prompt"] == "the "
+    assert said["usage"]["completion_tokens"] <= 8
+    for step in STEPS:
+        record = read_record(root / "runs/small/reports/steps", step)
+        assert record is not None
+        assert f"│ {step} " in done.stdout
+        assert record.result in done.stdout
+    assert "runs/small/reports/index.html" in done.stdout
+    assert "<html" in (root / "runs/small/reports/index.html").read_text(encoding="utf-8")
+    assert "Nothing changed" not in done.stdout
+    assert not _left_behind(root)
+
+
+def test_the_second_run_skips_everything_quickly_and_without_torch(copied: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (copied / "runs").rglob("*") if path.is_file() and not path.name.startswith(".")}
+    began = time.monotonic()
+    done = subprocess.run(
+        [command()[0], "-X", "importtime", *command()[1:], "run", "r.yaml"], cwd=copied, env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    assert time.monotonic() - began < AGAIN_S
+    loaded = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "ingot.pipeline.run" in loaded
+    assert not loaded & {"torch", "transformers", "pyarrow"}
+    assert done.stdout.count("unchanged") == len(STEPS)
+    assert "Nothing changed: all 7 steps were skipped." in done.stdout
+    assert json.loads((copied / "runs/small/reports/predict.json").read_bytes())["completion"].split("\n")[0].strip() in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_only_what_depends_on_a_change_runs_again(copied: Path) -> None:
+    done = ingot("run", "r.yaml", "serve.prompt=copper", "checkpoint.keep=1", "track.every=5", "train.micro_batch=4", cwd=copied)
+    assert done.returncode == 0, done.stderr
+    assert _done_again(done.stderr) == ["serve"]
+    assert "serve: again, because serve.prompt the  -> copper" in done.stderr
+    assert done.stdout.count("unchanged") == 6
+    assert "Nothing changed" not in done.stdout
+
+
+def test_a_step_done_by_hand_is_done_for_run_too(copied: Path) -> None:
+    """And a gate that keeps the live model ends the run cleanly: nothing after it is done."""
+    assert ingot("gate", "r.yaml", "gate.override=keep", cwd=copied).returncode == 3
+    done = ingot("run", "r.yaml", "gate.override=keep", cwd=copied)
+    assert done.returncode == 0, done.stderr
+    assert _done_again(done.stderr) == []
+    assert done.stdout.count("not done: the gate keeps the live model") == 2
+    assert "served model" not in done.stdout
+
+
+def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(finished: tuple[Path, object], tmp_path: Path) -> None:
+    root = _world(tmp_path)
+    run = _start(root, "train.steps=6")
+    wait_until(lambda: bool(list((root / "runs/small/checkpoints").glob("*/COMMIT.json"))), 120)
+    run.kill()
+    run.communicate(timeout=60)
+    wait_until(lambda: not _left_behind(root), 10)
+    done = ingot("run", "r.yaml", cwd=root, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert "train" in _done_again(done.stderr)
+    assert "ingest" not in _done_again(done.stderr)
+    starts = [event for event in read_lines(root / "runs/small/events.jsonl") if event["kind"] == "start"]
+    assert starts[-1]["step"] >= 2
+    hashes = {json.loads((folder / "runs/small/model/ingot.json").read_bytes())["model_hash"] for folder in (root, finished[0])}
+    assert len(hashes) == 1
+
+
+def test_stopped_in_training_it_says_so_and_goes_on(copied: Path) -> None:
+    run = _start(copied, "train.steps=100000")
+    wait_until(lambda: any((copied / "runs/small/checkpoints").glob("step-*[2468]/COMMIT.json")) and not (copied / "runs/small/reports/steps/train.json").exists(), 120)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 75
+    assert err.splitlines()[-1] == "error: train was stopped; the same command goes on from here"
+    assert not _left_behind(copied)
+
+
+def test_no_server_stays_when_run_is_killed_in_its_last_step(copied: Path) -> None:
+    run = _start(copied, "serve.prompt=x", "serve.prompt_tokens=1000")
+    wait_until(lambda: len(_left_behind(copied)) == 2, 60)
+    server = max(_left_behind(copied), key=lambda process: process.pid)
+    assert "serve" in server.cmdline()
+    run.kill()
+    run.communicate(timeout=60)
+    wait_until(lambda: not _left_behind(copied), 10)
+    assert ingot("run", "r.yaml", cwd=copied).returncode == 0
+
+
+def test_a_step_that_fails_ends_the_run_with_its_code(copied: Path) -> None:
+    done = ingot("run", "r.yaml", "data.train.0.text=missing", "data.train.0.format=csv", cwd=copied)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines[-2].startswith("error: ")
+    assert lines[-1] == "error: ingest failed (exit 2), see above; the same command goes on from here"
+    assert done.stdout == ""
+
+
+def test_two_runs_in_one_folder_are_refused(copied: Path) -> None:
+    first = _start(copied, "serve.prompt=y")
+    wait_until(lambda: len(_left_behind(copied)) == 2, 60)
+    second = ingot("run", "r.yaml", cwd=copied)
+    assert second.returncode == 1
+    assert f"in use by process {first.pid}" in second.stderr
+    first.communicate(timeout=120)
+    assert first.returncode == 0

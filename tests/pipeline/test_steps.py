@@ -1,0 +1,131 @@
+"""Which knob runs which step again. Too few is a silent fault (old results for a new recipe), too many is wasted hours."""
+
+from __future__ import annotations
+
+import pytest
+
+from ingot.base.fingerprint import canonical_json
+from ingot.config.knobs import knobs
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+from ingot.pipeline.steps import STEPS, before, step_of
+
+PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
+# Knobs that change no result: where and how the work is done, saved, logged, served.
+CHANGES_NOTHING = {
+    "name", "output", "data.validation.weight", "data.engine", "train.micro_batch", "train.compile", "parallel", "checkpoint",
+    "evaluate.micro_batch", "track", "launch",
+    "serve.host", "serve.port", "serve.api_key", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue", "serve.max_batch",
+}
+
+
+def _recipe(*overrides: str) -> Recipe:
+    return load_recipe((), (*PLAIN, *overrides), environ={}, dotenv=None)
+
+
+def _changed(before: Recipe, after: Recipe) -> set[str]:
+    return {step.verb for step in STEPS if step.knobs(before) != step.knobs(after)}
+
+
+@pytest.mark.parametrize(("override", "steps"), [
+    ("data.train.1.source=c.jsonl", {"ingest"}),
+    ("data.train.0.text=body", {"ingest"}),
+    ("data.train.0.format=csv", {"ingest"}),
+    ("data.on_bad=stop", {"ingest"}),
+    ("data.validation=[{source: v.jsonl}]", {"ingest", "prepare"}),
+    ("tokenizer.vocab_size=5000", {"prepare"}),
+    ("tokenizer.sample_bytes=5000", {"prepare"}),
+    ("tokenizer.source=some/folder", {"prepare"}),
+    ("data.validation.fraction=0.5", {"prepare"}),
+    ("data.fraction=0.5", {"prepare"}),
+    ("data.seq_len=128", {"train", "evaluate"}),
+    ("data.train.0.weight=2", {"train"}),
+    ("seed=5", {"train"}),
+    ("model.source=preset:llama-6m", {"train", "evaluate"}),  # before there is a trained model, the base is evaluated
+    ("precision.compute=bf16", {"train", "evaluate"}),
+    ("model.config={num_hidden_layers: 2}", {"train"}),
+    ("train.steps=7", {"train"}),
+    ("train.global_batch=4", {"train"}),
+    ("train.optimizer.lr=0.5", {"train"}),
+    ("train.optimizer={kind: sgd}", {"train"}),
+    ("train.schedule.warmup=0.5", {"train"}),
+    ("train.clip_norm=null", {"train"}),
+    ("precision.export=fp32", {"train"}),
+    ("evaluate.prompts=[a]", {"evaluate"}),
+    ("evaluate.tasks=[{baselines: [gzip]}]", {"evaluate"}),
+    ("evaluate.model=some/folder", {"evaluate"}),
+    ("gate.margin=0.5", {"gate"}),
+    ("gate.override=keep", {"gate"}),
+    ("registry.name=other", {"gate", "register"}),
+    ("serve.prompt=import", {"serve"}),
+    ("serve.prompt_tokens=3", {"serve"}),
+    ("train.evaluate_every=5", set()),
+    ("train.micro_batch=2", set()),
+    ("train.compile=true", set()),
+    ("checkpoint.every=3", set()),
+    ("checkpoint.keep=9", set()),
+    ("track.every=3", set()),
+    ("launch.processes=2", set()),
+    ("data.engine.workers=3", set()),
+    ("evaluate.micro_batch=1", set()),
+    ("evaluate.sample_tokens=3", set()),
+    ("serve.port=1", set()),
+])
+def test_a_knob_touches_just_these_steps(override: str, steps: set[str]) -> None:
+    assert _changed(_recipe(), _recipe(override)) == steps
+
+
+def test_knobs_that_matter_only_with_others() -> None:
+    stopping = ("train.early_stop.patience=2", "train.evaluate_every=10")
+    assert _changed(_recipe(*stopping), _recipe(*stopping, "train.evaluate_every=20")) == {"train"}
+    own = ("model.source=hf:a/b",)
+    assert _changed(_recipe(*own), _recipe("model.source=hf:a/c")) == {"prepare", "train", "evaluate"}
+    given = ("model.source=hf:a/b", "tokenizer.source=some/folder")
+    assert _changed(_recipe(*given), _recipe("model.source=hf:a/c", given[1])) == {"train", "evaluate"}
+    prompts = "evaluate.prompts=[a]"
+    assert _changed(_recipe(prompts), _recipe(prompts, "evaluate.sample_tokens=3")) == {"evaluate"}
+
+
+def test_every_knob_is_decided() -> None:
+    """A new knob must be read by a step or stand in the list of those that change nothing."""
+    recipes = (
+        _recipe("train.early_stop.patience=2", "train.evaluate_every=10", "evaluate.prompts=[a]"), _recipe("model.source=hf:a/b"),
+        _recipe("data.validation=[{source: v.jsonl}]"), _recipe("train.optimizer.kind=sgd"),
+    )
+    read = {_plain(name) for recipe in recipes for step in STEPS for name in _names(step.knobs(recipe))}
+    undecided = []
+    for knob in knobs():
+        parents = {knob.plain.rsplit(".", count)[0] for count in range(knob.plain.count(".") + 1)}
+        is_section = any(other.plain.startswith(f"{knob.plain}.") for other in knobs())
+        if not is_section and not parents & (read | CHANGES_NOTHING):
+            undecided.append(knob.path)
+    assert not undecided
+
+
+def _names(values: dict[str, object], prefix: str = "") -> list[str]:
+    """Dotted names down to the last mapping, each level included but the first ones that are sections."""
+    found = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found += _names(value, f"{name}.") if isinstance(value, dict) and value else [name]
+    return found
+
+
+def _plain(name: str) -> str:
+    """Without list numbers and task names: `data.train.0.text` is the knob `data.train.text`."""
+    return ".".join(part for part in name.replace("evaluate.tasks.loss.", "evaluate.tasks.").split(".") if not part.isdigit())
+
+
+def test_fingerprints_can_be_made_of_all_of_them() -> None:
+    for step in STEPS:
+        assert canonical_json(step.knobs(_recipe()))
+
+
+def test_steps_rest_on_the_steps_before_them() -> None:
+    verbs = [step.verb for step in STEPS]
+    assert verbs == ["ingest", "prepare", "train", "evaluate", "gate", "register", "serve"]
+    for number, step in enumerate(STEPS):
+        assert set(step.after(_recipe())) <= set(verbs[:number])
+    assert [step.verb for step in before(step_of("register"), _recipe())] == ["ingest", "prepare", "train", "evaluate", "gate"]
+    assert [step.verb for step in before(step_of("evaluate"), _recipe("evaluate.model=x"))] == ["ingest", "prepare"]
+    assert before(step_of("ingest"), _recipe()) == []

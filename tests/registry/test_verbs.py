@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.base.evaluation import write_report
+from ingot.base.events import read_lines
+from ingot.base.steprecord import Outcome, StepRecord, is_intact
+from ingot.config.recipe import Recipe
+from ingot.registry.store import Registry
+from ingot.registry.verbs import deploy, gate, gate_stamp, register, resolve, rollback
+from tests.registry.models import a_model, a_recipe, a_report, trained
+
+
+def decision(recipe: Recipe) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((recipe.folder.reports / "gate.json").read_text())
+    return value
+
+
+def registry(root: Path) -> Registry:
+    return Registry(root / "registry.sqlite")
+
+
+def live(root: Path) -> int | None:
+    version = registry(root).live("words")
+    return None if version is None else version.number
+
+
+def both(recipe: Recipe) -> tuple[Outcome, Outcome]:
+    return gate(recipe), register(recipe)
+
+
+def test_the_first_model_is_deployed_and_everything_is_written_down(tmp_path: Path) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    decided = gate(recipe)
+    assert decided.exit_code == 0
+    assert decided.result == "deploy: nothing is live yet under this name; loss/bits_per_byte is 2.5"
+    assert decided.where == str(recipe.folder.reports / "gate.json")
+    assert decided.files == {"reports/gate.json": (recipe.folder.reports / "gate.json").stat().st_size}
+    written = decision(recipe)
+    assert written["decision"] == "deploy"
+    assert written["metrics"] == [{
+        "metric": "loss/bits_per_byte", "direction": "lower", "candidate": 2.5, "live": None, "better": True, "reason": "loss/bits_per_byte is 2.5",
+    }]
+    assert written["rule"]["metric"] == "loss/bits_per_byte"
+    assert written["time"].endswith("+00:00")
+    registered = register(recipe)
+    assert registered.result == "words v1, live"
+    assert registered.where == str(tmp_path / "registry" / "words" / "v1")
+    assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [
+        ("gate", "nothing is live yet under this name; loss/bits_per_byte is 2.5"), ("register", "words v1, live"),
+    ]
+    assert registry(tmp_path).version("words", 1).lineage["run"] == "r"
+
+
+def test_a_better_model_goes_live_and_a_worse_one_does_not_though_it_is_registered(tmp_path: Path) -> None:
+    both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
+    better, worse = trained(a_recipe(tmp_path, "two"), "b", 2.4), trained(a_recipe(tmp_path, "three"), "c", 2.45)
+    assert both(better)[1].result == "words v2, live"
+    decided, registered = both(worse)
+    assert decided.exit_code == 3
+    assert decided.result == "keep: loss/bits_per_byte 2.45, live 2.4, lower is better: worse by 0.05"
+    assert decision(worse)["live"]["version"] == 2
+    assert registered.result == "words v3, v2 stays live"
+    assert live(tmp_path) == 2
+
+
+def test_registering_the_same_model_again_changes_nothing(tmp_path: Path) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    first = both(recipe)
+    assert register(recipe) == first[1]
+    again = both(recipe)
+    assert again[1] == first[1]
+    assert again[0].exit_code == 0
+    assert len(registry(tmp_path).versions("words")) == 1
+    assert len(registry(tmp_path).history("words")) == 1
+
+
+def test_the_step_is_void_when_the_registered_files_are_gone(tmp_path: Path) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    registered = both(recipe)[1]
+    record = StepRecord("register", "", registered.outputs, 1.0, registered.result, registered.where, {}, registered.files)
+    assert is_intact(recipe.folder.root, record)
+    shutil.rmtree(tmp_path / "registry" / "words" / "v1")
+    assert not is_intact(recipe.folder.root, record)
+
+
+def test_training_on_does_not_change_what_is_registered(tmp_path: Path) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    both(recipe)
+    trained(recipe, "b", 2.4)
+    assert (resolve("words", path=tmp_path / "registry.sqlite") / "model.safetensors").read_bytes() == b"weights of a"
+    both(recipe)
+    assert (resolve("words", path=tmp_path / "registry.sqlite") / "model.safetensors").read_bytes() == b"weights of b"
+    assert (resolve("words", 1, path=tmp_path / "registry.sqlite") / "model.safetensors").read_bytes() == b"weights of a"
+
+
+def test_a_report_about_another_model_is_refused(tmp_path: Path) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    gate(recipe)
+    a_model(recipe.folder.model, "b")
+    for verb in (gate, register):
+        with pytest.raises(WrongInput, match=r"evaluate\.json is about model a, b lies in .*model now; run `ingot evaluate` again"):
+            verb(recipe)
+
+
+def test_register_wants_a_decision_about_this_model(tmp_path: Path) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    with pytest.raises(WrongInput, match=r"gate\.json holds no decision about the model of .*run; run `ingot gate` first"):
+        register(recipe)
+    gate(recipe)
+    with pytest.raises(WrongInput, match="run `ingot gate` first"):
+        register(trained(recipe, "b"))
+    (recipe.folder.reports / "gate.json").write_text('{"torn')
+    with pytest.raises(WrongInput, match="run `ingot gate` first"):
+        register(recipe)
+    assert not registry(tmp_path).path.exists()
+
+
+def test_without_a_report_or_a_model_the_next_command_is_named(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    with pytest.raises(WrongInput, match="run `ingot evaluate` first"):
+        gate(recipe)
+    write_report(recipe.folder.reports / "evaluate.json", a_report("a"))
+    gate(recipe)
+    with pytest.raises(WrongInput, match=r"model is not a model folder \(it has no config\.json\); run `ingot train` first"):
+        register(recipe)
+    with pytest.raises(WrongInput, match=r"set evaluate\.model to a local model folder"):
+        register(a_recipe(tmp_path, evaluate={"model": "hf:org/name"}))
+
+
+def test_a_model_that_went_live_since_the_gate_is_compared_first(tmp_path: Path) -> None:
+    mine, other = trained(a_recipe(tmp_path, "mine"), "a", 2.5), trained(a_recipe(tmp_path, "other"), "b", 2.0)
+    gate(mine)
+    both(other)
+    with pytest.raises(WrongInput, match="words v1 went live while nothing as words was compared with the new model; run `ingot gate` again"):
+        register(mine)
+    assert both(mine)[1].result == "words v2, v1 stays live"
+
+
+def test_a_model_that_was_rolled_back_does_not_come_back_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite"
+    both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
+    second = trained(a_recipe(tmp_path, "two"), "b", 2.4)
+    both(second)
+    assert rollback("words", path=path).number == 1
+    assert register(second).result == "words v2, v1 stays live"
+    assert deploy("words", 2, path=path).number == 2
+    assert register(second).result == "words v2, live"
+
+
+def test_a_model_that_was_kept_goes_live_when_the_gate_is_told_to(tmp_path: Path) -> None:
+    both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
+    worse = trained(a_recipe(tmp_path, "two"), "b", 2.6)
+    assert both(worse)[1].result == "words v2, v1 stays live"
+    told = a_recipe(tmp_path, "two", gate={"override": "deploy"})
+    assert both(told)[1].result == "words v2, live"
+    assert decision(told)["reason"].startswith("gate.override says deploy; the numbers say keep:")
+    assert registry(tmp_path).history("words")[-1].reason.startswith("gate: gate.override says deploy")
+
+
+def test_after_another_evaluation_set_the_reason_leads_on(tmp_path: Path) -> None:
+    """The way that the reason names is walked to its end."""
+    both(trained(a_recipe(tmp_path, "one"), "a", 2.5, on="old set"))
+    recipe = trained(a_recipe(tmp_path, "two"), "b", 2.4, on="new set")
+    folder = resolve("words", path=tmp_path / "registry.sqlite")
+    decided = gate(recipe)
+    assert decided.exit_code == 3
+    assert decision(recipe)["reason"].endswith(f"(the live model lies in {folder})")
+    measured = a_recipe(tmp_path, "two", evaluate={"model": str(folder)})
+    write_report(recipe.folder.reports / "evaluate.json", a_report("a", 2.5, on="new set"))  # what `ingot evaluate evaluate.model=...` leaves
+    assert register(measured).result == "words v1, live"
+    write_report(recipe.folder.reports / "evaluate.json", a_report("b", 2.4, on="new set"))
+    assert both(recipe)[1].result == "words v2, live"
+
+
+def test_the_stamp_of_the_gate_changes_with_the_live_model_but_not_by_registering(tmp_path: Path) -> None:
+    """Else `ingot run` would run the gate again right after it."""
+    one, two = a_recipe(tmp_path, "one"), a_recipe(tmp_path, "two")
+    assert gate_stamp(one) is None
+    for recipe, model, value in ((one, "a", 2.5), (one, "b", 2.6), (two, "c", 2.4), (one, "d", 2.3)):
+        trained(recipe, model, value)
+        before = gate_stamp(recipe)
+        gate(recipe)
+        assert gate_stamp(recipe) == before
+        register(recipe)
+        assert gate_stamp(recipe) == before
+        both(recipe)
+        assert gate_stamp(recipe) == before
+    assert live(tmp_path) == 4
+    before = gate_stamp(two)
+    rollback("words", path=tmp_path / "registry.sqlite")
+    assert gate_stamp(two) != before
+    assert gate_stamp(two) is not None
+
+
+def test_resolve_and_deploy_name_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite"
+    with pytest.raises(WrongInput, match=r"nothing is registered as words .* it knows no name"):
+        resolve("words", path=path)
+    with pytest.raises(WrongInput, match="nothing is registered as words"):
+        deploy("words", path=path)
+    recipe = trained(a_recipe(tmp_path, gate={"override": "keep"}), "a")
+    assert both(recipe)[1].result == "words v1, nothing is live"
+    with pytest.raises(WrongInput, match=r"nothing is live as words .* `ingot deploy words --version 1` makes the newest version live"):
+        resolve("words", path=path)
+    with pytest.raises(WrongInput, match="words has no version 2"):
+        deploy("words", 2, path=path)
+    assert deploy("words", path=path).number == 1
+    assert resolve("words", path=path) == tmp_path / "registry" / "words" / "v1"
+    with pytest.raises(WrongInput, match=r"nothing is registered as other .* it knows words"):
+        resolve("other", path=path)
+
+
+def test_a_damaged_version_is_neither_deployed_nor_resolved(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite"
+    both(trained(a_recipe(tmp_path), "a"))
+    os.truncate(tmp_path / "registry" / "words" / "v1" / "model.safetensors", 3)
+    with pytest.raises(WrongInput, match=r"words v1 is damaged: .*model\.safetensors has 3 bytes"):
+        resolve("words", path=path)
+    with pytest.raises(WrongInput, match="words v1 is damaged"):
+        deploy("words", 1, path=path)

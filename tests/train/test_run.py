@@ -1,0 +1,318 @@
+"""`ingot train` as a whole: it learns, resumes bit for bit, stops on signals, refuses what changed, and writes what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ingot.base.errors import WrongInput
+from ingot.base.events import read_lines
+from ingot.checkpoints.store import committed, newest_valid
+from ingot.config.load import dump_recipe
+from ingot.config.recipe import Recipe
+from ingot.train.run import train
+from tests.ranks import run_ranks
+from tests.small import small_recipe
+
+CLOCKS = {"t_wall", "train/tokens_per_s", "train/examples_per_s", "train/mfu", "validation/seconds", "memory/rank0_gb", "memory/rank1_gb"}
+
+
+def metrics(recipe: Recipe) -> list[dict[str, Any]]:
+    """What was logged, without clocks and memory."""
+    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in read_lines(recipe.folder.metrics)]
+
+
+def last_state(recipe: Recipe) -> dict[str, bytes]:
+    """Every byte of the newest checkpoint's files."""
+    found = newest_valid(recipe.folder.checkpoints)
+    assert found is not None
+    return {entry["path"]: (found.folder / entry["path"]).read_bytes() for entry in found.commit["files"] if entry["path"] != ".metadata"}
+
+
+def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return load_file(recipe.folder.model / "model.safetensors")
+
+
+def losses(recipe: Recipe) -> list[float]:
+    return [line["train/loss"] for line in metrics(recipe) if "train/loss" in line]
+
+
+def test_it_learns_and_writes_what_it_promises(root: Path) -> None:
+    recipe = small_recipe(root, train__steps=30, train__evaluate_every=10, checkpoint__every=12, checkpoint__keep=2)
+    outcome = train(recipe)
+    assert losses(recipe)[-1] < losses(recipe)[0] - 1
+    assert "30 steps" in outcome.result
+    assert [found.step for found in committed(recipe.folder.checkpoints)] == [30, 24]
+    lines = metrics(recipe)
+    assert [line["step"] for line in lines if "validation/loss" in line] == [10, 20, 30]
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/skipped_steps"} <= lines[0].keys()
+    assert {"train/tokens_per_s", "train/examples_per_s", "train/mfu", "memory/rank0_gb"} <= next(read_lines(recipe.folder.metrics)).keys()
+    kinds = [event["kind"] for event in read_lines(recipe.folder.events)]
+    assert kinds == ["start", "save", "save", "save", "finish"]
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "ingot.json"} <= {p.name for p in recipe.folder.model.iterdir()}
+    for path, size in outcome.files.items():
+        assert (recipe.folder.root / path).stat().st_size == size
+
+
+def test_the_exported_model_opens_in_transformers_with_the_trained_logits(root: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ingot.models.folder import load_model
+    from tests import tolerances
+
+    recipe = small_recipe(root, precision__export="fp32")
+    train(recipe)
+    reference = AutoModelForCausalLM.from_pretrained(recipe.folder.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.folder.model)
+    tokens = torch.tensor([tokenizer("the bright ingot rings true")["input_ids"]])
+    assert tokens[0, 0] == tokenizer.bos_token_id
+    assert (tokens[0] == tokenizer.bos_token_id).sum() == 1
+    ours = load_model(recipe.folder.model, device=torch.device("cpu"))
+    with torch.no_grad():
+        mine = ours.logits(ours.hidden(tokens, torch.arange(tokens.shape[1])[None]))
+        torch.testing.assert_close(mine, reference(tokens).logits, atol=tolerances.LOGITS_FP32, rtol=0)
+
+
+def stop_after(recipe: Recipe, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Die without any farewell when `steps` steps are done and logged, as by kill -9."""
+    from ingot.train import run as train_run
+
+    original = train_run._step
+
+    class Killed(BaseException):
+        pass
+
+    def step_or_die(step: int, *more: Any) -> Any:
+        if step >= steps:
+            raise Killed
+        return original(step, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_run, "_step", step_or_die)
+        with pytest.raises(Killed):
+            train(recipe)
+
+
+@pytest.mark.parametrize("kills", [[5], [3, 8], [7, 7]])
+def test_resumed_equals_undisturbed_bit_for_bit(kills: list[int], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across an epoch's border too: the rows are fewer than the samples of ten steps."""
+    knobs = {"train__steps": 10, "train__global_batch": 64, "train__micro_batch": 24, "checkpoint__every": 2, "train__evaluate_every": 4}
+    straight = small_recipe(root, **knobs)
+    train(straight)
+    expected = metrics(straight), last_state(straight), weights(straight)
+    for path in ("metrics.jsonl", "checkpoints", "model"):
+        (root / "runs/small" / path).rename(root / f"straight-{path}")
+    broken = small_recipe(root, **knobs)
+    for step in kills:
+        stop_after(broken, step, monkeypatch)
+    train(broken)
+    assert metrics(broken) == expected[0]
+    assert last_state(broken) == expected[1]
+    for name, tensor in weights(broken).items():
+        assert torch.equal(tensor, expected[2][name]), name
+
+
+def test_training_twice_does_nothing_the_second_time(root: Path) -> None:
+    recipe = small_recipe(root)
+    first = train(recipe)
+    logged = metrics(recipe)
+    second = train(recipe)
+    assert second.outputs == first.outputs
+    assert metrics(recipe) == logged
+
+
+def test_another_split_of_the_batch_resumes_and_gives_the_same_losses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import tolerances
+
+    straight = small_recipe(root, checkpoint__every=2)
+    stop_after(straight, 4, monkeypatch)
+    resumed = small_recipe(root, checkpoint__every=3, train__micro_batch=4, track__every=2)
+    train(resumed)
+    assert len(losses(resumed)) >= 5
+    reference = small_recipe(root, name="reference")
+    (root / "runs/reference").mkdir()
+    (root / "runs/small/data").rename(root / "runs/reference/data")
+    train(reference)
+    by_step = {line["step"]: line["train/loss"] for line in metrics(reference)}
+    for line in metrics(resumed):
+        assert line["train/loss"] == pytest.approx(by_step[line["step"]], abs=tolerances.SPLIT_LOSS)
+
+
+def train_on_ranks(root: Path) -> list[float]:
+    recipe = small_recipe(root, train__micro_batch=1)
+    train(recipe)
+    return losses(recipe)
+
+
+def test_two_ranks_train_as_one(root: Path, tmp_path: Path) -> None:
+    from tests import tolerances
+    from tests.small import copy_of
+
+    other = copy_of(root, tmp_path / "two")
+    run_ranks(2, train_on_ranks, other)
+    one, two = small_recipe(root), small_recipe(other)
+    train(one)
+    assert losses(two) == pytest.approx(losses(one), abs=tolerances.SPLIT_LOSS)
+    assert [event["kind"] for event in read_lines(two.folder.events)].count("start") == 1
+
+
+def test_early_stopping_stops_and_a_resumed_run_stops_at_the_same_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = {"train__steps": 60, "train__evaluate_every": 2, "train__early_stop": "{patience: 2, min_delta: 0.5}", "checkpoint__every": 3}
+    recipe = small_recipe(root, **knobs)
+    train(recipe)
+    stopped = metrics(recipe)[-1]["step"]
+    assert 4 < stopped < 60
+    found = newest_valid(recipe.folder.checkpoints)
+    assert found is not None
+    assert found.step == stopped
+    assert found.commit["finished"]
+    logged = metrics(recipe)
+    train(recipe)
+    assert metrics(recipe) == logged
+    (root / "runs/small/checkpoints").rename(root / "old")
+    stop_after(recipe, stopped - 1, monkeypatch)
+    train(recipe)
+    assert metrics(recipe) == logged
+
+
+def test_an_unfinished_training_of_another_recipe_is_refused_by_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small_recipe(root, checkpoint__every=2)
+    stop_after(recipe, 3, monkeypatch)
+    changed = small_recipe(root, train__optimizer__lr=0.02)
+    with pytest.raises(WrongInput, match=r"train\.optimizer\.lr 0\.01 -> 0\.02.*--fresh"):
+        train(changed)
+    train(changed, fresh=True)
+    assert metrics(changed)[0]["step"] == 1
+    assert list((root / "runs/small/earlier").glob("*/checkpoints/step-00000002/COMMIT.json"))
+
+
+def test_a_finished_training_is_set_aside_and_brought_back(root: Path) -> None:
+    recipe = small_recipe(root)
+    train(recipe)
+    first = weights(recipe), metrics(recipe)
+    other = small_recipe(root, seed=5)
+    train(other)
+    assert any(not torch.equal(weights(other)[name], first[0][name]) for name in first[0])
+    starts = [event["kind"] for event in read_lines(recipe.folder.events)].count("save")
+    train(recipe)
+    assert [event["kind"] for event in read_lines(recipe.folder.events)].count("save") == starts, "nothing was trained again"
+    assert metrics(recipe) == first[1]
+    assert all(torch.equal(weights(recipe)[name], first[0][name]) for name in first[0])
+
+
+def start_training(recipe: Recipe, root: Path) -> subprocess.Popen[str]:
+    file = root / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    return subprocess.Popen(
+        [sys.executable, "-m", "ingot", "train", str(file)], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for_step(recipe: Recipe, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not any(line["step"] >= step for line in read_lines(recipe.folder.metrics)):
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_commits_a_checkpoint_and_the_same_command_goes_on(signum: signal.Signals, root: Path) -> None:
+    recipe = small_recipe(root, train__steps=100_000, checkpoint__every=50_000)
+    process = start_training(recipe, root)
+    wait_for_step(recipe, 3, process)
+    process.send_signal(signum)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 75, messages
+    assert "goes on from there" in messages
+    assert "Traceback" not in messages
+    found = newest_valid(recipe.folder.checkpoints)
+    assert found is not None
+    assert found.step >= 3
+    assert not found.commit["finished"]
+    assert metrics(recipe)[-1]["step"] == found.step
+    process = start_training(recipe, root)
+    wait_for_step(recipe, found.step + 1, process)
+    process.kill()
+    assert process.communicate(timeout=60)[1].count(f"going on after step {found.step:,}") == 1
+
+
+def test_a_signal_before_the_first_step_says_that_nothing_was_saved(root: Path) -> None:
+    recipe = small_recipe(root)
+    process = start_training(recipe, root)
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), True)
+    time.sleep(0.1)
+    # Before signals are noted the interpreter's own answer stands: either way nothing is saved and the code says which signal.
+    process.send_signal(signal.SIGTERM)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode in (-15, 143), messages
+    assert newest_valid(recipe.folder.checkpoints) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"data__seq_len": 2048}, "data.seq_len 2048 exceeds the model's 1024 positions"),
+        ({"model__config": "{vocab_size: 300}"}, "the tokenizer has 320 ids, the model preset:llama-3m only 300"),
+        ({"model__config": "{hiden_size: 3}"}, "hiden_size is not in the configuration"),
+        ({"model__source": "preset:lama-3m"}, "did you mean preset:llama-3m"),
+        ({"model__source": "nowhere"}, "neither a folder nor preset"),
+        ({"model__init": "weights"}, "is a preset and has none"),
+        ({"parallel__replicate": 2}, "parallel.replicate 2 needs 2 processes, 1 are running"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_trained(overrides: dict[str, Any], named: str, root: Path) -> None:
+    recipe = small_recipe(root, **overrides)
+    with pytest.raises(WrongInput) as error:
+        train(recipe)
+    assert named in str(error.value)
+    assert not recipe.folder.checkpoints.exists()
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_numbers(root: Path) -> None:
+    from ingot.config.shape import batch_plan
+
+    with pytest.raises(WrongInput, match=r"global_batch 4 does not divide over 3 processes; 2 would fit"):
+        batch_plan(small_recipe(root).train, small_recipe(root).parallel, 3)
+
+
+def test_a_failing_sink_warns_once_and_training_goes_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = small_recipe(root, track__tensorboard=True)
+    recipe.folder.tensorboard.write_text("a file where a folder should be")
+    train(recipe)
+    assert capsys.readouterr().err.count("TensorBoard failed") == 1
+    assert len(losses(recipe)) == 6
+
+
+def test_wandb_and_tensorboard_see_the_same_numbers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    recipe = small_recipe(root, track__tensorboard=True, track__wandb="{project: test}")
+    train(recipe)
+    accumulator = EventAccumulator(str(recipe.folder.tensorboard))
+    accumulator.Reload()
+    assert [item.value for item in accumulator.Scalars("train/loss")] == pytest.approx(losses(recipe), rel=1e-6)
+    assert list((recipe.folder.root / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_lineage_names_where_the_model_came_from(root: Path) -> None:
+    recipe = small_recipe(root)
+    train(recipe)
+    lineage = json.loads((recipe.folder.model / "ingot.json").read_text())
+    assert lineage["run"] == "small"
+    assert lineage["step"] == 6
+    assert lineage["base"] is None
+    assert lineage["export_type"] == "bf16"
