@@ -27,7 +27,7 @@ def write_documents(folder: Path, count: int = 120, seed: int = 0) -> Path:
 
 
 def small_recipe(root: Path, **overrides: Any) -> Recipe:
-    """A recipe over `root/text`, its runs in `root/runs`; `overrides` are dotted knobs with `__` for dots."""
+    """A recipe over `root/text`, its runs in `root/runs`; `overrides` are dotted knobs with `__` for dots, None leaves one out."""
     values = {
         "name": "small", "output": str(root / "runs"), "data.train": [{"source": str(root / "text")}], "data.validation.fraction": 0.1,
         "data.seq_len": 32, "tokenizer.source": "train", "tokenizer.vocab_size": 320, "model.source": "preset:llama-3m",
@@ -35,7 +35,7 @@ def small_recipe(root: Path, **overrides: Any) -> Recipe:
         "track.every": 1, "track.tensorboard": False, "data.engine.workers": 1,
         **{key.replace("__", "."): value for key, value in overrides.items()},
     }
-    return load_recipe((), [f"{key}={value}" for key, value in values.items()], environ={}, dotenv=None)
+    return load_recipe((), [f"{key}={value}" for key, value in values.items() if value is not None], environ={}, dotenv=None)
 
 
 def prepared(root: Path) -> Path:

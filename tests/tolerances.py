@@ -18,3 +18,7 @@ BF16_LOSS = 0.05
 EXACT = 1e-9
 # Sums of negative log-likelihood over a few dozen tokens, float32: difference to another implementation or batch shape, relative or in nats.
 NLL_FP32 = 1e-5
+# Difference of one log-probability computed in another order, float32.
+LOGPROB = 1e-4
+# Relative difference of the first training loss, float32, from the same tokens through transformers, summed in float64.
+REAL_LOSS = 1e-5

@@ -44,17 +44,18 @@ def main() -> None:
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = "--debug" in arguments[:end]
-    arguments = [argument for argument in arguments[:end] if argument != "--debug"] + arguments[end:]
+    arguments = ["--debug"] * debug + [argument for argument in arguments[:end] if argument != "--debug"] + arguments[end:]
     listen_to_signals()
     sys.exit(guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug))
 
 
 @app.callback()
 def _root(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=lambda asked: _version(asked), help="Show the version.")] = False,
 ) -> None:
-    pass
+    context.obj = debug
 
 
 def _version(asked: bool) -> None:
@@ -65,58 +66,58 @@ def _version(asked: bool) -> None:
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot run recipes/quickstart.yaml train.steps=100")
 def run(
-    arguments: Arguments,
+    context: typer.Context, arguments: Arguments,
     fresh: Annotated[bool, typer.Option("--fresh", help="Train from the first step where training is to be done; old checkpoints are set aside.")] = False,
 ) -> int:
     """Do all steps in order (ingest to serve), skipping what is done and unchanged."""
     from ingot.cli.verbs import do_all
 
-    return do_all(arguments, fresh=fresh)
+    return do_all(arguments, fresh=fresh, debug=context.obj)
 
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot ingest recipes/quickstart.yaml")
-def ingest(arguments: Arguments, again: Again = False) -> int:
+def ingest(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
     """Read the sources into raw documents (Parquet)."""
-    return _step("ingest", arguments, again)
+    return _step(context, "ingest", arguments, again)
 
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot prepare recipes/quickstart.yaml tokenizer.vocab_size=8192")
-def prepare(arguments: Arguments, again: Again = False) -> int:
+def prepare(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
     """Train or fetch the tokenizer, and turn documents into columns of tokens."""
-    return _step("prepare", arguments, again)
+    return _step(context, "prepare", arguments, again)
 
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot train recipes/quickstart.yaml train.optimizer.lr=3e-4 --fresh")
 def train(
-    arguments: Arguments,
+    context: typer.Context, arguments: Arguments,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start from the first step; old checkpoints are set aside.")] = False,
 ) -> int:
     """Train, or go on from the newest checkpoint, and export the model folder."""
-    return _step("train", arguments, fresh)
+    return _step(context, "train", arguments, fresh)
 
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot evaluate recipes/quickstart.yaml evaluate.model=path/to/model")
-def evaluate(arguments: Arguments, again: Again = False) -> int:
+def evaluate(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
     """Measure a model folder: a table on stdout, the report on disk."""
-    return _step("evaluate", arguments, again)
+    return _step(context, "evaluate", arguments, again)
 
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot gate recipes/quickstart.yaml gate.margin=0.01")
-def gate(arguments: Arguments, again: Again = False) -> int:
+def gate(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
     """Is the model better than the live one? Exit code 0: deploy, 3: keep."""
-    return _step("gate", arguments, again)
+    return _step(context, "gate", arguments, again)
 
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot register recipes/quickstart.yaml registry.name=python")
-def register(arguments: Arguments, again: Again = False) -> int:
+def register(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
     """Keep the model as a new version, and make it live if the gate said so."""
-    return _step("register", arguments, again)
+    return _step(context, "register", arguments, again)
 
 
-def _step(verb: str, arguments: list[str], again: bool) -> int:
+def _step(context: typer.Context, verb: str, arguments: list[str], again: bool) -> int:
     from ingot.cli.verbs import do_step
 
-    return do_step(verb, arguments, again=again)
+    return do_step(verb, arguments, again=again, debug=context.obj)
 
 
 @app.command(rich_help_panel=RESULT, epilog="Example: ingot deploy quickstart --version 2")

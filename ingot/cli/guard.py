@@ -10,7 +10,10 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from ingot.base.errors import EXIT_FAILED, EXIT_WRONG_INPUT, IngotError
+from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, IngotError
+
+# To be stopped by a person or a scheduler is no error.
+STOPPED = (EXIT_STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 class Interrupted(BaseException):
@@ -50,7 +53,8 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
         _write_no_more()
         return 128 + signal.SIGPIPE
     except IngotError as error:
-        return _tell(f"error: {error}", error.exit_code, debug=debug)
+        stopped = error.exit_code in STOPPED
+        return _tell(f"{error}" if stopped else f"error: {error}", error.exit_code, debug=debug)
     except OSError as error:
         _write_no_more()
         return _tell(f"error: {_os_error(error)}", EXIT_FAILED, debug=debug)

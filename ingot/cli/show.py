@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,18 +37,30 @@ def knobs() -> int:
 
 @show.command(epilog="Example: ingot show run runs/quickstart")
 def run(run: RunOrRecipe) -> int:
-    """Steps, results, the newest checkpoint and the last events of one run."""
-    from ingot.cli.look import show_run
+    """Steps, results, the last metrics and the last events of one run."""
+    from ingot.cli.look import run_folder
+    from ingot.report.tables import show_run
 
-    return show_run(run)
+    show_run(run_folder(run))
+    return 0
 
 
-@show.command(epilog="Example: ingot show runs")
-def runs(output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder that runs lie in.")] = "runs") -> int:
-    """All runs in a folder with their results, one a line."""
-    from ingot.cli.look import show_runs
+@show.command(epilog="Example: ingot show runs --compare runs/first runs/second")
+def runs(
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder that runs lie in.")] = "runs",
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Two runs side by side instead.", show_default=False)
+    ] = None,
+) -> int:
+    """All runs in a folder with their results, or two side by side."""
+    from ingot.cli.look import run_folder
+    from ingot.report import tables
 
-    return show_runs(output)
+    if compare is not None:
+        tables.compare(run_folder(compare[0]), run_folder(compare[1]))
+    else:
+        tables.show_runs(Path(output))
+    return 0
 
 
 @show.command(epilog="Example: ingot show data recipes/quickstart.yaml")

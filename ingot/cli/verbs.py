@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from ingot.base.environment import ranks
+from ingot.base.errors import EXIT_DONE
 from ingot.base.fingerprint import fingerprint
 from ingot.base.steprecord import Outcome
 from ingot.cli.arguments import read_recipe
+from ingot.cli.look import show_report
 from ingot.config.recipe import Recipe
+from ingot.launch.job import Job
+from ingot.launch.local import foreground
 from ingot.pipeline.perform import perform
 from ingot.pipeline.steps import step_of
 
 
-def do_step(verb: str, arguments: list[str], *, again: bool) -> int:
+def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False) -> int:
     """Do one step of the recipe, unless nothing changed; its result on stdout, its exit code back."""
-    recipe = read_recipe(arguments)
-    record = perform(step_of(verb), recipe, lambda: DO[verb](recipe, again), STAMPS, again=again)
+    recipe, step = read_recipe(arguments), step_of(verb)
+    if step.distributed and recipe.launch.processes > 1 and not under_torchrun():
+        options = [*([AGAIN[verb]] if again else []), *(["--debug"] if debug else [])]
+        return foreground(Job(verb, (verb, *arguments, *options), recipe.launch.processes), results=sys.stdout).code
+    done: list[Outcome] = []
+
+    def do() -> Outcome:
+        done.append(DO[verb](recipe, again))
+        return done[0]
+
+    record = perform(step, recipe, do, STAMPS, again=again)
     if ranks().is_main:
+        if verb == "evaluate" and not done:
+            show_report(recipe.folder)
         print(f"{verb}: {record.result}; see {record.where}")
     return record.exit_code
 
 
-def do_all(arguments: list[str], *, fresh: bool) -> int:
+def under_torchrun() -> bool:
+    """Whether torchrun started this process, and the ranks are there already."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
     from ingot.pipeline.run import run
     from ingot.pipeline.summary import show_summary
 
     recipe = read_recipe(arguments)
-    show_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh))
-    return 0
+    show_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh, debug=debug))
+    return EXIT_DONE
 
 
 def _ingest(recipe: Recipe, again: bool) -> Outcome:
@@ -81,6 +103,7 @@ def _live_stamp(recipe: Recipe) -> dict[str, Any]:
     return {"the live model": gate_stamp(recipe)}
 
 
+AGAIN = {"train": "--fresh", "evaluate": "--again"}
 DO: dict[str, Callable[[Recipe, bool], Outcome]] = {
     "ingest": _ingest, "prepare": _prepare, "train": _train, "evaluate": _evaluate, "gate": _gate, "register": _register,
 }

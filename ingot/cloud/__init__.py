@@ -1,0 +1,1 @@
+"""One thin face over each cloud client. Empty until the first of them is needed."""

@@ -15,9 +15,10 @@ from ingot.base.steprecord import Outcome, sizes
 from ingot.base.storage import disk_errors, open_read
 from ingot.config.recipe import Recipe
 from ingot.config.work import Source
+from ingot.data.items import Bad, missing_column
 from ingot.data.raw import MANIFEST, Raw, RawSource, Text, knobs_of, write_manifest, write_parts
-from ingot.data.readers import Bad, missing_column, read_items
-from ingot.data.sources import SourceFile, Split, recipe_sources, source_files
+from ingot.data.readers import read_items
+from ingot.data.sources import SourceFile, Split, recipe_sources, source_files, writable
 
 EXAMPLES = 20
 SHOWN = 3
@@ -114,7 +115,7 @@ class _Reading:
         self._progress.update((self._bytes + within) // 10**6, documents=f"{self._documents:,}")
 
     def _count(self, bad: Bad, file: SourceFile, source: Source) -> None:
-        tally, place = self.tally, f"{file.path}:{bad.row}"
+        tally, place = self.tally, f"{writable(file.path)}:{bad.row}"
         tally.keys = bad.keys or tally.keys
         tally.bad[bad.reason] += 1
         wrong_name = not tally.good and tally.bad[bad.reason] == tally.bad.total()
@@ -122,10 +123,11 @@ class _Reading:
             raise missing_column(place, source.text, bad.keys)
         if self._stop:
             raise WrongInput(f"{place}: {bad}; mend it, or set data.on_bad=skip")
+        told = writable(f"{place}: {bad}")
         if len(tally.examples) < EXAMPLES:
-            tally.examples.append(f"{place}: {bad}")
+            tally.examples.append(told)
         if tally.bad.total() <= SHOWN:
-            say(f"skipped {place}: {bad}")
+            say(f"skipped {told}")
 
     def finish(self, source: Source, files: int) -> None:
         """Tell what was skipped; refuse a source that gave nothing."""

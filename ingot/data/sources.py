@@ -90,7 +90,7 @@ def find_source(source: Source, knob: str = "source") -> list[SourceFile]:
         raise WrongInput(f"{knob} {source.source} needs a package that is not installed ({error})") from error
     except OSError as error:
         raise Failed(f"{knob} {source.source} cannot be listed ({error}); check the address and your credentials") from error
-    names = [_name(path, pattern) for path in paths]
+    names = [writable(_name(path, pattern)) for path in paths]
     files = [SourceFile(path, name, _format(source, path), _stamp(path)) for path, name in zip(paths, names, strict=True)
              if not _is_hidden(name)]
     if not files:
@@ -100,7 +100,8 @@ def find_source(source: Source, knob: str = "source") -> list[SourceFile]:
 
 def _stamp(path: str) -> dict[str, Any]:
     try:
-        return stamp(path)
+        found = stamp(path)
+        return {**found, "path": writable(found["path"])}
     except OSError as error:
         raise WrongInput(f"{path} cannot be read ({error.strerror or error}); mend or remove it") from error
 
@@ -139,6 +140,11 @@ def _name(path: str, pattern: str) -> str:
 
 def _without_scheme(path: str) -> str:
     return path.rpartition("://")[2].lstrip("/")
+
+
+def writable(text: str) -> str:
+    """A text that UTF-8 can hold: names on a disk, and keys in JSON, may be no text at all."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _is_hidden(name: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from ingot.base.errors import EXIT_DONE, EXIT_STOPPED, Failed, WrongInput
 from ingot.base.processes import started_at, tied_to_me
@@ -49,8 +50,8 @@ class Ended:
     signum: int
 
 
-def foreground(job: Job) -> Ended:
-    """Run `job` and wait. Its results and its messages both go to our stderr: stdout stays the caller's.
+def foreground(job: Job, *, results: TextIO | None = None) -> Ended:
+    """Run `job` and wait. Its messages go to our stderr, and so do its results unless `results` says where to.
 
     SIGINT, SIGTERM and SIGHUP are handed on and waited for; the second one kills. The job has a process group of its
     own, so that Ctrl-C reaches it once (from here) and not twice; when we are killed, the kernel ends it.
@@ -67,7 +68,7 @@ def foreground(job: Job) -> Ended:
 
     with _handling(hand_on):
         child = subprocess.Popen(
-            command(job), env={**os.environ, **environment(job)}, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(),
+            command(job), env={**os.environ, **environment(job)}, stdin=subprocess.DEVNULL, stdout=(results or sys.stderr).fileno(),
             process_group=0, preexec_fn=tied_to_me(),
         )
         if received:

@@ -95,8 +95,7 @@ class Job:
             return self._finish("error", "")
         if choice.token in eos:
             return self._finish("stop", self.stream.finish() if self.stream else "")
-        offset = self.stream.length if self.stream else 0
-        text = self.stream.push(choice.token) if self.stream else ""
+        text, offset = self._read(choice.token)
         self.waiting.append(Token(choice.token, offset, choice.logprob, choice.top))
         if self.stream and self.stream.stopped:
             self.waiting = [token for token in self.waiting if token.offset < self.stream.length]
@@ -107,6 +106,16 @@ class Job:
         ready = self.waiting if self.stream is None else [token for token in self.waiting if token.offset < self.given]
         self.waiting = self.waiting[len(ready) :]
         return Piece(text, tuple(ready), self.generated)
+
+    def _read(self, token: int) -> tuple[str, int]:
+        """The text that a token makes certain, and where in the completion the token's own begins."""
+        if self.stream is None:
+            return "", 0
+        before = self.stream.length
+        offset = before + self.stream.unsettled
+        text = self.stream.push(token)
+        # A token that completes a character belongs to that character, not behind it.
+        return text, min(offset, self.stream.length - 1) if self.stream.length > before else offset
 
     def _finish(self, finish: Finish, text: str) -> Piece:
         return Piece(text, tuple(self.waiting), self.generated, finish)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"
-# A UTF-8 character that is not whole yet has at most three bytes, which some decoders show one by one.
+# A UTF-8 character that is not whole yet has at most three bytes.
 UNSURE = 3
 # Tokens decoded together with the next one, so that a space at its beginning is kept.
 CONTEXT = 5
@@ -20,7 +20,8 @@ class TextStream:
     """The text of one completion.
 
     `context` are the prompt's tokens: the first new token is decoded after them, so that prompt and completion can be
-    joined. `length` counts the characters that are certain so far, those held back for a stop string included.
+    joined. `length` counts the characters that are certain so far, those held back for a stop string included; `unsettled`
+    those after them that show as replacements for now.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -30,6 +31,7 @@ class TextStream:
         self._given = decode(self._window).rstrip(REPLACEMENT)  # the part of the window's text that is given out
         self._held = ""
         self.length = 0
+        self.unsettled = 0
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -50,7 +52,7 @@ class TextStream:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back, now that no more tokens come. Half a character is dropped."""
+        """What was held back for a stop string, now that no more tokens come. Replacements at the end may be half a character: dropped."""
         held, self._held = self._held, ""
         return held
 
@@ -58,18 +60,18 @@ class TextStream:
         """New characters that later tokens can no longer change."""
         self._window.append(token)
         text = self._decode(self._window)
-        unsure = min(UNSURE, len(text) - len(text.rstrip(REPLACEMENT)))
-        certain = text[: len(text) - unsure]
-        if not certain.startswith(self._given):
-            # SentencePiece shows a whole run of bytes as replacements while its last character is not whole.
-            if unsure and len(self._window) <= LONGEST:
+        # Replacements at the end may be the beginning of a character; SentencePiece shows even whole characters before
+        # it so, as long as all of them are spelt in bytes. Nothing of the kind is given out before it is settled.
+        solid = text.rstrip(REPLACEMENT)
+        if len(solid) < len(text) and len(self._window) <= LONGEST:
+            self.unsettled = len(text) - len(solid)
+            if not solid.startswith(self._given):
                 return ""
-            fresh = self._decode(self._window[self._old :])
-        else:
-            fresh = certain[len(self._given) :]
-            if unsure and len(self._window) <= LONGEST:
-                self._given = certain
-                return fresh
+            fresh, self._given = solid[len(self._given) :], solid
+            return fresh
+        unsure = self.unsettled = min(UNSURE, len(text) - len(solid))
+        certain = text[: len(text) - unsure]
+        fresh = certain[len(self._given) :] if certain.startswith(self._given) else self._decode(self._window[self._old :])
         self._slide(unsure)
         return fresh
 

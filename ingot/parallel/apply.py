@@ -1,7 +1,6 @@
 """Every wrapper, in one order: compile, then DDP.
 
-Compile comes first so that DDP's hooks stay outside the graph. Gradients are *summed* over ranks (FACES: decision 1): the
-step divides once, by the target count of the whole global batch.
+Compile comes first so that DDP's hooks stay outside the graph.
 """
 
 from __future__ import annotations
@@ -9,11 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ingot.parallel.mesh import Mesh
@@ -23,19 +19,17 @@ def apply_wrappers(model: nn.Module, mesh: Mesh, *, compiled: bool) -> nn.Module
     """The module to call in training. `model` itself stays the owner of the parameters, under their own names."""
     if compiled:
         model.compile()
-    if mesh.world == 1:
-        return model
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    wrapped.register_comm_hook(None, _sum_gradients)
-    return wrapped
+    return model if mesh.world == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-# Without annotations: DDP compares them with its own types, and here they would be text.
-def _sum_gradients(_, bucket):  # type: ignore[no-untyped-def]
-    """DDP averages unless told; a mean of means is wrong when ranks hold unequal numbers of targets."""
-    work: Any = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, async_op=True)
-    future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return future
+def sum_factor(module: nn.Module, mesh: Mesh) -> float:
+    """What turns the gradients that a wrapper leaves into sums over all ranks.
+
+    The step needs sums (a mean of means is wrong where ranks hold unequal numbers of targets), and DDP leaves averages.
+    Multiplying back is exact for powers of two. A hook that sums instead would run Python in gloo's threads, and those
+    were seen to deadlock with a group that is being closed.
+    """
+    return float(mesh.world) if isinstance(module, DistributedDataParallel) else 1.0
 
 
 def last_micro_batch(module: nn.Module, is_last: bool) -> AbstractContextManager[None]:

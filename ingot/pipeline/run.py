@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ingot.base.errors import EXIT_DONE, EXIT_KEEP, EXIT_STOPPED, Failed, IngotError
+from ingot.base.errors import EXIT_DONE, EXIT_KEEP, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, IngotError
 from ingot.base.lock import folder_lock
 from ingot.base.progress import say
 from ingot.base.steprecord import StepRecord, read_record
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.local import foreground
+from ingot.launch.local import Ended, foreground
 from ingot.pipeline.ask import serve_and_ask
 from ingot.pipeline.perform import perform
 from ingot.pipeline.skip import Stamps, check
@@ -35,8 +36,10 @@ class Done:
     skipped: set[str] = field(default_factory=set)
 
 
-def run(recipe: Recipe, arguments: Sequence[str], stamps: Stamps, *, fresh: bool = False) -> Done:
+def run(recipe: Recipe, arguments: Sequence[str], stamps: Stamps, *, fresh: bool = False, debug: bool = False) -> Done:
     """Do all steps in order, each in a process of its own. `arguments` are recipe files and overrides as typed.
+
+    `fresh` trains from the first step, where training is to be done; `debug` lets the steps show tracebacks.
 
     Raises:
         StepEnded: a step failed or was stopped; the same command goes on from there.
@@ -51,7 +54,8 @@ def run(recipe: Recipe, arguments: Sequence[str], stamps: Stamps, *, fresh: bool
                 done.skipped.add(step.verb)
             else:
                 say(f"[{number}/{len(STEPS)}] {step.verb}")
-                record = _do(step, recipe, arguments, stamps, fresh=fresh)
+                options = [*(["--fresh"] if fresh and step.verb == "train" else []), *(["--debug"] if debug else [])]
+                record = _do(step, recipe, [*arguments, *options], stamps)
             done.records.append(record)
             if record.exit_code == EXIT_KEEP:
                 break
@@ -60,19 +64,26 @@ def run(recipe: Recipe, arguments: Sequence[str], stamps: Stamps, *, fresh: bool
     return done
 
 
-def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps, *, fresh: bool) -> StepRecord:
+def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) -> StepRecord:
     if step.verb == "serve":
         return perform(step, recipe, lambda: serve_and_ask(recipe, arguments), stamps)
-    options = ("--fresh",) if fresh and step.verb == "train" else ()
     processes = recipe.launch.processes if step.distributed else 1
-    ended = foreground(Job(step.verb, (step.verb, *arguments, *options), processes))
+    ended = foreground(Job(step.verb, (step.verb, *arguments), processes))
     if ended.signum or ended.code not in (EXIT_DONE, EXIT_KEEP):
         code = ended.code or 128 + ended.signum
-        how = "was stopped" if ended.signum or code == EXIT_STOPPED else f"failed (exit {code}), see above"
-        if code == 137 and not ended.signum:
-            how = "was killed (out of memory?)"
-        raise StepEnded(f"{step.verb} {how}; the same command goes on from here", code)
+        raise StepEnded(f"{step.verb} {_how_it_ended(ended)}", code)
     record = read_record(recipe.folder.steps, step.verb)
     if record is None:
         raise Failed(f"{step.verb} ended well and left no record in {recipe.folder.steps}; run the same command again")
     return record
+
+
+def _how_it_ended(ended: Ended) -> str:
+    onward = "the same command goes on from here"
+    if ended.signum or ended.code == EXIT_STOPPED:
+        return f"was stopped; {onward}"
+    if ended.code == 128 + signal.SIGKILL:
+        return f"was killed, perhaps for want of memory; {onward}"
+    if ended.code == EXIT_WRONG_INPUT:
+        return "cannot be done, see above; mend that and run the same command again"
+    return f"failed (exit {ended.code}), see above; {onward}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers within [low, high], about `wanted` of them, 1, 2 or 5 times a power of ten apart."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
-    rough = (high - low) / max(wanted, 1)
+    rough = high / max(wanted, 1) - low / max(wanted, 1)
     power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 0.0
     if power == 0.0:  # closer together than numbers can tell
         return [low]
@@ -39,13 +40,22 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [(first + index) * apart for index in range(math.floor(high / apart + 1e-9) - first + 1)]
 
 
-def smooth(values: Sequence[float], over: int) -> list[float]:
-    """A running mean that forgets with a half-life of about `over` values, not biased towards the first."""
-    keep = 1.0 - 1.0 / max(over, 1)
-    mean, weight, out = 0.0, 0.0, []
-    for value in values:
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        out.append(mean / weight)
+def rounded(number: float, apart: float) -> str:
+    """As a label of an axis whose labels stand `apart`: no more decimals than tell them apart."""
+    if number == 0:
+        return "0"
+    decimals = min(max(-math.floor(math.log10(apart) + 1e-9), 0), 10) if apart > 0 else 3
+    return f"{number:.{decimals}f}" if abs(number) < 1e5 else f"{number:.3g}"
+
+
+def smooth(values: Sequence[float], reach: int) -> list[float]:
+    """The mean of each value and its neighbours up to `reach` away, fewer but on both sides near the ends, so that it lags behind nothing."""
+    sums = [0.0, *itertools.accumulate(values)]
+    out = []
+    for index in range(len(values)):
+        near = min(reach, max(index, reach // 4), max(len(values) - 1 - index, reach // 4))
+        first, last = max(index - near, 0), min(index + near + 1, len(values))
+        out.append((sums[last] - sums[first]) / (last - first))
     return out
 
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 import ingot
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
-from ingot.base.steprecord import StepRecord
 from ingot.base.storage import write_atomic
-from ingot.report.figures import count, short, smooth
+from ingot.report.figures import count, rounded, short, smooth
 from ingot.report.plots import Line, Panel, bars, curves, share_bar
-from ingot.report.reading import RunView, read_run
+from ingot.report.reading import RunView, Series, read_run
 from ingot.report.recipes import chosen, highlighted
 from ingot.report.words import Headline, headline
 
 MANY_POINTS = 120
 MOST_EVENTS = 40
-_BASELINES = {"gzip": "gzip -9", "xz": "xz -9", "bigram": "bigram model"}
+_BASELINES = {"gzip": "gzip -9", "xz": "xz -9", "bigram": "bigram"}
 
 
 def write_page(run: RunFolder) -> Path:
@@ -36,13 +35,18 @@ def write_page(run: RunFolder) -> Path:
 
 def render(view: RunView) -> str:
     """The page as HTML."""
-    environment = Environment(loader=PackageLoader("ingot.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     told = headline(view)
-    return environment.get_template("page.html").render(
+    return _template().render(
         view=view, headline=told, tiles=_tiles(view), bars=_bars(view, told), gate=_gate(view), loss=_loss(view), minis=_minis(view),
-        metrics=_metrics(view), samples=_samples(view), steps=_steps(view.records), events=_events(view.events), chosen=chosen(view),
+        metrics=_metrics(view), samples=_samples(view), steps=_steps(view), events=_events(view.events), chosen=chosen(view),
         recipe=highlighted(view.recipe_text), lineage=_lineage(view), version=ingot.__version__, written=_moment(time.time()), root=str(view.root),
     )
+
+
+@functools.cache
+def _template() -> Template:
+    loader = PackageLoader("ingot.report", ".")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).get_template("page.html")
 
 
 def _tiles(view: RunView) -> list[dict[str, str]]:
@@ -100,15 +104,18 @@ def _gate(view: RunView) -> dict[str, Any] | None:
 
 
 def _loss(view: RunView) -> Markup:
-    train, validation, rate = (view.curves[key] for key in ("train/loss", "validation/loss", "train/lr"))
-    lines = [Line("train", "train", train.steps, train.values)]
-    if len(train.steps) > MANY_POINTS:
-        calm = smooth(train.values, len(train.values) // 40)
-        lines = [Line("train", "train", train.steps, train.values, "faint", told=False), Line("train, smoothed", "train", train.steps, calm)]
-    lines.append(Line("validation", "validation", validation.steps, validation.values, "dots"))
-    loss = Panel([line for line in lines if len(line.xs)], 280, lambda value: short(value, 4))
-    lr = Panel([Line("learning rate", "rate", rate.steps, rate.values, "area")], 64, lambda value: short(value, 3), 2, floor=True, title="learning rate")
+    validation, rate = view.curves["validation/loss"], view.curves["train/lr"]
+    loss = Panel([*_drawn("train", "train", view.curves["train/loss"]), Line("validation", "validation", validation.steps, validation.values, "dots")], 280)
+    lr = Panel([Line("learning rate", "rate", rate.steps, rate.values, "area")], 64, wanted=2, floor=True, title="learning rate")
     return curves([loss, lr], "Loss in nats per token and learning rate over the training steps")
+
+
+def _drawn(name: str, colour: str, series: Series) -> list[Line]:
+    """A curve as it is, or where it has very many points, pale behind a calmer one."""
+    if len(series.steps) <= MANY_POINTS:
+        return [Line(name, colour, series.steps, series.values)]
+    calm = smooth(series.values, len(series.values) // 50)
+    return [Line(name, colour, series.steps, series.values, "faint", told=False), Line(f"{name}, smoothed", colour, series.steps, calm)]
 
 
 def _minis(view: RunView) -> list[dict[str, Any]]:
@@ -116,17 +123,20 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
     speed, use, norm = (view.curves[f"train/{key}"] for key in ("tokens_per_s", "mfu", "grad_norm"))
     shown = []
 
-    def add(title: str, series: Any, figure: str, show: Any, colour: str, *, floor: bool = True) -> None:
-        if series:
-            drawn = curves([Panel([Line(title, colour, series.steps, series.values)], 120, show, 3, floor=floor)], f"{title} over the training steps")
-            shown.append({"title": title, "figure": figure, "plot": drawn})
+    def add(title: str, figure: str, panel: Panel) -> None:
+        shown.append({"title": title, "figure": figure, "plot": curves([panel], f"{title} over the training steps", wanted=3)})
 
     if speed:
-        add("tokens per second", speed, f"{count(_middle(speed.values))} median", count, "speed")
+        lines = _drawn("tokens/s", "speed", speed)
+        add("Tokens per second", f"{count(_middle(speed.values))} median", Panel(lines, 120, count, lambda value, apart: count(value), 3, floor=True))
     if use:
-        add("model FLOPs utilisation", use, f"{_percent(_middle(use.values))} median", _percent, "use")
+        lines = _drawn("MFU", "use", use)
+        panel = Panel(lines, 120, _percent, lambda value, apart: f"{rounded(100 * value, 100 * apart)} %", 3, floor=True)
+        add("Model FLOPs utilisation", f"{_percent(_middle(use.values))} median", panel)
     if norm:
-        add("gradient norm", norm, f"{short(_middle(norm.values), 3)} median, {short(max(norm.values), 3)} at most", lambda value: short(value, 3), "norm")
+        lines = _drawn("norm", "norm", norm)
+        figure = f"{short(_middle(norm.values), 3)} median, {short(max(norm.values), 3)} at most"
+        add("Gradient norm", figure, Panel(lines, 120, wanted=3, floor=True))
     return shown
 
 
@@ -152,13 +162,12 @@ def _samples(view: RunView) -> list[dict[str, str]]:
     return samples
 
 
-def _steps(records: Iterable[StepRecord]) -> list[dict[str, Any]]:
-    records = list(records)
-    longest = max((record.seconds for record in records), default=0.0) or 1.0
+def _steps(view: RunView) -> list[dict[str, Any]]:
+    longest = max((record.seconds for record in view.records), default=0.0) or 1.0
     return [
         {"name": str(record.step), "seconds": f"{record.seconds:,.1f}", "share": share_bar(record.seconds / longest), "result": str(record.result),
-         "where": str(record.where), "exit": record.exit_code}
-        for record in records
+         "where": view.within(record.where)}
+        for record in view.records
     ]
 
 

@@ -6,17 +6,19 @@ Values under the pointer are shown by CSS alone. Colours are classes of the page
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from ingot.report.figures import short, thin, ticks
+from ingot.report.figures import rounded, short, thin, ticks
 
 SIDE = 1000.0
 MOST_POINTS = 600
 MOST_PROBES = 90
+MOST_DOTS = 40
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ class Panel:
 
     lines: Sequence[Line]
     height: int
-    show: Callable[[float], str] = field(default=lambda value: short(value, 3))
+    show: Callable[[float], str] = field(default=short)
+    """A value in words."""
+    tick: Callable[[float, float], str] = field(default=rounded)
+    """A value at the axis in words; the second number is how far the labels are apart."""
     wanted: int = 5
     floor: bool = False
     title: str = ""
@@ -50,20 +55,23 @@ class _Scale:
     high: float
 
     def at(self, value: float) -> float:
-        """0 at `low`, SIDE at `high`."""
-        return SIDE * (value - self.low) / (self.high - self.low)
+        """0 at `low`, SIDE at `high`. In halves, so that no difference of large numbers is infinite."""
+        return SIDE * min(max((value / 2 - self.low / 2) / (self.high / 2 - self.low / 2), 0.0), 1.0)
 
 
-def curves(panels: Sequence[Panel], label: str, unit: str = "step") -> Markup:
-    """Panels one below the other over one horizontal axis; '' when there is no point in any."""
+def curves(panels: Sequence[Panel], label: str, unit: str = "step", *, wanted: int = 6) -> Markup:
+    """Panels one below the other over one horizontal axis with about `wanted` labels; '' when there is no point in any."""
     panels = [panel for panel in panels if any(len(line.xs) for line in panel.lines)]
     if not panels:
         return Markup("")
     lines = [line for panel in panels for line in panel.lines if len(line.xs)]
     across = _scale(min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines), room=0.0)
     drawn = Markup("").join(_panel(panel, across) for panel in panels)
-    places = [x for x in ticks(across.low, across.high, 6) if across.low <= x <= across.high]
-    words = Markup("").join(Markup('<span style="left:{}%">{}</span>').format(_percent(across.at(x)), f"{x:,.10g}") for x in places)
+    places = [x for x in ticks(across.low, across.high, wanted) if across.low <= x <= across.high]
+    words = Markup("").join(
+        Markup('<span style="left:{}%"{}>{}</span>').format(_percent(across.at(x)), Markup(' class="end"') if across.at(x) > 0.95 * SIDE else "", f"{x:,.10g}")
+        for x in places
+    )
     axis = Markup('<div class="across">{}<em>{}</em></div>').format(words, unit)
     return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(label, drawn, axis, _probes(panels, across, unit))
 
@@ -77,8 +85,8 @@ def bars(rows: Sequence[tuple[str, float, str, str]], interval: tuple[float, flo
     for name, value, words, colour in rows:
         whisker = Markup("")
         if interval and colour == "own":
-            place = (_percent(SIDE * interval[0] / most), _percent(SIDE * interval[1] / most))
-            whisker = Markup('<line class="whisker" x1="{}%" x2="{}%" y1="50%" y2="50%"/>').format(*place)
+            place = (_percent(SIDE * interval[0] / most), _percent(SIDE * (interval[1] - interval[0]) / most))
+            whisker = Markup('<rect class="whisker" x="{}%" width="{}%" height="100%"/>').format(*place)
         width = _percent(SIDE * max(value, 0.0) / most)
         mark = Markup('<svg width="100%" height="100%" aria-hidden="true"><rect class="track" width="100%" height="100%" rx="5"/>'
                       '<rect class="bar" width="{}%" height="100%" rx="5"/>{}</svg>').format(width, whisker)
@@ -101,11 +109,12 @@ def _panel(panel: Panel, across: _Scale) -> Markup:
     places = [y for y in ticks(up.low, up.high, panel.wanted) if up.low <= y <= up.high]
     grid = Markup("").join(Markup('<path class="grid" d="M0 {0}H1000"/>').format(_number(SIDE - up.at(y))) for y in places)
     marks = Markup("").join(_marks(line, across, up) for line in panel.lines if len(line.xs))
-    words = Markup("").join(Markup('<span style="top:{}%">{}</span>').format(_percent(SIDE - up.at(y)), panel.show(y)) for y in places)
+    apart = places[1] - places[0] if len(places) > 1 else 0.0
+    words = Markup("").join(Markup('<span style="top:{}%">{}</span>').format(_percent(SIDE - up.at(y)), panel.tick(y, apart)) for y in places)
     title = Markup("<em>{}</em>").format(panel.title) if panel.title else Markup("")
     return Markup(
-        '<div class="panel" style="height:{}px"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{}{}</svg>{}{}</div>'
-    ).format(panel.height, grid, marks, words, title)
+        '<div class="panel{}" style="height:{}px"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{}{}</svg>{}{}</div>'
+    ).format(" under" if title else "", panel.height, grid, marks, words, title)
 
 
 def _marks(line: Line, across: _Scale, up: _Scale) -> Markup:
@@ -116,7 +125,7 @@ def _marks(line: Line, across: _Scale, up: _Scale) -> Markup:
     if line.look == "area":
         filled = f"{path}L{points[-1][0]} 1000L{points[0][0]} 1000Z"
         drawn = Markup('<path class="filled {}" d="{}"/>').format(line.colour, filled) + Markup('<path class="line {}" d="{}"/>').format(line.colour, path)
-    if line.look == "dots" or len(points) == 1:
+    if (line.look == "dots" and len(points) <= MOST_DOTS) or len(points) == 1:
         # A line of no length with round ends is a dot that the stretching does not flatten.
         drawn += Markup('<path class="dots {}" d="{}"/>').format(line.colour, "".join(f"M{x} {y}h0" for x, y in points))
     return drawn
@@ -144,18 +153,19 @@ def _told(panel: Panel, line: Line, x: float, across: _Scale) -> Markup:
     """The value of `line` at `x`, or the nearest that is not far off."""
     near = bisect_left(line.xs, x)
     nearest = min((index for index in (near - 1, near) if 0 <= index < len(line.xs)), key=lambda index: abs(line.xs[index] - x))
-    if abs(line.xs[nearest] - x) > (across.high - across.low) / 12:
+    if abs(across.at(line.xs[nearest]) - across.at(x)) > SIDE / 12:
         return Markup("")
     return Markup('<span class="{}">{} <strong>{}</strong></span>').format(line.colour, line.name, panel.show(line.ys[nearest]))
 
 
 def _scale(low: float, high: float, room: float, *, from_zero: bool = False) -> _Scale:
     """With `room` (a share) above and below; never of no length."""
-    if high <= low:
-        apart = abs(low) * 0.1 or 1.0
-        return _Scale(0.0 if from_zero and low > 0 else low - apart, high + apart)
-    apart = (high - low) * room
-    return _Scale(low if from_zero else low - apart, high + apart)
+    most = sys.float_info.max
+    if high / 2 - low / 2 <= 0:
+        apart = max(abs(low) * 0.1, 1e-300) if low else 1.0
+        return _Scale(0.0 if from_zero and low > 0 else max(low - apart, -most), min(high + apart, most))
+    apart = (high / 2 - low / 2) * 2 * room if room else 0.0
+    return _Scale(low if from_zero else max(low - apart, -most), min(high + apart, most))
 
 
 def _number(value: float) -> str:

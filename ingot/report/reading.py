@@ -77,6 +77,10 @@ class RunView:
             return None
         return next((metric for key, metric in self.evaluation.metrics.items() if key == name or key.endswith(f"/{name}")), None)
 
+    def within(self, path: str) -> str:
+        """`path` as seen from the run folder, where it lies in it."""
+        return str(path).removeprefix(f"{self.root}/")
+
     @property
     def steps_done(self) -> int:
         return int(max((series.steps[-1] for series in self.curves.values() if series), default=0))
@@ -87,9 +91,11 @@ class RunView:
         last: dict[str, Any] = next((event for event in reversed(self.events) if event.get("kind") in ("start", "stop", "finish", "failure")), {})
         if self.running:
             return "running"
-        if last.get("kind") == "failure":
-            return f"failed: {last.get('cause') or 'no reason noted'}"
-        if last.get("kind") in ("start", "stop"):
+        cause = str(last.get("cause") or "no reason noted")
+        # A step that was done after all has its record again.
+        if last.get("kind") == "failure" and self.record(cause.partition(":")[0]) is None:
+            return f"failed: {cause}"
+        if last.get("kind") in ("start", "stop") and self.record("train") is None:
             return f"stopped at step {self.steps_done:,}"
         return f"done up to {self.records[-1].step}" if self.records else "nothing done yet"
 

@@ -6,11 +6,9 @@ import json
 import re
 from typing import Any
 
-import yaml
 from markupsafe import Markup
 from pydantic import ValidationError
 
-from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.report.reading import RunView
 
@@ -18,19 +16,20 @@ _KEY = re.compile(r"^(\s*(?:- )*)([^\s:#'\"\[{][^:]*)(:)(?=\s|$)(.*)$")
 
 
 def chosen(view: RunView) -> list[tuple[str, str]]:
-    """Dotted knobs that differ from their defaults, with their values."""
-    data = view.recipe.get("data")
+    """Dotted knobs that differ from their defaults, with their values; sources are always among them."""
+    sources = view.knob("data.train")
     try:
-        plain = Recipe.model_validate({"name": view.name, "data": {"train": data.get("train") if isinstance(data, dict) else None}})
-    except ValidationError:
+        plain = Recipe.model_validate({"name": view.name, "data": {"train": [{"source": source["source"]} for source in sources]}})
+    except (ValidationError, TypeError, KeyError):
         return []
-    defaults = flat(yaml.safe_load(dump_recipe(plain)))
-    return [(path, value) for path, value in flat(view.recipe).items() if path.startswith("data.train.") or defaults.get(path) != value]
+    defaults = flat(plain.model_dump(mode="json"))
+    is_source = re.compile(r"data\.(train|validation)\.\d+\.source").fullmatch
+    return [(path, value) for path, value in flat(view.recipe).items() if is_source(path) or defaults.get(path) != value]
 
 
 def flat(value: Any, path: str = "") -> dict[str, str]:
-    """Dotted path -> value as JSON, for every leaf."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    """Dotted path -> value as text, for every leaf; a list without sections is a leaf."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) and any(isinstance(v, dict) for v in value) else ()
     leaves: dict[str, str] = {}
     for key, item in inner:
         leaves |= flat(item, f"{path}.{key}" if path else str(key))

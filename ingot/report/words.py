@@ -36,23 +36,25 @@ def _state(view: RunView) -> tuple[str, str]:
     decision = (view.gate or {}).get("decision")
     if view.running or view.state.startswith(("failed", "stopped")) or decision not in ("deploy", "keep"):
         return view.state, "bad" if view.state.startswith("failed") else "plain"
-    return ("deployed", "good") if decision == "deploy" else ("the live model stays", "plain")
+    if decision == "keep":
+        return "the live model stays", "plain"
+    return ("deployed", "good") if view.record("register") else ("the gate says deploy", "plain")
 
 
 def _made(view: RunView) -> Markup:
     """What was trained, on how much, for how long."""
     if not view.parameters:
         return Markup("")
-    base = view.lineage.get("base")
-    start = "trained from random weights"
+    base = view.lineage.get("base", "unknown")
+    start = "trained from random weights" if base is None else "trained"
     if isinstance(base, dict) and base.get("source"):
         start = f"trained on from {base['source']}"
-    sentence = Markup("A model of <strong>{} parameters</strong>, {}").format(count(view.parameters), start)
+    sentence = Markup("A model of <strong>{} parameters</strong>, {}").format(_whole(count(view.parameters)), start)
     batch, seq_len, train = view.knob("train.global_batch"), view.knob("data.seq_len"), view.record("train")
     if isinstance(batch, int) and isinstance(seq_len, int) and view.steps_done:
-        sentence += Markup(" on <strong>{} tokens</strong>").format(count(view.steps_done * batch * seq_len))
+        sentence += Markup(" on <strong>{} tokens</strong>").format(_whole(count(view.steps_done * batch * seq_len)))
     if train is not None:
-        sentence += Markup(" in <strong>{}</strong>").format(duration(train.seconds))
+        sentence += Markup(" in <strong>{}</strong>").format(_whole(duration(train.seconds)))
     return sentence + "."
 
 
@@ -72,8 +74,13 @@ def _reached(view: RunView, beside: dict[str, float]) -> Markup:
 
 
 def _share(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1f} %"
+    return f"{100 * share:.0f}\u00a0%" if share >= 0.01 else f"{100 * share:.1f}\u00a0%"
 
 
 def _called(name: Any) -> str:
-    return {"gzip": "gzip -9", "xz": "xz -9", "bigram": "a bigram model of the same tokens"}.get(str(name), str(name))
+    return {"gzip": "gzip\u00a0-9", "xz": "xz\u00a0-9", "bigram": "a bigram model of the same tokens"}.get(str(name), str(name))
+
+
+def _whole(figure: str) -> str:
+    """Never broken over two lines."""
+    return figure.replace(" ", "\u00a0")

@@ -73,10 +73,10 @@ def explain(faults: Sequence[Mapping[str, Any]]) -> Refused:
                 line = f"`{place}` is not known to this server; remove it"
             case "missing" if place:
                 line = f"`{place}` is missing; give it"
-            case _ if not place:
-                line = "the body is not a JSON object; send one"
             case "value_error":
                 line = f"`{place}`: {fault['ctx']['error']}" if place else str(fault["ctx"]["error"])
+            case _ if not place:
+                line = "the body is not a JSON object; send one"
             case _:
                 given = "" if isinstance(fault.get("input"), dict | list) else f" is {fault.get('input')!r:.60}"
                 line = f"`{place}`{given}: {fault['msg'][0].lower()}{fault['msg'][1:]}"

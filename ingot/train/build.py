@@ -67,6 +67,11 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     drawing = blueprint(recipe, tokenizer)
     rows = open_rows(columns, "train", recipe.data.seq_len, pad_last=False)
     held_out = open_rows(columns, "validation", recipe.data.seq_len, pad_last=True)
+    if len(rows) < batch.global_batch:
+        raise WrongInput(
+            f"{columns} has {len(rows)} training rows of data.seq_len={recipe.data.seq_len}, less than train.global_batch={batch.global_batch}; "
+            f"add documents, or lower one of the two"
+        )
     last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
     compute = resolve_compute(recipe.precision.compute, mesh.device)
     identity = {**training_identity(recipe), "precision.compute": compute, "data": rows.fingerprint, "tokenizer": tokenizer.identity()}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ingot.data.loader import Batch
 from ingot.models.device import Compute, computing_in
 from ingot.objectives.pretrain import Pretrain
-from ingot.parallel.apply import last_micro_batch
+from ingot.parallel.apply import last_micro_batch, sum_factor
 from ingot.parallel.mesh import Mesh
 
 
@@ -52,9 +52,10 @@ def train_step(
             total += loss_sum.detach()
     loss = mesh.all_sum(total) / targets
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    norm = get_total_norm(grads) / targets
+    per_target = sum_factor(module, mesh) / targets
+    norm = get_total_norm(grads) * per_target
     skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
-    scale = torch.full_like(norm, 1 / targets)
+    scale = torch.full_like(norm, per_target)
     if clip_norm is not None:
         scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, scale)

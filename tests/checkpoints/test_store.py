@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage: Any, tmp_path: Path, capsys
 def test_with_none_whole_it_stops_and_says_so(tmp_path: Path) -> None:
     save(tmp_path, 1)
     flip_a_bit(step_folder(tmp_path, 1))
-    with pytest.raises(Failed, match="no checkpoint in .* is whole"):
+    with pytest.raises(Failed, match=r"no checkpoint in .* is whole"):
         newest_valid(tmp_path)
 
 

@@ -130,8 +130,8 @@ def _raise(error: BaseException) -> int:
 @pytest.mark.parametrize(("error", "code", "line"), [
     (WrongInput("x is 3; make it 4"), 2, "error: x is 3; make it 4"),
     (Failed("disk full"), 1, "error: disk full"),
-    (Stopped("stopped at 5", signum=15, committed=True), 75, "error: stopped at 5"),
-    (Stopped("stopped early", signum=15, committed=False), 143, "error: stopped early"),
+    (Stopped("stopped at 5", signum=15, committed=True), 75, "stopped at 5"),
+    (Stopped("stopped early", signum=15, committed=False), 143, "stopped early"),
     (ZeroDivisionError("division by zero"), 1, "error: ZeroDivisionError: division by zero; run again with --debug to see where"),
     (RuntimeError("first\nsecond"), 1, "error: RuntimeError: first; run again with --debug to see where"),
     (MemoryError(), 1, "error: MemoryError: no message; run again with --debug to see where"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -159,6 +160,15 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
     small = recipe(tmp_path, tmp_path / "in")
     ingest(small)
     assert open_raw(small).splits["train"][0].bad == {"unreadable file": 1}
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in" / "a.jsonl", ["x"]).write_bytes(b'{"\\ud800": 1}\n{"text": "x"}\n')
+    (tmp_path / "in" / os.fsdecode(b"caf\xe9.txt")).write_text("y")
+    (tmp_path / "in" / os.fsdecode(b"\xe9.txt")).write_bytes(b"\xff")
+    small = recipe(tmp_path, tmp_path / "in")
+    assert ingest(small).result == "2 documents, 0.0 MB, 2 skipped"
+    assert documents(small.folder.raw) == {"a.jsonl:2": "x", "caf?.txt:1": "y"}
 
 
 def test_a_link_to_nowhere(tmp_path: Path) -> None:

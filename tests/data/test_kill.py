@@ -42,7 +42,8 @@ def start(root: Path, made: Recipe) -> subprocess.Popen[str]:
     (root / "verbs.py").write_text(SCRIPT)
     (root / "recipe.yaml").write_text(dump_recipe(made))
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    return subprocess.Popen([sys.executable, str(root / "verbs.py"), str(root / "recipe.yaml")], stdout=subprocess.PIPE, env=environment, text=True)
+    command = [sys.executable, str(root / "verbs.py"), str(root / "recipe.yaml")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +85,33 @@ def test_killed_and_run_again(tmp_path: Path, undisturbed: tuple[dict[str, str],
     assert comparable(made) == expected
 
 
-def test_interrupted_workers_stop_at_once(tmp_path: Path) -> None:
-    made = small(tmp_path)
-    process = start(tmp_path, made)
+def with_workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait until the process has workers that work."""
     assert process.stdout is not None
     process.stdout.readline()
     until = time.monotonic() + 60
-    while not (workers := psutil.Process(process.pid).children(recursive=True)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert workers
+    while time.monotonic() < until:
+        # One more child tracks shared memory; it is not a worker.
+        children = psutil.Process(process.pid).children(recursive=True)
+        if len(workers := [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]) == 2:
+            return workers
+        time.sleep(0.02)
+    raise AssertionError("no workers were started")
+
+
+def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
+    made = small(tmp_path)
+    process = start(tmp_path, made)
+    with_workers(process)[0].kill()
+    _, told = process.communicate(timeout=60)
+    assert process.returncode
+    assert "a worker process died, perhaps for want of memory; run the same command again" in told
+
+
+def test_interrupted_workers_stop_at_once(tmp_path: Path) -> None:
+    made = small(tmp_path)
+    process = start(tmp_path, made)
+    workers = with_workers(process)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     process.wait(timeout=60)

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.data import readers
-from ingot.data.readers import Bad, Item, read_items
+from ingot.data import items as items_module
+from ingot.data import json_texts
+from ingot.data.items import Bad, Item
+from ingot.data.readers import read_items
 from ingot.data.sources import Format
 
 TEXTS = ["one", 'two "quoted", with\nlines\tand tabs', "金 🔥", " spaces kept "]
@@ -96,7 +98,7 @@ def test_every_bad_line_is_named_and_the_rest_is_read() -> None:
 
 
 def test_a_line_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "LARGEST_BYTES", 50)
+    monkeypatch.setattr(items_module, "LARGEST_BYTES", 50)
     items = read(jsonl({"text": "a"}, {"text": "b" * 300}, {"text": "c"}), "jsonl")
     assert (texts(items), bad(items)) == (["a", "c"], [(2, "too large")])
     assert bad(read(b"x" * 51, "text")) == [(1, "too large")]
@@ -113,7 +115,7 @@ def test_a_broken_list_gives_what_stands_before() -> None:
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=20) | st.integers() | st.none(), max_size=3), max_size=8), st.integers(1, 12))
 def test_lists_decode_alike_in_windows_of_any_size(values: list[dict[str, Any]], window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "CHUNK_BYTES", window)
+        patch.setattr(json_texts, "CHUNK_BYTES", window)
         listed = read(json.dumps([{**value, "text": "x"} for value in values], ensure_ascii=False).encode("utf-8", "surrogatepass"), "json")
     assert texts(listed) == ["x"] * len(values)
 
@@ -193,10 +195,10 @@ def test_broken_compression_is_named(ending: str, damage: str) -> None:
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
     """A megabyte of window, however long the list."""
-    window = readers._Text(io.BytesIO(b"[" + b",".join([b'{"text": "abcdefghij"}'] * 300_000) + b"]"))
+    window = json_texts._Text(io.BytesIO(b"[" + b",".join([b'{"text": "abcdefghij"}'] * 300_000) + b"]"))
     decoder = json.JSONDecoder()
     longest = 0
     while window.skip("[], "):
         window.take(decoder)
         longest = max(longest, len(window._window))
-    assert longest <= 2 * readers.CHUNK_BYTES
+    assert longest <= 2 * json_texts.CHUNK_BYTES

@@ -18,9 +18,10 @@ from ingot.config.recipe import Recipe
 BEGAN = 1_750_000_000.0
 PROMPTS = ("def ", "import os\n", "class Test", "    for i in range(")
 COMPLETIONS = (
-    "_get_value(self, name, default=None):\n        \"\"\"Return the value of the option.\n\n        If the name is not a string, it is returned.\n        \"\"\"\n"
-    "        if name is None:\n            return self._name",
-    "import sys\nimport time\n\nfrom test import support\nfrom test.support import import_helper\n\n\nclass TestCase(unittest.TestCase):\n    def test_init(self):",
+    "_get_value(self, name, default=None):\n        \"\"\"Return the value of the option.\n\n        If the name is not a string, it is returned.\n"
+    "        \"\"\"\n        if name is None:\n            return self._name",
+    "import sys\nimport time\n\nfrom test import support\nfrom test.support import import_helper\n\n\n"
+    "class TestCase(unittest.TestCase):\n    def test_init(self):",
     "Case(unittest.TestCase):\n\n    def setUp(self):\n        self.addCleanup(self.assertEqual)\n        self.assertRaises(TypeError, self.f, 0)",
     "len(s)):\n            if i == 0:\n                yield i\n            else:\n                break",
 )
@@ -82,14 +83,16 @@ def _reports(run: RunFolder, bits: float) -> None:
         "live": {"version": 1, "model_hash": "77e0"}, "candidate": {"model_hash": "9f2c41aa7d3e0b15"}, "time": "2025-06-15T15:08:51+00:00",
     }
     (run.reports / "gate.json").write_text(json.dumps(gate))
-    answer = {"schema": 1, "prompt": "def main(", "completion": "self, *args, **kwargs):\n        return self._name == other._name\n\n    def __init__(self):", "seconds": {}}
+    completion = "self, *args, **kwargs):\n        return self._name == other._name\n\n    def __init__(self):"
+    answer = {"schema": 1, "prompt": "def main(", "completion": completion, "seconds": {}}
     (run.reports / "predict.json").write_text(json.dumps(answer))
 
 
 def _records(run: RunFolder, steps: int, bits: float) -> None:
     for verb, seconds, result, where in (
         ("ingest", 4.213, "1,718 documents, 33.9 MB", "data/raw"), ("prepare", 31.87, "10,640,113 tokens, vocabulary 4,096", "data/columns"),
-        ("train", 112.4, f"{steps} steps in 1m 52s, loss 3.641", "model"), ("evaluate", 38.02, f"{bits:.2f} bits per byte, perplexity 42.1", "reports/evaluate.json"),
+        ("train", 112.4, f"{steps} steps in 1m 52s, loss 3.641", "model"),
+        ("evaluate", 38.02, f"{bits:.2f} bits per byte, perplexity 42.1", "reports/evaluate.json"),
         ("gate", 0.041, "deploy: better by 0.1613", "reports/gate.json"), ("register", 0.112, "quickstart v2, live", "../registry/quickstart/v2"),
         ("serve", 6.318, "answered in 1.4 s", "reports/predict.json"),
     ):
@@ -98,7 +101,8 @@ def _records(run: RunFolder, steps: int, bits: float) -> None:
 
 def _events(run: RunFolder, steps: int) -> None:
     def event(at: float, kind: str, step: int | None = None, cause: str | None = None, seconds: float | None = None, attempt: int = 1) -> None:
-        append_line(run.events, {"t_wall": BEGAN + at, "t_mono": at, "attempt": attempt, "rank": 0, "kind": kind, "step": step, "seconds": seconds, "cause": cause})
+        what = {"kind": kind, "step": step, "seconds": seconds, "cause": cause}
+        append_line(run.events, {"t_wall": BEGAN + at, "t_mono": at, "attempt": attempt, "rank": 0, **what})
 
     event(37, "start", 0, "first step")
     event(56, "save", 50, None, 0.21)

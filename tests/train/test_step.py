@@ -16,9 +16,9 @@ from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.initial import initialise
 from ingot.objectives.pretrain import Pretrain
-from ingot.parallel import apply
 from ingot.parallel.apply import apply_wrappers
 from ingot.parallel.mesh import running_mesh
+from ingot.train import step
 from ingot.train.optim import make_optimizer
 from ingot.train.step import train_step
 from tests import tolerances
@@ -70,8 +70,8 @@ def train_a_little(micro_batch: int, kind: str, clip_norm: float | None = None) 
         objective = Pretrain()
         share = ROWS // mesh.world
         losses, norms = [], []
-        for step in range(STEPS):
-            whole = global_batch(step % 2)
+        for number in range(STEPS):
+            whole = global_batch(number % 2)
             outcome = train_step(
                 module, objective, rows_of(whole, mesh.rank * share, share, micro_batch), optimizer,
                 targets=objective.targets(whole), clip_norm=clip_norm, compute="fp32", mesh=mesh,
@@ -107,16 +107,9 @@ def test_any_split_gives_the_same_losses_with_adamw(world: int, micro_batch: int
 
 
 def train_with_averaged_gradients(micro_batch: int) -> dict[str, Any]:
-    """The planted fault: DDP's own averaging."""
-    apply._sum_gradients = _averaging  # type: ignore[assignment]
+    """The planted fault: DDP's averages taken for sums."""
+    step.sum_factor = lambda module, mesh: 1.0  # type: ignore[attr-defined]
     return train_a_little(micro_batch, "sgd")
-
-
-def _averaging(state, bucket):  # type: ignore[no-untyped-def]
-    import torch.distributed as dist
-
-    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0] / dist.get_world_size())
 
 
 def test_a_wrong_gradient_scale_would_be_seen() -> None:
@@ -132,21 +125,21 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
         initialise(model, 0)
         optimizer = make_optimizer(SGD(kind="sgd", lr=1.0, momentum=0.9) if kind == "sgd" else AdamW(lr=1e-2), model)
 
-        def step(poison: float) -> float:
+        def poisoned(poison: float) -> float:
             batch = global_batch(0)
             outcome = train_step(
                 model, Poisoned(poison), [batch], optimizer, targets=80, clip_norm=1.0, compute="fp32", mesh=mesh)
             return float(outcome.skipped)
 
-        assert step(1.0) == 0.0
+        assert poisoned(1.0) == 0.0
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         state = [value.clone() for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
         for poison in (float("nan"), float("inf")):
-            assert step(poison) == 1.0
+            assert poisoned(poison) == 1.0
             assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
             now = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
             assert all(torch.equal(one, other) for one, other in zip(state, now, strict=True))
-        assert step(1.0) == 0.0
+        assert poisoned(1.0) == 0.0
         assert any(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 

@@ -1,0 +1,52 @@
+"""Compressed files as plain streams. A file that ends too early or holds something else is refused, never taken for whole."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from typing import IO, Any, cast
+
+import zstandard
+
+READ_BYTES = 1 << 17
+BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+"""What reading a damaged file raises."""
+
+
+def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
+    """The content of a `.gz` or `.zst` file, several frames as one; of any other file, its bytes as they are."""
+    if path.lower().endswith(".gz"):
+        # No buffer on top: it would read ahead, and lose what stands before a fault.
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
+    if path.lower().endswith(".zst"):
+        return io.BufferedReader(_ZstdStream(stream), READ_BYTES)
+    return stream
+
+
+class _ZstdStream(io.RawIOBase):
+    """Zstandard frames as one stream. The library's own reader takes a truncated file for a whole one; this refuses it."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source, self._open = source, False
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._ready, self._input = memoryview(b""), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            chunk = self._input or self._source.read(READ_BYTES)
+            if not chunk:
+                if self._open:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            self._ready = memoryview(self._frame.decompress(chunk))
+            self._open = not self._frame.eof
+            self._input = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size

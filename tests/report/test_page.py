@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingot.base.evaluation import EvaluationReport, Metric, write_report
+from ingot.base.events import append_line
+from ingot.base.lock import folder_lock
+from ingot.base.runfolder import RunFolder
+from ingot.base.steprecord import StepRecord, write_record
+from ingot.report.page import write_page
+from tests.report.made_up import PROMPTS, made_up_run
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+SECTIONS = {"comparison", "gate", "training", "throughput", "samples", "evaluation", "steps", "events", "recipe"}
+
+
+class Page(HTMLParser):
+    """The page as a browser reads it: elements, ids, attributes, text; refuses tags that do not match."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: set[str] = set()
+        self.ids: set[str] = set()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(self.source)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.ids |= {value or "" for name, value in attrs if name == "id"}
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> closes nothing"
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def paths(self) -> list[str]:
+        return [value for tag, name, value in self.attributes if (tag, name) == ("path", "d")]
+
+
+def check_harmless(page: Page) -> None:
+    """Nothing is fetched, nothing is run."""
+    assert not page.tags & {"script", "iframe", "object", "embed", "img", "form", "base", "video", "audio"}
+    for tag, name, value in page.attributes:
+        assert not name.startswith("on"), (tag, name)
+        if name in ("src", "href", "srcset", "action", "xlink:href", "data", "poster", "background"):
+            assert value.startswith("data:"), (tag, name, value)
+        if name == "style":
+            assert "url(" not in value
+    style = page.source.split("<style>", 1)[1].split("</style>", 1)[0]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in page.source
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return made_up_run(tmp_path / "runs")
+
+
+def test_every_section_is_there_and_nothing_comes_from_elsewhere(run: RunFolder) -> None:
+    path = write_page(run)
+    assert path == run.reports / "index.html"
+    page = Page(path)
+    check_harmless(page)
+    assert page.ids == SECTIONS
+    assert page.source.startswith("<!doctype html>")
+    assert "prefers-color-scheme: dark" in page.source
+    assert 'name="viewport"' in page.source
+
+
+def test_the_answer_comes_first(run: RunFolder) -> None:
+    text = Page(write_page(run)).text.replace("\u00a0", " ")
+    answer = ("A model of 2.41 M parameters , trained from random weights on 614 k tokens in 1m 52s . It needs 2.26 bits for each byte of text that it "
+              "has not seen, 22 % less than a bigram model of the same tokens but 11 % more than gzip -9.")
+    assert text.index("quickstart") < text.index("deployed") < text.index(answer) < text.index("perplexity")
+
+
+def test_the_numbers_stand_where_they_belong(run: RunFolder) -> None:
+    text = Page(write_page(run)).text
+    for words in (
+        "xz -9 1.80 gzip -9 2.04 this model 2.26 bigram 2.90",  # sorted, the best first
+        "loss/bits_per_byte 2.258 2.224 to 2.292 214 lower 0ddba11decaf0002", "Gate deploy", "live v1", "2.2580 2.4193",
+        "ingest 4.2 1,718 documents, 33.9 MB data/raw", "train 112.4", "+44s failure step 118: train: killed (out of memory?)", "save × 4 step 150 to 300",
+        "train.optimizer.lr 0.002", "data.train.0.source builtin:stdlib", "9f2c41aa7d3e0b15", "def main( self, *args, **kwargs)", "6.12 k median",
+    ):
+        assert words in text, words
+    assert "data.train.0.weight" not in text.split("The whole recipe")[0]
+
+
+HOSTILE = (
+    "<script>alert(1)</script>", "\"><img src=x onerror=alert(1)>", "</pre></style><b>", "{{ 7 * 7 }}{% raw %}", "' onmouseover='x", "&lt;&amp;",
+    "]]>\x00\u202e",
+)
+
+
+@pytest.mark.parametrize("bad", HOSTILE)
+def test_hostile_text_stays_text_wherever_it_stands(run: RunFolder, bad: str) -> None:
+    metrics = {f"loss/{bad}": Metric(1, 1, 1, "lower", 1, bad), "loss/bits_per_byte": Metric(2, 2, 2, "lower", 1, bad)}
+    write_report(run.reports / "evaluate.json", EvaluationReport(bad, bad, metrics, {bad: 2.5}, [{"prompt": bad, "completion": bad}]))
+    compared = {"metric": bad, "direction": bad, "candidate": bad, "live": bad}
+    gate = {"decision": bad, "reason": bad, "time": bad, "live": {"version": bad}, "metrics": [compared]}
+    (run.reports / "gate.json").write_text(json.dumps(gate))
+    (run.reports / "predict.json").write_text(json.dumps({"prompt": bad, "completion": bad}))
+    (run.model / "ingot.json").write_text(json.dumps({bad: bad, "base": {"source": bad}}))
+    run.recipe.write_text(f"name: {json.dumps(bad)}\n{json.dumps(bad)}: {json.dumps(bad)}\n# {bad!r}\nmodel: {{source: {json.dumps(bad)}}}\n")
+    write_record(run.steps, StepRecord("train", "", "", 1.0, bad, bad))
+    append_line(run.events, {"kind": bad, "step": bad, "cause": bad, "t_wall": 1.0})
+    page = Page(write_page(run))
+    check_harmless(page)
+    assert page.ids == SECTIONS
+    shown = bad.replace("\x00", "\ufffd")
+    assert "".join(page.words).count(bad) + "".join(page.words).count(shown) >= 12
+
+
+@pytest.mark.parametrize(("gone", "sections"), [
+    ("reports/evaluate.json", {"evaluation", "comparison"}), ("reports/gate.json", {"gate"}), ("metrics.jsonl", {"training", "throughput"}),
+    ("reports/steps", {"steps"}), ("events.jsonl", {"events"}), ("recipe.yaml", set()), ("model", set()), ("reports/predict.json", set()),
+])
+def test_what_is_missing_is_left_out(run: RunFolder, gone: str, sections: set[str]) -> None:
+    target = run.root / gone
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    page = Page(write_page(run))
+    assert page.ids == SECTIONS - sections
+    assert "could not be read" not in page.text
+
+
+def test_without_recipe_and_model_there_is_no_recipe_section(run: RunFolder) -> None:
+    run.recipe.unlink()
+    shutil.rmtree(run.model)
+    (run.reports / "evaluate.json").unlink()
+    assert "recipe" not in Page(write_page(run)).ids
+
+
+def test_an_empty_folder_is_a_page_that_says_so(tmp_path: Path) -> None:
+    page = Page(write_page(RunFolder(tmp_path / "nothing")))
+    check_harmless(page)
+    assert page.ids == set()
+    assert "nothing done yet" in page.text
+    assert "Nothing was trained or measured in this run folder yet." in page.text
+
+
+def test_a_broken_file_is_named_and_the_rest_is_shown(run: RunFolder) -> None:
+    (run.reports / "gate.json").write_text('{"torn')
+    (run.reports / "evaluate.json").write_text("[]")
+    page = Page(write_page(run))
+    assert "reports/gate.json could not be read" in page.text
+    assert "reports/evaluate.json could not be read" in page.text
+    assert page.ids == SECTIONS - {"gate", "evaluation", "comparison"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run that tests copy and leave as it is."""
+    return made_up_run(tmp_path_factory.mktemp("whole"), steps=20)
+
+
+FILES = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "reports/evaluate.json", "reports/gate.json", "reports/predict.json", "model/ingot.json",
+         "model/config.json", "reports/steps/train.json")
+WRONG = st.sampled_from([
+    None, "", "{", "[]", "3", "null", '"text"', "{}", '{"step": "x"}\n', '{"kind": 3, "t_wall": "x", "step": []}\n', '{"kind": "save", "t_wall": 1e300}\n',
+    '{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n{"step": 1e400, "train/loss": 1}\n', '{"step": 3, "train/loss": true}\n',
+    '{"step": 1, "train/loss": 1e308}\n{"step": 2, "train/loss": -1e308}\n', '{"step": 5, "train/loss": 2.0}\n',
+    '{"step": -1, "train/loss": 0}\n{"step": 0, "train/lr": 0}\n',
+    '{"step": 1, "train/mfu": 0}\n{"step": 2, "train/mfu": 1e-320}\n', '{"metrics": {}, "model_hash": 1, "tokenizer_hash": 2}',
+    "a: &a [*a]\n", "a: {b: 2001-01-01, 3: [x]}\n",
+    '{"model_hash": "", "tokenizer_hash": "", "metrics": {}, "baselines": {"gzip": "x", "xz": null, "b": 1e999}, "samples": [3, {"prompt": 1}]}',
+    '{"decision": 3}', '{"decision": "keep", "metrics": [1, {}], "live": []}', '{"completion": 3}', '{"base": [], "parameters": "x"}', '{"hidden_size": "x"}',
+    '{"step": "train", "inputs": "", "outputs": "", "seconds": "x", "result": 1, "where": 2}',
+    '{"step": 1, "inputs": "", "outputs": "", "seconds": 1, "result": 1, "where": 2}',
+])
+
+
+@settings(max_examples=40, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(FILES), WRONG | st.binary(max_size=30), min_size=1, max_size=4))
+def test_whatever_stands_in_the_files_there_is_a_page(whole: RunFolder, changes: dict[str, str | bytes | None]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder, "quickstart"))
+        shutil.copytree(whole.root, run.root)
+        for name, content in changes.items():
+            path = run.root / name
+            path.unlink()
+            if content is not None:
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        page = Page(write_page(run))
+        check_harmless(page)
+        assert not re.search("nan|inf", " ".join(page.paths))
+
+
+def test_a_long_run_makes_no_long_page_and_loses_no_spike(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path, steps=30_000, log_every=1)
+    append_line(run.metrics, {"step": 17_777, "train/loss": 40.0})
+    page = Page(write_page(run))
+    assert len(page.source) < 400_000
+    spike = re.search(r'<path class="faint train" d="[^"]*L592\.6 ([\d.]+)L', page.source)
+    assert spike is not None
+    assert spike[1] == "53.6"  # there is room for 6 % of the range above the highest point, and below the lowest: 1000 * 0.06 / 1.12
+    assert "smoothed" in page.text
+
+
+def test_marks_stay_within_their_panels(run: RunFolder) -> None:
+    for path in Page(write_page(run)).paths:
+        for x, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path):
+            assert 0 <= float(x) <= 1000
+            assert 0 <= float(y) <= 1000
+
+
+def test_the_state_is_told(run: RunFolder) -> None:
+    (run.steps / "register.json").unlink()
+    assert "the gate says deploy" in Page(write_page(run)).text
+    (run.reports / "gate.json").write_text((run.reports / "gate.json").read_text().replace('"deploy"', '"keep"'))
+    assert "the live model stays" in Page(write_page(run)).text
+    (run.reports / "gate.json").unlink()
+    assert "done up to serve" in Page(write_page(run)).text
+    append_line(run.events, {"kind": "failure", "cause": "evaluate: disk full", "t_wall": 2e9})
+    assert "done up to serve" in Page(write_page(run)).text  # evaluate was done after all: it has its record
+    (run.steps / "evaluate.json").unlink()
+    assert "failed: evaluate: disk full" in Page(write_page(run)).text
+    append_line(run.events, {"kind": "stop", "step": 300, "cause": "SIGTERM", "t_wall": 2e9})
+    (run.steps / "train.json").unlink()
+    assert "stopped at step 300" in Page(write_page(run)).text
+    held = subprocess.Popen([sys.executable, "-c", HOLD, str(run.root)], stdout=subprocess.PIPE)
+    assert held.stdout is not None
+    held.stdout.readline()
+    assert "running" in Page(write_page(run)).text
+    held.kill()
+    held.communicate()
+    with folder_lock(run.root, "run-lock"):  # `ingot run` itself, which writes the page at its end
+        assert "stopped at step 300" in Page(write_page(run)).text
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ingot.base.lock import folder_lock
+with folder_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_every_prompt_is_shown_with_what_was_written(run: RunFolder) -> None:
+    words = "".join(Page(write_page(run)).words)
+    for prompt in PROMPTS:
+        assert prompt in words
+
+
+def test_the_page_needs_no_torch() -> None:
+    code = "import sys, ingot.report.page, ingot.report.tables, ingot.registry.verbs; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

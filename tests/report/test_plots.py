@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+from hypothesis import given
+from hypothesis import strategies as st
+from markupsafe import Markup
+
+from ingot.report.plots import MOST_POINTS, MOST_PROBES, Line, Panel, bars, curves, share_bar
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+SERIES = st.dictionaries(st.integers(0, 10**9).map(float) | NUMBERS, NUMBERS, min_size=1, max_size=30).map(lambda points: sorted(points.items()))
+LOOKS = st.sampled_from(["line", "faint", "area", "dots"])
+
+
+def a_line(points: list[tuple[float, float]], look: str = "line", name: str = "a") -> Line:
+    return Line(name, "train", [x for x, _ in points], [y for _, y in points], look)
+
+
+def tree(markup: Markup) -> ElementTree.Element:
+    """Well-formed, or an error."""
+    return ElementTree.fromstring(f"<r>{markup}</r>")
+
+
+@given(lines=st.lists(st.tuples(SERIES, LOOKS), min_size=1, max_size=3), floor=st.booleans())
+def test_any_finite_numbers_give_a_plot_within_its_frame(lines: list[tuple[list[tuple[float, float]], str]], floor: bool) -> None:
+    drawn = curves([Panel([a_line(points, look) for points, look in lines], 100, floor=floor)], "label")
+    for path in tree(drawn).iter("path"):
+        numbers = [float(number) for number in re.findall(r"-?[\d.]+", path.attrib["d"].replace("h0", ""))]
+        assert all(0 <= number <= 1000 for number in numbers), path.attrib["d"]
+    for style in [element.attrib["style"] for element in tree(drawn).iter() if "style" in element.attrib]:
+        assert not re.search("nan|inf", style)
+
+
+def test_nothing_to_draw_draws_nothing() -> None:
+    assert curves([], "x") == ""
+    assert curves([Panel([a_line([])], 100)], "x") == ""
+    assert bars([]) == ""
+    assert bars([("a", 0.0, "0", "own")]) == ""
+    assert bars([("a", float("nan"), "0", "own")]) == ""
+
+
+def test_the_value_under_the_pointer_is_that_of_its_step() -> None:
+    loss, checked = a_line([(1, 9.0), (2, 8.0), (3, 7.5)], name="train"), a_line([(2, 8.25)], "dots", name="validation")
+    drawn = tree(curves([Panel([loss, checked], 100)], "loss"))
+    tips = [" ".join("".join(tip.itertext()).split()) for tip in drawn.iter("b")]
+    assert tips == ["step 1train 9.000", "step 2train 8.000validation 8.250", "step 3train 7.500"]
+    widths = [float(match) for match in re.findall(r"width:([\d.]+)%", str(curves([Panel([loss], 100)], "loss")))]
+    assert sum(widths) == 100.0
+
+
+def test_many_points_make_a_plot_of_bounded_size() -> None:
+    points = [(float(step), float(step % 97)) for step in range(100_000)]
+    drawn = tree(curves([Panel([a_line(points)], 100)], "x"))
+    (path,) = [path for path in drawn.iter("path") if "line" in path.attrib["class"]]
+    assert path.attrib["d"].count("L") <= MOST_POINTS + 2
+    assert len(list(drawn.iter("b"))) <= MOST_PROBES + 2
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    drawn = tree(bars([("own", 1.0, "1.0", "own"), ("other", 4.0, "4.0", "other")], (0.9, 1.1)))
+    assert [rect.attrib["width"] for rect in drawn.iter("rect") if rect.attrib["class"] == "bar"] == ["25%", "100%"]
+    (whisker,) = [rect for rect in drawn.iter("rect") if rect.attrib["class"] == "whisker"]
+    assert (whisker.attrib["x"], whisker.attrib["width"]) == ("22.5%", "5%")
+    assert 'width="50%"' in share_bar(0.5)
+    assert 'width="100%"' in share_bar(7.0)
+
+
+def test_names_are_escaped() -> None:
+    drawn = str(curves([Panel([a_line([(1, 1), (2, 2)], name="<b>&")], 100, title="<i>")], "\"<u>"))
+    assert "<b>&" not in drawn
+    assert "<i>" not in drawn.replace("<i style", "")
+    assert "&lt;b&gt;&amp;" in drawn
+    tree(Markup(drawn))

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.base.evaluation import read_report, write_report
+from ingot.base.events import append_line
+from ingot.base.runfolder import RunFolder
+from ingot.report.tables import compare, runs_in, show_run, show_runs
+from tests.report.made_up import made_up_run
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the table lines in `text`."""
+    return [[cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")] for line in text.splitlines() if line[:1] in ("│", "┃")]
+
+
+def test_one_run_tells_its_steps_metrics_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up_run(tmp_path)
+    show_run(run)
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("quickstart  done up to serve, ")
+    table = rows(out)
+    assert table[0] == ["step", "seconds", "result", "look at"]
+    assert [row[0] for row in table[1:] if row[0]] == ["ingest", "prepare", "train", "evaluate", "gate", "register", "serve"]
+    assert table[3] == ["train", "112.4", "300 steps in 1m 52s, loss 3.641", "model"]
+    assert "at step 300: train/loss 3." in out
+    assert "register: quickstart v2, live" in out
+
+
+def test_a_step_whose_files_changed_and_a_broken_file_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up_run(tmp_path)
+    record = (run.steps / "train.json").read_text()
+    (run.steps / "train.json").write_text(record.replace('"files": {}', '"files": {"model/config.json": 1}'))
+    (run.reports / "gate.json").write_text("{")
+    show_run(run)
+    out = capsys.readouterr().out
+    assert "(its files are missing or were changed)" in " ".join(out.replace("│", " ").split())
+    assert "reports/gate.json could not be read" in out
+
+
+def test_runs_stand_one_a_line_the_last_changed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_up_run(tmp_path, "old")
+    made_up_run(tmp_path, "new", bits=1.9).root.rename(tmp_path / "new[red]")
+    (tmp_path / "registry").mkdir()
+    for path in (tmp_path / "old").rglob("*"):
+        os.utime(path, (time.time() - 3 * 24 * 3600,) * 2)
+    os.utime(tmp_path / "old", (time.time() - 3 * 24 * 3600,) * 2)
+    show_runs(tmp_path)
+    table = rows(capsys.readouterr().out)
+    assert table[0] == ["run", "steps", "loss", "validation", "bits per byte", "gate", "state", "when"]
+    assert [row[0] for row in table[1:]] == ["new[red]", "old"]
+    assert table[1][1] == "300"
+    assert table[1][4:7] == ["1.900", "deploy", "done up to serve"]
+    assert table[1][7].endswith("ago")
+    assert table[2][7].startswith(time.strftime("%Y-", time.localtime(time.time() - 3 * 24 * 3600)))
+
+
+def test_two_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = made_up_run(tmp_path, "one"), made_up_run(tmp_path, "two", steps=400, bits=2.0)
+    compare(one, other)
+    table = rows(capsys.readouterr().out)
+    assert ["train.steps", "300", "400"] in table
+    assert not any(row[0] == "data.seq_len" for row in table)
+    assert ["loss/bits_per_byte", "2.2580", "2.0000", "-0.258"] in table
+
+
+def test_metrics_of_other_evaluation_sets_are_never_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = made_up_run(tmp_path, "one"), made_up_run(tmp_path, "two", bits=2.0)
+    report = other.reports / "evaluate.json"
+    report.write_text(report.read_text().replace("0ddba11decaf0002", "another"))
+    assert read_report(report).metrics["loss/bits_per_byte"].set_fingerprint == "another"
+    compare(one, other)
+    table = rows(capsys.readouterr().out)
+    assert ["loss/bits_per_byte", "2.2580", "2.0000", "not comparable"] in table
+    assert ["loss/loss", "3.7412", "3.7412", "+0"] in table
+
+
+def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(WrongInput, match=r"is no run folder \(no recipe\.yaml in it\); `ingot run` makes one"):
+        show_run(RunFolder(tmp_path / "none"))
+    with pytest.raises(WrongInput, match=r"holds no run; give the folder that runs lie in"):
+        show_runs(tmp_path)
+    with pytest.raises(WrongInput, match="is no run folder"):
+        compare(made_up_run(tmp_path), RunFolder(tmp_path / "none"))
+    assert [run.root.name for run in runs_in(tmp_path)] == ["quickstart"]
+
+
+def test_text_from_files_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up_run(tmp_path)
+    append_line(run.events, {"kind": "[bold]x[/]", "cause": "[/nonsense]", "t_wall": 1.0})
+    report = read_report(run.reports / "evaluate.json")
+    report.metrics["[/x]/y"] = report.metrics["loss/loss"]
+    write_report(run.reports / "evaluate.json", report)
+    show_run(run)
+    compare(run, run)
+    out = capsys.readouterr().out
+    assert "[bold]x[/]: [/nonsense]" in out
+    assert "[/x]/y" in out

@@ -1,0 +1,104 @@
+"""A server in a process of its own, as `ingot serve` runs it. `python -m tests.serve.running FOLDER SETTINGS GRACE` is that process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that listens."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    key: str | None
+
+    def client(self, **more: Any) -> httpx.Client:
+        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples of one metric that have these labels."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        chosen = [line for line in lines if re.match(rf"{name}(\{{|\s)", line) and all(f'{key}="{value}"' in line for key, value in labels.items())]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in chosen)
+
+    def wait_for(self, name: str, value: float, timeout_s: float = 30.0) -> None:
+        """Wait until a metric has a value."""
+        until = time.monotonic() + timeout_s
+        while (now := self.metric(name)) != value:
+            assert time.monotonic() < until, f"{name} is {now}, not {value}"
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *, environ: dict[str, str] | None = None, key: str | None = None, grace_s: float = 10.0, **settings: Any) -> Iterator[Running]:
+    """Start a server on a free port and stop it afterwards."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        if key is not None:
+            environ, settings = {**(environ or {}), "THE_KEY": key}, {**settings, "api_key": "env:THE_KEY"}
+        arguments = [sys.executable, "-m", "tests.serve.running", str(folder), json.dumps({"port": 0, **settings}), str(grace_s)]
+        with log.open("wb") as stream:
+            process = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, **(environ or {})}, stderr=stream, stdout=stream)
+        try:
+            yield Running(_address(process, log), process, log, key)
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    until = time.monotonic() + START_S
+    while True:
+        text = log.read_text()
+        if found := re.search(r"^serving tiny at (\S+)$", text, re.MULTILINE):
+            return found[1].replace("0.0.0.0", "127.0.0.1")
+        assert process.poll() is None, text
+        assert time.monotonic() < until, f"not listening after {START_S} s: {text}"
+        time.sleep(0.05)
+
+
+def main() -> int:
+    import torch
+
+    from ingot.base.errors import IngotError
+    from ingot.config.place import Serve
+    from ingot.serve import run
+
+    torch.set_num_threads(1)
+    run.GRACE_S = float(sys.argv[3])
+    try:
+        run.serve(Path(sys.argv[1]), Serve(**json.loads(sys.argv[2])), "tiny")
+    except IngotError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print("the server has ended", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
