@@ -8,7 +8,7 @@ RECIPE ?= recipes/quickstart.yaml
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist worksteal
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work

@@ -59,12 +59,12 @@ def peak_flops(device: torch.device, compute: Compute) -> float | None:
 
 
 def measured_peak(device: torch.device, compute: Compute) -> float:
-    """FLOP/s of one large matrix product here and now, the best of a few; for devices whose maker's figure is not known."""
+    """FLOP/s of one large matrix product here and now, the best of three; for devices whose maker's figure is not known."""
     size = 1024 if device.type == "cpu" else 8192
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
     a, b = torch.ones(size, size, device=device, dtype=dtype), torch.ones(size, size, device=device, dtype=dtype)
     best = math.inf
-    for _ in range(8):
+    for _ in range(3):
         started = time.perf_counter()
         a @ b
         if device.type != "cpu":
@@ -120,6 +120,6 @@ def keep_freed_memory() -> None:
 
 def use_all_cores(local_world: int) -> None:
     """Share the cores between the processes of this machine, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ or local_world == 1:
+    if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world))

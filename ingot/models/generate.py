@@ -9,69 +9,23 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.architecture import DecoderConfig
 from ingot.models.cache import KVCache
 from ingot.models.decoder import Decoder
-from ingot.models.sampling import Choice, Dice, Sampling, choose
+from ingot.models.request import Completion, Finish, Piece, Request, Token, check, join
+from ingot.models.sampling import Choice, Dice, choose
 from ingot.models.textstream import Decode, TextStream
 
-Finish = Literal["stop", "length", "error"]
+__all__ = ["Completion", "Finish", "Generator", "Job", "Piece", "Request", "Token", "check", "eos_ids", "join"]
+
 # Prompt tokens read in one step: what running requests wait for at most between two of their tokens.
 PREFILL_TOKENS = 512
-GREEDY = Sampling()
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt and how to go on from it: at most `max_tokens` tokens, until EOS or one of the `stop` strings."""
-
-    prompt: Sequence[int]
-    max_tokens: int
-    sampling: Sampling = GREEDY
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Token:
-    """A generated token. `offset`: characters of the completion before it. Log-probabilities where they were asked for."""
-
-    id: int
-    offset: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one step gave one request.
-
-    `tokens` are those whose text lies in what has been given out so far: never EOS, nothing of a stop string. `generated`
-    counts every token so far, EOS too. `finish`: None while more comes; `stop` at EOS or a stop string, `length` at
-    max_tokens or the model's last position, `error` when the model's numbers were not finite.
-    """
-
-    text: str
-    tokens: tuple[Token, ...]
-    generated: int
-    finish: Finish | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole answer; the fields are those of `Piece`."""
-
-    text: str
-    tokens: tuple[Token, ...]
-    generated: int
-    finish: Finish
 
 
 class Job:
@@ -95,8 +49,7 @@ class Job:
             return self._finish("error", "")
         if choice.token in eos:
             return self._finish("stop", self.stream.finish() if self.stream else "")
-        text, offset = self._read(choice.token)
-        self.waiting.append(Token(choice.token, offset, choice.logprob, choice.top))
+        text = self._read(choice)
         if self.stream and self.stream.stopped:
             self.waiting = [token for token in self.waiting if token.offset < self.stream.length]
             return self._finish("stop", text)
@@ -107,15 +60,16 @@ class Job:
         self.waiting = self.waiting[len(ready) :]
         return Piece(text, tuple(ready), self.generated)
 
-    def _read(self, token: int) -> tuple[str, int]:
-        """The text that a token makes certain, and where in the completion the token's own begins."""
-        if self.stream is None:
-            return "", 0
-        before = self.stream.length
-        offset = before + self.stream.unsettled
-        text = self.stream.push(token)
-        # A token that completes a character belongs to that character, not behind it.
-        return text, min(offset, self.stream.length - 1) if self.stream.length > before else offset
+    def _read(self, choice: Choice) -> str:
+        """Put the token among the waiting ones, where its text begins; answer the text that it makes certain."""
+        before, unsettled = (self.stream.length, self.stream.unsettled) if self.stream else (0, 0)
+        self.waiting.append(Token(choice.token, before + unsettled, choice.logprob, choice.top))
+        text = self.stream.push(choice.token) if self.stream else ""
+        if self.stream and self.stream.length > before:
+            # Tokens that turned out to be parts of the last character begin with it, not behind it.
+            last = self.stream.length - 1
+            self.waiting = [replace(token, offset=last) if token.offset > last else token for token in self.waiting]
+        return text
 
     def _finish(self, finish: Finish, text: str) -> Piece:
         return Piece(text, tuple(self.waiting), self.generated, finish)
@@ -271,28 +225,6 @@ class Generator:
             self._batch.decoding[row] = job
         if self._batch.entering:
             self._cache.move(last + 1, last, self._batch.entering.read)
-
-
-def check(request: Request, config: DecoderConfig) -> None:
-    """Raises WrongInput when the model cannot serve the request: no or too many prompt tokens, unknown ids."""
-    if not request.prompt:
-        raise WrongInput("the prompt is empty and the tokenizer puts no BOS before it; give at least one character")
-    if len(request.prompt) >= config.max_position_embeddings:
-        raise WrongInput(
-            f"the prompt has {len(request.prompt):,} tokens, but the model has {config.max_position_embeddings:,} positions "
-            "for prompt and completion together; shorten it"
-        )
-    if min(request.prompt) < 0 or max(request.prompt) >= config.vocab_size:
-        worst = min(request.prompt) if min(request.prompt) < 0 else max(request.prompt)
-        raise WrongInput(f"token {worst} is not in the vocabulary of {config.vocab_size:,} tokens; give ids of this model's tokenizer")
-    if request.max_tokens < 1:
-        raise WrongInput(f"max_tokens is {request.max_tokens}; ask for at least 1")
-
-
-def join(pieces: Sequence[Piece]) -> Completion:
-    """The whole answer from all pieces of one job; the last one carries the finish."""
-    tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Completion("".join(piece.text for piece in pieces), tokens, pieces[-1].generated, pieces[-1].finish or "error")
 
 
 def eos_ids(folder: Path, fallback: int | None = None) -> frozenset[int]:

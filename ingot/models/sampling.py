@@ -14,6 +14,8 @@ from torch import Tensor
 
 # Candidates that a nucleus is looked for in before the whole vocabulary is sorted; it nearly always lies within.
 SHORTLIST = 256
+# Temperatures and nuclei below this are greedy, and float32 could not tell them from 0.
+LEAST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,11 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]
 def _draw(logits: Tensor, best: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]) -> Tensor:
     """Tokens `[N]` by inverting the cumulative distribution at each row's random number."""
     temperature, top_p, roll = (
-        torch.tensor(values, dtype=torch.float64, device=logits.device)
-        for values in ([s.temperature for s in samplings], [max(s.top_p, 1e-9) for s in samplings], rolls)
+        torch.tensor(values, dtype=torch.float32, device=logits.device)  # not every accelerator has float64
+        for values in ([max(s.temperature, LEAST) for s in samplings], [max(s.top_p, LEAST) for s in samplings], rolls)
     )
     # The largest logit is taken off first, so that a temperature near 0 gives the greedy choice rather than infinities.
-    probabilities = ((logits - best[:, None]).double() / temperature[:, None]).softmax(dim=-1)
+    probabilities = ((logits - best[:, None]) / temperature[:, None]).softmax(dim=-1)
     tokens = torch.zeros(len(samplings), dtype=torch.int64, device=logits.device)
     whole = [row for row, sampling in enumerate(samplings) if sampling.top_p >= 1]
     if whole:
@@ -103,8 +105,10 @@ def _draw(logits: Tensor, best: Tensor, samplings: Sequence[Sampling], rolls: Se
 
 def _invert(cumulative: Tensor, roll: Tensor) -> Tensor:
     """The first place `[N]` where the cumulative weights `[N, V]` exceed `roll` of their total; its own weight is not 0."""
-    target = roll[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(cumulative.shape[-1] - 1)
+    total = cumulative[:, -1:]
+    places = torch.searchsorted(cumulative, roll[:, None] * total, right=True)[:, 0]
+    # Rounding may lift the target to the total: then it is the place that reaches the total first.
+    return places.minimum((cumulative < total).sum(dim=-1))
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, count: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from rich.console import Console
 from rich.panel import Panel
@@ -14,6 +15,7 @@ from ingot.pipeline.run import Done
 from ingot.pipeline.steps import STEPS
 
 PLAIN_WIDTH = 140
+MOST_LINES = 20
 
 
 def show_summary(recipe: Recipe, done: Done) -> None:
@@ -21,13 +23,20 @@ def show_summary(recipe: Recipe, done: Done) -> None:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     if any(record.step == "serve" for record in done.records):
-        said = json.loads((recipe.folder.reports / "predict.json").read_bytes())
-        answer = Text.assemble((said["prompt"], "bold"), said["completion"])
-        console.print(Panel(answer, title="the served model's answer", title_align="left", expand=False))
+        console.print(_answer(recipe.folder.reports / "predict.json"))
     console.print(_table(recipe, done))
     if len(done.skipped) == len(done.records):
         console.print(f"Nothing changed: all {len(done.records)} steps were skipped.")
     console.print(f"The whole run on one page: {recipe.folder.reports / 'index.html'}", soft_wrap=True, highlight=False)
+
+
+def _answer(path: Path) -> Panel:
+    """What was asked and what came back, its first lines."""
+    said = json.loads(path.read_bytes())
+    lines = said["completion"].rstrip().split("\n")
+    shown = "\n".join(lines[:MOST_LINES])
+    answer = Text.assemble((said["prompt"], "bold"), shown, (f"\n... {len(lines) - MOST_LINES} lines more in {path}" if len(lines) > MOST_LINES else "", "dim"))
+    return Panel(answer, title="the served model's answer", title_align="left", expand=False)
 
 
 def _table(recipe: Recipe, done: Done) -> Table:

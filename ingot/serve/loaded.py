@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,10 @@ from ingot.models.generate import Generator, eos_ids
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
+# A matrix of a model smaller than this is multiplied before a second thread has woken up; on a machine that others use,
+# too, waiting for that thread takes many times longer than the product.
+ONE_THREAD_WEIGHTS = 20_000_000
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -27,11 +30,7 @@ class Loaded:
     created: int
 
     def generator(self, max_rows: int) -> Generator:
-        return Generator(self.model, eos=self.eos, decode=self.decode, max_rows=max_rows)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """As an answer is shown: without special tokens."""
-        return self.tokenizer.decode(ids)
+        return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
 
 
 def load(folder: Path) -> Loaded:
@@ -51,5 +50,7 @@ def load(folder: Path) -> Loaded:
             f"{folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary {model.config.vocab_size:,}; "
             "put the tokenizer beside it that the model was trained with"
         )
+    if device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD_WEIGHTS:
+        torch.set_num_threads(1)
     return Loaded(model, tokenizer, eos_ids(folder, tokenizer.special.eos), int((folder / CONFIG).stat().st_mtime))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -81,7 +81,8 @@ def router(service: Service) -> APIRouter:
 
 
 async def _chunks(
-    ticket: Ticket, head: dict[str, Any], choice: Any, prompts: Sequence[Sequence[int]], with_usage: bool, first: dict[str, Any] | None = None
+    ticket: Ticket, head: dict[str, Any], choice: Callable[[int, Piece], dict[str, Any]], prompts: Sequence[Sequence[int]], with_usage: bool,
+    first: dict[str, Any] | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a stream: one for each piece that says something, then the usage where it was asked for."""
     generated = [0] * len(prompts)

@@ -18,9 +18,11 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 def predict(
     target: str | Path, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None,
-    stop: Sequence[str] = (), api_key: str | None = None,
+    stop: Sequence[str] = (), chat: bool = False, api_key: str | None = None,
 ) -> str:
     """The completion of `prompt`, without the prompt. `target`: a model folder, or the URL of a server.
+
+    `chat`: the prompt is a user's message, and the model's chat template is put around it.
 
     Raises:
         WrongInput: no such model, a prompt that it cannot read, or a request that the server refuses.
@@ -28,25 +30,32 @@ def predict(
     """
     if str(target).startswith(("http://", "https://")):
         sampling = {"temperature": temperature, "top_p": top_p} | ({} if seed is None else {"seed": seed})
-        return _ask(str(target), {"prompt": prompt, "max_tokens": max_tokens, "stop": list(stop) or None, **sampling}, api_key)
+        return _ask(str(target), prompt, {"max_tokens": max_tokens, **sampling} | ({"stop": list(stop)} if stop else {}), chat, api_key)
     loaded = load(Path(target))
-    request = Request(loaded.tokenizer.encode_prompt(prompt), max_tokens, Sampling(temperature, top_p, seed), tuple(stop))
+    ids = loaded.tokenizer.encode_chat([_message(prompt)]) if chat else loaded.tokenizer.encode_prompt(prompt)
+    request = Request(ids, max_tokens, Sampling(temperature, top_p, seed), tuple(stop))
     (completion,) = loaded.generator(1).run([request])
     if completion.finish == "error":
         raise Failed(f"{target}: the model's numbers are not finite on this prompt; it was not trained to the end, or its weights are damaged")
     return completion.text
 
 
-def _ask(url: str, body: dict[str, Any], api_key: str | None) -> str:
-    """Through `/v1/completions`, which other servers have too; the model is the first that the server names."""
+def _message(prompt: str) -> dict[str, str]:
+    return {"role": "user", "content": prompt}
+
+
+def _ask(url: str, prompt: str, options: dict[str, Any], chat: bool, api_key: str | None) -> str:
+    """Through OpenAI's routes, which other servers have too; the model is the first that the server names."""
     base = url.rstrip("/").removesuffix("/v1")
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
     with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT) as client:
         models = _json(client, "GET", "/v1/models", None)
         try:
-            model = models["data"][0]["id"]
-            answer = _json(client, "POST", "/v1/completions", {"model": model, **body})
-            return str(answer["choices"][0]["text"])
+            body = {"model": models["data"][0]["id"], **options}
+            if chat:
+                answer = _json(client, "POST", "/v1/chat/completions", {**body, "messages": [_message(prompt)]})
+                return str(answer["choices"][0]["message"]["content"])
+            return str(_json(client, "POST", "/v1/completions", {**body, "prompt": prompt})["choices"][0]["text"])
         except (KeyError, IndexError, TypeError):
             raise Failed(f"{base} does not answer as an OpenAI server does; check the URL") from None
 

@@ -36,7 +36,7 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
         WrongInput: no model or no tokenizer there, an address that is not this machine's, a key that is not set.
         Failed: the port is taken.
     """
-    key = secret(settings.api_key, "serve.api_key") if settings.api_key else None
+    key = _key(settings.api_key) if settings.api_key else None
     host, port = address(settings, os.environ)
     # The port comes first: a model that takes minutes to load should not find it taken then.
     with _bound(host, port) as listener, model_folder(target_folder, os.environ) as folder:
@@ -82,6 +82,14 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _key(reference: str) -> str:
+    """The API key. An empty one would let everybody in, and so is refused."""
+    key = secret(reference, "serve.api_key").strip()
+    if not key:
+        raise WrongInput(f"serve.api_key refers to {reference}, which is empty; set it to the key, or remove serve.api_key")
+    return key
 
 
 @contextlib.contextmanager

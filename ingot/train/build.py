@@ -65,7 +65,7 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     drawing = blueprint(recipe, tokenizer)
-    rows = open_rows(columns, "train", recipe.data.seq_len, pad_last=False)
+    rows = open_rows(columns, "train", recipe.data.seq_len, pad_last=False, weights=[source.weight for source in recipe.data.train])
     held_out = open_rows(columns, "validation", recipe.data.seq_len, pad_last=True)
     if len(rows) < batch.global_batch:
         raise WrongInput(

@@ -15,7 +15,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.sinks import Guarded, JsonLines
 from ingot.checkpoints.store import retain, save_checkpoint
 from ingot.config.work import EarlyStop
-from ingot.models.device import gpu_usage, peak_memory_bytes
+from ingot.models.device import Compute, gpu_usage, measured_peak, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import Plan, Trainee
 from ingot.train.loop import StepInfo
@@ -32,7 +32,9 @@ class Workload:
     """What a token costs and what one device could do at best; both for MFU."""
 
     flops_per_token: float
-    peak_flops: float | None
+    stated_peak: float | None
+    """FLOP/s as the maker says; None where that is not known and must be measured."""
+    compute: Compute
 
 
 class LogHook:
@@ -42,6 +44,7 @@ class LogHook:
         self.sinks, self.progress, self.every, self.last, self.work, self.mesh, self.gpu = sinks, progress, every, last, work, mesh, gpu
         self._seconds, self._tokens, self._samples, self._skipped = 0.0, 0, 0, torch.zeros(())
         self._notes: dict[str, str] = {}
+        self._best_peak = 0.0
 
     def after_step(self, info: StepInfo) -> bool:
         self._seconds += info.seconds
@@ -62,12 +65,18 @@ class LogHook:
             "train/loss": loss, "train/lr": info.lr, "train/grad_norm": float(info.outcome.grad_norm),
             "train/tokens_per_s": rate, "train/examples_per_s": self._samples / seconds, "train/skipped_steps": float(self._skipped), **usage,
         }
-        if self.work.peak_flops:
-            values["train/mfu"] = rate * self.work.flops_per_token / (self.work.peak_flops * self.mesh.world)
+        values["train/mfu"] = rate * self.work.flops_per_token / (self._peak() * self.mesh.world)
         for sink in self.sinks:
             sink.write(info.step, values)
         self._notes = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}"}
         self._seconds, self._samples, self._tokens = 0.0, 0, 0
+
+    def _peak(self) -> float:
+        """The maker's figure, or the best that a large product has reached so far: a machine that is shared is slow now and then."""
+        if self.work.stated_peak is not None:
+            return self.work.stated_peak
+        self._best_peak = max(self._best_peak, measured_peak(self.mesh.device, self.work.compute))
+        return self._best_peak
 
     def _usage(self) -> dict[str, float]:
         """Memory and GPU use of every rank, `memory/rank0_gb` and so on; collective."""

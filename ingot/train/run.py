@@ -18,7 +18,7 @@ from ingot.config.shape import flops_per_token, parameter_count
 from ingot.data.loader import Loader
 from ingot.data.order import Order
 from ingot.evaluate.loss import mean_loss
-from ingot.models.device import device_name, measured_peak, peak_flops
+from ingot.models.device import device_name, peak_flops
 from ingot.models.folder import LINEAGE, model_hash, weight_files
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh, running_mesh
@@ -114,8 +114,8 @@ def _teller(recipe: Recipe, mesh: Mesh) -> Tell:
 
 
 def _workload(plan: Plan, mesh: Mesh) -> Workload:
-    peak = peak_flops(mesh.device, plan.compute) or measured_peak(mesh.device, plan.compute)
-    return Workload(flops_per_token(plan.drawing.config.to_hf(), plan.recipe.data.seq_len), peak)
+    cost = flops_per_token(plan.drawing.config.to_hf(), plan.recipe.data.seq_len)
+    return Workload(cost, peak_flops(mesh.device, plan.compute), plan.compute)
 
 
 def _measure(plan: Plan, trainee: Trainee, mesh: Mesh) -> Callable[[], float]:

@@ -11,7 +11,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.cli.complete import complete
-from ingot.cli.model import PREDICT
+from ingot.cli.model import PREDICT, copy_checked
 from ingot.models.folder import load_model
 from ingot.models.generate import Generator, Request
 from ingot.tokenizers.load import load_tokenizer
@@ -60,17 +60,17 @@ def test_an_address_that_does_not_answer() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_export_and_import_copy_a_checked_model(model_folder: Path, tmp_path: Path) -> None:
-    for verb, source, target in (("export", model_folder, tmp_path / "out"), ("import", tmp_path / "out", tmp_path / "in")):
-        done = ingot(verb, str(source), str(target))
-        assert (done.returncode, done.stdout) == (0, f"{target}\n"), done.stderr
+def test_export_and_import_copy_a_checked_model(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = ingot("export", str(model_folder), str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'out'}\n"), done.stderr
+    assert copy_checked(str(tmp_path / "out"), str(tmp_path / "in"), "hf", overwrite=False) == 0
     here, there = (load_model(folder, device=torch.device("cpu")).state_dict() for folder in (model_folder, tmp_path / "in"))
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in here)
-    again = ingot("export", str(model_folder), str(tmp_path / "out"))
-    assert again.returncode == 2
-    assert "--overwrite" in again.stderr
-    assert ingot("export", str(model_folder), str(tmp_path / "out"), "--overwrite").returncode == 0
+    with pytest.raises(WrongInput, match="--overwrite"):
+        copy_checked(str(model_folder), str(tmp_path / "out"), "hf", overwrite=False)
+    assert copy_checked(str(model_folder), str(tmp_path / "out"), "hf", overwrite=True) == 0
+    assert "every tensor checked" in capsys.readouterr().err
 
 
 def test_deploy_moves_the_live_pointer_and_back(model_folder: Path, tmp_path: Path) -> None:

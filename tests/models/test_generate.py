@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ingot.base.errors import WrongInput
@@ -16,9 +18,9 @@ from ingot.config.presets import preset
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.folder import load_model
-from ingot.models.generate import Completion, Generator, Piece, Request, eos_ids, join
+from ingot.models.generate import Completion, Generator, Job, Piece, Request, eos_ids, join
 from ingot.models.initial import initialise
-from ingot.models.sampling import Sampling
+from ingot.models.sampling import Choice, Sampling
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.models.tiny import CASES, make_reference
@@ -195,9 +197,10 @@ def test_after_a_failed_step_the_batch_can_be_cleared(model: Decoder, monkeypatc
     generator = Generator(model)
     generator.add(Request([1, 2], 5))
     generator.step()
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(model, "hidden", _out_of_memory)
+    monkeypatch.setattr(model, "hidden", _out_of_memory)
+    with pytest.raises(MemoryError):
         generator.step()
+    monkeypatch.undo()
     generator.clear()
     assert not generator.busy
     assert ids(generator.run([Request([1, 2], 5)])[0]) == without_cache(model, [1, 2], 5)[0]
@@ -216,6 +219,24 @@ def test_pieces_tell_how_far_a_request_is(model: Decoder) -> None:
     assert [piece.generated for piece in pieces] == [1, 2, 3]
     assert [len(piece.text) for piece in pieces] == [1, 1, 1]
     assert [piece.finish for piece in pieces] == [None, None, "length"]
+
+
+@settings(deadline=None)
+@given(st.text("aä😀あ", min_size=1, max_size=20), st.sampled_from(["", "ああ"]))
+def test_every_token_is_given_out_once_and_knows_its_character(text: str, stop: str) -> None:
+    """Tokens are bytes: those of one character share its offset."""
+    data = text.encode()
+    job = Job(Request([0], len(data), stop=(stop,) if stop else ()), lambda ids: bytes(ids).decode(errors="replace"))
+    pieces = []
+    for byte in data:
+        pieces.append(job.accept(Choice(byte, True), (), 99))
+        if pieces[-1].finish:
+            break
+    whole = text[: text.find(stop)] if stop and stop in text else text
+    completion = join(pieces)
+    assert completion.text == whole
+    assert bytes(ids(completion)).decode() == whole
+    assert [token.offset for token in completion.tokens] == [index for index, character in enumerate(whole) for _ in character.encode()]
 
 
 def test_it_runs_in_bfloat16(folder: Path) -> None:

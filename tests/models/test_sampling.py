@@ -45,9 +45,19 @@ def test_frequencies_are_the_probabilities(temperature: float, top_p: float, voc
 
 def test_greedy_and_its_limits() -> None:
     logits = torch.tensor([[0.0, 5.0, 4.99], [3.0, 1.0, 2.0]])
-    for sampling in (Sampling(), Sampling(temperature=1e-12), Sampling(1.0, top_p=0.0), Sampling(2.0, top_p=1e-6)):
+    for sampling in (Sampling(), Sampling(temperature=1e-60), Sampling(1.0, top_p=0.0), Sampling(2.0, top_p=1e-6)):
         for roll in (0.0, 0.999999):
             assert [choice.token for choice in choose(logits, [sampling] * 2, [roll] * 2)] == [1, 0], sampling
+
+
+def test_the_largest_roll_takes_no_impossible_token() -> None:
+    """Tokens of probability 0 stand at the end, where a rounded cumulative sum would put a roll just below 1."""
+    for length in (3, 50, 400):
+        logits = torch.cat((torch.randn(length, generator=torch.Generator().manual_seed(length)), torch.full((9,), float("-inf"))))
+        for top_p in (1.0, 0.9999, 0.5):
+            (choice,) = choose(logits[None], [Sampling(1.0, top_p)], [1 - 2**-53])
+            assert choice.token < length
+            assert nucleus(logits, 1.0, top_p)[choice.token] > 0
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

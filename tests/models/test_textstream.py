@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from ingot.models.textstream import LONGEST, REPLACEMENT, TextStream
 
+# No deadline for a single example: the machine may be busy.
+UNHURRIED = settings(deadline=None)
 texts = st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), max_size=40) | st.text("aäあ😀\u0301 \n", max_size=40)
 
 
@@ -38,6 +40,7 @@ def sentencepiece() -> Tokenizer:
     return made
 
 
+@UNHURRIED
 @given(texts, texts)
 def test_every_text_comes_out_whole_and_never_half_a_character(text: str, context: str) -> None:
     pieces, streamed = stream(text, context=context.encode())
@@ -46,12 +49,14 @@ def test_every_text_comes_out_whole_and_never_half_a_character(text: str, contex
     assert streamed.length == len(text)
 
 
+@UNHURRIED
 @given(texts, st.binary(max_size=3))
 def test_half_a_character_at_the_end_is_dropped(text: str, rest: bytes) -> None:
     pieces, _ = stream(text.encode() + "😀".encode()[: len(rest)])
     assert "".join(pieces) == text
 
 
+@UNHURRIED
 @given(st.binary(max_size=4 * LONGEST))
 def test_bytes_that_are_no_utf8_come_out_as_they_decode(data: bytes) -> None:
     whole = data.decode(errors="replace")
@@ -61,7 +66,7 @@ def test_bytes_that_are_no_utf8_come_out_as_they_decode(data: bytes) -> None:
     assert len(whole) - len(text) <= LONGEST
 
 
-@settings(max_examples=300)
+@UNHURRIED
 @given(st.text("abä", max_size=30), st.lists(st.text("abä", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_a_stop_string_is_found_wherever_tokens_cut_it(text: str, stops: list[str]) -> None:
     pieces, streamed = stream(text, stops)
@@ -90,6 +95,7 @@ def test_spaces_that_a_decoder_strips_at_the_start_are_kept_after_a_prompt() -> 
     assert TextStream(tokenizer.decode, []).push(hello) == "Hello"
 
 
+@UNHURRIED
 @given(texts)
 def test_bytes_of_sentencepiece_come_out_whole(text: str) -> None:
     tokenizer = sentencepiece()

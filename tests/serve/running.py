@@ -31,7 +31,7 @@ class Running:
     key: str | None
 
     def client(self, **more: Any) -> httpx.Client:
-        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        headers = {} if self.key is None else {b"Authorization": f"Bearer {self.key}".encode()}
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
 
     def metric(self, name: str, **labels: str) -> float:

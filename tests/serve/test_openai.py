@@ -170,7 +170,7 @@ def test_together_each_gets_what_it_gets_alone(server: Running, client: openai.O
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_hangs_up_is_no_longer_computed_for(server: Running, stream: bool) -> None:
-    cancelled = server.metric("ingot_cancelled_total")
+    cancelled, tokens = server.metric("ingot_cancelled_total"), server.metric("ingot_tokens_total", kind="completion")
     body = {"prompt": "the", "max_tokens": 8000, "stream": stream, "temperature": 0}
     with server.client() as client:
         if stream:
@@ -181,8 +181,9 @@ def test_who_hangs_up_is_no_longer_computed_for(server: Running, stream: bool) -
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/completions", json=body, timeout=0.2)
-    server.wait_for("ingot_running", 0, timeout_s=2)
+    server.wait_for("ingot_running", 0)
     assert server.metric("ingot_cancelled_total") == cancelled + 1
+    assert server.metric("ingot_tokens_total", kind="completion") < tokens + 8000
 
 
 @pytest.mark.parametrize(("body", "words"), [

@@ -1,0 +1,169 @@
+"""The engine under failures: every request gets an answer, and the next ones are tried."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ingot.models.generate import Completion, Generator, Request
+from ingot.serve.engine import FAILURES, Engine, Ticket
+from ingot.serve.loaded import Loaded
+from ingot.serve.metrics import Metrics
+from ingot.serve.refused import Refused
+
+
+class Failing:
+    """Stands before the model's `hidden`: fails while told to, and can be made to wait."""
+
+    def __init__(self, hidden: Callable[..., torch.Tensor]) -> None:
+        self._hidden, self.fails, self.gate = hidden, False, threading.Event()
+        self.gate.set()
+
+    def __call__(self, *arguments: object, **more: object) -> torch.Tensor:
+        self.gate.wait(30)
+        if self.fails:
+            raise torch.OutOfMemoryError("no memory")
+        return self._hidden(*arguments, **more)
+
+
+@pytest.fixture
+def failing(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Failing:
+    made = Failing(loaded.model.hidden)
+    monkeypatch.setattr(loaded.model, "hidden", made)
+    return made
+
+
+@pytest.fixture
+def engine(loaded: Loaded, failing: Failing) -> Iterator[Engine]:
+    made = Engine(Generator(loaded.model, decode=loaded.tokenizer.decode, max_rows=2), Metrics(), max_batch=2, max_queue=3)
+    made.start()
+    yield made
+    failing.gate.set()
+    made.stop()
+    assert not made.healthy
+
+
+def request(tokens: int = 4) -> Request:
+    return Request([5, 6, 7], tokens)
+
+
+async def answers(ticket: Ticket) -> list[Completion]:
+    return await asyncio.wait_for(ticket.completions(), 30)
+
+
+def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(engine: Engine, failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    async def story() -> None:
+        failing.fails = True
+        failing.gate.clear()
+        tickets = [engine.submit([request(), request()]), engine.submit([request()])]
+        failing.gate.set()
+        for ticket in tickets:
+            with pytest.raises(Refused, match="the model failed on this batch") as caught:
+                await answers(ticket)
+            assert caught.value.status == 500
+        failing.fails = False
+        (answer,) = await answers(engine.submit([request()]))
+        assert (answer.generated, answer.finish) == (4, "length")
+        assert engine.healthy
+
+    asyncio.run(story())
+    assert "OutOfMemoryError: no memory" in capsys.readouterr().err
+
+
+def test_a_model_that_keeps_failing_is_unhealthy_until_it_works(engine: Engine, failing: Failing) -> None:
+    async def story() -> None:
+        failing.fails = True
+        for attempt in range(FAILURES):
+            assert engine.healthy, attempt
+            with pytest.raises(Refused):
+                await answers(engine.submit([request()]))
+        assert not engine.healthy
+        failing.fails = False
+        await answers(engine.submit([request()]))
+        assert engine.healthy
+
+    asyncio.run(story())
+
+
+def test_the_queue_is_all_or_none(engine: Engine, failing: Failing) -> None:
+    async def story() -> None:
+        failing.gate.clear()
+        first = engine.submit([request()] * 3)
+        with pytest.raises(Refused, match=r"3 requests are running or waiting, 5 fit; try again in [12] s") as caught:
+            engine.submit([request()] * 3)
+        assert caught.value.status == 429
+        assert caught.value.headers["Retry-After"] in ("1", "2")
+        with pytest.raises(Refused, match="6 prompts in one request; this server takes at most 5") as caught:
+            engine.submit([request()] * 6)
+        assert caught.value.status == 400
+        second = engine.submit([request(1)] * 2)
+        failing.gate.set()
+        assert [answer.generated for answer in await answers(first) + await answers(second)] == [4, 4, 4, 1, 1]
+
+    asyncio.run(story())
+
+
+def test_what_is_cancelled_frees_its_place(engine: Engine, failing: Failing) -> None:
+    async def story() -> None:
+        failing.gate.clear()
+        running, waiting = engine.submit([request(8000)] * 2), engine.submit([request(8000)] * 3)
+        waiting.cancel()
+        third = engine.submit([request()] * 3)
+        running.cancel()
+        running.cancel()
+        failing.gate.set()
+        assert [answer.generated for answer in await answers(third)] == [4, 4, 4]
+
+    asyncio.run(story())
+
+
+def test_an_abort_answers_what_runs_and_what_waits_and_refuses_what_comes(engine: Engine, failing: Failing) -> None:
+    async def story() -> None:
+        failing.gate.clear()
+        tickets = [engine.submit([request()] * 2), engine.submit([request()] * 2)]
+        engine.abort()
+        for ticket in tickets:
+            with pytest.raises(Refused, match="the server is stopping") as caught:
+                await answers(ticket)
+            assert caught.value.status == 503
+        with pytest.raises(Refused, match="the server is stopping"):
+            engine.submit([request()])
+
+    asyncio.run(story())
+
+
+def test_numbers_that_are_not_finite_fail_their_request_alone(engine: Engine, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = loaded.model.hidden
+
+    def broken_at_300(tokens: torch.Tensor, *arguments: object, **more: object) -> torch.Tensor:
+        broken = (tokens == 300).any(dim=1)[:, None, None]
+        return hidden(tokens, *arguments, **more).masked_fill(broken, float("nan"))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loaded.model, "hidden", broken_at_300)
+
+    async def story() -> None:
+        broken, fine = engine.submit([Request([300], 4)]), engine.submit([Request([5], 4)])
+        with pytest.raises(Refused, match="not finite") as caught:
+            await answers(broken)
+        assert caught.value.status == 500
+        assert len(await answers(fine)) == 1
+
+    asyncio.run(story())
+
+
+def test_a_loop_that_is_gone_harms_nobody(engine: Engine, failing: Failing) -> None:
+    async def leave() -> None:
+        failing.gate.clear()
+        engine.submit([request()])
+
+    asyncio.run(leave())
+    failing.gate.set()
+
+    async def stay() -> None:
+        assert len(await answers(engine.submit([request()]))) == 1
+
+    asyncio.run(stay())
