@@ -59,6 +59,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
 def _run(rank: int, world: int, port: int, timeout_s: float, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)  # the server that this process was forked from had read the environment before
     # A rank that hangs shows where, and ends.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:

@@ -77,7 +77,7 @@ def _installed(name: str) -> bool:
 
 
 def _torch() -> Iterator[Finding]:
-    get = "pip install torch --index-url https://download.pytorch.org/whl/cpu (or cu128 with an NVIDIA GPU)"
+    get = "pip install torch (pytorch.org has the command for each kind of GPU)"
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -90,7 +90,7 @@ def _torch() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(kind)
         yield Finding("accelerator", True, f"{count} x {name}")
     elif shutil.which("nvidia-smi"):
-        yield Finding("accelerator", False, "an NVIDIA driver, but this torch cannot use it", "pip install torch --index-url https://download.pytorch.org/whl/cu128")
+        yield Finding("accelerator", False, "an NVIDIA driver, but this torch cannot use it", "install the CUDA build of torch; pytorch.org has the command")
     else:
         yield Finding("accelerator", False, f"none; training runs on {os.cpu_count()} CPU cores", "a machine with a GPU, for models above some 50 M parameters")
 

@@ -12,12 +12,23 @@ from ingot.config.recipe import Recipe
 from ingot.data.columns import Column
 from ingot.data.documents import read_documents
 from ingot.data.manifest import Prepared
+from ingot.data.raw import open_raw
 from ingot.evaluate.bigram import bigram_nll
 from ingot.evaluate.compress import Name, compressed_bytes
 from ingot.evaluate.corpus import open_columns, pairs
 
 Baseline = Literal["gzip", "xz", "bigram"]
 Item = TypeVar("Item")
+
+
+def check_baselines(recipe: Recipe, names: Sequence[Baseline]) -> None:
+    """Raises WrongInput when documents that `names` need are not there; costs nothing."""
+    if _programs(names):
+        open_raw(recipe)
+
+
+def _programs(names: Sequence[Baseline]) -> list[Name]:
+    return [name for name in ("gzip", "xz") if name in names]
 
 
 def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> dict[str, float]:
@@ -31,8 +42,7 @@ def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> 
     """
     found: dict[str, float] = {}
     total = prepared.total("validation", "bytes")
-    programs: list[Name] = [name for name in ("gzip", "xz") if name in names]
-    if programs:
+    if programs := _programs(names):
         size, compressed = _compressed(recipe, programs, total)
         if size != total:
             raise WrongInput(f"{recipe.folder.raw} has {size:,} held-out bytes, {total:,} were prepared; run `ingot prepare` again")

@@ -18,11 +18,11 @@ from ingot.base.steprecord import Outcome, sizes
 from ingot.config.recipe import Recipe
 from ingot.data.manifest import Prepared, read_prepared
 from ingot.data.rows import Rows, open_rows
-from ingot.evaluate.baselines import baselines
+from ingot.evaluate.baselines import Baseline, baselines, check_baselines
 from ingot.evaluate.corpus import document_bytes, open_columns
 from ingot.evaluate.figures import loss_metrics
 from ingot.evaluate.loss import Stretches, gathered, score
-from ingot.evaluate.samples import complete
+from ingot.evaluate.samples import check_prompts, complete
 from ingot.models.decoder import Decoder
 from ingot.models.device import Compute, device_name, resolve_compute
 from ingot.models.folder import CONFIG, load_model, model_hash
@@ -44,6 +44,7 @@ class Subject:
     prepared: Prepared
     rows: Rows
     compute: Compute
+    baselines: list[Baseline]
 
 
 def evaluate(recipe: Recipe) -> Outcome:
@@ -93,8 +94,10 @@ def _subject(recipe: Recipe, mesh: Mesh) -> Subject:
             f"the tokenizer of {folder} ({tokenizer.identity()}) is not the one that {columns} was prepared with ({prepared.tokenizer}); "
             f"set tokenizer.source to {folder} and run `ingot prepare` again, or evaluate a model of this run"
         )
+    yardsticks = sorted({name for task in recipe.evaluate.tasks for name in task.baselines})
+    check_baselines(recipe, yardsticks)
     rows = open_rows(columns, "validation", recipe.data.seq_len, pad_last=True)
-    return Subject(recipe, folder, tokenizer, prepared, rows, resolve_compute(recipe.precision.compute, mesh.device))
+    return Subject(recipe, folder, tokenizer, prepared, rows, resolve_compute(recipe.precision.compute, mesh.device), yardsticks)
 
 
 def _check(model: Decoder, subject: Subject) -> None:
@@ -103,6 +106,7 @@ def _check(model: Decoder, subject: Subject) -> None:
         raise WrongInput(f"data.seq_len {seq_len} exceeds the {model.config.max_position_embeddings} positions of {subject.folder}; lower data.seq_len")
     if ids > model.config.vocab_size:
         raise WrongInput(f"the tokenizer of {subject.folder} has {ids} ids, its model only {model.config.vocab_size}; use the tokenizer that it was made with")
+    check_prompts(subject.recipe.evaluate.prompts, subject.recipe.evaluate.sample_tokens, model, subject.tokenizer)
 
 
 def _score(model: Decoder, subject: Subject, mesh: Mesh) -> Stretches:
@@ -124,9 +128,8 @@ def _report(model: Decoder, subject: Subject, losses: Stretches) -> EvaluationRe
     metrics = {}
     for task in recipe.evaluate.tasks:
         metrics.update(loss_metrics(task.name, losses, of_bytes, documents=prepared.sets["validation"], tokenizer=prepared.tokenizer))
-    asked = sorted({name for task in recipe.evaluate.tasks for name in task.baselines})
     samples = complete(model, subject.folder, tokenizer, recipe.evaluate.prompts, recipe.evaluate.sample_tokens, subject.compute)
-    return EvaluationReport(model_hash(subject.folder), tokenizer.identity(), metrics, baselines(recipe, prepared, asked), samples)
+    return EvaluationReport(model_hash(subject.folder), tokenizer.identity(), metrics, baselines(recipe, prepared, subject.baselines), samples)
 
 
 def _write(recipe: Recipe, subject: Subject, report: EvaluationReport) -> Outcome:

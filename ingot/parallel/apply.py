@@ -26,8 +26,7 @@ def sum_factor(module: nn.Module, mesh: Mesh) -> float:
     """What turns the gradients that a wrapper leaves into sums over all ranks.
 
     The step needs sums (a mean of means is wrong where ranks hold unequal numbers of targets), and DDP leaves averages.
-    Multiplying back is exact for powers of two. A hook that sums instead would run Python in gloo's threads, and those
-    were seen to deadlock with a group that is being closed.
+    Multiplying back is exact for powers of two. A hook that sums instead would run Python in the threads of the backend.
     """
     return float(mesh.world) if isinstance(module, DistributedDataParallel) else 1.0
 

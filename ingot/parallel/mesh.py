@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,9 @@ from ingot.models.device import backend, keep_freed_memory, pick_device, use_all
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
+# gloo's own thread may drop a tensor last, and then wants the GIL to free its Python side. If the process group is being freed
+# meanwhile, that holds the GIL and waits for the thread, for ever. So the tensors of the last collectives outlive the group.
+_KEPT: deque[Tensor] = deque(maxlen=16)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Mesh:
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.world > 1:
+            _KEPT.append(tensor)
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
 

@@ -210,3 +210,9 @@ def test_raw_documents_that_changed_since(root: Path) -> None:
     recipe = with_model(root, evaluate__tasks="[{kind: loss, baselines: [gzip]}]")
     shutil.rmtree(recipe.folder.raw)
     assert "run `ingot ingest`" in refused(recipe)
+
+
+def test_a_prompt_without_room_for_an_answer(root: Path) -> None:
+    message = refused(with_model(root, evaluate__prompts=f"[{'ingot melts ' * 200}]"))
+    assert message.startswith("evaluate.prompts, 'ingot melts ")
+    assert "128 positions" in message

@@ -102,7 +102,7 @@ def test_every_section_is_there_and_nothing_comes_from_elsewhere(run: RunFolder)
 
 def test_the_answer_comes_first(run: RunFolder) -> None:
     text = Page(write_page(run)).text.replace("\u00a0", " ")
-    answer = ("A model of 2.41 M parameters , trained from random weights on 614 k tokens in 1m 52s . It needs 2.26 bits for each byte of text that it "
+    answer = ("A model of 2.62 M parameters , trained from random weights on 614 k tokens in 1m 52s . It needs 2.26 bits for each byte of text that it "
               "has not seen, 22 % less than a bigram model of the same tokens but 11 % more than gzip -9.")
     assert text.index("quickstart") < text.index("deployed") < text.index(answer) < text.index("perplexity")
 
