@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,9 +18,6 @@ from ingot.models.device import backend, keep_freed_memory, pick_device, use_all
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
-# gloo's own thread may drop a tensor last, and then wants the GIL to free its Python side. If the process group is being freed
-# meanwhile, that holds the GIL and waits for the thread, for ever. So the tensors of the last collectives outlive the group.
-_KEPT: deque[Tensor] = deque(maxlen=16)
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,6 @@ class Mesh:
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.world > 1:
-            _KEPT.append(tensor)
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
 
@@ -95,6 +91,7 @@ def running_mesh() -> Iterator[Mesh]:
     owns_group = here.world > 1 and not dist.is_initialized()
     if owns_group:
         dist.init_process_group(backend(device), timeout=TIMEOUT)
+        _never_free(dist.group.WORLD)
     mesh = Mesh(here, device)
     try:
         yield mesh
@@ -103,3 +100,12 @@ def running_mesh() -> Iterator[Mesh]:
     finally:
         if owns_group:
             dist.destroy_process_group()
+
+
+def _never_free(group: object) -> None:
+    """Leak one reference, so that a process group is never destroyed.
+
+    Its destructor waits for gloo's threads while it holds the GIL, and a gloo thread wants the GIL to let go of a tensor
+    that Python has seen: whichever object frees the group last (DDP, the interpreter) could then hang for ever.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.cli.complete import complete
-from ingot.cli.model import PREDICT, copy_checked
+from ingot.cli.model import copy_checked
 from ingot.models.folder import load_model
 from ingot.models.generate import Generator, Request
+from ingot.serve.predict import predict
 from ingot.tokenizers.load import load_tokenizer
 from tests.cli.commands import ingot
 
@@ -32,7 +32,7 @@ def test_predict_prints_the_completion_and_nothing_else(model_folder: Path) -> N
 
 
 def test_predict_samples_by_its_seed(model_folder: Path) -> None:
-    answers = [complete(model_folder, "the", {**PREDICT, "max_tokens": 12, "temperature": 1.0, "seed": seed}) for seed in (3, 3, 4)]
+    answers = [predict(model_folder, "the", max_tokens=12, temperature=1.0, seed=seed) for seed in (3, 3, 4)]
     assert answers[0] == answers[1] != answers[2]
 
 
@@ -41,7 +41,7 @@ def test_predict_samples_by_its_seed(model_folder: Path) -> None:
 ])
 def test_predict_refuses_in_words(model_folder: Path, prompt: str, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(WrongInput, match=says):
-        complete(model_folder, prompt, {**PREDICT, **settings})
+        predict(model_folder, prompt, **settings)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(model_folder: Path, tmp_path: Path) -> None:

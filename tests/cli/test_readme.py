@@ -62,7 +62,7 @@ def test_the_tour(place: Path) -> None:
         said[command] = shell(command, place)
     table = said["ingot run recipes/quickstart.yaml"]
     assert all(step in table for step in ("ingest", "prepare", "train", "evaluate", "gate", "register", "serve"))
-    assert "train.optimizer.lr" in said["ingot explain train.optimizer.lr"]
+    assert "Peak learning rate" in said["ingot explain train.optimizer.lr"]
     assert said['ingot predict runs/quickstart "def main(" max_tokens=40']
     # What follows the first run had nothing to do, two processes included.
     events = [json.loads(line) for line in (place / "runs/quickstart/events.jsonl").read_text().splitlines()]

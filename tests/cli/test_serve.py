@@ -6,8 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from ingot.cli.complete import complete
-from ingot.cli.model import PREDICT
+from ingot.serve.predict import predict
 from tests.cli.commands import clean_environment, command, ingot
 
 
@@ -21,7 +20,7 @@ def test_a_served_folder_answers_as_predict_does_and_stops_cleanly(model_folder:
         for url in (address, f"{address}/v1"):
             done = ingot("predict", url, "the bright", "max_tokens=12")
             assert done.returncode == 0, done.stderr
-            assert done.stdout == complete(model_folder, "the bright", {**PREDICT, "max_tokens": 12}) + "\n"
+            assert done.stdout == predict(model_folder, "the bright", max_tokens=12) + "\n"
         refused = ingot("predict", address, "the", "max_tokens=100000")
         assert refused.returncode == 2
         assert "100000" in refused.stderr

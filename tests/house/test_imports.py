@@ -112,7 +112,7 @@ def test_torch_stays_out_of_the_ground_and_the_place_wing() -> None:
         module.name for module in modules() if module.room in free
         for item in module.imports() if item.module.split(".")[0] == "torch" and not item.inside
     }
-    assert found <= {"ingot.data.loader", "ingot.cli.complete"}
+    assert found <= {"ingot.data.loader"}
 
 
 def _loaded_by(name: str, libraries: tuple[str, ...]) -> list[str]:
