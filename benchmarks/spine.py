@@ -43,6 +43,7 @@ from ingot.train.step import train_step
 
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.generation")
 OPTIMIZER = ("torch._dynamo",)  # every optimizer of torch loads it when it is made
+NAMES = ("train-3m", "train-56m", "generate", "prepare")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -74,7 +75,7 @@ def train_ours(name: str, rows: int, seq_len: int) -> Work:
     """Our optimizer step, one micro-batch."""
     stack = running_mesh()
     mesh = stack.__enter__()  # lives as long as the process
-    torch.set_num_threads(int(os.environ["BENCH_THREADS"]))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))  # as it was asked: the mesh takes all cores
     model = random_model(name).to(mesh.device).train()
     optimizer = make_optimizer(AdamW(), model)
     tokens = random_rows(name, rows, seq_len)
@@ -257,13 +258,14 @@ def machine(threads: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spine", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=["train-3m", "train-56m", "generate", "prepare", []], help="comparisons; all by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)}; all by default")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender; medians are shown")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads of each contender")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
     parser.add_argument("--write", metavar="NAME", help="keep the figures as results/NAME.json")
     asked = parser.parse_args()
-    os.environ["BENCH_THREADS"] = str(asked.threads)
+    if unknown := set(asked.names) - set(NAMES):
+        parser.error(f"{', '.join(sorted(unknown))} is not one of {', '.join(NAMES)}")
     console = Console(highlight=False, width=110)
     about = machine(asked.threads)
     console.print(", ".join(f"{key} {value}" for key, value in about.items()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
@@ -66,12 +67,13 @@ def take_turns(contenders: Sequence[Contender], rounds: int, threads: int) -> li
     Ends the program when a contender fails, or when the first turns show that they do not do the same work.
     """
     context = multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # the contenders inherit it
     pipes: list[Connection] = []
     processes, found = [], list[float | None]()
     try:
         for contender in contenders:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(contender, theirs, threads))
+            process = context.Process(target=_live, args=(contender, theirs))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -124,12 +126,9 @@ def _answer(pipe: Connection, contender: Contender) -> Any:
     return value
 
 
-def _live(contender: Contender, pipe: Connection, threads: int) -> None:
+def _live(contender: Contender, pipe: Connection) -> None:
     """The contender's process."""
     try:
-        import torch
-
-        torch.set_num_threads(threads)
         for name in contender.imports:
             importlib.import_module(name)
         before = _peak_bytes()
@@ -139,8 +138,7 @@ def _live(contender: Contender, pipe: Connection, threads: int) -> None:
             began, cpu = time.perf_counter(), _cpu_seconds()
             units = work().units
             pipe.send((True, (units, time.perf_counter() - began, _cpu_seconds() - cpu)))
-        on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        pipe.send((True, on_device or _peak_bytes() - before))
+        pipe.send((True, _on_device_bytes() or _peak_bytes() - before))
     except EOFError:
         pass
     except BaseException:
@@ -149,6 +147,12 @@ def _live(contender: Contender, pipe: Connection, threads: int) -> None:
 
 def _cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+
+
+def _on_device_bytes() -> int:
+    """Most that torch allocated on a GPU; 0 where it was not used."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_available() else 0
 
 
 def _peak_bytes() -> int:

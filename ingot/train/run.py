@@ -85,7 +85,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
             raise _stopped(recipe, reached, signum)
         tell("finish", step=reached, seconds=seconds)
         mesh.from_main(lambda: _export(plan, trainee, reached))
-        return _outcome(recipe, reached, seconds)
+        return _outcome(recipe, first, reached, seconds)
 
 
 def _step(step: int, work: Work, plan: Plan, trainee: Trainee, mesh: Mesh) -> StepInfo:
@@ -150,9 +150,10 @@ def _export(plan: Plan, trainee: Trainee, step: int) -> None:
     export_model(trainee.model, plan.tokenizer, target, export_type=kind, lineage=lineage(plan, step), generation=generation)
 
 
-def _outcome(recipe: Recipe, step: int, seconds: float) -> Outcome:
+def _outcome(recipe: Recipe, first: int, step: int, seconds: float) -> Outcome:
     run = recipe.folder
     losses = [line["train/loss"] for line in read_lines(run.metrics) if line.get("train/loss") is not None]
     loss = f", loss {losses[-1]:.3f}" if losses else ""
     files = sizes(run.root, [*weight_files(run.model), run.model / LINEAGE])
-    return Outcome(f"{step:,} steps in {duration(seconds)}{loss}", str(run.model), model_hash(run.model), files)
+    took = f" in {duration(seconds)}" if first == 0 else f", the last {step - first:,} in {duration(seconds)}" if step > first else ""
+    return Outcome(f"{step:,} steps{took}{loss}", str(run.model), model_hash(run.model), files)
