@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever started us in the background may have left SIGINT ignored, and our children would inherit that deafness."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A slow example on a busy machine is no fault.
+    settings.register_profile("ingot", deadline=None)
+    settings.load_profile("ingot")
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,12 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from typing import Literal
 
-import psutil
 import torch
 
 Compute = Literal["fp32", "bf16"]
@@ -88,7 +89,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most memory that this process has held: on the device, or of the process itself on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes * (1 if sys.platform == "darwin" else 1024)
 
 
 def gpu_usage(device: torch.device) -> dict[str, float]:
