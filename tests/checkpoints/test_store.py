@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,24 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, tied=True)
     with pytest.raises(Failed, match=r"does not fit this model: model\.lm_head\.weight"):
         load(tmp_path, tied=False)
+
+
+def test_a_full_disk_is_said_in_one_line_and_earlier_checkpoints_stay(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        save(disk / "checkpoints", 1)
+        free = shutil.disk_usage(disk).free
+        (disk / "other").write_bytes(b"x" * (free - 20_000))
+        with pytest.raises(Failed, match=r"disk full while writing .*step-00000002; make space and run the same command again"):
+            save(disk / "checkpoints", 2)
+        found = newest_valid(disk / "checkpoints")
+        assert found is not None
+        assert found.step == 1
+        (disk / "other").unlink()
+        save(disk / "checkpoints", 2)
+        assert [found.step for found in committed(disk / "checkpoints")] == [2, 1]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
