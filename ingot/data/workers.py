@@ -58,8 +58,9 @@ def make_parts(job: Job, tasks: Sequence[Range], workers: int, progress: Progres
         except BrokenProcessPool as error:
             raise Failed("a worker process died, perhaps for want of memory; run the same command again, or with fewer data.engine.workers") from error
         except BaseException:
+            # They notice at their next batch of documents; until then they write, so they are waited for.
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
             raise
     return made
 
