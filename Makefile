@@ -12,15 +12,17 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist worksteal
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work
+BEAM ?= .venv-beam
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint bench clean
+.PHONY: help setup run test test-all lint bench beam clean
 
 help:
 	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
 	@echo "make test      the tests (ARGS=... goes to pytest); make test-all: the slow ones too"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     speed against the usual libraries, on this machine (ARGS=...)"
+	@echo "make beam      an environment for prepare on Apache Beam in $(BEAM)"
 	@echo "make setup     only set up $(VENV) for work on ingot"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
 
@@ -40,11 +42,13 @@ lint: $(WORK)
 	@$(BIN)/python -m mypy
 
 bench: $(WORK)
-	@$(BIN)/python -m benchmarks.spine $(ARGS)
+	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+beam: $(BEAM)/.ingot-beam
 
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo "$(VENV) is not a virtual environment; not removed"; exit 1; }
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BEAM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What running needs.
@@ -67,4 +71,14 @@ $(USE): pyproject.toml constraints.txt
 $(WORK): $(USE)
 	@echo "setting up $(VENV), once: the tools for tests and checks"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# Apache Beam holds back packages that the rest is newer than, so it has an environment of its own.
+$(BEAM)/.ingot-beam: constraints-beam.txt pyproject.toml
+	@echo "setting up $(BEAM), once"
+	@$(BEAM)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(BEAM)
+	@$(BEAM)/bin/python -m pip install -qq --disable-pip-version-check -r constraints-beam.txt
+	@# Beam asks for an older pyarrow, which it does without, and whose Unicode normal forms are wrong: text must be folded alike everywhere.
+	@$(BEAM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $$(grep '^pyarrow==' constraints.txt) 2>/dev/null
+	@$(BEAM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e .
 	@touch $@

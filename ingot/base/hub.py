@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ingot.base.errors import Failed, WrongInput
 
-MODEL_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool = False) -> Path:

@@ -17,6 +17,11 @@ class RunFolder:
         return self.root / "recipe.yaml"
 
     @property
+    def data(self) -> Path:
+        """All that `ingest` and `prepare` make."""
+        return self.root / "data"
+
+    @property
     def raw(self) -> Path:
         """Ingested documents, Parquet."""
         return self.root / "data" / "raw"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
 from ingot.models.decoder import Decoder
 from ingot.models.folder import CONFIG, LINEAGE, hash_model, load_model, model_config, read_lineage, save_weights
+from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -30,12 +31,16 @@ def export_model(
     `generation` is the source's generation configuration, carried over; None makes one from the tokenizer.
     """
     dtype = DTYPES[export_type]
-    special = {"bos_token_id": tokenizer.special.bos, "eos_token_id": tokenizer.special.eos, "pad_token_id": tokenizer.special.pad}
+    stop = stop_tokens(tokenizer)
+    eos = stop[0] if len(stop) == 1 else stop or None
+    special = {"bos_token_id": tokenizer.special.bos, "eos_token_id": eos, "pad_token_id": tokenizer.special.pad}
     config = {**model.config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     if generation is None:
         config.update(special)
         generation = {"_from_model_config": True, **{key: value for key, value in special.items() if value is not None}}
+    else:
+        generation = _stopping_at(generation, stop)
     with atomic_folder(folder) as partial:
         save_weights({name: parameter.detach().to("cpu", dtype) for name, parameter in model.named_parameters()}, partial)
         _write_json(partial / CONFIG, config)
@@ -43,10 +48,19 @@ def export_model(
         tokenizer.save(partial)
         made = {
             "schema": 1, "ingot": ingot.__version__, "model_hash": hash_model(partial), "tokenizer": tokenizer.identity(),
+            "template": tokenizer.template_identity,
             "export_type": export_type, **lineage,
         }
         _write_json(partial / LINEAGE, made)
     return made
+
+
+def _stopping_at(generation: Mapping[str, Any], stop: Sequence[int]) -> dict[str, Any]:
+    """A generation configuration that also ends an answer at these tokens: what ends a turn in training has to end it in serving."""
+    given = generation.get("eos_token_id")
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    missing = [token for token in stop if token not in listed]
+    return {**generation, "eos_token_id": [*listed, *missing]} if missing else dict(generation)
 
 
 def source_generation(folder: Path | None) -> dict[str, Any] | None:

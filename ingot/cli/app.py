@@ -12,6 +12,7 @@ import typer
 import ingot
 from ingot.cli.guard import guarded, listen_to_signals
 from ingot.cli.show import show
+from ingot.cli.verify import verify
 
 WORK, RESULT, LOOK = "From text to a model", "The model at work", "Looking and asking"
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     epilog="Start with: ingot run recipes/quickstart.yaml",
 )
 app.add_typer(show, name="show", rich_help_panel=LOOK)
+app.add_typer(verify, name="verify", rich_help_panel=LOOK)
 
 Arguments = Annotated[
     list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)

@@ -65,10 +65,20 @@ def runs(
 
 @show.command(epilog="Example: ingot show data recipes/quickstart.yaml")
 def data(run: RunOrRecipe) -> int:
-    """Documents and tokens of every source, and what was skipped."""
-    from ingot.cli.look import show_data
+    """Counts, lengths, sources, dropped documents and samples."""
+    from ingot.cli.datatables import show_data
 
     return show_data(run)
+
+
+@show.command(epilog="Example: ingot show mask recipes/chat_smollm2.yaml --examples 1")
+def mask(
+    recipe: Recipes, examples: Annotated[int, typer.Option("--examples", metavar="N", help="How many examples are printed.")] = 3
+) -> int:
+    """Examples with what is trained set off, and an audit of BOS, end-of-turn tokens and truncation."""
+    from ingot.cli.mask import show_mask
+
+    return show_mask(recipe, examples)
 
 
 @show.command(epilog="Example: ingot show models")

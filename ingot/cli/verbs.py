@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from ingot.base.environment import ranks
-from ingot.base.errors import EXIT_DONE
+from ingot.base.errors import EXIT_DONE, WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.steprecord import Outcome
 from ingot.cli.arguments import read_recipe
@@ -23,6 +24,9 @@ from ingot.pipeline.steps import step_of
 def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False) -> int:
     """Do one step of the recipe, unless nothing changed; its result on stdout, its exit code back."""
     recipe, step = read_recipe(arguments), step_of(verb)
+    if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
+        options = [*(["--again"] if again else []), *(["--debug"] if debug else [])]
+        return subprocess.run([elsewhere, "-m", "ingot", verb, *arguments, *options], check=False).returncode
     if step.distributed and recipe.launch.processes > 1 and not under_torchrun():
         options = [*([AGAIN[verb]] if again else []), *(["--debug"] if debug else [])]
         return foreground(Job(verb, (verb, *arguments, *options), recipe.launch.processes), results=sys.stdout).code
@@ -38,6 +42,20 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
             show_report(recipe.folder)
         print(f"{verb}: {record.result}; see {record.where}")
     return record.exit_code
+
+
+def other_interpreter(recipe: Recipe) -> str | None:
+    """The interpreter of the environment that apache-beam lives in, where `prepare` asks for Beam and this is another one.
+
+    Raises:
+        WrongInput: there is none at the path that the recipe gives.
+    """
+    engine = recipe.data.engine
+    if engine.kind != "beam" or engine.python is None or os.path.abspath(engine.python) == sys.executable:
+        return None
+    if not os.access(engine.python, os.X_OK):
+        raise WrongInput(f"data.engine.python {engine.python} is no interpreter; `make beam` makes an environment with one in .venv-beam/bin/python")
+    return os.path.abspath(engine.python)
 
 
 def under_torchrun() -> bool:

@@ -18,6 +18,9 @@ TRAINING_KNOBS = (
 def training_identity(recipe: Recipe) -> dict[str, Any]:
     """Knob -> value, flat, for comparison and for naming what changed."""
     chosen = recipe.select(TRAINING_KNOBS)
+    chosen["data.pack"] = recipe.pack
+    if recipe.data.skip:
+        chosen["data.skip"] = [list(span) for span in recipe.data.skip]
     chosen["data.train.weight"] = [source.weight for source in recipe.data.train]
     if recipe.train.early_stop is not None:
         # Only then does evaluation change what is trained.

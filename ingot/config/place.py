@@ -50,6 +50,8 @@ class Serve(Section):
     """Requests that may wait; more get 429."""
     max_batch: Positive = 8
     """Requests that are decoded together."""
+    any_template: bool = False
+    """Serve a model although its chat template is not the one that it was trained with."""
     prompt: str = "def "
     """The prompt that `ingot run` sends at the end, to see the served model answer."""
     prompt_tokens: Positive = 64

@@ -9,9 +9,10 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
+from ingot.config.data import Data, Pack
 from ingot.config.place import Gate, Launch, Registry, Serve
 from ingot.config.section import Section
-from ingot.config.work import Checkpoint, Data, Evaluate, Model, Parallel, Precision, Pretrain, Tokenizer, Track, Train
+from ingot.config.work import Checkpoint, Evaluate, Model, Objective, Parallel, Precision, Pretrain, Tokenizer, Track, Train
 
 
 class Recipe(Section):
@@ -29,7 +30,7 @@ class Recipe(Section):
     """How text becomes ids."""
     data: Data
     """Documents in, rows of tokens out."""
-    objective: Pretrain = Pretrain()
+    objective: Objective = Pretrain()
     """The way of training."""
     train: Train = Train()
     """The loop: how long, how large a batch, which optimizer."""
@@ -61,6 +62,8 @@ class Recipe(Section):
             raise ValueError(f"evaluate.tasks: two tasks share a name among {names}; give each its own `name`")
         if "vocab_size" in self.tokenizer.model_fields_set and not self.trains_tokenizer:
             raise ValueError("tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a tokenizer")
+        if self.objective.kind != "pretrain" and self.data.pack == "cut":
+            raise ValueError("data.pack cut would cut chats apart; set it to best_fit or none")
         return self
 
     @property
@@ -73,6 +76,18 @@ class Recipe(Section):
         if self.tokenizer.source is None:
             return self.model.source.startswith("preset:")
         return self.tokenizer.source == "train"
+
+    @property
+    def pack(self) -> Pack:
+        """How documents become rows: `data.pack` with `auto` resolved."""
+        if self.data.pack != "auto":
+            return self.data.pack
+        return "cut" if self.objective.kind == "pretrain" else "best_fit"
+
+    @property
+    def pack_held_out(self) -> Pack:
+        """How held-out documents become rows: for pretraining always the stream cut, so that each token is measured once."""
+        return "cut" if self.objective.kind == "pretrain" else self.pack
 
     @property
     def registry_name(self) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import typing
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Section(BaseModel):

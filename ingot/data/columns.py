@@ -30,11 +30,17 @@ CODES: dict[int, np.dtype[Any]] = {
 }
 UINT16_BELOW = 65_500
 AGAIN = "run `ingot prepare` again"
+BLOCK_BITS = 12
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type of a token column: uint16 for a vocabulary below 65,500, else int32, as Megatron chooses."""
     return np.dtype("uint16" if vocab_size < UINT16_BELOW else "int32")
+
+
+def column_prefix(folder: Path, split: str, column: str, number: int) -> Path:
+    """Where part `number` of a column lies, without the endings of its two files."""
+    return folder / f"{split}.{column}-{number:05d}"
 
 
 def bin_path(prefix: Path) -> Path:
@@ -91,6 +97,9 @@ class ColumnWriter:
 class Column:
     """Reads one part, memory-mapped: opening it and finding a record cost the same for a thousand records and a billion.
 
+    Of the index only a few numbers are read at opening. Each block of it is proved to be without contradiction when it is
+    first used, so a damaged one gives an error and never a record that is not there.
+
     Raises:
         WrongInput: a file is missing, is no index of this version, or the two do not fit together.
     """
@@ -100,26 +109,39 @@ class Column:
         index = _mapped(idx_path(prefix))
         if len(index) < HEADER.size:
             raise WrongInput(f"{idx_path(prefix)} is cut short at {len(index)} bytes; {AGAIN}")
-        magic, version, code, self.records, documents = HEADER.unpack_from(index)
+        magic, version, code, self.records, self.documents = HEADER.unpack_from(index)
         if magic != MAGIC or version != VERSION or code not in CODES:
             raise WrongInput(f"{idx_path(prefix)} is not a Megatron index of version {VERSION}; {AGAIN}")
         self.dtype = CODES[code]
-        expected = HEADER.size + 12 * self.records + 8 * documents
+        self._shift = self.dtype.itemsize.bit_length() - 1
+        expected = HEADER.size + 12 * self.records + 8 * self.documents
+        if self.records and len(index) == expected + self.records:
+            raise WrongInput(f"{idx_path(prefix)} has a mode for each sequence (Megatron's multimodal layout), which cannot be read; use text columns")
         if len(index) != expected:
             raise WrongInput(f"{idx_path(prefix)} has {len(index)} bytes, its header says {expected}; {AGAIN}")
-        view = memoryview(index)
-        lengths_end = HEADER.size + 4 * self.records
-        self._lengths = view[HEADER.size : lengths_end].cast("i")
+        lengths_end, pointers_end = HEADER.size + 4 * self.records, HEADER.size + 12 * self.records
+        self._lengths = np.frombuffer(index, "<i4", self.records, HEADER.size) if self.records else np.zeros(0, np.int32)
+        self._pointers = np.frombuffer(index, "<i8", self.records, lengths_end) if self.records else np.zeros(0, np.int64)
+        self._documents = np.frombuffer(index, "<i8", self.documents, pointers_end) if self.documents else np.zeros(0, np.int64)
         # The 34 bytes of the header leave the pointers unaligned. NumPy's searchsorted would copy all of them at each
         # call; a memoryview reads one at a time wherever it lies.
-        self._pointers = view[lengths_end : lengths_end + 8 * self.records].cast("q")
-        self._data = np.frombuffer(_mapped(bin_path(prefix)), np.uint8)
-        size = self._pointers[-1] + self._lengths[-1] * self.dtype.itemsize if self.records else 0
-        if len(self._data) != size or size % self.dtype.itemsize:
-            raise WrongInput(f"{bin_path(prefix)} has {len(self._data)} bytes, its index says {size}; {AGAIN}")
-        self._elements = self._data.view(self.dtype)
+        self._bisected = memoryview(index)[lengths_end:pointers_end].cast("q")
+        self._counted = memoryview(index)[HEADER.size : lengths_end].cast("i")
+        self._sound = bytearray((self.records >> BLOCK_BITS) + 1)
+        self._open_data()
+
+    def _open_data(self) -> None:
+        data = _mapped(bin_path(self.prefix))
+        self._size = len(data)
+        size = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize if self.records else 0
+        if self._size != size or size % self.dtype.itemsize:
+            raise WrongInput(f"{bin_path(self.prefix)} has {self._size} bytes, its index says {size}; {AGAIN}")
+        if not self.documents or (self._documents[0], self._documents[-1]) != (0, self.records):
+            raise self._contradiction()
+        self._elements = np.frombuffer(data, self.dtype)
 
     def __len__(self) -> int:
+        """Records, which Megatron calls sequences."""
         return int(self.records)
 
     @property
@@ -128,19 +150,81 @@ class Column:
 
     def __getitem__(self, record: int) -> npt.NDArray[Any]:
         """The elements of one record, a view of the file."""
-        begin = self._pointers[record] // self.dtype.itemsize
-        return self._elements[begin : begin + self._lengths[record]]
+        self._prove(record, record + 1)
+        begin = int(self._pointers[record]) // self.dtype.itemsize
+        return self._elements[begin : begin + int(self._lengths[record])]
 
     def slice(self, begin: int, end: int) -> npt.NDArray[Any]:
         """Elements `begin` to `end` of all records seen as one stream, a view of the file."""
         return self._elements[begin:end]
 
-    def starts(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+    def lengths(self, first: int, last: int) -> npt.NDArray[np.int32]:
+        """How many elements each of the records `first` to `last` has, a view of the file."""
+        self._prove(first, last)
+        return self._lengths[first:last]
+
+    def begin(self, record: int) -> int:
+        """Where in the stream `record` begins; for the number of records, where the stream ends."""
+        if record == self.records:
+            return self.elements
+        self._prove(record, record + 1)
+        return self._bisected[record] // self.dtype.itemsize
+
+    def span(self, record: int) -> tuple[int, int]:
+        """Where in the stream `record` begins, and how many elements it has.
+
+        Raises:
+            WrongInput: there is no such record.
+        """
+        if not 0 <= record < self.records:
+            raise WrongInput(f"{idx_path(self.prefix)} has {self.records:,} records, number {record:,} is asked for; {AGAIN}")
+        if not self._sound[record >> BLOCK_BITS]:
+            self._prove_block(record >> BLOCK_BITS)
+        return self._bisected[record] >> self._shift, self._counted[record]
+
+    def starts(self, begin: int, end: int) -> list[int]:
         """Where in `begin` to `end` of the stream records begin, ascending, found by bisection."""
-        size = self.dtype.itemsize
-        first = bisect.bisect_left(self._pointers, begin * size)
-        last = bisect.bisect_left(self._pointers, end * size, lo=first)
-        return np.array(self._pointers[first:last], np.int64) // size
+        first = bisect.bisect_left(self._bisected, begin << self._shift)
+        # Mostly few records begin there: the end is near, and the pages of its pointers are at hand.
+        last, step = first, 16
+        while last < self.records and self._bisected[last] < end << self._shift:
+            near, last, step = last, min(last + step, self.records), step * 4
+            last = bisect.bisect_left(self._bisected, end << self._shift, near, last)
+        # A false pointer leads the bisection to itself, so it lies in what is proved here.
+        self._prove(max(first - 1, 0), min(last + 1, self.records))
+        return [pointer >> self._shift for pointer in self._bisected[first:last]]
+
+    def document_lengths(self) -> npt.NDArray[np.int64]:
+        """How many records each of Megatron's documents has; of columns written here, one each. Reads all of the index."""
+        counts: npt.NDArray[np.int64] = np.diff(self._documents)
+        if len(counts) and counts.min() < 0:
+            raise self._contradiction()
+        return counts
+
+    def prove(self) -> None:
+        """Read the whole index. Raises WrongInput where it contradicts itself."""
+        self._prove(0, len(self))
+        self.document_lengths()
+
+    def _prove(self, first: int, last: int) -> None:
+        """Prove the blocks of the index in which records `first` to `last` lie, if that is not done yet."""
+        for block in range(first >> BLOCK_BITS, ((max(last, first + 1) - 1) >> BLOCK_BITS) + 1):
+            if not self._sound[block]:
+                self._prove_block(block)
+
+    def _prove_block(self, block: int) -> None:
+        """Every record begins where the one before it ends, and the last one ends with the file."""
+        first, last = block << BLOCK_BITS, min((block + 1) << BLOCK_BITS, len(self))
+        lengths = self._lengths[first:last]
+        after = self._pointers[first + 1 : last + 1]
+        ends = self._pointers[first:last] + lengths.astype(np.int64) * self.dtype.itemsize
+        begins_right = first > 0 or not last or self._pointers[0] == 0
+        if not begins_right or (lengths < 0).any() or (ends[: len(after)] != after).any() or (len(after) < len(ends) and ends[-1] != self._size):
+            raise self._contradiction()
+        self._sound[block] = 1
+
+    def _contradiction(self) -> WrongInput:
+        return WrongInput(f"{idx_path(self.prefix)} contradicts itself about where records lie; it is damaged, {AGAIN}")
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
@@ -150,3 +234,5 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
     except FileNotFoundError:
         raise WrongInput(f"{path} is missing; {AGAIN}") from None
+    except OSError as error:
+        raise WrongInput(f"{path} cannot be read ({error.strerror}); {AGAIN}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import zlib
@@ -10,17 +11,25 @@ from typing import IO, Any, cast
 import zstandard
 
 READ_BYTES = 1 << 17
+ENDINGS = (".gz", ".zst", ".bz2")
 BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 """What reading a damaged file raises."""
 
 
+def is_broken(error: Exception) -> bool:
+    """Whether an error while reading is the damaged file's; bzip2 alone has no error of its own for it."""
+    return isinstance(error, BROKEN) or str(error) == "Invalid data stream"
+
+
 def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
-    """The content of a `.gz` or `.zst` file, several frames as one; of any other file, its bytes as they are."""
+    """The content of a `.gz`, `.zst` or `.bz2` file, several frames as one; of any other file, its bytes as they are."""
     if path.lower().endswith(".gz"):
         # No buffer on top: it would read ahead, and lose what stands before a fault.
         return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
     if path.lower().endswith(".zst"):
         return io.BufferedReader(_ZstdStream(stream), READ_BYTES)
+    if path.lower().endswith(".bz2"):
+        return cast("IO[bytes]", bz2.BZ2File(stream))
     return stream
 
 

@@ -1,23 +1,12 @@
-"""A document, which split it belongs to, and all documents of a split as `ingest` left them."""
+"""Which split a document belongs to: by a hash of its identity, so that it is the same in every run and on every engine."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ingot.config.recipe import Recipe
-from ingot.config.work import Data, ValidationShare
-from ingot.data.raw import open_raw, read_group
+from ingot.config.data import Data, ValidationShare
 from ingot.data.sources import Split
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text with its identity: `FILE:ROW` of where it was read, stable when the data moves to another folder."""
-
-    doc_id: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -45,19 +34,3 @@ def chosen(doc_id: str, purpose: str, share: float) -> bool:
     """True for `share` of all identities, another independent choice for each `purpose`."""
     digest = hashlib.blake2b(doc_id.encode(), digest_size=8, person=purpose.encode()[:16]).digest()
     return int.from_bytes(digest, "little") < share * 2.0**64
-
-
-def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
-    """The documents that `prepare` puts into `split`, in the order of its columns.
-
-    Raises:
-        WrongInput: `ingest` has not run, or for other sources than the recipe's.
-    """
-    raw = open_raw(recipe)
-    shares = Shares.of(recipe.data)
-    for source_split, sources in raw.splits.items():
-        for part in (part for source in sources for part in source.parts):
-            for group in range(len(part.groups)):
-                for doc_id, text in read_group(raw.folder / part.path, group):
-                    if shares.split(source_split, doc_id) == split:
-                        yield Document(doc_id, text)

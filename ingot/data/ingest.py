@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
 from ingot.base.steprecord import Outcome, sizes
-from ingot.base.storage import disk_errors, open_read
+from ingot.base.storage import disk_errors
+from ingot.config.data import Source
 from ingot.config.recipe import Recipe
-from ingot.config.work import Source
-from ingot.data.items import Bad, missing_column
-from ingot.data.raw import MANIFEST, Raw, RawSource, Text, knobs_of, write_manifest, write_parts
-from ingot.data.readers import read_items
-from ingot.data.sources import SourceFile, Split, recipe_sources, source_files, writable
+from ingot.data.blocks import block_bytes, cut
+from ingot.data.engines.local import LocalEngine
+from ingot.data.megatron import token_groups
+from ingot.data.raw import GROUP_BYTES, GROUP_DOCUMENTS, MANIFEST, Raw, RawPart, RawSource, kind_of, knobs_of, write_manifest
+from ingot.data.reading import Done, Read, Tally, Task
+from ingot.data.sourcefile import SourceFile
+from ingot.data.sources import Split, prepare_files, recipe_sources, source_files
+from ingot.data.stamps import stamps_of
+from ingot.data.wanted import Wanted
 
-EXAMPLES = 20
 SHOWN = 3
-# So many records without the column, and none with it, are a wrong column name rather than bad records.
-UNDECIDED = 100
+# Where the parts of the tasks lie until all are there and get their numbers.
+TASKS = ".tasks"
+# Starting processes takes longer than reading so much here.
+ALONE_BYTES = 100_000_000
+NO_CHATS = ("text", "wikipedia", "megatron")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A source with its files and the tasks that they were cut into."""
+
+    split: Split
+    source: Source
+    files: list[SourceFile]
+    tasks: list[Task]
 
 
 def ingest(recipe: Recipe) -> Outcome:
@@ -33,33 +51,110 @@ def ingest(recipe: Recipe) -> Outcome:
         WrongInput: a source is missing, empty or has no such column; with `on_bad: stop`, the first bad record.
     """
     files = source_files(recipe)
+    total = sum(file.bytes for sources in files.values() for source in sources for file in source if file.format != "megatron")
+    prepare_files(file for sources in files.values() for source in sources for file in source)
+    plans = list(_plans(recipe, files, block_bytes(total)))
     folder = recipe.folder.raw
     with disk_errors(folder):
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    total = sum(file.bytes for sources in files.values() for source in sources for file in source)
-    splits: dict[Split, list[RawSource]] = {}
-    entries: list[FileEntry] = []
-    with Progress("ingest", total=-(-total // 10**6), unit="MB") as progress:
-        reading = _Reading(progress, stop=recipe.data.on_bad == "stop")
-        for split, sources in recipe_sources(recipe).items():
-            splits[split] = []
-            for number, (source, found) in enumerate(zip(sources, files[split], strict=True)):
-                texts = reading.texts(source, found)
-                written = list(write_parts(folder, split, number, texts, sum(len(made.parts) for made in splits[split])))
-                entries += [entry for _, entry in written]
-                groups = [group for part, _ in written for group in part.groups]
-                splits[split].append(RawSource(
-                    source.source, knobs_of(source), len(found), sum(documents for documents, _ in groups), sum(size for _, size in groups),
-                    [part for part, _ in written], dict(reading.tally.bad.most_common()), reading.tally.examples,
-                    fingerprint([file.stamp for file in found]),
-                ))
-                reading.finish(source, len(found))
+        (folder / TASKS).mkdir(parents=True)
+    tasks = [task for plan in plans for task in plan.tasks]
+    try:
+        with Progress("ingest", total=-(-total // 10**6), unit="MB") as progress:
+            work = Read(folder / TASKS, stop=recipe.data.on_bad == "stop")
+            with contextlib.closing(_engine(recipe, tasks, total)) as engine:
+                done = engine.run(work, tasks, progress) if tasks else []
+        splits, entries = _gather(folder, plans, done)
+    finally:
+        shutil.rmtree(folder / TASKS, ignore_errors=True)
     write_manifest(folder, splits, entries)
     raw = Raw(folder, splits)
     paths = [folder / MANIFEST, *(folder / entry.path for entry in entries)]
     return Outcome(_in_words(raw), str(folder), raw.identity, sizes(recipe.folder.root, paths))
+
+
+def _plans(recipe: Recipe, files: dict[Split, list[list[SourceFile]]], block: int) -> Iterator[_Plan]:
+    chat, number = recipe.objective.kind == "sft", 0
+    for split, sources in recipe_sources(recipe).items():
+        for place, (source, found) in enumerate(zip(sources, files[split], strict=True)):
+            if chat and (file := next((file for file in found if file.format in NO_CHATS), None)):
+                raise WrongInput(
+                    f"data.{split}[{place}].source {source.source} holds {file.format} ({file.name}), and objective.kind={recipe.objective.kind} "
+                    f"trains on chats; give JSONL, JSON, Parquet, CSV, TSV or Arrow, or set `format`"
+                )
+            wanted, tasks = Wanted.of(source, chat=chat), list[Task]()
+            if found[0].format != "megatron":
+                for pieces in cut(found, block):
+                    tasks.append(Task(number, split, place, not tasks, pieces, wanted, source.fraction))
+                    number += 1
+            yield _Plan(split, source, found, tasks)
+
+
+def _engine(recipe: Recipe, tasks: Sequence[Task], total: int) -> LocalEngine:
+    """Processes of this machine, whatever `prepare` runs on; this one alone where there is little to read."""
+    sized = all("bytes" in piece.file.stamp for task in tasks for piece in task.pieces)
+    if sized and total < ALONE_BYTES:
+        return LocalEngine(1)
+    return LocalEngine(recipe.data.engine.workers if recipe.data.engine.kind == "local" else 0)
+
+
+def _gather(folder: Path, plans: Sequence[_Plan], results: Sequence[Done]) -> tuple[dict[Split, list[RawSource]], list[FileEntry]]:
+    """The tasks' parts under their final names, and what each source gave."""
+    splits: dict[Split, list[RawSource]] = {}
+    entries, remaining = list[FileEntry](), iter(results)
+    for plan in plans:
+        made = splits.setdefault(plan.split, [])
+        if not plan.tasks:
+            made.append(_tokens(plan))
+            continue
+        tally, parts = Tally(), list[RawPart]()
+        first = sum(len(source.parts) for source in made if source.kind != "tokens")
+        for done in (next(remaining) for _ in plan.tasks):
+            tally.add(done.tally)
+            for part, entry in done.parts:
+                path = f"{plan.split}-{first + len(parts):05d}.parquet"
+                os.replace(folder / TASKS / part.path, folder / path)
+                parts.append(replace(part, path=path))
+                entries.append(replace(entry, path=path))
+        _tell(plan, tally, parts)
+        groups = [group for part in parts for group in part.groups]
+        stamps, seen = stamps_of(plan.files)
+        made.append(RawSource(
+            plan.source.source, knobs_of(plan.source), len(plan.files), sum(documents for documents, _ in groups), sum(size for _, size in groups),
+            parts, dict(tally.bad.most_common()), tally.examples, stamps, kind_of(plan.tasks[0].wanted.chat), seen,
+        ))
+    return splits, entries
+
+
+def _tokens(plan: _Plan) -> RawSource:
+    """Existing columns, of which nothing is copied."""
+    if plan.source.fraction < 1.0:
+        raise WrongInput(f"{plan.source.source}: `fraction` cannot be used with existing columns; remove it, or give the texts")
+    found = [(file, *token_groups(file, GROUP_BYTES, GROUP_DOCUMENTS)) for file in plan.files]
+    parts = [RawPart(file.path, digest, groups) for file, digest, groups in found]
+    groups = [group for part in parts for group in part.groups]
+    say(f"warning: {plan.source.source} is taken as it is: nothing in it tells which tokenizer made its ids; they must be this recipe's")
+    stamps, seen = stamps_of(plan.files)
+    return RawSource(
+        plan.source.source, knobs_of(plan.source), len(plan.files), sum(documents for documents, _ in groups), sum(size for _, size in groups),
+        parts, {}, [], stamps, "tokens", seen,
+    )
+
+
+def _tell(plan: _Plan, tally: Tally, parts: Sequence[RawPart]) -> None:
+    """Tell what was skipped; refuse a source that gave nothing."""
+    name = plan.source.source
+    for example in tally.examples[:SHOWN]:
+        say(f"skipped {example}")
+    if not tally.good and tally.keys:
+        raise plan.tasks[0].wanted.missing(name, tally.keys)
+    if not tally.good:
+        raise WrongInput(f"{name} has no documents in {len(plan.files):,} files ({tally or 'all are empty'}); check the path, `format` and `text`")
+    if not parts:
+        raise WrongInput(f"{name}: fraction={plan.source.fraction} leaves none of its {tally.good:,} documents; raise it")
+    if tally.bad.total() > SHOWN:
+        say(f"{name}: skipped {tally.bad.total():,} of {tally.good + tally.bad.total():,} ({tally}); manifest.json names some")
 
 
 def _in_words(raw: Raw) -> str:
@@ -67,74 +162,3 @@ def _in_words(raw: Raw) -> str:
     skipped = sum(count for source in everything for count in source.bad.values())
     documents = sum(source.documents for source in everything)
     return f"{documents:,} documents, {raw.bytes / 1e6:,.1f} MB" + (f", {skipped:,} skipped" if skipped else "")
-
-
-@dataclass
-class _Tally:
-    """What one source held: good records, bad ones by reason, some of these by place."""
-
-    good: int = 0
-    bad: Counter[str] = field(default_factory=Counter)
-    examples: list[str] = field(default_factory=list)
-    keys: tuple[str, ...] = ()
-    """The keys of the last record in which the wanted one was missing."""
-
-    def __str__(self) -> str:
-        return ", ".join(f"{count:,} {reason}" for reason, count in self.bad.most_common())
-
-
-class _Reading:
-    """Goes through the files of one source after the other, counting what is bad and showing how far it is."""
-
-    def __init__(self, progress: Progress, *, stop: bool) -> None:
-        self.tally = _Tally()
-        self._progress, self._stop = progress, stop
-        self._bytes = self._documents = 0
-
-    def texts(self, source: Source, files: list[SourceFile]) -> Iterator[Text]:
-        """(doc_id, text) of every good record of one source."""
-        self.tally = _Tally()
-        for file in files:
-            try:
-                with open_read(file.path) as stream:
-                    for item in read_items(stream, file.path, file.format, source.text):
-                        if isinstance(item, Bad):
-                            self._count(item, file, source)
-                            continue
-                        self.tally.good += 1
-                        self._documents += 1
-                        if self._documents % 1000 == 0:
-                            self._show(stream.tell())
-                        yield f"{file.name}:{item.row}", item.text
-            except OSError as error:
-                self._count(Bad(1, "unreadable file", str(error)), file, source)
-            self._bytes += file.bytes
-            self._show(0)
-
-    def _show(self, within: int) -> None:
-        self._progress.update((self._bytes + within) // 10**6, documents=f"{self._documents:,}")
-
-    def _count(self, bad: Bad, file: SourceFile, source: Source) -> None:
-        tally, place = self.tally, f"{writable(file.path)}:{bad.row}"
-        tally.keys = bad.keys or tally.keys
-        tally.bad[bad.reason] += 1
-        wrong_name = not tally.good and tally.bad[bad.reason] == tally.bad.total()
-        if bad.keys and wrong_name and (self._stop or tally.bad.total() >= UNDECIDED):
-            raise missing_column(place, source.text, bad.keys)
-        if self._stop:
-            raise WrongInput(f"{place}: {bad}; mend it, or set data.on_bad=skip")
-        told = writable(f"{place}: {bad}")
-        if len(tally.examples) < EXAMPLES:
-            tally.examples.append(told)
-        if tally.bad.total() <= SHOWN:
-            say(f"skipped {told}")
-
-    def finish(self, source: Source, files: int) -> None:
-        """Tell what was skipped; refuse a source that gave nothing."""
-        tally = self.tally
-        if not tally.good and tally.keys:
-            raise missing_column(source.source, source.text, tally.keys)
-        if not tally.good:
-            raise WrongInput(f"{source.source} has no documents in {files:,} files ({tally or 'all are empty'}); check the path, `format` and `text`")
-        if tally.bad.total() > SHOWN:
-            say(f"{source.source}: skipped {tally.bad.total():,} of {tally.good + tally.bad.total():,} ({tally}); manifest.json names some")

@@ -1,48 +1,56 @@
-"""Texts out of JSON Lines and out of JSON lists of any length."""
+"""Documents out of JSON Lines and out of JSON lists of any length."""
 
 from __future__ import annotations
 
 import codecs
 import json
+import sys
 from collections.abc import Iterator
 from typing import IO, Any
 
+import orjson
+
 from ingot.data import items
-from ingot.data.items import Bad, Item, checked
+from ingot.data.items import Bad, Item
+from ingot.data.wanted import Wanted
 
 CHUNK_BYTES = 1 << 20
+# What may be left at the end of a window of a number that goes on behind it.
+NUMBER_CUT = ("", ".", "e", "E", "e+", "e-", "E+", "E-")
 
 
-def _field(row: int, value: Any, column: str) -> Item | Bad:
-    """The text under `column` of one JSON value."""
-    if not isinstance(value, dict):
-        return Bad(row, "not a JSON object", f"it is {type(value).__name__}")
-    if column not in value:
-        return Bad(row, f"no `{column}`", f"keys: {', '.join(value)[:200]}", tuple(value))
-    text = value[column]
-    if not isinstance(text, str):
-        return Bad(row, f"null `{column}`" if text is None else f"`{column}` is not text", "" if text is None else type(text).__name__)
-    return checked(row, text)
+def json_lines(stream: IO[bytes], wanted: Wanted, row: int = 0, size: int = sys.maxsize) -> Iterator[Item | Bad]:
+    """The document of each line; rows are line numbers, empty lines are passed over.
 
-
-def json_lines(stream: IO[bytes], column: str) -> Iterator[Item | Bad]:
-    """The text of each line; rows are line numbers, empty lines are passed over."""
-    row = 0
-    while line := stream.readline(items.LARGEST_BYTES):
+    `stream` stands at the beginning of a line, after `row` lines; lines that begin within the next `size` bytes are read.
+    """
+    while size > 0 and (line := stream.readline(items.LARGEST_BYTES)):
         row += 1
+        size -= len(line)
         if row == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if len(line) == items.LARGEST_BYTES and not line.endswith(b"\n"):
             yield Bad(row, "too large", f"above {items.LARGEST_BYTES:,} bytes")
             while (rest := stream.readline(items.LARGEST_BYTES)) and not rest.endswith(b"\n"):
-                pass
+                size -= len(rest)
+            size -= len(rest)
         elif not line.isspace():
-            yield _json_line(row, line, column)
+            # A chat may hold the arguments of a call, and orjson rounds integers of more than 64 bits.
+            yield _exact_line(row, line, wanted) if wanted.chat else _json_line(row, line, wanted)
 
 
-def _json_line(row: int, line: bytes, column: str) -> Item | Bad:
+def _json_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:
     try:
-        return _field(row, json.loads(line.decode()), column)
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        # The standard library's reader decides: it takes some values that orjson does not, and names the fault.
+        return _exact_line(row, line, wanted)
+    return wanted.take(row, value)
+
+
+def _exact_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:
+    try:
+        return wanted.take(row, json.loads(line.decode()))
     except UnicodeDecodeError as error:
         return Bad(row, "invalid UTF-8", f"byte {error.start} of the line")
     except json.JSONDecodeError as error:
@@ -51,17 +59,18 @@ def _json_line(row: int, line: bytes, column: str) -> Item | Bad:
         return Bad(row, "broken JSON", str(error)[:80])
 
 
-def json_list(stream: IO[bytes], column: str) -> Iterator[Item | Bad]:
+def json_list(stream: IO[bytes], wanted: Wanted) -> Iterator[Item | Bad]:
     """The items of one large list, or of objects that merely follow each other, decoded one by one."""
     decoder, text = json.JSONDecoder(), _Text(stream)
     row = 0
     while text.skip(" \t\r\n,[]\ufeff"):
         row += 1
         try:
-            yield _field(row, text.take(decoder), column)
+            value = text.take(decoder)
         except (ValueError, RecursionError) as error:
             yield Bad(row, "broken JSON", f"item {row}: {str(error)[:80]}; the rest of the file is not read")
             return
+        yield wanted.take(row, value)
 
 
 class _Text:
@@ -92,7 +101,7 @@ class _Text:
         while True:
             try:
                 value, end = decoder.raw_decode(self._window, self._at)
-                if end < len(self._window) or self._ended:
+                if self._window[end : end + 3] not in NUMBER_CUT or self._ended:
                     self._at = end
                     return value
             except json.JSONDecodeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,9 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ingot.base.errors import WrongInput
+from ingot.base.markers import problems, read_marker
 from ingot.config.shape import BatchPlan
 from ingot.data.order import Order
-from ingot.data.rows import IGNORE, Row, Rows
+from ingot.data.rows import IGNORE, Ids, Rows
+
+AT_ONCE_TOKENS = 1 << 16
+"""Micro-batches are made together up to this many tokens; small ones alone would cost more than their rows do."""
+SPARE = 16
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,8 @@ class Batch:
 class Loader:
     """The micro-batches of any step, by its number alone: there is no position to save but that number.
 
-    While a step runs, the next one's batches are made in a thread.
+    While a step runs, the next one's batches are made in a thread, and in another the files of parts are compared with their
+    checksums once they are first touched; what does not match ends training at its next step.
 
     Args:
         rows: what is trained on.
@@ -42,11 +51,18 @@ class Loader:
 
     def __init__(self, rows: Rows, order: Order, plan: BatchPlan, rank: int) -> None:
         self._rows, self._order, self._plan, self._rank = rows, order, plan, rank
+        self._memory = Memory()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._next: tuple[int, Future[list[Batch]]] | None = None
+        self._checksums = Checksums(rows, rank, plan.world)
 
     def step(self, i: int) -> list[Batch]:
-        """This rank's micro-batches of step `i`, all [micro_batch, T]; the last one is filled up with dead rows."""
+        """This rank's micro-batches of step `i`, all [micro_batch, T]; the last one is filled up with dead rows.
+
+        Raises:
+            WrongInput: a part is damaged.
+        """
+        self._checksums.ask()
         if self._next is not None and self._next[0] == i:
             batches = self._next[1].result()
         else:
@@ -57,29 +73,90 @@ class Loader:
     def _make(self, i: int) -> list[Batch]:
         first = i * self._plan.global_batch + self._rank * self._plan.per_rank
         indices = self._order.rows(first, self._plan.per_rank)
-        return list(fixed_batches(self._rows, indices.tolist(), self._plan.micro_batch))
+        return list(fixed_batches(self._rows, indices.tolist(), self._plan.micro_batch, self._memory))
 
     def close(self) -> None:
         """Stop making batches ahead."""
         self._next = None
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._checksums.close()
 
 
-def fixed_batches(rows: Rows, indices: Iterable[int], micro_batch: int) -> Iterator[Batch]:
+class Checksums:
+    """Reads the files of parts that were touched, in a thread, and compares them with the checksums that were written with them.
+
+    The ranks divide the files among them. Nodes with copies of their own thus leave some unread: `ingot verify data` reads all.
+    """
+
+    def __init__(self, rows: Rows, rank: int, world: int) -> None:
+        self._rows, self._rank, self._world = rows, rank, world
+        self._found: list[str] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="checksums", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Raises WrongInput when a file was found to be damaged."""
+        if self._found:
+            raise WrongInput(f"{self._found[0]}; run `ingot prepare` again")
+
+    def _run(self) -> None:
+        folder = self._rows.columns
+        entries = [entry for name in self._rows.markers for entry in (read_marker(folder, name) or {}).get("files", [])]
+        mine = {folder / entry["path"]: entry for entry in entries[self._rank :: self._world]}
+        while (path := self._rows.touched.get()) is not None and not self._stopped:
+            if entry := mine.pop(path, None):
+                self._found += problems(folder, {"files": [entry]}, checksums=True)
+
+    def close(self) -> None:
+        """Look at no further file; the one that is being read is read to its end."""
+        self._stopped = True
+        self._rows.touched.put(None)
+        self._thread.join()
+
+
+class Memory:
+    """Room for batches, used again when the last tensor in it is gone: to get pages from the system anew costs more than to fill them."""
+
+    def __init__(self) -> None:
+        self._spare: list[Ids] = []
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        """An int64 tensor of `shape` with anything in it."""
+        count = int(np.prod(shape))
+        room = self._spare.pop() if self._spare else np.empty(0, np.int64)
+        if len(room) != count:
+            room = np.empty(count, np.int64)
+        # The tensor and all its slices share a storage, which keeps this one view alive.
+        view = room.view()
+        weakref.finalize(view, self._back, room).atexit = False
+        return torch.from_numpy(view).view(shape)
+
+    def _back(self, room: Ids) -> None:
+        if len(self._spare) < SPARE:
+            self._spare.append(room)
+
+
+def fixed_batches(rows: Rows, indices: Iterable[int], micro_batch: int, memory: Memory | None = None) -> Iterator[Batch]:
     """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is filled up with dead rows."""
-    waiting: list[Row] = []
+    memory = Memory() if memory is None else memory
+    at_once = max(1, AT_ONCE_TOKENS // (micro_batch * rows.seq_len)) * micro_batch
+    for some in _runs(indices, at_once):
+        size = -(-len(some) // micro_batch) * micro_batch
+        made = memory.tensor(4, size, rows.seq_len)
+        rows.batch(some, out=made[:, : len(some)].numpy())
+        for field, dead in zip(made, (0, IGNORE, 0, 0), strict=True):
+            field[len(some) :] = dead
+        yield from (Batch(*fields) for fields in zip(*(field.split(micro_batch) for field in made), strict=True))
+
+
+def _runs(indices: Iterable[int], count: int) -> Iterator[Sequence[int]]:
+    """Up to `count` of them at a time."""
+    waiting: list[int] = []
     for index in indices:
-        waiting.append(rows.row(index))
-        if len(waiting) == micro_batch:
-            yield _stack(waiting)
+        waiting.append(index)
+        if len(waiting) == count:
+            yield waiting
             waiting = []
     if waiting:
-        yield _stack([*waiting, *[_dead(rows.seq_len)] * (micro_batch - len(waiting))])
-
-
-def _stack(rows: Sequence[Row]) -> Batch:
-    return Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)))
-
-
-def _dead(length: int) -> Row:
-    return Row(*(np.full(length, fill, np.int64) for fill in (0, IGNORE, 0, 0)))
+        yield waiting

@@ -11,22 +11,23 @@ from ingot import __version__
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.markers import FileEntry, problems, read_marker, write_marker
+from ingot.config.recipe import Recipe
 from ingot.data.sources import Split
 
 MANIFEST = "manifest.json"
-OBJECTIVE = "pretrain"
 DIGESTS = 2**256
 
 
 @dataclass(frozen=True)
 class Part:
-    """A finished part of one split.
+    """A finished part of one split: number `number` of each of its columns.
 
-    `digest` is the sum of the SHA-256 of its texts, modulo 2**256, in hexadecimal: digests of parts add up to that of the
-    split, however it was cut and whatever the tokenizer.
+    `tokens` counts the elements of the first column, `bytes` those of the texts that are learnt to be written. `digest` is the
+    sum of the SHA-256 of its texts, modulo 2**256, in hexadecimal: digests of parts add up to that of the split, however it was
+    cut and whatever the tokenizer.
     """
 
-    path: str
+    number: int
     documents: int
     tokens: int
     bytes: int
@@ -54,6 +55,7 @@ class Prepared:
     tokenizer and however the work was cut.
     """
 
+    objective: str
     columns: list[dict[str, str]]
     splits: dict[Split, list[PreparedSource]]
     tokenizer: str
@@ -79,7 +81,7 @@ def set_identity(sources: Sequence[PreparedSource]) -> str:
 def write_prepared(folder: Path, prepared: Prepared, about: dict[str, Any], files: Sequence[FileEntry]) -> None:
     """Write the manifest; `about` says what the columns were made from."""
     totals = {split: {what: prepared.total(split, what) for what in ("documents", "tokens", "bytes")} for split in prepared.splits}
-    payload = {"kind": "columns", "objective": OBJECTIVE, "ingot": __version__, "totals": totals, **about, **asdict(prepared)}
+    payload = {"kind": "columns", "ingot": __version__, "totals": totals, **about, **asdict(prepared)}
     write_marker(folder, MANIFEST, payload, files)
 
 
@@ -87,18 +89,30 @@ def read_prepared(folder: Path) -> Prepared:
     """The manifest, with the sizes of all files checked.
 
     Raises:
-        WrongInput: nothing complete is there, a file is missing or has another size, or another kind of training made it.
+        WrongInput: nothing complete is there, or a file is missing or has another size.
     """
     marker = read_marker(folder, MANIFEST)
     if marker is None:
         raise WrongInput(f"{folder} holds no prepared data; run `ingot prepare` with this recipe first")
-    if marker.get("objective") != OBJECTIVE:
-        raise WrongInput(f"{folder} was prepared for objective.kind {marker.get('objective')}, this is {OBJECTIVE}; run `ingot prepare` again")
     if found := problems(folder, marker, checksums=False):
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
     splits: dict[Split, list[PreparedSource]] = {split: [_source(value) for value in sources] for split, sources in marker["splits"].items()}
-    fields = {name: marker[name] for name in ("columns", "tokenizer", "template", "vocab_size", "data", "sets")}
+    fields = {name: marker[name] for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")}
     return Prepared(splits=splits, **fields)
+
+
+def prepared_for(recipe: Recipe) -> Prepared:
+    """The prepared columns of a recipe.
+
+    Raises:
+        WrongInput: as `read_prepared`, or they were prepared for another way of training.
+    """
+    prepared = read_prepared(recipe.folder.columns)
+    if prepared.objective != recipe.objective.kind:
+        raise WrongInput(
+            f"{recipe.folder.columns} was prepared for objective.kind {prepared.objective}, the recipe says {recipe.objective.kind}; run `ingot prepare`"
+        )
+    return prepared
 
 
 def _source(value: dict[str, Any]) -> PreparedSource:

@@ -5,6 +5,7 @@ The number of processes is not in it: any number of them sees the same global ba
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,12 +34,16 @@ class Order:
         sizes: rows of each source; row ids count through the sources in this order.
         seed: another seed gives another order.
         weights: shares of the sources, relative to their sum; None for one pass over everything.
+        skipped: ranges [begin, end) of the sequence that are left out on purpose. Samples then are counted without them, so
+            that the position still is one number: how many were seen.
 
     Raises:
-        WrongInput: there is nothing to choose from, or a weighted source has no rows.
+        WrongInput: there is nothing to choose from, a weighted source has no rows, or a skipped range is none.
     """
 
-    def __init__(self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None, skipped: Sequence[tuple[int, int]] = ()
+    ) -> None:
         if sum(sizes) == 0:
             raise WrongInput("there are 0 training rows; add documents or lower data.seq_len")
         if weights is not None and any(size == 0 for size in sizes):
@@ -48,9 +53,24 @@ class Order:
         self._firsts = [sum(self._sizes[:source]) for source in range(len(self._sizes))]
         self._offset = int(_mix(np.array([seed], np.uint64))[0])
         self._edges = [0, CIRCLE] if weights is None else _edges(weights)
+        self._gaps, self._shifts = _gaps(skipped)
 
     def rows(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
         """Row ids of samples `first_sample` to `first_sample + count`, [count]; as quick for sample 0 as for ten billion."""
+        pieces, sample, end = [np.empty(0, np.int64)], first_sample, first_sample + count
+        while sample < end:
+            gap = bisect.bisect_right(self._gaps, sample)
+            until = min([end, *self._gaps[gap : gap + 1]])
+            pieces.append(self._rows(sample + self._shifts[gap], until - sample))
+            sample = until
+        return np.concatenate(pieces)
+
+    def place(self, sample: int) -> int:
+        """Where in the sequence `sample` lies, the skipped ranges before it counted too."""
+        return _place(sample, self._gaps, self._shifts)
+
+    def _rows(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
+        """`rows`, nothing skipped."""
         source = self._sources(first_sample, count)
         rows = np.empty(count, np.int64)
         for number, (size, first) in enumerate(zip(self._sizes, self._firsts, strict=True)):
@@ -64,7 +84,7 @@ class Order:
         return rows
 
     def drawn(self, source: int, samples: int) -> int:
-        """How many of the first `samples` samples fall to `source`, counted without going through them."""
+        """How many of the first `samples` of the sequence, skipped or not, fall to `source`, counted without going through them."""
         if len(self._sizes) == 1:
             return samples
         below = [_below(samples, self._offset, edge) for edge in self._edges[source : source + 2]]
@@ -80,6 +100,37 @@ class Order:
 
     def _key(self, source: int) -> Words:
         return _mix(np.array([self._seed ^ ((source + 1) * GOLDEN % CIRCLE)], np.uint64))
+
+
+def place_of(sample: int, skipped: Sequence[tuple[int, int]]) -> int:
+    """`Order.place` for any order with these skipped ranges."""
+    return _place(sample, *_gaps(skipped))
+
+
+def _place(sample: int, gaps: Sequence[int], shifts: Sequence[int]) -> int:
+    return sample + shifts[bisect.bisect_right(gaps, sample)]
+
+
+def _gaps(skipped: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Before which samples, counted without those skipped, something is skipped, and how many are skipped from there on in all.
+
+    The second list has one number more: the first one is that before any gap.
+    """
+    gaps, shifts, end = list[int](), [0], 0
+    for first, last in sorted(skipped):
+        if not 0 <= first < last:
+            raise WrongInput(f"{first:,} to {last:,} is no range of samples to skip; the first is at least 0 and less than the second")
+        new = last - max(first, end)
+        if new <= 0:
+            continue
+        begin = max(first, end) - shifts[-1]
+        if gaps and gaps[-1] == begin:
+            shifts[-1] += new
+        else:
+            gaps.append(begin)
+            shifts.append(shifts[-1] + new)
+        end = last
+    return gaps, shifts
 
 
 def _edges(weights: Sequence[float]) -> list[int]:

@@ -1,161 +1,218 @@
-"""Cuts the raw documents into ranges and makes one part of columns of each.
-
-A range is a run of row groups of one raw part and follows from the data alone. So any number of processes writes the same
-files, and a part that is finished stays finished when the rest is run again.
-"""
+"""Makes one part of columns of each range of raw documents: the stage of `prepare` in which text becomes ids."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
-from ingot.data.columns import ColumnWriter, bin_path, idx_path, token_dtype
-from ingot.data.documents import Shares
+from ingot.config.data import COLUMNS
+from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
+from ingot.data.documents import Shares, chosen
+from ingot.data.engines.engine import Advance
 from ingot.data.manifest import DIGESTS, Part
-from ingot.data.raw import Raw, Text, read_group
-from ingot.data.records import encode_documents, identity
+from ingot.data.ranges import Range, read_range
+from ingot.data.records import Records, encode_records, identity
 from ingot.data.sources import Split
+from ingot.data.taken import taken_records
+from ingot.tokenizers.encoders import REFERENCE, Encoder, open_encoder
+from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
-SMALLEST_BYTES = 4_000_000
-LARGEST_BYTES = 512_000_000
-RANGES = 64
-BATCH_BYTES = 1_000_000
+BATCH_CHARACTERS = 1_000_000
 DONE = "done"
-
-
-@dataclass(frozen=True)
-class Range:
-    """Row groups `first` to `last` of one raw part, which become part `number` of the columns."""
-
-    split: Split
-    source: int
-    number: int
-    path: str
-    sha256: str
-    first: int
-    last: int
-    bytes: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.split}-{self.number:05d}"
+COMPARED = 1e-3
+"""The share of documents whose ids are compared with the reference's, whatever encodes them."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a range became: a part for each split that some of its documents belong to, and the files that hold them."""
+    """What a range became: a part for each split that some of its documents belong to, and the files that hold them.
+
+    `redone` names the first document for which the fast encoder's ids were not the reference's; the whole part then is
+    the reference's. `refused` counts chats that the template does not take, `refusal` tells of the first of them.
+    """
 
     range: Range
     parts: dict[Split, Part]
     files: list[dict[str, Any]]
+    redone: str | None = None
+    refused: int = 0
+    refusal: str | None = None
 
 
-def ranges(raw: Raw) -> list[Range]:
-    """The ranges, in order. Their size grows with the data, so that there are neither too few nor millions of them."""
-    target = min(max(raw.bytes // RANGES, SMALLEST_BYTES), LARGEST_BYTES)
-    found: list[Range] = []
-    for split, sources in raw.splits.items():
-        number = 0
-        for source, read in enumerate(sources):
-            for part in read.parts:
-                for first, last, size in _runs([size for _, size in part.groups], target):
-                    found.append(Range(split, source, number, part.path, part.sha256, first, last, size))
-                    number += 1
-    return found
+@dataclass(frozen=True)
+class Tokenise:
+    """The stage: from ranges to parts. Encodes with `encoder`, and compares one document in a thousand with the reference."""
+
+    raw: Path
+    columns: Path
+    tokenizer: Path
+    encoder: str
+    objective: str
+    shares: Shares
+    cleaned: Cleaned
+    skip_bad: bool
+    inputs: str
+    """Fingerprint of what decides about every part beside its range, `inputs_of`."""
+
+    def open(self) -> Callable[[Range, Advance], Made]:
+        tokenizer = load_tokenizer(self.tokenizer)
+        encoder = open_encoder(tokenizer, self.encoder)
+
+        def make(task: Range, advance: Advance) -> Made:
+            try:
+                return self._make(task, tokenizer, encoder, advance)
+            except _Differs as differs:
+                return self._make(task, tokenizer, open_encoder(tokenizer, REFERENCE), lambda _: None, redone=str(differs))
+
+        return make
+
+    def _make(self, task: Range, tokenizer: Tokenizer, encoder: Encoder, advance: Advance, redone: str | None = None) -> Made:
+        """Write the columns of one range.
+
+        Raises:
+            WrongInput: the raw part is damaged, or the chat template refuses a chat.
+            Failed: the disk is full.
+        """
+        outputs: dict[Split, _Output] = {}
+        refused: list[str] = []
+        with contextlib.ExitStack() as stack:
+            for split, records in self._records(task, tokenizer, encoder, advance, refused):
+                if split not in outputs:
+                    outputs[split] = stack.enter_context(_Output(self.columns, split, task.number, self.objective, tokenizer.vocab_size))
+                outputs[split].append(records)
+        parts = {split: output.part() for split, output in outputs.items()}
+        names = [path.name for output in outputs.values() for prefix in output.prefixes for path in (bin_path(prefix), idx_path(prefix))]
+        made = Made(task, parts, [], redone, len(refused), refused[0] if refused else None)
+        payload = {
+            "inputs": fingerprint([asdict(task), self.inputs]), "parts": {split: asdict(part) for split, part in parts.items()},
+            "redone": made.redone, "refused": made.refused, "refusal": made.refusal,
+        }
+        marker = write_marker(self.columns, f"{DONE}/{task.name}.json", payload, [entry_of(self.columns, name) for name in names])
+        return replace(made, files=marker["files"])
+
+    def _records(
+        self, task: Range, tokenizer: Tokenizer, encoder: Encoder, advance: Advance, refused: list[str]
+    ) -> Iterator[tuple[Split, Records]]:
+        """The records of a range by split. Chats that the template refuses are left out and added to `refused`, if they may be."""
+        if task.kind == "tokens":
+            for split, records in taken_records(task, self.shares, tokenizer):
+                yield split, records
+                advance(int(records.lengths.sum()))
+            return
+        for split, doc_ids, texts in self._batches(task):
+            try:
+                records = encode_records(self.objective, tokenizer, encoder.encode_batch, texts)
+            except WrongInput:
+                if not self.skip_bad:
+                    raise
+                doc_ids, texts = self._accepted(tokenizer, doc_ids, texts, refused)
+                if not texts:
+                    continue
+                records = encode_records(self.objective, tokenizer, encoder.encode_batch, texts)
+            if encoder.name != REFERENCE:
+                self._compare(tokenizer, doc_ids, texts, records)
+            yield split, records
+            advance(sum(map(len, texts)))
+
+    def _batches(self, task: Range) -> Iterator[tuple[Split, list[str], list[str]]]:
+        """(split, doc_ids, texts) of a range, in order within each split, about a megabyte at a time."""
+        waiting: dict[Split, tuple[list[str], list[str]]] = {}
+        sizes: dict[Split, int] = {}
+        for table in self.cleaned.tables(task, read_range(self.raw, task)):
+            for doc_id, text in zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True):
+                split = self.shares.split(task.split, doc_id)
+                if split is None:
+                    continue
+                doc_ids, texts = waiting.setdefault(split, ([], []))
+                doc_ids.append(doc_id)
+                texts.append(text)
+                sizes[split] = sizes.get(split, 0) + len(text)
+                if sizes[split] >= BATCH_CHARACTERS:
+                    yield split, *waiting.pop(split)
+                    sizes[split] = 0
+        for split, (doc_ids, texts) in waiting.items():
+            yield split, doc_ids, texts
+
+    def _accepted(self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], refused: list[str]) -> tuple[list[str], list[str]]:
+        kept_ids, kept = list[str](), list[str]()
+        for doc_id, text in zip(doc_ids, texts, strict=True):
+            try:
+                encode_records(self.objective, tokenizer, tokenizer.encode_batch, [text])
+            except WrongInput as error:
+                refused.append(f"{doc_id}: {error}")
+                continue
+            kept_ids.append(doc_id)
+            kept.append(text)
+        return kept_ids, kept
+
+    def _compare(self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], records: Records) -> None:
+        for index, doc_id in enumerate(doc_ids):
+            if not chosen(doc_id, "reference", COMPARED):
+                continue
+            wanted, found = encode_records(self.objective, tokenizer, tokenizer.encode_batch, [texts[index]]), records.record(index)
+            if any(not np.array_equal(found[name], column) for name, column in wanted.columns.items()):
+                raise _Differs(doc_id)
 
 
-def _runs(sizes: Sequence[int], target: int) -> Iterator[tuple[int, int, int]]:
-    """Consecutive runs of at least `target` bytes, the last one of what is left: (first, last + 1, bytes)."""
-    first, total = 0, 0
-    for index, size in enumerate(sizes):
-        total += size
-        if total >= target or index == len(sizes) - 1:
-            yield first, index + 1, total
-            first, total = index + 1, 0
+class _Differs(Exception):
+    """The fast encoder's ids of a document are not the reference's."""
 
 
-def range_inputs(task: Range, tokenizer_identity: str, shares: Shares) -> str:
-    """Fingerprint of everything that decides about the part that a range becomes."""
-    return fingerprint({**asdict(task), **asdict(shares), **identity(tokenizer_identity)})
+def inputs_of(objective: str, tokenizer: Tokenizer, shares: Shares, cleaned: Cleaned) -> str:
+    """What decides about every part beside its range."""
+    return fingerprint({**identity(objective, tokenizer.identity()), **asdict(shares), "cleaned": cleaned.identity})
 
 
 def finished(columns: Path, task: Range, inputs: str) -> Made | None:
     """What an earlier run made of this range from the same inputs; None when it has to be made."""
     marker = read_marker(columns, f"{DONE}/{task.name}.json")
-    if marker is None or marker.get("inputs") != inputs or problems(columns, marker, checksums=False):
+    if marker is None or marker.get("inputs") != fingerprint([asdict(task), inputs]) or problems(columns, marker, checksums=False):
         return None
-    return Made(task, {split: Part(**part) for split, part in marker["parts"].items()}, marker["files"])
-
-
-def make_part(
-    raw: Path, columns: Path, task: Range, tokenizer: Tokenizer, shares: Shares, advance: Callable[[int], None] = lambda _: None
-) -> Made:
-    """Tokenise one range and write its columns. `advance` is called with the bytes of text that each batch had.
-
-    Raises:
-        WrongInput: the raw part is damaged.
-        Failed: the disk is full.
-    """
-    dtype = token_dtype(tokenizer.vocab_size)
-    outputs: dict[Split, _Output] = {}
-    with contextlib.ExitStack() as stack:
-        for split, texts in _batches(raw / task.path, task, shares):
-            if split not in outputs:
-                writer = stack.enter_context(ColumnWriter(columns / f"{split}.tokens-{task.number:05d}", dtype))
-                outputs[split] = _Output(writer)
-            advance(outputs[split].append(tokenizer, texts))
-    parts = {split: output.part() for split, output in outputs.items()}
-    names = [path.name for part in parts.values() for path in (bin_path(columns / part.path), idx_path(columns / part.path))]
-    payload = {"inputs": range_inputs(task, tokenizer.identity(), shares), "parts": {split: asdict(part) for split, part in parts.items()}}
-    marker = write_marker(columns, f"{DONE}/{task.name}.json", payload, [entry_of(columns, name) for name in names])
-    return Made(task, parts, marker["files"])
+    return Made(task, {split: Part(**part) for split, part in marker["parts"].items()}, marker["files"], marker["redone"], marker["refused"], marker["refusal"])
 
 
 class _Output:
-    """The column of one split that is being written, and what is counted beside it."""
+    """The columns of one split that are being written, and what is counted beside them."""
 
-    def __init__(self, writer: ColumnWriter) -> None:
-        self._writer = writer
+    def __init__(self, folder: Path, split: Split, number: int, objective: str, vocab_size: int) -> None:
+        self.prefixes = [column_prefix(folder, split, column, number) for column in COLUMNS[objective]]
+        self._number = number
+        self._writers = {
+            column: ColumnWriter(prefix, column_dtype(column, vocab_size))
+            for column, prefix in zip(COLUMNS[objective], self.prefixes, strict=True)
+        }
+        self._stack = contextlib.ExitStack()
         self._bytes = self._digest = 0
 
-    def append(self, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
-        flat, lengths = encode_documents(tokenizer, texts)
-        self._writer.append(flat, lengths)
-        size = 0
-        for data in (text.encode() for text in texts):
-            # Summed, so that the set of texts counts and not where its parts are cut.
-            self._digest += int.from_bytes(hashlib.sha256(data).digest())
-            size += len(data)
-        self._bytes += size
-        return size
+    def __enter__(self) -> _Output:
+        for writer in self._writers.values():
+            self._stack.enter_context(writer)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def append(self, records: Records) -> None:
+        for column, flat in records.columns.items():
+            self._writers[column].append(flat, records.lengths)
+        self._bytes += records.bytes
+        self._digest += records.digest
 
     def part(self) -> Part:
-        return Part(self._writer.prefix.name, self._writer.records, self._writer.elements, self._bytes, f"{self._digest % DIGESTS:064x}")
+        first = next(iter(self._writers.values()))
+        return Part(self._number, first.records, first.elements, self._bytes, f"{self._digest % DIGESTS:064x}")
 
 
-def _batches(path: Path, task: Range, shares: Shares) -> Iterator[tuple[Split, list[str]]]:
-    """The texts of a range by split, in their order within each, about a megabyte at a time."""
-    waiting: dict[Split, list[str]] = {}
-    sizes: dict[Split, int] = {}
-    for doc_id, text in _texts(path, task):
-        split = shares.split(task.split, doc_id)
-        if split is None:
-            continue
-        waiting.setdefault(split, []).append(text)
-        sizes[split] = sizes.get(split, 0) + len(text)
-        if sizes[split] >= BATCH_BYTES:
-            yield split, waiting.pop(split)
-            sizes[split] = 0
-    yield from waiting.items()
-
-
-def _texts(path: Path, task: Range) -> Iterator[Text]:
-    return itertools.chain.from_iterable(read_group(path, group) for group in range(task.first, task.last))
+def column_dtype(column: str, vocab_size: int) -> np.dtype[Any]:
+    """The type of a column: masks are bytes, everything else is ids."""
+    return np.dtype("uint8") if column == "mask" else token_dtype(vocab_size)

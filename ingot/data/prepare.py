@@ -1,8 +1,9 @@
-"""The verb `prepare`: raw documents into token columns, with the tokenizer that the recipe names or learns."""
+"""The verb `prepare`: raw documents into token columns, cleaned if asked for, with the tokenizer that the recipe names or learns."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,48 +12,69 @@ from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
 from ingot.base.steprecord import Outcome, sizes
 from ingot.base.storage import disk_errors
+from ingot.config.data import COLUMNS
 from ingot.config.recipe import Recipe
-from ingot.data.columns import token_dtype
+from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.stages import clean
 from ingot.data.documents import Shares
+from ingot.data.engines.choose import open_engine
+from ingot.data.engines.engine import Engine
 from ingot.data.manifest import MANIFEST, Prepared, PreparedSource, data_identity, set_identity, write_prepared
-from ingot.data.parts import DONE, Made, finished, range_inputs, ranges
+from ingot.data.packing import pack
+from ingot.data.parts import DONE, Made, Tokenise, column_dtype, finished, inputs_of
+from ingot.data.ranges import ranges
 from ingot.data.raw import Raw, open_raw
+from ingot.data.rows import open_rows
 from ingot.data.sources import Split, recipe_sources
+from ingot.data.texts import sample
 from ingot.data.vocabulary import provide_tokenizer
-from ingot.data.workers import Job, make_parts
+from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.tokenizer import Tokenizer
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
+TRIED_BYTES = 500_000
 
 
 def prepare(recipe: Recipe) -> Outcome:
-    """Tokenise all documents. What an earlier run finished from the same inputs is kept, so a stopped run goes on.
+    """Clean, tokenise and pack all documents. What an earlier run finished from the same inputs is kept, so a stopped run goes on.
 
     Raises:
         WrongInput: nothing is ingested for this recipe, a split is empty, or there is less than one global batch.
         Failed: the disk is full, or a worker died.
     """
-    raw = open_raw(recipe)
+    raw = open_raw(recipe, unchanged=True)
     folder = recipe.folder.columns
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
-    tokenizer = provide_tokenizer(recipe, raw)
+    with contextlib.closing(open_engine(recipe.data.engine, recipe.folder.data)) as engine:
+        return _prepare(recipe, raw, engine)
+
+
+def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> Outcome:
+    folder = recipe.folder.columns
+    cleaned = clean(recipe, raw, engine)
+    tokenizer = provide_tokenizer(recipe, raw, cleaned)
     if tokenizer.special.eos is None:
         say("warning: this tokenizer has no EOS token, so a model does not learn where a document ends")
-    made = _make(recipe, raw, tokenizer)
+    made = _make(recipe, raw, tokenizer, cleaned, engine)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
-    _check(recipe, splits)
+    _check_splits(recipe, splits)
     files = [FileEntry(**entry) for one in made for entry in one.files]
     _sweep(folder, files, made)
-    identity = tokenizer.identity()
+    identity, objective = tokenizer.identity(), recipe.objective.kind
     prepared = Prepared(
-        columns=[{"name": "tokens", "dtype": token_dtype(tokenizer.vocab_size).name}], splits=splits, tokenizer=identity,
-        template=tokenizer.template_identity, vocab_size=tokenizer.vocab_size, data=data_identity(files, identity),
-        sets={split: set_identity(sources) for split, sources in splits.items()},
+        objective=objective, columns=[{"name": name, "dtype": column_dtype(name, tokenizer.vocab_size).name} for name in COLUMNS[objective]],
+        splits=splits, tokenizer=identity, template=tokenizer.template_identity, vocab_size=tokenizer.vocab_size,
+        data=data_identity(files, identity), sets={split: set_identity(sources) for split, sources in splits.items()},
     )
-    knobs = recipe.select(("data.train", "data.validation", "data.fraction", "tokenizer"))
-    write_prepared(folder, prepared, {"raw": raw.identity, "knobs": knobs, "dropped": _dropped(raw, splits)}, files)
+    knobs = recipe.select(("data.train", "data.validation", "data.fraction", "data.clean", "tokenizer"))
+    write_prepared(folder, prepared, {"raw": raw.identity, "knobs": knobs, "dropped": _dropped(raw, made, splits, cleaned)}, files)
+    try:
+        _pack(recipe, prepared, engine)
+    except WrongInput:
+        (folder / MANIFEST).unlink()
+        raise
     tokens = prepared.total("train", "tokens") + prepared.total("validation", "tokens")
     paths = [folder / MANIFEST, *(folder / entry.path for entry in files), *(recipe.folder.tokenizer / name for name in tokenizer.files)]
     return Outcome(
@@ -60,20 +82,59 @@ def prepare(recipe: Recipe) -> Outcome:
     )
 
 
-def _make(recipe: Recipe, raw: Raw, tokenizer: Tokenizer) -> list[Made]:
+def _make(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned, engine: Engine) -> list[Made]:
     """Every part, in order: those that are finished, and the others made now."""
-    folder, shares = recipe.folder.columns, Shares.of(recipe.data)
-    tasks = ranges(raw)
-    kept = {task: made for task in tasks if (made := finished(folder, task, range_inputs(task, tokenizer.identity(), shares)))}
+    folder, shares, objective = recipe.folder.columns, Shares.of(recipe.data), recipe.objective.kind
+    tasks, inputs = ranges(raw), inputs_of(objective, tokenizer, shares, cleaned)
+    kept = {task: made for task in tasks if (made := finished(folder, task, inputs))}
     missing = [task for task in tasks if task not in kept]
-    done = sum(task.bytes for task in kept)
-    if kept and missing:
+    if not missing:
+        return [kept[task] for task in tasks]
+    if kept:
         say(f"{len(kept)} of {len(tasks)} parts are finished already")
-    with Progress("tokenise", total=-(-raw.bytes // 10**6), unit="MB", done=done // 10**6) as progress:
-        job = Job(raw.folder, folder, recipe.folder.tokenizer, shares)
-        new = make_parts(job, missing, recipe.data.engine.workers, progress) if missing else []
+    encoder = _encoder(recipe, raw, tokenizer, cleaned)
+    work = Tokenise(raw.folder, folder, recipe.folder.tokenizer, encoder, objective, shares, cleaned, recipe.data.on_bad == "skip", inputs)
+    with Progress("tokenise", total=-(-raw.bytes // 10**6), unit="MB", done=sum(task.bytes for task in kept) // 10**6) as progress:
+        new = engine.run(work, missing, progress)
+    for made in (made for made in new if made.redone):
+        say(f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name} was made again with the reference")
+    if refused := sum(one.refused for one in new):
+        say(f"{refused:,} chats are left out, the template refuses them, such as {next(one.refusal for one in new if one.refusal)}")
     by_range = kept | {made.range: made for made in new}
     return [by_range[task] for task in tasks]
+
+
+def _encoder(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned) -> str:
+    """What to encode with: the fastest library whose ids are the reference's on a sample of these documents."""
+    if recipe.tokenizer.encoder == "reference":
+        return REFERENCE
+    texts = [document.text for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)]
+    if not texts:
+        return REFERENCE
+    choice = choose_encoder(tokenizer, texts)
+    say(f"encoding with {choice.name}: {dict(choice.tried)[choice.name].removeprefix('taken: ')}")
+    for library, why in choice.tried:
+        if library not in choice.speeds:
+            say(f"{library} {why}")
+    return choice.name
+
+
+def _pack(recipe: Recipe, prepared: Prepared, engine: Engine) -> None:
+    """Plan rows where documents are not one stream; refuse data with which no training or no evaluation can be done."""
+    folder, seq_len, how = recipe.folder.columns, recipe.data.seq_len, recipe.pack
+    if how != "cut":
+        with Progress("pack", total=None, unit="MB") as progress:
+            packed = pack(folder, prepared, seq_len, how, engine, progress)
+        say(str(packed))
+    rows = open_rows(folder, "train", seq_len, pack=how, pad_last=False)
+    if len(rows) < recipe.train.global_batch:
+        raise WrongInput(
+            f"{rows.documents:,} training documents have {rows.tokens:,} tokens, {len(rows):,} rows of data.seq_len={seq_len}: less than one "
+            f"train.global_batch={recipe.train.global_batch}; add documents, or lower one of the two"
+        )
+    for number, (size, source) in enumerate(zip(rows.sizes, prepared.splits["train"], strict=True)):
+        if not size:
+            say(f"warning: data.train[{number}] {source.source} has {source.tokens:,} tokens, not one row of data.seq_len={seq_len}: it is not trained on")
 
 
 def _sources(recipe: Recipe, raw: Raw, split: Split, made: Sequence[Made]) -> list[PreparedSource]:
@@ -90,39 +151,29 @@ def _sources(recipe: Recipe, raw: Raw, split: Split, made: Sequence[Made]) -> li
     return found
 
 
-def _check(recipe: Recipe, splits: dict[Split, list[PreparedSource]]) -> None:
-    """Refuse data with which no training or no evaluation can be done, before the manifest says that it is ready."""
+def _check_splits(recipe: Recipe, splits: dict[Split, list[PreparedSource]]) -> None:
+    """Refuse an empty split before the manifest says that the data are ready."""
     documents = {split: sum(source.documents for source in sources) for split, sources in splits.items()}
-    total, shares = sum(documents.values()), Shares.of(recipe.data)
     if not documents["validation"]:
         raise WrongInput(
-            f"no document of {total:,} is held out by data.validation.fraction={shares.validation}; raise it, "
+            f"no document of {sum(documents.values()):,} is held out by data.validation.fraction={Shares.of(recipe.data).validation}; raise it, "
             f"or give data.validation sources of its own"
         )
-    seq_len, batch = recipe.data.seq_len, recipe.train.global_batch
-    rows = sum(source.tokens // seq_len for source in splits["train"])
-    if rows < batch:
-        tokens = sum(source.tokens for source in splits["train"])
-        raise WrongInput(
-            f"{documents['train']:,} training documents have {tokens:,} tokens, {rows:,} rows of data.seq_len={seq_len}: less than one "
-            f"train.global_batch={batch}; add documents, or lower one of the two"
-        )
-    for number, source in enumerate(splits["train"]):
-        if source.tokens < seq_len:
-            say(f"warning: data.train[{number}] {source.source} has {source.tokens:,} tokens, not one row of data.seq_len={seq_len}: it is not trained on")
 
 
-def _dropped(raw: Raw, splits: dict[Split, list[PreparedSource]]) -> dict[str, int]:
-    """Documents that were read and are in no split."""
+def _dropped(raw: Raw, made: Sequence[Made], splits: dict[Split, list[PreparedSource]], cleaned: Cleaned) -> dict[str, int]:
+    """Documents that were read and are in no split, by reason."""
     read = sum(source.documents for sources in raw.splits.values() for source in sources)
-    return {"data.fraction": read - sum(source.documents for sources in splits.values() for source in sources)}
+    dropped = Counter(cleaned.dropped) + Counter({"template": sum(one.refused for one in made)})
+    dropped["data.fraction"] = read - sum(source.documents for sources in splits.values() for source in sources) - sum(dropped.values())
+    return dict(dropped)
 
 
 def _sweep(folder: Path, files: Iterable[FileEntry], made: Iterable[Made]) -> None:
-    """Remove what earlier or killed runs left in the folder and the manifest will not name."""
+    """Remove what earlier or killed runs left in the folder and the manifest will not name; row tables are looked after by `pack`."""
     keep = {entry.path for entry in files} | {f"{DONE}/{one.range.name}.json" for one in made}
     for path in [*folder.iterdir(), *(folder / DONE).iterdir()]:
-        if path.is_file() and str(path.relative_to(folder)) not in keep:
+        if path.is_file() and "rows-" not in path.name and str(path.relative_to(folder)) not in keep:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 

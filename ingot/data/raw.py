@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,9 +19,10 @@ from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.markers import FileEntry, entry_of, problems, read_marker, write_marker
 from ingot.base.storage import atomic_file
+from ingot.config.data import Source
 from ingot.config.recipe import Recipe
-from ingot.config.work import Source
 from ingot.data.sources import Split, recipe_sources
+from ingot.data.stamps import change
 
 MANIFEST = "manifest.json"
 GROUP_BYTES = 4_000_000
@@ -31,6 +32,10 @@ SCHEMA = pa.schema([("doc_id", pa.string()), ("source", pa.int32()), ("text", pa
 
 Text = tuple[str, str]
 """(doc_id, text)"""
+
+Kind = Literal["text", "chat", "tokens"]
+"""What the documents of a source are. `text`: texts. `chat`: each text is JSON, `{"messages": [{"role": ..., "content": ...}, ...]}`.
+`tokens`: existing Megatron columns, of which nothing is copied here; a part's path is their prefix."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,9 @@ class RawSource:
     bad: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
     stamps: str = ""
+    kind: Kind = "text"
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    """The stamps of its files, where these are few enough to name what changed."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +84,27 @@ class Raw:
 
 def knobs_of(source: Source) -> dict[str, Any]:
     """The knobs of a source that decide about its documents."""
-    return source.model_dump(mode="json", include={"source", "format", "text"})
+    return source.model_dump(mode="json", exclude={"weight"})
 
 
-def write_parts(folder: Path, split: Split, source: int, texts: Iterable[Text], first_part: int) -> Iterator[tuple[RawPart, FileEntry]]:
-    """Write the texts of one source as `SPLIT-NNNNN.parquet`, counting up from `first_part`; each appears whole."""
+def kind_of(chat: bool) -> Kind:
+    return "chat" if chat else "text"
+
+
+def write_parts(folder: Path, split: Split, source: int, texts: Iterable[Text]) -> Iterator[tuple[RawPart, FileEntry]]:
+    """Write texts of one source as `SPLIT-NNNNN.parquet`, counting up from 0; each appears whole."""
     groups = _groups(texts)
-    for number in itertools.count(first_part):
+    for number in itertools.count():
         group = next(groups, None)
         if group is None:
             return
         path, counts = f"{split}-{number:05d}.parquet", list[tuple[int, int]]()
+        # LZ4 costs half of what Zstandard costs to write and to read, for files half as large again that are read once or twice.
         with atomic_file(folder / path) as stream, pq.ParquetWriter(
-            stream, SCHEMA, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False, write_page_checksum=True
+            stream, SCHEMA, compression="lz4", use_dictionary=False, write_statistics=False, write_page_checksum=True
         ) as writer:
             while group is not None:
-                writer.write_table(_table(source, group.texts), row_group_size=len(group.texts))
+                writer.write_table(_table(source, group), row_group_size=len(group.texts))
                 counts.append((len(group.texts), group.bytes))
                 group = next(groups, None) if sum(size for _, size in counts) < PART_BYTES else None
         entry = entry_of(folder, path)
@@ -100,38 +113,46 @@ def write_parts(folder: Path, split: Split, source: int, texts: Iterable[Text], 
 
 @dataclass
 class _Group:
-    texts: list[Text]
+    ids: list[str]
+    texts: list[bytes]
     bytes: int
 
 
 def _groups(texts: Iterable[Text]) -> Iterator[_Group]:
-    group = _Group([], 0)
-    for text in texts:
-        group.texts.append(text)
-        group.bytes += len(text[1].encode())
+    group = _Group([], [], 0)
+    for doc_id, text in texts:
+        data = text.encode()
+        group.ids.append(doc_id)
+        group.texts.append(data)
+        group.bytes += len(data)
         if group.bytes >= GROUP_BYTES or len(group.texts) >= GROUP_DOCUMENTS:
             yield group
-            group = _Group([], 0)
+            group = _Group([], [], 0)
     if group.texts:
         yield group
 
 
-def _table(source: int, texts: list[Text]) -> pa.Table:
-    columns = [[doc_id for doc_id, _ in texts], [source] * len(texts), [text for _, text in texts]]
+def _table(source: int, group: _Group) -> pa.Table:
+    columns = [group.ids, [source] * len(group.ids), group.texts]
     return pa.table([pa.array(column, kind.type) for column, kind in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
 
 
-def read_group(path: Path, group: int) -> list[Text]:
-    """The documents of one row group.
+def read_table(path: Path, group: int) -> pa.Table:
+    """The documents of one row group, columns `doc_id` and `text`.
 
     Raises:
         WrongInput: the file is missing or damaged.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            table = file.read_row_group(group, columns=["doc_id", "text"], use_threads=False)
+            return file.read_row_group(group, columns=["doc_id", "text"], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise WrongInput(f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again") from error
+
+
+def read_group(path: Path, group: int) -> list[Text]:
+    """`read_table` as Python texts."""
+    table = read_table(path, group)
     return list(zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True))
 
 
@@ -140,11 +161,11 @@ def write_manifest(folder: Path, splits: dict[Split, list[RawSource]], files: It
     write_marker(folder, MANIFEST, payload, files)
 
 
-def open_raw(recipe: Recipe) -> Raw:
-    """What `ingest` wrote for this recipe.
+def open_raw(recipe: Recipe, *, unchanged: bool = False) -> Raw:
+    """What `ingest` wrote for this recipe; with `unchanged`, only while its sources are as they were then.
 
     Raises:
-        WrongInput: nothing complete is there, a file is missing or cut, or it was made from other sources.
+        WrongInput: nothing complete is there, a file is missing or cut, it was made from other sources, or they changed since.
     """
     folder = recipe.folder.raw
     marker = read_marker(folder, MANIFEST)
@@ -157,7 +178,28 @@ def open_raw(recipe: Recipe) -> Raw:
     made = {split: [source.knobs for source in sources] for split, sources in splits.items()}
     if made != asked:
         raise WrongInput(f"{folder} was made from {_named(made)}, the recipe says {_named(asked)}; run `ingot ingest` with this recipe")
+    _check_kinds(recipe, splits)
+    if unchanged:
+        _check_unchanged(recipe, splits)
     return Raw(folder, splits)
+
+
+def _check_kinds(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
+    """Chats are read from other columns than texts, so one cannot be made of the other here."""
+    wanted = kind_of(recipe.objective.kind == "sft")
+    for source in (source for sources in splits.values() for source in sources):
+        if source.kind != wanted and (source.kind, wanted) != ("tokens", "text"):
+            raise WrongInput(
+                f"{source.source} was ingested as {source.kind}, objective.kind={recipe.objective.kind} takes {wanted}; run `ingot ingest` with this recipe"
+            )
+
+
+def _check_unchanged(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
+    """Refuse documents of files that have changed since. A source that is gone is no matter: what was ingested is a copy."""
+    for split, sources in recipe_sources(recipe).items():
+        for number, (source, made) in enumerate(zip(sources, splits[split], strict=True)):
+            if changed := change(source, made.stamps, made.seen):
+                raise WrongInput(f"data.{split}[{number}] {source.source} changed since it was ingested: {changed}; run `ingot ingest` again")
 
 
 def _source(value: dict[str, Any]) -> RawSource:
@@ -170,6 +212,6 @@ def _named(splits: dict[Split, list[dict[str, Any]]]) -> str:
     words = []
     for split, sources in splits.items():
         for knobs in sources:
-            changed = {name: knobs[name] for name in ("format", "text") if knobs[name] != Source.model_fields[name].default}
+            changed = {name: knobs[name] for name in knobs if name != "source" and knobs[name] != Source.model_fields[name].get_default()}
             words.append(f"{split} {knobs['source']}" + (f" {changed}" if changed else ""))
     return ", ".join(words)

@@ -7,37 +7,31 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ingot.base.errors import Failed, WrongInput
-from ingot.base.storage import find_files, stamp
+from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.storage import find_files, is_remote, stamp
+from ingot.config.data import Source, ValidationShare
 from ingot.config.recipe import Recipe
-from ingot.config.work import Source, ValidationShare
+from ingot.data.compression import ENDINGS
+from ingot.data.dumps import fetch_dump, find_dump
+from ingot.data.hubsets import find_hub
+from ingot.data.megatron import find_columns
+from ingot.data.queries import find_query, warn_of_query
+from ingot.data.saved import saved_files
+from ingot.data.sourcefile import Format, SourceFile, writable
 
-Format = Literal["jsonl", "json", "parquet", "csv", "tsv", "text"]
 Split = Literal["train", "validation"]
 STDLIB = "builtin:stdlib"
-ENDINGS: dict[str, Format] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv",
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
 }
-COMPRESSED = (".gz", ".zst")
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of a source. `name` stands in document identities: relative to the source, so that data may move."""
-
-    path: str
-    name: str
-    format: Format
-    stamp: dict[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        return int(self.stamp["bytes"])
+DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
+SCHEMES = ("hf", "wikipedia", "bigquery", "megatron")
 
 
 def recipe_sources(recipe: Recipe) -> dict[Split, list[Source]]:
@@ -60,11 +54,22 @@ def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
         found[split] = []
         for number, source in enumerate(sources):
             files = find_source(source, f"data.{split}[{number}].source")
-            if any(file.name in taken for file in files):
+            files = _distinct(files)
+            while any(file.name in taken for file in files):
                 files = [replace(file, name=f"{split}{number}/{file.name}") for file in files]
             taken.update(file.name for file in files)
             found[split].append(files)
     return found
+
+
+def _distinct(files: list[SourceFile]) -> list[SourceFile]:
+    """Files of one source have different names, but for what of a name is no text."""
+    counts, made = Counter(file.name for file in files), list[SourceFile]()
+    if len(counts) == len(files):
+        return files
+    for number, file in enumerate(files):
+        made.append(file if counts[file.name] == 1 else replace(file, name=f"{file.name}~{number}"))
+    return made
 
 
 def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
@@ -81,14 +86,51 @@ def find_source(source: Source, knob: str = "source") -> list[SourceFile]:
     """
     if source.source == STDLIB:
         return list(_stdlib())
-    if re.match(r"[a-z]+:(?!//)", source.source) and not Path(source.source).exists():
-        raise WrongInput(f"{knob} {source.source} is no source that this version reads; give a path, a folder, a glob or {STDLIB}")
+    scheme = _scheme(source)
+    if scheme == "hf":
+        return find_hub(source, knob)
+    if scheme == "wikipedia":
+        return [find_dump(source, knob)]
+    if scheme == "bigquery":
+        return find_query(source)
+    if scheme == "megatron":
+        return find_columns(source, knob)
+    if scheme:
+        known = ", ".join(f"{name}:" for name in SCHEMES)
+        raise WrongInput(f"{knob} {source.source} is no source that this version reads; give a path, a folder, a glob, {known} or {STDLIB}")
+    return _find_files(source, knob)
+
+
+def is_local(source: Source) -> bool:
+    """Whether a source is files on this machine, or the folder of a data set: what can be looked at cheaply at any time."""
+    return _scheme(source) in ("", "megatron") and not is_remote(source.source) and source.source != STDLIB
+
+
+def _scheme(source: Source) -> str:
+    """What stands before the colon of a source that is no file; "" for one that is."""
+    match = re.match(r"([a-z]+):(?!//)", source.source)
+    return match[1] if match and not Path(source.source).exists() else ""
+
+
+def prepare_files(files: Iterable[SourceFile]) -> None:
+    """What must be done before files are read: fetch a dump, warn of what stamps cannot show."""
+    for file in files:
+        if file.format == "bigquery":
+            warn_of_query(file)
+        elif "url" in file.stamp:
+            fetch_dump(file)
+
+
+def _find_files(source: Source, knob: str) -> list[SourceFile]:
     pattern = source.source.removeprefix("file://")
     try:
-        paths = find_files(pattern)
+        paths = saved_files(pattern, source.split, knob) or find_files(pattern)
     except ImportError as error:
-        raise WrongInput(f"{knob} {source.source} needs a package that is not installed ({error})") from error
-    except OSError as error:
+        extra = "pip install 'ingot[gcp]'" if pattern.startswith(("gs://", "gcs://")) else "install it"
+        raise WrongInput(f"{knob} {source.source} needs a package that is not installed ({error}); {extra}") from error
+    except IngotError:
+        raise
+    except Exception as error:  # a bucket's client raises errors of its own
         raise Failed(f"{knob} {source.source} cannot be listed ({error}); check the address and your credentials") from error
     names = [writable(_name(path, pattern)) for path in paths]
     files = [SourceFile(path, name, _format(source, path), _stamp(path)) for path, name in zip(paths, names, strict=True)
@@ -123,9 +165,9 @@ def _format(source: Source, path: str) -> Format:
     if source.format != "auto":
         return source.format
     stem = path.lower()
-    for ending in COMPRESSED:
+    for ending in ENDINGS:
         stem = stem.removesuffix(ending)
-    return ENDINGS.get(Path(stem).suffix, "text")
+    return "wikipedia" if DUMP.search(stem) else FORMATS.get(Path(stem).suffix, "text")
 
 
 def _name(path: str, pattern: str) -> str:
@@ -140,11 +182,6 @@ def _name(path: str, pattern: str) -> str:
 
 def _without_scheme(path: str) -> str:
     return path.rpartition("://")[2].lstrip("/")
-
-
-def writable(text: str) -> str:
-    """A text that UTF-8 can hold: names on a disk, and keys in JSON, may be no text at all."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _is_hidden(name: str) -> bool:

@@ -1,23 +1,26 @@
-"""Texts out of one column of a table: CSV, TSV, Parquet."""
+"""Documents out of tables: CSV, TSV, Parquet, Arrow. For a text one column is read, for a chat the whole row."""
 
 from __future__ import annotations
 
 import csv
 import io
 import sys
-from collections.abc import Iterator
-from typing import IO, Literal, cast
+from collections.abc import Iterable, Iterator
+from typing import IO, Any, Literal, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingot.base.errors import WrongInput
-from ingot.data.items import Bad, Item, checked, missing_column
+from ingot.data.items import Bad, Item
+from ingot.data.wanted import Wanted
 
 PARQUET_ROWS = 1024
+BUFFER_BYTES = 1 << 20
+ARROW_FILE = b"ARROW1"
 
 
-def delimited(stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], column: str) -> Iterator[Item | Bad]:
+def delimited(stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], wanted: Wanted) -> Iterator[Item | Bad]:
     """Rows of a CSV file, quoted as RFC 4180 says; of a TSV file, whose fields are plain: quotes in them are text."""
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -26,9 +29,9 @@ def delimited(stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], column:
     if header is None:
         yield Bad(1, "empty text", "no header line")
         return
-    if column not in header:
-        raise missing_column(path, column, header)
-    place, row = header.index(column), reader.line_num + 1
+    if not wanted.chat and wanted.column not in header:
+        raise wanted.missing(path, header)
+    place, row = header.index(wanted.column) if not wanted.chat else 0, reader.line_num + 1
     while True:
         try:
             fields = next(reader, None)
@@ -37,31 +40,86 @@ def delimited(stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], column:
             fields = []
         if fields is None:
             return
-        if fields:
-            fits = len(fields) == len(header)
-            yield checked(row, fields[place]) if fits else Bad(row, "broken row", f"{len(fields)} fields, the header has {len(header)}")
+        if fields and len(fields) != len(header):
+            yield Bad(row, "broken row", f"{len(fields)} fields, the header has {len(header)}")
+        elif fields:
+            yield wanted.take(row, dict(zip(header, fields, strict=True))) if wanted.chat else wanted.text(row, fields[place])
         row = reader.line_num + 1
 
 
-def parquet(stream: IO[bytes], path: str, column: str) -> Iterator[Item | Bad]:
+def parquet(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad]:
+    """Rows of a Parquet file, counted from 1."""
     try:
-        file = pq.ParquetFile(stream)
+        # Without the buffer a whole row group is read at once, however large.
+        file = pq.ParquetFile(stream, buffer_size=BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         yield Bad(1, "broken Parquet", str(error)[:120])
         return
-    if column not in file.schema_arrow.names:
-        raise missing_column(path, column, file.schema_arrow.names)
-    kind = file.schema_arrow.field(column).type
-    if not _is_text(kind):
-        raise WrongInput(f"{path}: column `{column}` holds {kind}, not text; set `text` to one of {', '.join(file.schema_arrow.names)}")
+    columns = _columns(file.schema_arrow, path, wanted)
+    yield from _rows(file.iter_batches(batch_size=PARQUET_ROWS, columns=columns), "Parquet", wanted)
+
+
+def arrow(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad]:
+    """Rows of an Arrow IPC stream (what the `datasets` library saves) or file, counted from 1."""
+    try:
+        batches = _arrow_batches(stream)
+    except (pa.ArrowException, OSError) as error:
+        yield Bad(1, "broken Arrow", str(error)[:120])
+        return
+    first = next(batches)
+    columns = _columns(first, path, wanted)
+    yield from _rows((batch.select(columns) if columns else batch for batch in batches), "Arrow", wanted)
+
+
+def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
+    """The schema, then the record batches one by one."""
+    is_file = stream.read(len(ARROW_FILE)) == ARROW_FILE
+    stream.seek(0)
+    reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+    batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+
+    def chained() -> Iterator[Any]:
+        yield reader.schema
+        yield from batches
+
+    return chained()
+
+
+def batch_items(batch: pa.RecordBatch, row: int, wanted: Wanted) -> Iterator[Item | Bad]:
+    """The documents of some rows of a table, of which `row` rows come before these."""
+    values = _records(batch) if wanted.chat else _texts(batch.column(wanted.column))
+    for number, value in enumerate(values, start=row + 1):
+        if isinstance(value, UnicodeDecodeError):
+            yield Bad(number, "invalid UTF-8", f"byte {value.start} of the text")
+        else:
+            yield wanted.take(number, value) if wanted.chat else wanted.text(number, value)
+
+
+def _rows(batches: Iterable[pa.RecordBatch], name: str, wanted: Wanted) -> Iterator[Item | Bad]:
     row = 0
     try:
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
-            for value in _bytes(batch.column(0)):
-                row += 1
-                yield _parquet_value(row, value, column)
+        for batch in batches:
+            yield from batch_items(batch, row, wanted)
+            row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        yield Bad(row + 1, "broken Parquet", f"{str(error)[:120]}; the rest of the file is not read")
+        yield Bad(row + 1, f"broken {name}", f"{str(error)[:120]}; the rest of the file is not read")
+
+
+def _columns(schema: pa.Schema, path: str, wanted: Wanted) -> list[str] | None:
+    """The columns to read; None for all."""
+    if wanted.chat:
+        return None
+    check_column(schema, path, wanted)
+    return [wanted.column]
+
+
+def check_column(schema: pa.Schema, path: str, wanted: Wanted) -> None:
+    """Raises WrongInput where a table does not have the wanted text column, or has something else in it."""
+    if wanted.column not in schema.names:
+        raise wanted.missing(path, schema.names)
+    kind = schema.field(wanted.column).type
+    if not _is_text(kind):
+        raise WrongInput(f"{path}: column `{wanted.column}` holds {kind}, not text; set `text` to one of {', '.join(schema.names)}")
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -71,17 +129,31 @@ def _is_text(kind: pa.DataType) -> bool:
     return any(check(kind) for check in checks)
 
 
-def _bytes(values: pa.Array) -> list[bytes | None]:
-    """Texts as bytes: a Parquet file may call bytes a string that are no UTF-8, and one such must not spoil its batch."""
+def _texts(values: pa.Array) -> list[str | UnicodeDecodeError | None]:
+    """Texts; a table may call bytes a string that are no UTF-8, and one such must not spoil its batch."""
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
-    return cast("list[bytes | None]", values.cast(pa.large_binary()).to_pylist())
-
-
-def _parquet_value(row: int, value: bytes | None, column: str) -> Item | Bad:
-    if value is None:
-        return Bad(row, f"null `{column}`")
+    kind = pa.large_string() if pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type) else values.type
     try:
-        return checked(row, value.decode())
+        return cast("list[str | UnicodeDecodeError | None]", values.cast(kind).to_pylist())
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return [None if value is None else _decoded(value) for value in values.cast(pa.large_binary()).to_pylist()]
+
+
+def _decoded(value: bytes) -> str | UnicodeDecodeError:
+    try:
+        return value.decode()
     except UnicodeDecodeError as error:
-        return Bad(row, "invalid UTF-8", f"byte {error.start} of the text")
+        return error
+
+
+def _records(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Whole rows as Python values."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for row in range(batch.num_rows):
+            try:
+                yield batch.slice(row, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield error

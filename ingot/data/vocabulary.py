@@ -18,18 +18,20 @@ from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.progress import Progress, say
 from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe
-from ingot.data.documents import Shares, chosen
-from ingot.data.raw import Raw, read_group
+from ingot.data.chats import plain_text
+from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.documents import Shares
+from ingot.data.raw import Raw
+from ingot.data.texts import sample
 from ingot.tokenizers.bpe import TRAINER, train_bpe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
+from ingot.tokenizers.templates import TOKENS, find_template, with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 
 MARKER = "prepared.json"
-# How many times the sample is read at most: of a corpus much larger than the sample, evenly spread row groups are enough.
-SPREAD = 16
 
 
-def provide_tokenizer(recipe: Recipe, raw: Raw) -> Tokenizer:
+def provide_tokenizer(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
     """Make `data/tokenizer/` the tokenizer of the recipe, if it is not yet.
 
     Raises:
@@ -39,35 +41,45 @@ def provide_tokenizer(recipe: Recipe, raw: Raw) -> Tokenizer:
     folder = recipe.folder.tokenizer
     _sweep(folder)
     if not recipe.trains_tokenizer:
-        tokenizer = load_tokenizer(resolve_tokenizer(recipe))
-        inputs = fingerprint(dict(tokenizer.files))
+        tokenizer = _with_template(recipe, load_tokenizer(resolve_tokenizer(recipe)))
+        inputs = tokenizer.files_identity
         if not _is_current(folder, inputs):
             _save(folder, tokenizer, inputs)
         return tokenizer
-    inputs = fingerprint(_inputs(recipe, raw))
+    inputs = fingerprint(_inputs(recipe, raw, cleaned))
     if not _is_current(folder, inputs):
-        _save(folder, _learn(recipe, raw), inputs)
+        _save(folder, _with_template(recipe, _learn(recipe, raw, cleaned)), inputs)
     return load_tokenizer(folder)
 
 
-def _inputs(recipe: Recipe, raw: Raw) -> dict[str, Any]:
+def _with_template(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
+    return tokenizer if recipe.tokenizer.template is None else with_template(tokenizer, find_template(recipe.tokenizer.template))
+
+
+def _inputs(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> dict[str, Any]:
     """Everything that decides about a learnt vocabulary."""
     shares = Shares.of(recipe.data)
     return {
         "trainer": TRAINER, "library": tokenizers.__version__, "vocab_size": recipe.tokenizer.vocab_size,
         "sample_bytes": recipe.tokenizer.sample_bytes, "validation": shares.validation, "fraction": shares.fraction,
+        "cleaned": cleaned.identity, "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
         "parts": [part.sha256 for source in raw.splits["train"] for part in source.parts],
     }
 
 
-def _learn(recipe: Recipe, raw: Raw) -> Tokenizer:
+def _learn(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
     size = min(recipe.tokenizer.sample_bytes, sum(source.bytes for source in raw.splits["train"]))
     say(f"learning a vocabulary of {recipe.tokenizer.vocab_size:,} from {size / 1e6:,.1f} MB")
     with Progress("sample", total=-(-size // 10**6), unit="MB") as progress:
-        tokenizer = train_bpe(_shown(sample(raw, Shares.of(recipe.data), recipe.tokenizer.sample_bytes), progress), recipe.tokenizer.vocab_size)
+        tokenizer = train_bpe(_shown(_texts(recipe, raw, cleaned), progress), recipe.tokenizer.vocab_size, TOKENS.get(recipe.tokenizer.template or "", ()))
     if tokenizer.vocab_size < recipe.tokenizer.vocab_size:
         say(f"the vocabulary has only {tokenizer.vocab_size:,} tokens: no further pair of tokens occurs twice")
     return tokenizer
+
+
+def _texts(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Iterator[str]:
+    for document in sample(raw, cleaned, Shares.of(recipe.data), recipe.tokenizer.sample_bytes):
+        yield document.text if recipe.objective.kind == "pretrain" else plain_text(document.text)
 
 
 def _shown(texts: Iterator[str], progress: Progress) -> Iterator[str]:
@@ -78,18 +90,6 @@ def _shown(texts: Iterator[str], progress: Progress) -> Iterator[str]:
         yield text
     if not done:
         raise WrongInput("there is no training document to learn a vocabulary from; raise data.fraction or tokenizer.sample_bytes")
-
-
-def sample(raw: Raw, shares: Shares, sample_bytes: int) -> Iterator[str]:
-    """Training texts of about `sample_bytes`, spread evenly over all of them; the same ones in every run."""
-    groups = [(part.path, number) for source in raw.splits["train"] for part in source.parts for number in range(len(part.groups))]
-    total = sum(source.bytes for source in raw.splits["train"])
-    step = max(1, min(total // (SPREAD * sample_bytes), len(groups)))
-    share = min(1.0, sample_bytes * step / max(total, 1))
-    for path, number in groups[::step]:
-        for doc_id, text in read_group(raw.folder / path, number):
-            if shares.split("train", doc_id) == "train" and (share >= 1.0 or chosen(doc_id, "vocabulary", share)):
-                yield text
 
 
 def _is_current(folder: Path, inputs: str) -> bool:

@@ -10,9 +10,9 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
 from ingot.data.columns import Column
-from ingot.data.documents import read_documents
 from ingot.data.manifest import Prepared
 from ingot.data.raw import open_raw
+from ingot.data.texts import read_documents
 from ingot.evaluate.bigram import bigram_nll
 from ingot.evaluate.compress import Name, compressed_bytes
 from ingot.evaluate.corpus import open_columns, pairs
@@ -22,7 +22,9 @@ Item = TypeVar("Item")
 
 
 def check_baselines(recipe: Recipe, names: Sequence[Baseline]) -> None:
-    """Raises WrongInput when documents that `names` need are not there; costs nothing."""
+    """Raises WrongInput when documents that `names` need are not there, or mean nothing for this way of training; costs nothing."""
+    if names and recipe.objective.kind != "pretrain":
+        raise WrongInput(f"evaluate.tasks: the baselines {', '.join(names)} are for objective.kind pretrain; remove them for {recipe.objective.kind}")
     if _programs(names):
         open_raw(recipe)
 

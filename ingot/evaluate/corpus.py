@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ingot.data.columns import Column
+from ingot.data.columns import Column, column_prefix
 from ingot.data.manifest import Prepared
+from ingot.data.rows import IGNORE, Rows
 from ingot.data.sources import Split
 from ingot.evaluate.bigram import Pairs
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ CHUNK_TOKENS = 2**20
 
 def open_columns(folder: Path, prepared: Prepared, split: Split) -> list[Column]:
     """All parts of a split's tokens, in the order of its rows."""
-    return [Column(folder / part.path) for source in prepared.splits[split] for part in source.parts]
+    return [Column(column_prefix(folder, split, "tokens", part.number)) for source in prepared.splits[split] for part in source.parts]
 
 
 def pairs(columns: Iterable[Column]) -> Iterator[Pairs]:
@@ -29,7 +30,7 @@ def pairs(columns: Iterable[Column]) -> Iterator[Pairs]:
             end = min(begin + CHUNK_TOKENS + 1, column.elements)
             tokens = column.slice(begin, end).astype(np.int64)
             inside = np.ones(len(tokens) - 1, np.bool_)
-            inside[column.starts(begin + 1, end) - begin - 1] = False
+            inside[np.array(column.starts(begin + 1, end), np.int64) - begin - 1] = False
             yield tokens[:-1][inside], tokens[1:][inside]
 
 
@@ -42,6 +43,17 @@ def document_bytes(columns: Iterable[Column], tokenizer: Tokenizer, total: int) 
     sizes = np.array([len(tokenizer.decode(record).encode()) for column in columns for record in _records(column)], np.float64)
     scaled: npt.NDArray[np.float64] = sizes * (total / max(sizes.sum(), 1.0))
     return scaled
+
+
+def target_bytes(rows: Rows, tokenizer: Tokenizer) -> npt.NDArray[np.float64]:
+    """Bytes of the text that each document's targets spell, for rows of whole documents, in the order of rows; special tokens have none."""
+    sizes = []
+    for index in range(len(rows)):
+        row = rows.row(index)
+        for segment in range(1, int(row.segments.max()) + 1):
+            labels = row.labels[(row.segments == segment) & (row.labels != IGNORE)]
+            sizes.append(len(tokenizer.decode(labels).encode()))
+    return np.array(sizes, np.float64)
 
 
 def _records(column: Column) -> Iterator[npt.NDArray[np.int64]]:

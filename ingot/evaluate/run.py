@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -16,19 +17,20 @@ from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import Progress, say
 from ingot.base.steprecord import Outcome, sizes
 from ingot.config.recipe import Recipe
-from ingot.data.manifest import Prepared, read_prepared
+from ingot.data.manifest import Prepared, prepared_for
 from ingot.data.rows import Rows, open_rows
 from ingot.evaluate.baselines import Baseline, baselines, check_baselines
-from ingot.evaluate.corpus import document_bytes, open_columns
+from ingot.evaluate.corpus import document_bytes, open_columns, target_bytes
 from ingot.evaluate.figures import loss_metrics
 from ingot.evaluate.loss import Stretches, gathered, score
 from ingot.evaluate.samples import check_prompts, complete
 from ingot.models.decoder import Decoder
 from ingot.models.device import Compute, device_name, resolve_compute
-from ingot.models.folder import CONFIG, load_model, model_hash
+from ingot.models.folder import CONFIG, check_template, load_model, model_hash
 from ingot.models.source import source_folder, starts_random
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.templates import with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 
 REPORT = "evaluate.json"
@@ -86,18 +88,25 @@ def _subject(recipe: Recipe, mesh: Mesh) -> Subject:
     if not recipe.evaluate.tasks:
         raise WrongInput("evaluate.tasks is empty: there is nothing to evaluate; add `{kind: loss}`")
     columns = recipe.folder.columns
-    prepared = read_prepared(columns)
+    prepared = prepared_for(recipe)
     folder = model_folder(recipe)
     tokenizer = load_tokenizer(folder)
-    if tokenizer.identity() != prepared.tokenizer:
+    if not recipe.evaluate.any_template:
+        check_template(folder, tokenizer.template_identity, "evaluate.any_template")
+    if tokenizer.identity() != prepared.tokenizer and not (recipe.evaluate.any_template and _same_but_for_template(recipe, tokenizer)):
         raise WrongInput(
             f"the tokenizer of {folder} ({tokenizer.identity()}) is not the one that {columns} was prepared with ({prepared.tokenizer}); "
             f"set tokenizer.source to {folder} and run `ingot prepare` again, or evaluate a model of this run"
         )
     yardsticks = sorted({name for task in recipe.evaluate.tasks for name in task.baselines})
     check_baselines(recipe, yardsticks)
-    rows = open_rows(columns, "validation", recipe.data.seq_len, pad_last=True)
+    rows = open_rows(columns, "validation", recipe.data.seq_len, pack=recipe.pack_held_out, pad_last=True)
     return Subject(recipe, folder, tokenizer, prepared, rows, resolve_compute(recipe.precision.compute, mesh.device), yardsticks)
+
+
+def _same_but_for_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
+    own = load_tokenizer(recipe.folder.tokenizer)
+    return with_template(own, "").identity() == with_template(tokenizer, "").identity()
 
 
 def _check(model: Decoder, subject: Subject) -> None:
@@ -123,8 +132,12 @@ def _score(model: Decoder, subject: Subject, mesh: Mesh) -> Stretches:
 
 def _report(model: Decoder, subject: Subject, losses: Stretches) -> EvaluationReport:
     recipe, prepared, tokenizer = subject.recipe, subject.prepared, subject.tokenizer
-    held_out = open_columns(recipe.folder.columns, prepared, "validation")
-    of_bytes = document_bytes(held_out, tokenizer, prepared.total("validation", "bytes"))
+    if recipe.pack_held_out == "cut":
+        held_out = open_columns(recipe.folder.columns, prepared, "validation")
+        of_bytes = document_bytes(held_out, tokenizer, prepared.total("validation", "bytes"))
+    else:
+        # Whole documents side by side: each stretch is one.
+        losses, of_bytes = replace(losses, ends_document=np.ones_like(losses.ends_document)), target_bytes(subject.rows, tokenizer)
     metrics = {}
     for task in recipe.evaluate.tasks:
         metrics.update(loss_metrics(task.name, losses, of_bytes, documents=prepared.sets["validation"], tokenizer=prepared.tokenizer))

@@ -160,6 +160,22 @@ def hash_model(folder: Path) -> str:
     return fingerprint({"config": model_config(folder), "weights": {file.name: sha256_file(file) for file in weight_files(folder)}})
 
 
+def check_template(folder: Path, template: str | None, knob: str) -> None:
+    """Refuse a model folder whose chat template is not the one that the model was trained with.
+
+    `template` is the identity of the one that lies there now. A folder that ingot did not write says nothing about it.
+
+    Raises:
+        WrongInput: they differ; `knob` allows it.
+    """
+    lineage = read_lineage(folder) or {}
+    if lineage.get("template", template) != template:
+        raise WrongInput(
+            f"the chat template in {folder} ({template or 'none'}) is not the one that the model was trained with ({lineage['template'] or 'none'}), "
+            f"so chats would be written in a form that it never saw; put the old one back, or set {knob}=true"
+        )
+
+
 def read_lineage(folder: Path) -> dict[str, Any] | None:
     """`ingot.json`: where a model came from; None in a folder that ingot did not write."""
     try:

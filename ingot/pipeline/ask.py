@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 import httpx
 
@@ -45,21 +45,30 @@ def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
     began = time.monotonic()
     with _server(Job("serve", ("serve", *arguments, "serve.port=0"))) as url:
         up = time.monotonic()
-        request = {"model": recipe.name, "prompt": recipe.serve.prompt, "max_tokens": recipe.serve.prompt_tokens, "temperature": 0}
+        route, request = _question(recipe)
         try:
-            response = httpx.post(f"{url}/v1/completions", json=request, headers=headers, timeout=ANSWER_TIMEOUT_S)
+            response = httpx.post(f"{url}{route}", json=request, headers=headers, timeout=ANSWER_TIMEOUT_S)
         except httpx.HTTPError as error:
             raise Failed(f"the server at {url} did not answer ({type(error).__name__}: {error}); run the same command again") from error
         answered = time.monotonic()
     if response.status_code != httpx.codes.OK:
         raise Failed(f"the server answered {response.status_code}: {response.text[:300]}; mend `serve` in the recipe")
     answer = response.json()
-    completion = answer["choices"][0]["text"]
-    about = {"schema": 1, "prompt": recipe.serve.prompt, "completion": completion, "finish_reason": answer["choices"][0].get("finish_reason"),
+    choice = answer["choices"][0]
+    completion = choice["message"]["content"] if "message" in choice else choice["text"]
+    about = {"schema": 1, "prompt": recipe.serve.prompt, "completion": completion, "finish_reason": choice.get("finish_reason"),
              "usage": answer.get("usage"), "seconds": {"start": round(up - began, 3), "answer": round(answered - up, 3)}}
     path = run.reports / "predict.json"
     write_atomic(path, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
     return Outcome(f"answered in {answered - up:.1f} s", str(path), fingerprint([recipe.serve.prompt, completion]), sizes(run.root, [path]))
+
+
+def _question(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """The route and the request: a model that was tuned on chats is asked as in a chat, any other one to go on."""
+    request = {"model": recipe.name, "max_tokens": recipe.serve.prompt_tokens, "temperature": 0}
+    if recipe.objective.kind == "sft":
+        return "/v1/chat/completions", {**request, "messages": [{"role": "user", "content": recipe.serve.prompt}]}
+    return "/v1/completions", {**request, "prompt": recipe.serve.prompt}
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ingot.config.data import Source
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
-from ingot.config.work import Source
 
 Knobs = dict[str, Any]
 
@@ -36,7 +36,7 @@ class Step:
 
 def _ingest(recipe: Recipe) -> Knobs:
     held_out = {"data.validation": _sources(recipe.data.validation)} if isinstance(recipe.data.validation, list) else {}
-    return {"data.train": _sources(recipe.data.train), **held_out, "data.on_bad": recipe.data.on_bad}
+    return {"data.train": _sources(recipe.data.train), **held_out, "data.on_bad": recipe.data.on_bad, "objective.kind": recipe.objective.kind}
 
 
 def _sources(sources: list[Source]) -> Knobs:
@@ -45,7 +45,9 @@ def _sources(sources: list[Source]) -> Knobs:
 
 
 def _prepare(recipe: Recipe) -> Knobs:
-    knobs = recipe.select(("tokenizer.source", "data.fraction"))
+    knobs = recipe.select(("objective", "tokenizer.source", "tokenizer.template", "data.fraction", "data.clean"))
+    if recipe.pack != "cut":
+        knobs |= {"data.pack": recipe.pack} | recipe.select(("data.seq_len",))
     if recipe.trains_tokenizer:
         knobs |= recipe.select(("tokenizer.vocab_size", "tokenizer.sample_bytes"))
     elif recipe.tokenizer.source is None:
@@ -61,7 +63,8 @@ def _train(recipe: Recipe) -> Knobs:
 
 def _evaluate(recipe: Recipe) -> Knobs:
     tasks = {task.name: task.model_dump(mode="json") for task in recipe.evaluate.tasks}
-    knobs = recipe.select(("data.seq_len", "precision.compute", "evaluate.model", "evaluate.prompts"))
+    knobs = recipe.select(("data.seq_len", "precision.compute", "evaluate.model", "evaluate.any_template", "evaluate.prompts"))
+    knobs |= {"data.pack": recipe.pack_held_out}
     if recipe.evaluate.prompts:
         knobs |= recipe.select(("evaluate.sample_tokens",))
     if _evaluates_base(recipe):

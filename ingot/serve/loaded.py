@@ -10,7 +10,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.models.decoder import Decoder
 from ingot.models.device import pick_device, resolve_compute
-from ingot.models.folder import CONFIG, load_model, model_config
+from ingot.models.folder import CONFIG, check_template, load_model, model_config
 from ingot.models.generate import Generator, eos_ids
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -33,15 +33,18 @@ class Loaded:
         return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
 
 
-def load(folder: Path) -> Loaded:
+def load(folder: Path, *, any_template: bool = False) -> Loaded:
     """Open `folder` on this machine's accelerator, in bfloat16 where it has that, else on the CPU in float32.
 
     Raises:
-        WrongInput: not a model folder, no tokenizer in it, or a tokenizer that does not fit the model.
+        WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or, unless `any_template`,
+            another chat template than the model was trained with.
     """
     model_config(folder)
     # The tokenizer comes first: that it is missing should not take the minutes that weights may take.
     tokenizer = load_tokenizer(folder)
+    if not any_template:
+        check_template(folder, tokenizer.template_identity, "serve.any_template")
     device = pick_device()
     dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
     model = load_model(folder, device=device, dtype=dtype)

@@ -31,7 +31,7 @@ def predict(
     if str(target).startswith(("http://", "https://")):
         sampling = {"temperature": temperature, "top_p": top_p} | ({} if seed is None else {"seed": seed})
         return _ask(str(target), prompt, {"max_tokens": max_tokens, **sampling} | ({"stop": list(stop)} if stop else {}), chat, api_key)
-    loaded = load(Path(target))
+    loaded = load(Path(target), any_template=not chat)
     ids = loaded.tokenizer.encode_chat([_message(prompt)]) if chat else loaded.tokenizer.encode_prompt(prompt)
     request = Request(ids, max_tokens, Sampling(temperature, top_p, seed), tuple(stop))
     (completion,) = loaded.generator(1).run([request])

@@ -40,7 +40,7 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
     host, port = address(settings, os.environ)
     # The port comes first: a model that takes minutes to load should not find it taken then.
     with _bound(host, port) as listener, model_folder(target_folder, os.environ) as folder:
-        loaded = load(folder)
+        loaded = load(folder, any_template=settings.any_template)
         metrics = Metrics()
         engine = Engine(loaded.generator(settings.max_batch), metrics, max_batch=settings.max_batch, max_queue=settings.max_queue)
         app = create_app(Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ)

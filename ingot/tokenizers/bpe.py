@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Reference
 
 from ingot.base.errors import WrongInput
+from ingot.tokenizers.ranks import SPLIT
 from ingot.tokenizers.tokenizer import Tokenizer
 
 BOS, EOS, PAD = SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
-# How Llama 3 cuts text before merging: words with their leading space, up to three digits, runs of signs and of space.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LEAST = 256 + len(SPECIALS)
 # Named in the fingerprint of what was trained; raise it when the same texts would give another vocabulary.
 TRAINER = "byte-bpe-1"
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn at most `vocab_size` tokens from `texts`, the 256 bytes and three special tokens included.
+def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
+    """Learn at most `vocab_size` tokens from `texts`, the 256 bytes, three special tokens and those in `special` included.
 
     The same texts give the same tokenizer, in any order. Fewer tokens come out where no pair of tokens stands twice.
 
     Raises:
         WrongInput: `vocab_size` has no room for the bytes.
     """
-    if vocab_size < LEAST:
-        raise WrongInput(f"tokenizer.vocab_size {vocab_size} is below {LEAST}, the bytes and special tokens alone; raise it")
+    if vocab_size < LEAST + len(special):
+        raise WrongInput(f"tokenizer.vocab_size {vocab_size} is below {LEAST + len(special)}, the bytes and special tokens alone; raise it")
     reference = Reference(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     reference.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     reference.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, show_progress=False,
-        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in (*SPECIALS, *special)],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     reference.train_from_iterator(texts, trainer)

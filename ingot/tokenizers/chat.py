@@ -1,116 +1,172 @@
-"""A chat as text, by a Jinja template in the sandbox that Hugging Face's templates are written for. Encodes nothing.
+"""Chats to ids, and which of them are trained: what the assistant says and its end-of-turn token.
 
-Look-alikes of special tokens in messages can be masked before rendering, so that afterwards the template's own special
-tokens are told apart from them.
+The ids are those of the rendered chat, with special tokens made by the template alone. All text of many chats goes through
+one call of an encoder: a rendered chat is cut at its special tokens, and the pieces between are plain text.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import numpy as np
+import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
+from ingot.tokenizers.batches import Batch
+from ingot.tokenizers.chat_text import ChatForm, any_of, mask, restored
+from ingot.tokenizers.chat_turns import manner, written
+from ingot.tokenizers.tokenizer import Tokenizer
 
-PRIVATE_USE = range(0xF0000, 0xFFFFE)
+Messages = Sequence[Mapping[str, Any]]
+EncodeBatch = Callable[[Sequence[str]], Batch]
+Ids = npt.NDArray[np.int32]
+PROBE = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}, {"role": "user", "content": "e"}]
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str], *, generation_prompt: bool) -> str:
-    """The text of a chat. `special` are the tokens that templates name: `bos_token`, `eos_token` and the like.
+def encode_chats(
+    tokenizer: Tokenizer, chats: Sequence[Messages], encode_batch: EncodeBatch
+) -> tuple[Ids, npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Ids of all chats one after the other; for each id 1 if it is trained, else 0; and how many ids each chat has.
+
+    A token that begins before the assistant's turn and ends in it is not trained.
+
+    Args:
+        encode_batch: ids of texts, the same as the tokenizer's own.
 
     Raises:
-        WrongInput: the template is not valid, or refuses these messages; its own reason is given.
+        WrongInput: there is no template, it refuses a chat, or it cannot be told what of the text the assistant said.
     """
+    form = tokenizer.chat_form
+    whole = not _cuts(tokenizer, form)
+    plan = _Plan(tokenizer, form)
+    layouts = [plan.add(chat, whole=whole) for chat in chats]
+    plan.encode(encode_batch)
+    made = [plan.chat(layout) for layout in layouts]
+    lengths = np.array([len(ids) for ids, _ in made], np.int64)
+    return (
+        np.concatenate([ids for ids, _ in made]) if made else np.empty(0, np.int32),
+        np.concatenate([trained for _, trained in made]) if made else np.empty(0, np.uint8),
+        lengths,
+    )
+
+
+def end_of_turn(tokenizer: Tokenizer) -> str | None:
+    """The special token that the template writes right after what the assistant says; None where there is none."""
+    return manner(tokenizer.chat_form).end
+
+
+def stop_tokens(tokenizer: Tokenizer) -> list[int]:
+    """What generation must stop at: EOS, and the end-of-turn token of the template where that is another one."""
+    end = end_of_turn(tokenizer) if tokenizer.template else None
+    found = [tokenizer.special.eos, tokenizer.special_ids[end] if end is not None else None]
+    return sorted({token for token in found if token is not None})
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A special token, or a text with the places in it where training begins and ends. Texts are by number in the plan."""
+
+    token: int | None
+    text: int
+    trained: bool
+    """Whether its first token is trained."""
+    switches: list[int]
+    """The texts before each place at which that changes."""
+
+
+class _Plan:
+    """The texts of a batch of chats, each different one once, and how chats are made of them."""
+
+    def __init__(self, tokenizer: Tokenizer, form: ChatForm) -> None:
+        self._tokenizer, self._form = tokenizer, form
+        self._special = any_of(tuple(form.special)) if form.special else None
+        self._numbers: dict[tuple[bool, str], int] = {}
+        self._ids: list[Ids] = []
+
+    def add(self, chat: Messages, *, whole: bool) -> list[_Piece]:
+        """Render a chat. `whole`: its text is encoded in one go by the reference, as long as it has no look-alikes."""
+        masked, originals = mask(_checked(chat), list(self._form.special))
+        found = written(self._form, masked)
+        edges = [edge for span in found.spans for edge in span]
+        if whole and not originals:
+            return [self._text(found.text, 0, edges, {}, control=True)]
+        pieces, place = [], 0
+        for number, piece in enumerate(self._special.split(found.text) if self._special else [found.text]):
+            if number % 2:
+                pieces.append(_Piece(self._form.special[piece], -1, _inside(place, edges), []))
+            elif piece:
+                pieces.append(self._text(piece, place, edges, originals, control=False))
+            place += len(piece)
+        return pieces
+
+    def _text(self, text: str, place: int, edges: list[int], originals: Mapping[str, str], *, control: bool) -> _Piece:
+        within = [edge - place for edge in edges if place < edge < place + len(text)]
+        prefixes = [self._number(restored(text[:edge], originals), control) for edge in within]
+        return _Piece(None, self._number(restored(text, originals), control), _inside(place, edges), prefixes)
+
+    def _number(self, text: str, control: bool) -> int:
+        return self._numbers.setdefault((control, text), len(self._numbers))
+
+    def encode(self, encode_batch: EncodeBatch) -> None:
+        plain = [text for control, text in self._numbers if not control]
+        flat, offsets = encode_batch(plain) if plain else (np.empty(0, np.int32), np.zeros(1, np.int64))
+        bounds = itertools.pairwise(offsets)
+        for control, text in self._numbers:
+            if control:
+                self._ids.append(np.array(self._form.control.encode(text, add_special_tokens=False).ids, np.int32))
+            else:
+                begin, end = next(bounds)
+                self._ids.append(flat[begin:end])
+
+    def chat(self, pieces: list[_Piece]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+        """Ids of one chat, and which are trained."""
+        ids = [np.array([piece.token], np.int32) if piece.token is not None else self._ids[piece.text] for piece in pieces]
+        trained = [self._trained(piece, len(tokens)) for piece, tokens in zip(pieces, ids, strict=True)]
+        return np.concatenate(ids) if ids else np.empty(0, np.int32), np.concatenate(trained) if trained else np.empty(0, np.uint8)
+
+    def _trained(self, piece: _Piece, count: int) -> npt.NDArray[np.uint8]:
+        trained, now, place = np.zeros(count, np.uint8), piece.trained, 0
+        for switch in [*(self._first_after(piece.text, prefix) for prefix in piece.switches), count]:
+            trained[place:switch] = now
+            now, place = not now, max(place, switch)
+        return trained
+
+    def _first_after(self, text: int, prefix: int) -> int:
+        """The first token of a text that begins at the end of its prefix or later."""
+        ids, before = self._ids[text], self._ids[prefix]
+        same = min(len(ids), len(before))
+        differ = np.flatnonzero(ids[:same] != before[:same])
+        if not len(differ) and same == len(before):
+            return same
+        # A token stands across: the first one behind it begins where as much text is decoded as the prefix has.
+        wanted = len(self._decode(before))
+        first = int(differ[0]) if len(differ) else same
+        return next((count for count in range(first, len(ids)) if len(self._decode(ids[:count])) >= wanted), len(ids))
+
+    def _decode(self, ids: Ids) -> str:
+        return self._tokenizer.decode(ids, skip_special=False)
+
+
+def _inside(place: int, edges: list[int]) -> bool:
+    """Whether a place lies in one of the spans, whose edges are ascending."""
+    return sum(edge <= place for edge in edges) % 2 == 1
+
+
+def _checked(chat: Messages) -> Messages:
+    if not chat or any(not isinstance(message.get("role"), str) for message in chat):
+        raise WrongInput("a chat is a list of one or more messages, each with a `role`; give at least one")
+    return chat
+
+
+def _cuts(tokenizer: Tokenizer, form: ChatForm) -> bool:
+    """Whether a chat may be cut at its special tokens: not where these swallow space, or where only a text's start gets a prefix."""
     try:
-        return _compiled(template).render(
-            messages=list(messages), tools=None, documents=None, add_generation_prompt=generation_prompt, **special
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise WrongInput(f"the chat template refuses these {len(messages)} messages ({error}); give roles and contents that it knows") from error
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    return environment.from_string(template)
-
-
-class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; as text it is what stands between."""
-
-    tags = {"generation"}  # noqa: RUF012  (a plain set is what jinja2 declares)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-             sort_keys: bool = False) -> str:
-    """Jinja's own filter escapes HTML, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def mask(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
-    """A copy of `messages` in which each look-alike of a special token is one private character, and what each stands for."""
-    texts = list(_strings(messages))
-    present = [token for token in sorted(special, key=len, reverse=True) if any(token in text for text in texts)]
-    if not present:
-        return messages, {}
-    used = {character for text in texts for character in text}
-    free = (character for character in map(chr, PRIVATE_USE) if character not in used)
-    masks = dict(zip(present, free, strict=False))
-    pattern = _any_of(present)
-
-    def masked(value: Any) -> Any:
-        if isinstance(value, str):
-            return pattern.sub(lambda match: masks[match[0]], value)
-        if isinstance(value, Mapping):
-            return {key: masked(item) for key, item in value.items()}
-        return [masked(item) for item in value] if isinstance(value, list | tuple) else value
-
-    return masked(messages), {character: token for token, character in masks.items()}
-
-
-def pieces(text: str, special: Sequence[str], originals: Mapping[str, str]) -> Iterator[tuple[bool, str]]:
-    """A rendered chat cut at its special tokens: (is it a special token, its text), masked look-alikes as they were."""
-    cut = _any_of(sorted(special, key=len, reverse=True)).split(text)
-    for index, piece in enumerate(cut):
-        # The pattern has one group, so every second piece is a special token.
-        if piece:
-            yield index % 2 == 1, piece if index % 2 else "".join(originals.get(character, character) for character in piece)
-
-
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile(f"({'|'.join(map(re.escape, texts))})")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
+        text = form.render(PROBE)
+    except WrongInput:
+        return True
+    pieces = any_of(tuple(form.special)).split(text) if form.special else [text]
+    cut = [token for number, piece in enumerate(pieces) for token in ([form.special[piece]] if number % 2 else tokenizer.encode(piece))]
+    return cut == form.control.encode(text, add_special_tokens=False).ids

@@ -1,48 +1,98 @@
-"""From a folder, a hub name or a recipe to a `Tokenizer`."""
+"""From a folder, a file, a hub name or a recipe to a `Tokenizer`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.config.recipe import Recipe
+from ingot.tokenizers.convert import conversion, gpt2_json
+from ingot.tokenizers.references import CONVERSION, MARK, MODELS, open_model
+from ingot.tokenizers.settings import CONFIG, Files, read_config, text_of
 from ingot.tokenizers.tokenizer import Tokenizer
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-UNREAD = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+SETTINGS = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
+JSON, GPT2 = "tokenizer.json", ("vocab.json", "merges.txt")
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that lies in a Hugging Face folder, a model's or its own.
+def load_tokenizer(source: Path) -> Tokenizer:
+    """The tokenizer that lies in a folder, a model's or its own; or the one in a file, with the configuration beside it.
+
+    In a folder `tokenizer.json` wins, unless the configuration names the model that it was made from (`Tokenizer.save`); then
+    `tokenizer.model` or `spiece.model` (tiktoken ranks or SentencePiece, by content), then GPT-2's `vocab.json` and `merges.txt`.
 
     EOS and padding that only the model's `generation_config.json` names are taken from there. BOS is not: a reference
     that knows none puts none.
 
     Raises:
-        WrongInput: there is no tokenizer in `folder`, or it cannot be read.
+        WrongInput: there is no tokenizer in `source`, or it cannot be read.
     """
-    if not (folder / "tokenizer.json").is_file():
-        raise WrongInput(_why_not(folder))
-    try:
-        files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).is_file()}
-    except UnicodeDecodeError as error:
-        raise WrongInput(f"{folder}: a tokenizer file is not UTF-8 ({error}); fetch or save the tokenizer again") from None
-    tokenizer = Tokenizer(files, str(folder))
+    folder, name = (source.parent, source.name) if source.is_file() else (source, None)
+    files: dict[str, str | bytes] = {name: text for name in SETTINGS if (text := _text(folder / name)) is not None}
+    config = read_config(files, str(folder))
+    name = name or _found(folder, config)
+    if name in GPT2:
+        files[JSON], settings = gpt2_json(_needed(folder, "vocab.json"), _needed(folder, "merges.txt"), config, str(folder))
+        files[CONFIG] = _changed(files, settings)
+    elif name.endswith(".json"):
+        files[JSON] = _needed(folder, name)
+    else:
+        files |= _model_files(folder, name, files, config)
+    tokenizer = Tokenizer(files, str(source))
     missing = _from_model(folder, tokenizer)
-    if not missing:
-        return tokenizer
-    config = json.loads(files.get("tokenizer_config.json", "{}")) | missing
-    return Tokenizer({**files, "tokenizer_config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n"}, str(folder))
+    return tokenizer if not missing else Tokenizer(files | {CONFIG: _changed(files, missing)}, str(source))
+
+
+def _found(folder: Path, config: Mapping[str, Any]) -> str:
+    """The file of the folder that says what is right."""
+    marked = config.get(MARK)
+    names = [*([marked] if isinstance(marked, str) and Path(marked).name == marked else []), JSON, *MODELS, "vocab.json"]
+    name = next((name for name in names if (folder / name).is_file()), None)
+    if name is None:
+        raise WrongInput(_why_not(folder))
+    return name
+
+
+def _model_files(folder: Path, name: str, files: Files, config: Mapping[str, Any]) -> dict[str, str | bytes]:
+    """A model, the tokenizer.json made of it where that is exact, and a configuration that says so."""
+    data, kept = (folder / name).read_bytes(), name if name in MODELS else MODELS[0]
+    if config.get(MARK) == name:
+        return {kept: data} if (made := _text(folder / JSON)) is None else {kept: data, JSON: made}
+    reference = open_model(data, config, str(folder / name))
+    made, trust = conversion(reference) or (None, "none")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **reference.named, **config}
+    text = _changed(files, {**settings, MARK: kept, CONVERSION: trust})
+    return {kept: data, CONFIG: text} if made is None else {kept: data, CONFIG: text, JSON: made}
+
+
+def _changed(files: Files, values: Mapping[str, Any]) -> str:
+    config = json.loads(text_of(files, CONFIG) or "{}") | dict(values)
+    return json.dumps(config, indent=1, ensure_ascii=False) + "\n"
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise WrongInput(f"{path}: a tokenizer file is not UTF-8 ({error}); fetch or save the tokenizer again") from None
+
+
+def _needed(folder: Path, name: str) -> str:
+    text = _text(folder / name)
+    if text is None:
+        raise WrongInput(f"{folder} has no {name}; copy the tokenizer's files there")
+    return text
 
 
 def resolve_tokenizer(recipe: Recipe) -> Path:
-    """The folder of the recipe's tokenizer where it is not trained: `tokenizer.source`, or the model's own.
+    """The folder or file of the recipe's tokenizer where it is not trained: `tokenizer.source`, or the model's own.
 
     Raises:
-        WrongInput: the folder or hub name does not exist.
+        WrongInput: the folder, file or hub name does not exist.
         Failed: the hub cannot be reached.
     """
     given = recipe.tokenizer.source
@@ -51,20 +101,16 @@ def resolve_tokenizer(recipe: Recipe) -> Path:
         revision = recipe.model.revision if source == recipe.model.source else None
         return fetch_model(source.removeprefix("hf:"), revision, tokenizer_only=True)
     folder = Path(source)
-    if folder.is_file():
-        raise WrongInput(f"{knob} {source} is a file; give the Hugging Face folder that holds its tokenizer.json, or hf:ORG/NAME")
-    if not folder.is_dir():
-        raise WrongInput(f"{knob} {source} does not exist; give a folder, hf:ORG/NAME, or tokenizer.source=train")
+    if not folder.is_dir() and not (given is not None and folder.is_file()):
+        raise WrongInput(f"{knob} {source} does not exist; give a folder, a tokenizer.model, hf:ORG/NAME, or tokenizer.source=train")
     return folder
 
 
 def _why_not(folder: Path) -> str:
     if not folder.is_dir():
-        return f"tokenizer folder {folder} does not exist; check the path"
-    others = [name for name in UNREAD if (folder / name).is_file()]
-    if others:
-        return (f"{folder} has {' and '.join(others)} but no tokenizer.json, the one format read so far; "
-                f"open it with transformers' AutoTokenizer, save_pretrained() it, and give that folder")
+        return f"tokenizer {folder} does not exist; check the path"
+    if (folder / "vocab.txt").is_file():
+        return f"{folder} has vocab.txt but no tokenizer.json; open it with transformers' AutoTokenizer, save_pretrained() it, and give that folder"
     return f"{folder} has no tokenizer.json; copy the tokenizer's files there, or set tokenizer.source to the folder that has them"
 
 

@@ -1,18 +1,140 @@
-"""The reference tokenizer behind the face: opened without its traps, and what its configuration files say."""
+"""The reference behind the face: what every one has to say, and the one of the `tokenizers` library, opened without its traps."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import tokenizers
 
 from ingot.base.errors import WrongInput
+from ingot.tokenizers.batches import Batch, flatten
 
-NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-# A character that no text holds stands before a vocabulary entry that text must not reach.
-UNREACHABLE = "\U0010ffff"
+# Stands before a vocabulary entry that text must not reach: a space, which every such vocabulary writes in another way, and a
+# character that means nothing.
+UNREACHABLE = " \U0010ffff"
+
+
+class Ids(Protocol):
+    """What holds ids."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class Control(Protocol):
+    """Encodes text in which special tokens are special: a rendered chat."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> Ids: ...
+
+
+class Reference(Protocol):
+    """A library on one tokenizer: what it says is right. Text never becomes a special token, but through `control`."""
+
+    library: str
+    """The library with its version."""
+    special: list[str]
+    """Special tokens as they are spelled."""
+    added: list[str]
+    """Other tokens beside the model's vocabulary, which text may hold."""
+    named: dict[str, str]
+    """`bos_token` and the like, where the library or its file knows them."""
+    vocab_size: int
+    before: list[int]
+    """What the reference by itself puts before a text."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+    def token(self, index: int) -> str | None: ...
+
+    def token_id(self, text: str) -> int | None: ...
+
+    def state(self) -> dict[str, Any]:
+        """What decides about ids."""
+
+    def text_json(self) -> str | None:
+        """A tokenizer.json that encodes text as this does and knows no special token; None where there is none."""
+
+    @property
+    def changes(self) -> str | None:
+        """Why by its design a text may not come back as it was; None where every text does."""
+
+    @property
+    def control(self) -> Control: ...
+
+
+class JsonReference:
+    """The `tokenizers` library on a tokenizer.json.
+
+    Raises:
+        WrongInput: `text` is no tokenizer.json.
+    """
+
+    library = f"tokenizers {tokenizers.__version__}"
+
+    def __init__(self, text: str, where: str) -> None:
+        self._json, self._where = text, where
+        self._reference = parse(text, where)
+        known = [token for token in self._reference.get_added_tokens_decoder().values() if token.content]
+        self.special = [token.content for token in known if token.special]
+        self.added = [token.content for token in known if not token.special]
+        self._text = without_leaks(self._reference, self.special)
+        self.vocab_size = max(self._reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.before, _ = tokens_around(self._reference)
+        self.named = {"bos_token": str(self._reference.id_to_token(self.before[0]))} if len(self.before) == 1 else {}
+
+    def encode(self, text: str) -> list[int]:
+        return self._text.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
+        encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
+        return flatten([encoding.ids for encoding in encodings])
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        return str(self._reference.decode(ids, skip_special_tokens=skip_special))
+
+    def token(self, index: int) -> str | None:
+        return self._reference.id_to_token(index)
+
+    def token_id(self, text: str) -> int | None:
+        return self._reference.token_to_id(text)
+
+    def state(self) -> dict[str, Any]:
+        return state_of(self._reference)
+
+    def text_json(self) -> str:
+        return without_special(self._json if self._text is self._reference else self._text.to_str())
+
+    @property
+    def changes(self) -> str | None:
+        return _changes(json.loads(self._json))
+
+    @functools.cached_property
+    def control(self) -> tokenizers.Tokenizer:
+        return parse(self._json, self._where)
+
+
+def _changes(state: dict[str, Any]) -> str | None:
+    normalizer, cutting = state.get("normalizer"), json.dumps(state.get("pre_tokenizer"))
+    if normalizer is not None:
+        return f"its normalizer ({normalizer['type']}) changes texts"
+    if "ByteLevel" not in cutting:
+        return "it does not work on bytes"
+    return "it puts a space before a text" if '"add_prefix_space": true' in cutting else None
+
+
+def without_special(text: str) -> str:
+    """A tokenizer.json without its special tokens and what puts them around a text."""
+    state = json.loads(text)
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
+    state.update(post_processor=None, truncation=None, padding=None)
+    return json.dumps(state, ensure_ascii=False)
 
 
 def parse(text: str, where: str) -> tokenizers.Tokenizer:
@@ -64,36 +186,6 @@ def tokens_around(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]
     return [], []
 
 
-def read_config(files: Mapping[str, str], where: str) -> dict[str, Any]:
-    """`special_tokens_map.json` and `tokenizer_config.json` as one, without what is null; the latter wins."""
-    merged: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if name in files:
-            merged |= {key: value for key, value in _json_object(files[name], f"{where}/{name}").items() if value is not None}
-    return merged
-
-
-def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like by name; a configuration spells a token as text, or as a mapping with `content`."""
-    named = {}
-    for name in NAMED:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(text, str):
-            named[name] = text
-    return named
-
-
-def chat_template(files: Mapping[str, str], config: Mapping[str, Any]) -> str | None:
-    """The chat template: a file of its own wins over the configuration, where it may be a list of named ones."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"]
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next((item["template"] for item in template if item.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
-
-
 def state_of(reference: tokenizers.Tokenizer) -> dict[str, Any]:
     """What decides about ids, without what is empty or decides about character offsets only: the same after re-saving."""
     state = json.loads(reference.to_str())
@@ -104,13 +196,3 @@ def _bare(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _bare(item) for key, item in value.items() if key != "trim_offsets" and item is not None and item != "" and item is not False}
     return [_bare(item) for item in value] if isinstance(value, list) else value
-
-
-def _json_object(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise WrongInput(f"{where} is not JSON ({error}); fetch or save the tokenizer again") from None
-    if not isinstance(value, dict):
-        raise WrongInput(f"{where} is not a JSON object; fetch or save the tokenizer again")
-    return value

@@ -1,26 +1,27 @@
 """One face over a reference tokenizer: ids of texts, documents, prompts and chats.
 
-The ids are those of the `tokenizers` library, with one rule on top: text is text. What looks like a special token in it
+The ids are those of the library that the tokenizer was made for, with one rule on top: text is text. What looks like a special token in it
 stays ordinary characters; only BOS and EOS around a document and the chat template put special tokens in.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
-import tokenizers
 
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.storage import write_atomic
-from ingot.tokenizers.chat import mask, pieces, render
-from ingot.tokenizers.reference import chat_template, named_tokens, parse, read_config, state_of, tokens_around, without_leaks
+from ingot.tokenizers.batches import Batch
+from ingot.tokenizers.chat_text import ChatForm, mask, pieces
+from ingot.tokenizers.references import open_reference
+from ingot.tokenizers.settings import Files, chat_template, named_tokens, read_config
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class Special:
 
 
 class Tokenizer:
-    """A tokenizer as its Hugging Face files say it. Safe to use from several threads.
+    """A tokenizer as its files say it. Safe to use from several threads.
 
     Args:
-        files: name -> content of `tokenizer.json` and, where there are such, `tokenizer_config.json`,
-            `special_tokens_map.json`, `chat_template.jinja`.
+        files: name -> content of `tokenizer.json`, or of a `tokenizer.model` as bytes, and where there are such of
+            `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`.
         where: what to call it in messages.
 
     Raises:
@@ -55,22 +56,28 @@ class Tokenizer:
     """What stands before every text: BOS, or nothing."""
     after: list[int]
     """What stands after every document: EOS, or nothing."""
-    files: dict[str, str]
-    """The Hugging Face files by name."""
+    files: dict[str, str | bytes]
+    """The files by name: texts, and models as bytes."""
+    library: str
+    """The library whose ids these are, with its version."""
+    spelled: list[str]
+    """Special and added tokens as they are spelled: what text may look like."""
+    special_ids: dict[str, int]
+    """Every special token and its id."""
+    named: dict[str, str]
+    """How `bos_token`, `eos_token` and the like are spelled; the vocabulary may lack one."""
 
-    def __init__(self, files: Mapping[str, str], where: str = "tokenizer") -> None:
+    def __init__(self, files: Files, where: str = "tokenizer") -> None:
         self.files, self._where = dict(files), where
-        self._reference = parse(files["tokenizer.json"], where)
-        self._special = [token.content for token in self._reference.get_added_tokens_decoder().values() if token.special and token.content]
-        self._text = without_leaks(self._reference, self._special)
         config = read_config(files, where)
-        self._named = named_tokens(config)
+        self._reference = open_reference(files, config, where)
+        self._special, self.library = self._reference.special, self._reference.library
+        self.spelled = [*self._special, *self._reference.added]
+        self.named = self._reference.named | named_tokens(config)
+        self.special_ids = {text: index for text in self._special if (index := self._reference.token_id(text)) is not None}
         self.template = chat_template(files, config)
-        self.vocab_size = max(self._reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        before, _ = tokens_around(self._reference)
-        if "bos_token" not in self._named and len(before) == 1:
-            self._named["bos_token"] = str(self._reference.id_to_token(before[0]))
-        ids = {name: self._reference.token_to_id(text) for name, text in self._named.items()}
+        self.vocab_size, before = self._reference.vocab_size, self._reference.before
+        ids = {name: self._reference.token_id(text) for name, text in self.named.items()}
         self.special = Special(ids.get("bos_token"), ids.get("eos_token"), ids.get("pad_token"))
         # transformers rebuilds what stands around a text where the configuration says so in so many words.
         asked = config.get("add_bos_token")
@@ -80,17 +87,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added. What looks like a special token stays text."""
-        return self._text.encode(text, add_special_tokens=False).ids
+        return self._reference.encode(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
         """`encode` of many texts: all ids one after the other, and where each text begins, [len(texts) + 1]."""
-        encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
-        offsets = np.zeros(len(encodings) + 1, np.int64)
-        np.cumsum([len(encoding) for encoding in encodings], out=offsets[1:])
-        flat = np.empty(int(offsets[-1]), np.int32)
-        for index, encoding in enumerate(encodings):
-            flat[offsets[index] : offsets[index + 1]] = encoding.ids
-        return flat, offsets
+        return self._reference.encode_batch(texts)
 
     def encode_document(self, text: str) -> list[int]:
         """Ids of a text to train on: BOS where the reference puts one, the text, EOS where there is one."""
@@ -111,31 +112,54 @@ class Tokenizer:
         Raises:
             WrongInput: there is no template, or it refuses these messages.
         """
-        if self.template is None:
-            raise WrongInput(f"{self._where} has no chat template; send a plain prompt, or use a model that was tuned on chats")
+        form = self.chat_form
         if not messages or any(not isinstance(message.get("role"), str) for message in messages):
             raise WrongInput("a chat is a list of one or more messages, each with a `role`; give at least one")
         masked, originals = mask(messages, self._special)
-        text = render(self.template, masked, self._named, generation_prompt=True)
+        text = form.render(masked, generation_prompt=True)
         if not originals:
-            return self._control.encode(text, add_special_tokens=False).ids
+            return form.control.encode(text, add_special_tokens=False).ids
         ids: list[int] = []
         for is_special, piece in pieces(text, self._special, originals):
-            ids += self._control.encode(piece, add_special_tokens=False).ids if is_special else self.encode(piece)
+            ids += [self.special_ids[piece]] if is_special else self.encode(piece)
         return ids
 
-    @functools.cached_property
-    def _control(self) -> tokenizers.Tokenizer:
-        """The reference as it is, which makes special tokens of what looks like them; for rendered templates only."""
-        return parse(self.files["tokenizer.json"], self._where)
+    @property
+    def chat_form(self) -> ChatForm:
+        """How chats are written down.
+
+        Raises:
+            WrongInput: there is no template.
+        """
+        if not self.template:
+            raise WrongInput(f"{self._where} has no chat template; set tokenizer.template, or take a tokenizer that was made for chats")
+        return ChatForm(self._where, self.template, self.special_ids, self.named, self._reference.control)
+
+    @property
+    def where(self) -> str:
+        """What to call it in messages."""
+        return self._where
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any], *, skip_special: bool = True) -> str:
         """The text of ids; bytes that are no UTF-8 become the replacement character."""
-        return str(self._reference.decode([int(token) for token in ids], skip_special_tokens=skip_special))
+        return self._reference.decode([int(token) for token in ids], skip_special=skip_special)
 
     def token(self, index: int) -> str | None:
         """How the vocabulary spells the token with this id; None where there is none."""
-        return self._reference.id_to_token(index) if index >= 0 else None
+        return self._reference.token(index) if index >= 0 else None
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that the vocabulary spells so; None where there is none."""
+        return self._reference.token_id(text)
+
+    def text_json(self) -> str | None:
+        """A `tokenizer.json` for other libraries, without special tokens; None where none says the same as the reference."""
+        return self._reference.text_json()
+
+    @property
+    def changes(self) -> str | None:
+        """Why by design a text may not come back as it was; None where every text does."""
+        return self._reference.changes
 
     def identity(self) -> str:
         """Fingerprint of what decides about ids: vocabulary, merges, normalisation, special tokens, template. Not of file bytes."""
@@ -144,14 +168,25 @@ class Tokenizer:
     @functools.cached_property
     def _identity(self) -> str:
         about = {"special": asdict(self.special), "adds_bos": self.adds_bos, "template": self.template}
-        return fingerprint({**state_of(self._reference), **about})
+        return fingerprint({**self._reference.state(), **about})
 
     @property
     def template_identity(self) -> str | None:
         """Fingerprint of the chat template; None where there is none."""
         return None if self.template is None else fingerprint(self.template)
 
+    @property
+    def files_identity(self) -> str:
+        """Fingerprint of the files' bytes: whether what was saved from them is still the same."""
+        contents = {name: content.encode() if isinstance(content, str) else content for name, content in self.files.items()}
+        return fingerprint({name: hashlib.sha256(content).hexdigest() for name, content in contents.items()})
+
     def save(self, folder: Path) -> None:
-        """Write the Hugging Face files into `folder`, each at once; `AutoTokenizer` opens it."""
+        """Write the files into `folder`, each at once; `load_tokenizer` and transformers' `AutoTokenizer` open it.
+
+        Beside a model (`tokenizer.model`, `spiece.model`) lies a `tokenizer.json` made of it, which is all that other tools read.
+        In `tokenizer_config.json` the key `ingot_reference` then names the model, so that it stays what is right here, and
+        `ingot_conversion` says whether the two gave the same ids on all nasty texts, or where they first differed.
+        """
         for name, content in self.files.items():
             write_atomic(folder / name, content)

@@ -18,6 +18,7 @@ from ingot.config.identity import training_identity
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.shape import BatchPlan, batch_plan, parameter_count, total_steps
+from ingot.data.manifest import prepared_for
 from ingot.data.rows import Rows, open_rows
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
@@ -25,6 +26,7 @@ from ingot.models.device import Compute, resolve_compute
 from ingot.models.folder import load_weights, model_hash
 from ingot.models.initial import initialise
 from ingot.models.source import source_config, source_folder, starts_random
+from ingot.objectives.choose import objective_of
 from ingot.objectives.pretrain import Pretrain
 from ingot.parallel.apply import apply_wrappers
 from ingot.parallel.mesh import Mesh
@@ -65,8 +67,10 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     drawing = blueprint(recipe, tokenizer)
-    rows = open_rows(columns, "train", recipe.data.seq_len, pad_last=False, weights=[source.weight for source in recipe.data.train])
-    held_out = open_rows(columns, "validation", recipe.data.seq_len, pad_last=True)
+    prepared_for(recipe)
+    weights = [source.weight for source in recipe.data.train]
+    rows = open_rows(columns, "train", recipe.data.seq_len, pack=recipe.pack, pad_last=False, weights=weights)
+    held_out = open_rows(columns, "validation", recipe.data.seq_len, pack=recipe.pack_held_out, pad_last=True)
     if len(rows) < batch.global_batch:
         raise WrongInput(
             f"{columns} has {len(rows)} training rows of data.seq_len={recipe.data.seq_len}, less than train.global_batch={batch.global_batch}; "
@@ -87,7 +91,7 @@ def build_trainee(plan: Plan, start: Found | None, mesh: Mesh) -> Trainee:
     if start is not None:
         load_checkpoint(start, model, optimizer, mesh)
     module = apply_wrappers(model.train(), mesh, compiled=plan.recipe.train.compile)
-    return Trainee(model, module, Pretrain(), optimizer)
+    return Trainee(model, module, objective_of(plan.recipe), optimizer)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder
 from ingot.checkpoints.store import Found, newest_valid
 from ingot.config.identity import changes
+from ingot.data.order import place_of
 
 
 def find_start(run: RunFolder, identity: Mapping[str, Any], *, fresh: bool) -> Found | None:
@@ -26,7 +27,7 @@ def find_start(run: RunFolder, identity: Mapping[str, Any], *, fresh: bool) -> F
         Failed: there are checkpoints, and not one is whole.
     """
     found = None if fresh else newest_valid(run.checkpoints)
-    if found is not None and found.commit["identity"] == dict(identity):
+    if found is not None and _so_far(found.commit["identity"], found) == _so_far(identity, found):
         return found
     if found is not None and not found.commit["finished"]:
         changed = "; ".join(changes(found.commit["identity"], dict(identity)))
@@ -38,6 +39,13 @@ def find_start(run: RunFolder, identity: Mapping[str, Any], *, fresh: bool) -> F
         say(f"the recipe changed since the last training ({'; '.join(changes(found.commit['identity'], dict(identity)))})")
     set_aside(run, found.commit["identity"] if found else identity)
     return None if fresh else _bring_back(run, identity)
+
+
+def _so_far(identity: Mapping[str, Any], found: Found) -> dict[str, Any]:
+    """An identity without the ranges of samples to skip that training has not come to yet: those may be another choice now."""
+    skipped = found.commit["identity"].get("data.skip", [])
+    place = place_of(found.step * int(identity["train.global_batch"]), [(first, after) for first, after in skipped])
+    return {**identity, "data.skip": [list(span) for span in identity.get("data.skip", []) if span[0] < place]}
 
 
 def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:

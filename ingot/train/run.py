@@ -48,7 +48,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         first = start.step if start else 0
         tell = _teller(recipe, mesh)
         trainee = build_trainee(plan, start, mesh)
-        loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights), plan.batch, mesh.rank)
+        loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights, recipe.data.skip), plan.batch, mesh.rank)
         closing.callback(loader.close)
 
         sinks = open_sinks(recipe, run, mesh, first, fingerprint(plan.identity))

@@ -1,1 +1,1 @@
-"""Proofs on the user's own recipe. Empty until the first of them is built."""
+"""Proofs on the user's own recipe: tokenizer and data."""

@@ -57,7 +57,7 @@ def shell(command: str, place: Path, **more: str) -> str:
 def test_the_tour(place: Path) -> None:
     said: dict[str, str] = {}
     for command in commands():
-        if "serve" in command.split() or "adapt_smollm2" in command:
+        if "serve" in command.split() or "smollm2" in command:
             continue
         said[command] = shell(command, place)
     table = said["ingot run recipes/quickstart.yaml"]
@@ -112,6 +112,28 @@ def test_adapting_a_real_model(place: Path, smollm2: Path) -> None:
     lines = [json.loads(line) for line in (place / "runs/adapt-smollm2/metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0] - 0.3, "it must learn these texts"
+
+
+@pytest.mark.timeout(900)
+def test_tuning_a_real_model_on_chats(place: Path, smollm2: Path) -> None:
+    """The recipe as it is, but for the hub, which is not asked: afterwards the model answers and stops."""
+    (place / "data").mkdir(exist_ok=True)
+    with (place / "data/chats.jsonl").open("w") as stream:
+        for number in range(160):
+            asked = {"role": "user", "content": f"What is {number} plus one?"}
+            stream.write(json.dumps({"messages": [asked, {"role": "assistant", "content": "Ask a smith."}]}) + "\n")
+    command = next(command for command in commands() if "chat_smollm2" in command)
+    smaller = {"INGOT_TRAIN__GLOBAL_BATCH": "4", "INGOT_TRAIN__MICRO_BATCH": "2", "INGOT_DATA__SEQ_LEN": "96", "INGOT_DATA__VALIDATION__FRACTION": "0.05"}
+    settings = {
+        **smaller, "INGOT_DATA__FRACTION": "1.0", "INGOT_TRAIN__EPOCHS": "null", "INGOT_MODEL__SOURCE": str(smollm2), "INGOT_TRAIN__STEPS": "8",
+        "INGOT_TRAIN__OPTIMIZER__LR": "3e-4",
+    }
+    result = subprocess.run(
+        command, shell=True, cwd=place, env={**environment(), **settings}, capture_output=True, text=True, timeout=800, check=False)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads((place / "runs/chat-smollm2/reports/predict.json").read_text())
+    assert answer["completion"].strip() == "Ask a smith."
+    assert answer["finish_reason"] == "stop", "it has learnt to end its turn"
 
 
 def test_the_first_screen_names_the_two_commands() -> None:

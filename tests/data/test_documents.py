@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.data.documents import Shares, chosen, read_documents
+from ingot.data.documents import Shares, chosen
 from ingot.data.ingest import ingest
+from ingot.data.texts import read_documents
 from tests.data.small import recipe, sentences, write_jsonl
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.data.documents import read_documents
 from ingot.data.ingest import ingest
 from ingot.data.manifest import read_prepared
 from ingot.data.prepare import prepare
+from ingot.data.texts import read_documents
 from tests.data.small import recipe, sentences, write_jsonl
 
 
@@ -44,7 +44,7 @@ def test_ingest(tiny_disk: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_prepare(tiny_disk: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingot.data.raw.GROUP_BYTES", 50_000)
-    monkeypatch.setattr("ingot.data.parts.SMALLEST_BYTES", 100_000)
+    monkeypatch.setattr("ingot.data.ranges.SMALLEST_BYTES", 100_000)
     small = recipe(tiny_disk, write_jsonl(tmp_path / "a.jsonl", sentences(2000)), data__engine__workers=workers)
     ingest(small)
     with pytest.raises(Failed, match=r"disk full while writing .*tokens-0000\d"):

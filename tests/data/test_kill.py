@@ -19,11 +19,11 @@ from tests.data.small import everything, recipe, sentences, write_jsonl
 SCRIPT = """
 import sys
 from ingot.config.load import load_recipe
-from ingot.data import parts, raw
+from ingot.data import ranges, raw
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 
-raw.GROUP_BYTES, raw.PART_BYTES, parts.SMALLEST_BYTES = 20_000, 200_000, 60_000
+raw.GROUP_BYTES, raw.PART_BYTES, ranges.SMALLEST_BYTES = 20_000, 200_000, 60_000
 if __name__ == "__main__":
     recipe = load_recipe([sys.argv[1]], environ={}, dotenv=None)
     print("start", flush=True)

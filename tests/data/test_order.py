@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
+from ingot.config.identity import changes, training_identity
 from ingot.data.order import Order
+from tests.data.small import recipe
 
 SEEDS = st.integers(0, 2**63 - 1)
 # The golden-ratio steps are never further than this from a source's exact share, in samples.
@@ -123,6 +126,64 @@ def test_beyond_ten_billion_samples_costs_the_same(weights: list[float] | None) 
         tracemalloc.stop()
     assert max(memory) < 2_000_000
     assert max(seconds) < 0.5
+
+
+@settings(max_examples=100)
+@given(
+    seed=SEEDS, skipped=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=6), first=st.integers(0, 400),
+    count=st.integers(0, 200), weights=st.sampled_from([None, [1.0, 3.0]]),
+)
+def test_skipped_ranges_are_never_seen(seed: int, skipped: list[tuple[int, int]], first: int, count: int, weights: list[float] | None) -> None:
+    """The sequence with the ranges cut out, wherever one starts in it; ranges may touch, lie in each other, come in any order."""
+    ranges = [(begin, begin + size) for begin, size in skipped]
+    places = [place for place in range(2000) if not any(begin <= place < end for begin, end in ranges)]
+    whole = Order([70, 90], seed, weights).rows(0, 2000)
+    order = Order([70, 90], seed, weights, ranges)
+    assert np.array_equal(order.rows(first, count), whole[places[first : first + count]])
+    assert order.place(first) == places[first]
+
+
+def test_another_global_batch_is_another_training(tmp_path: Path) -> None:
+    """A step is a range of samples only as long as the batch is the same: who resumes with another one is refused by what changed."""
+    one, other = (training_identity(recipe(tmp_path, "text.jsonl", train__global_batch=size)) for size in (8, 16))
+    assert changes(one, other) == ["train.global_batch 8 -> 16"]
+
+
+def test_skipping_costs_as_many_steps_as_there_are_ranges() -> None:
+    """A billion samples are skipped by arithmetic."""
+    skipped = [(2 * number * 10**9, (2 * number + 1) * 10**9) for number in range(1000)]
+    began = time.process_time()
+    order = Order([10**7], 0, None, skipped)
+    assert np.array_equal(order.rows(500 * 10**9 - 5, 10), np.concatenate([Order([10**7], 0).rows(place, 5) for place in (1000 * 10**9 - 5, 1001 * 10**9)]))
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("skipped", [(5, 5), (7, 3), (-1, 4)])
+def test_what_is_no_range_to_skip(skipped: tuple[int, int]) -> None:
+    with pytest.raises(WrongInput, match="is no range of samples to skip"):
+        Order([10], 0, None, [skipped])
+
+
+@settings(max_examples=40)
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=3), seed=SEEDS, first=st.integers(0, 10**12), epochs=st.integers(1, 3))
+def test_passes_follow_each_other_without_a_seam(sizes: list[int], seed: int, first: int, epochs: int) -> None:
+    """Begun anywhere in a pass and going on over its end, each row comes once in what is left of every pass."""
+    total = sum(sizes)
+    rows = Order(sizes, seed).rows(first, epochs * total)
+    begin = -first % total
+    for start in range(begin, epochs * total - total + 1, total):
+        assert sorted(rows[start : start + total]) == list(range(total))
+    assert len(set(rows[:begin].tolist())) == begin
+
+
+@settings(max_examples=30)
+@given(seed=SEEDS, weights=st.lists(st.floats(0.05, 20), min_size=2, max_size=4), block=st.integers(0, 10**9), size=st.sampled_from([64, 256, 1024]))
+def test_mixtures_hold_within_one_block(seed: int, weights: list[float], block: int, size: int) -> None:
+    """In any run of samples each source has its share, to a few samples."""
+    sizes = [100] * len(weights)
+    source = Order(sizes, seed, weights).rows(block * size, size) // 100
+    for number, weight in enumerate(weights):
+        assert abs(int((source == number).sum()) - weight / sum(weights) * size) < WITHIN
 
 
 def test_this_order_is_never_changed() -> None:

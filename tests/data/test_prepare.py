@@ -12,15 +12,18 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.data import parts as parts_module
+from ingot.data import ranges as ranges_module
 from ingot.data import raw as raw_module
 from ingot.data import vocabulary
-from ingot.data.columns import Column
-from ingot.data.documents import read_documents
+from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.columns import Column, column_prefix
+from ingot.data.documents import Shares
 from ingot.data.ingest import ingest
 from ingot.data.manifest import read_prepared
+from ingot.data.parts import Tokenise
 from ingot.data.prepare import prepare
 from ingot.data.rows import open_rows
+from ingot.data.texts import read_documents, sample
 from ingot.tokenizers.load import load_tokenizer
 from tests.data.small import everything, recipe, sentences, write_jsonl
 from tests.tokenizers.small import bpe_files
@@ -31,7 +34,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts of little data; groups are cut at ingest, ranges in the parent, so worker processes need no patch."""
     monkeypatch.setattr(raw_module, "GROUP_BYTES", 1000)
     monkeypatch.setattr(raw_module, "PART_BYTES", 9000)
-    monkeypatch.setattr(parts_module, "SMALLEST_BYTES", 3000)
+    monkeypatch.setattr(ranges_module, "SMALLEST_BYTES", 3000)
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ def tokenizer_folder(folder: Path, **config: Any) -> Path:
 def records(small: Recipe, split: str) -> list[list[int]]:
     columns = small.folder.columns
     listed = read_prepared(columns).splits[split]  # type: ignore[index]
-    opened = [Column(columns / part.path) for source in listed for part in source.parts]
+    opened = [Column(column_prefix(columns, split, "tokens", part.number)) for source in listed for part in source.parts]
     return [column[record].tolist() for column in opened for record in range(len(column))]
 
 
@@ -92,7 +95,7 @@ def test_nothing_changed_nothing_made(tmp_path: Path, source: Path, monkeypatch:
     small = ingested(tmp_path, source)
     first = prepare(small)
     before = everything(small.folder.root / "data")
-    monkeypatch.setattr("ingot.data.workers.make_part", None)
+    monkeypatch.setattr(Tokenise, "open", None)
     monkeypatch.setattr(vocabulary, "train_bpe", None)
     assert prepare(small) == first
     assert everything(small.folder.root / "data") == before
@@ -101,9 +104,9 @@ def test_nothing_changed_nothing_made(tmp_path: Path, source: Path, monkeypatch:
 def test_a_changed_row_length_makes_nothing_again(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ingested(tmp_path, source)
     first = prepare(small)
-    monkeypatch.setattr("ingot.data.workers.make_part", None)
+    monkeypatch.setattr(Tokenise, "open", None)
     assert prepare(recipe(tmp_path, source, data__seq_len=32, train__global_batch=4)).outputs == first.outputs
-    rows = open_rows(small.folder.columns, "train", 32, pad_last=False)
+    rows = open_rows(small.folder.columns, "train", 32, pack="cut", pad_last=False)
     assert rows.fingerprint == first.outputs
 
 
@@ -111,9 +114,9 @@ def test_finished_parts_are_kept(tmp_path: Path, source: Path, monkeypatch: pyte
     small = ingested(tmp_path, source)
     prepare(small)
     before = everything(small.folder.columns)
-    made = []
-    real = parts_module.make_part
-    monkeypatch.setattr("ingot.data.workers.make_part", lambda raw, columns, task, *rest: (made.append(task.number), real(raw, columns, task, *rest))[1])
+    made: list[int] = []
+    real = Tokenise._make
+    monkeypatch.setattr(Tokenise, "_make", lambda self, task, *rest: (made.append(task.number), real(self, task, *rest))[1])
     (small.folder.columns / "train.tokens-00002.bin").unlink()
     (small.folder.columns / "done" / "train-00003.json").write_text('{"torn')
     with (small.folder.columns / "train.tokens-00004.idx").open("ab") as stream:
@@ -166,7 +169,7 @@ def test_held_out_sets_are_told_apart_by_text_alone(tmp_path: Path, source: Path
     held = write_jsonl(tmp_path / "b.jsonl", sentences(40, 500))
     sets = []
     for vocab_size, training, cut in ((280, 120, 3000), (290, 90, 500)):
-        monkeypatch.setattr(parts_module, "SMALLEST_BYTES", cut)
+        monkeypatch.setattr(ranges_module, "SMALLEST_BYTES", cut)
         write_jsonl(source, sentences(training))
         small = ingested(tmp_path, source, data__validation=[{"source": str(held)}], tokenizer__vocab_size=vocab_size)
         prepare(small)
@@ -196,7 +199,7 @@ def test_large_vocabularies_take_int32(tmp_path: Path, source: Path, monkeypatch
     small = ingested(tmp_path, source)
     prepare(small)
     assert json.loads((small.folder.columns / "manifest.json").read_text())["columns"] == [{"name": "tokens", "dtype": "int32"}]
-    assert open_rows(small.folder.columns, "train", 8, pad_last=False).row(0).tokens.max() < 280
+    assert open_rows(small.folder.columns, "train", 8, pack="cut", pad_last=False).row(0).tokens.max() < 280
 
 
 def test_sources_keep_their_weights_and_counts(tmp_path: Path, source: Path) -> None:
@@ -206,7 +209,7 @@ def test_sources_keep_their_weights_and_counts(tmp_path: Path, source: Path) -> 
     manifest = read_prepared(small.folder.columns)
     assert [(item.source, item.weight) for item in manifest.splits["train"]] == [(str(source), 3.0), (str(other), 1.0)]
     assert [sum(manifest.splits[split][number].documents for split in ("train", "validation")) for number in range(2)] == [120, 30]
-    rows = open_rows(small.folder.columns, "train", 16, pad_last=False)
+    rows = open_rows(small.folder.columns, "train", 16, pack="cut", pad_last=False)
     assert rows.weights == [3.0, 1.0]
     assert rows.sizes == [item.tokens // 16 for item in manifest.splits["train"]]
 
@@ -246,13 +249,17 @@ def test_a_sample_is_spread_over_everything(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", sentences(3000))
     small = ingested(tmp_path, source)
     opened = raw_module.open_raw(small)
-    shares = parts_module.Shares.of(small.data)
+    shares = Shares.of(small.data)
     total = opened.bytes
+
+    def sampled(size: int) -> list[str]:
+        return [document.text for document in sample(opened, Cleaned.nothing(), shares, size)]
+
     for wanted in (total // 3, total // 100):
-        texts = list(vocabulary.sample(opened, shares, wanted))
+        texts = sampled(wanted)
         places = np.array([int(text.split(":")[0].removeprefix("Text ")) for text in texts])
         assert len(set(places)) == len(places)
         assert 0.5 * wanted * 0.8 < sum(len(text.encode()) for text in texts) < 1.6 * wanted * 0.8, "a fifth is held out"
         assert abs(places.mean() - 1500) < 500
-        assert texts == list(vocabulary.sample(opened, shares, wanted))
-    assert sum(1 for _ in vocabulary.sample(opened, shares, 10 * total)) == sum(1 for _ in read_documents(small, "train"))
+        assert texts == sampled(wanted)
+    assert len(sampled(10 * total)) == sum(1 for _ in read_documents(small, "train"))

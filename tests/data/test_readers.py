@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -20,13 +21,14 @@ from ingot.data import items as items_module
 from ingot.data import json_texts
 from ingot.data.items import Bad, Item
 from ingot.data.readers import read_items
-from ingot.data.sources import Format
+from ingot.data.sourcefile import Format
+from ingot.data.wanted import Wanted
 
 TEXTS = ["one", 'two "quoted", with\nlines\tand tabs', "金 🔥", " spaces kept "]
 
 
 def read(data: bytes, kind: Format, column: str = "text", path: str = "file") -> list[Item | Bad]:
-    return list(read_items(io.BytesIO(data), path, kind, column))
+    return list(read_items(io.BytesIO(data), path, kind, Wanted(column)))
 
 
 def texts(items: list[Item | Bad]) -> list[str]:
@@ -171,10 +173,10 @@ def test_a_table_without_the_column(data: bytes, kind: Format, message: str) -> 
 
 
 def compressed(ending: str, data: bytes) -> bytes:
-    return gzip.compress(data) if ending == ".gz" else zstandard.compress(data)
+    return {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress}[ending](data)
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
 def test_compressed(ending: str) -> None:
     assert texts(read(compressed(ending, LINES), "jsonl", path=f"x.jsonl{ending}")) == TEXTS
     several = compressed(ending, LINES) + compressed(ending, LINES)
@@ -191,6 +193,11 @@ def test_broken_compression_is_named(ending: str, damage: str) -> None:
         assert len(texts(items)) == 3000
     assert bad(items)[-1][1] == "broken compression"
     assert all(text.split()[0] == str(number) for number, text in enumerate(texts(items)))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
+def test_what_is_not_compressed_at_all(ending: str) -> None:
+    assert bad(read(b"no such thing, but long enough", "jsonl", path=f"x{ending}")) == [(1, "broken compression")]
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:

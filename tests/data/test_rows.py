@@ -6,6 +6,7 @@ import hashlib
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.base.markers import entry_of
-from ingot.data.columns import ColumnWriter, bin_path, idx_path
+from ingot.base.markers import FileEntry, entry_of
+from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.manifest import Part, Prepared, PreparedSource, write_prepared
 from ingot.data.rows import IGNORE, Row, Rows, open_rows
 
@@ -22,22 +23,32 @@ Documents = list[list[int]]
 SOURCES = st.lists(st.lists(st.lists(st.lists(st.integers(1, 99), max_size=9), max_size=5), max_size=3), min_size=1, max_size=3)
 
 
-def write(folder: Path, sources: list[list[Documents]], weights: list[float] | None = None) -> Path:
-    """Columns of sources, each of parts, each of documents, as `prepare` lays them down."""
-    made, entries = [], []
+def write(folder: Path, sources: list[list[Documents]], weights: list[float] | None = None, masks: list[list[Documents]] | None = None) -> Path:
+    """Columns of sources, each of parts, each of documents, as `prepare` lays them down; `masks` make them those of chats."""
+    made, entries, count = [], list[FileEntry](), 0
+    columns: dict[str, tuple[list[list[Documents]], np.dtype[Any]]] = {"tokens": (sources, np.dtype("uint16"))}
+    if masks:
+        columns["mask"] = masks, np.dtype("uint8")
     for number, parts in enumerate(sources):
         written = []
-        for documents in parts:
-            name = f"train.tokens-{len(entries) // 2:05d}"
-            with ColumnWriter(folder / name, np.dtype("uint16")) as writer:
-                for document in documents:
-                    writer.append(np.array(document, np.int32), np.array([len(document)]))
-            entries += [entry_of(folder, path.name) for path in (bin_path(folder / name), idx_path(folder / name))]
-            written.append(Part(name, len(documents), sum(map(len, documents)), 0, hashlib.sha256().hexdigest()))
+        for place, documents in enumerate(parts):
+            for name, (values, dtype) in columns.items():
+                entries += column(column_prefix(folder, "train", name, count), values[number][place], dtype)
+            written.append(Part(count, len(documents), sum(map(len, documents)), 0, hashlib.sha256().hexdigest()))
+            count += 1
         weight = weights[number] if weights else 1.0
         made.append(PreparedSource(f"s{number}", weight, sum(part.documents for part in written), sum(part.tokens for part in written), 0, written))
-    write_prepared(folder, Prepared([], {"train": made}, "tokenizer", None, 100, "data", {"train": "set"}), {}, entries)
+    kinds = [{"name": name, "dtype": dtype.name} for name, (_, dtype) in columns.items()]
+    prepared = Prepared("sft" if masks else "pretrain", kinds, {"train": made}, "tokenizer", None, 100, "data", {"train": "set"})
+    write_prepared(folder, prepared, {}, entries)
     return folder
+
+
+def column(prefix: Path, documents: Documents, dtype: np.dtype[Any]) -> list[FileEntry]:
+    with ColumnWriter(prefix, dtype) as writer:
+        flat = [token for document in documents for token in document]
+        writer.append(np.array(flat, np.int64), np.array([len(document) for document in documents], np.int64))
+    return [entry_of(prefix.parent, path.name) for path in (bin_path(prefix), idx_path(prefix))]
 
 
 def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[Row]:
@@ -118,13 +129,13 @@ def test_rows_beyond_the_last(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     peaks = []
-    for count in (1_000, 300_000):
+    for count in (10_000, 500_000):
         folder = tmp_path / str(count)
         with ColumnWriter(folder / "train.tokens-00000", np.dtype("uint16")) as writer:
             writer.append(np.ones(count * 5), np.full(count, 5))
         entries = [entry_of(folder, name) for name in ("train.tokens-00000.bin", "train.tokens-00000.idx")]
-        source = PreparedSource("s", 1.0, count, count * 5, 0, [Part("train.tokens-00000", count, count * 5, 0, "0")])
-        write_prepared(folder, Prepared([], {"train": [source]}, "t", None, 100, "d", {"train": "s"}), {}, entries)
+        source = PreparedSource("s", 1.0, count, count * 5, 0, [Part(0, count, count * 5, 0, "0")])
+        write_prepared(folder, Prepared("pretrain", [], {"train": [source]}, "t", None, 100, "d", {"train": "s"}), {}, entries)
         tracemalloc.start()
         rows = open_rows(folder, "train", 64, pad_last=False)
         for index in range(0, len(rows), len(rows) // 50):
@@ -150,8 +161,6 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     refused(r"train.tokens-00000\.bin has 14 bytes, 16 were written; run `ingot prepare` again")
     part.unlink()
     refused("train.tokens-00000.bin is missing; run `ingot prepare` again")
-    corrupt(folder, objective="sft")
-    refused("was prepared for objective.kind sft, this is pretrain")
     corrupt(folder, schema=99)
     refused("has schema 99, newer than this ingot's 1; upgrade ingot")
     (folder / "manifest.json").write_text('{"schema": 1, "kin')
@@ -168,6 +177,26 @@ def test_a_part_that_is_not_the_manifests(tmp_path: Path) -> None:
         writer.append(np.array([1, 2, 3]), np.array([1, 2]))
     with pytest.raises(WrongInput, match=r"has 2 documents and 3 tokens, manifest.json says 2 and 4; run `ingot prepare` again"):
         rows.row(0)
+
+
+def test_a_part_of_another_type(tmp_path: Path) -> None:
+    """A changed byte in the index would make other ids of the same bytes."""
+    folder = write(tmp_path, [[[[1, 2, 3, 4]]]])
+    index = idx_path(folder / "train.tokens-00000")
+    content = index.read_bytes()
+    index.write_bytes(content[:17] + b"\x03" + content[18:])
+    with pytest.raises(WrongInput, match=r"train.tokens-00000.bin holds int16, manifest.json says uint16; run `ingot prepare` again"):
+        open_rows(folder, "train", 2, pad_last=False).row(0)
+
+
+def test_a_batch_is_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are made at once, in any order, some of them twice, into memory that holds other things."""
+    rows = open_rows(write(tmp_path, [[[[number] * (number % 9) for number in range(1, 90)]], [[[7] * 30]]]), "train", 6, pad_last=True)
+    ids = np.random.default_rng(0).integers(0, len(rows), 200).tolist()
+    for block in (1, 12, 13, 10**6):
+        monkeypatch.setattr("ingot.data.rows.BLOCK_TOKENS", block)
+        made = rows.batch(ids, out=np.full((4, len(ids), 6), 77))
+        assert all(equal(Row(*(field[place] for field in made)), rows.row(i)) for place, i in enumerate(ids))
 
 
 def test_rows_share_one_manifest(tmp_path: Path) -> None:

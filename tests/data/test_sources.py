@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.work import Source
+from ingot.config.data import Source
 from ingot.data.sources import STDLIB, find_source, source_files, source_stamps
 from tests.data.small import recipe
 
@@ -88,7 +88,7 @@ def test_stamps_tell_a_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("source", "message"), [
     ("nowhere/*.jsonl", r"data.train\[0\].source nowhere/\*.jsonl: no such file; check the path \(relative ones start at"),
-    ("wikipedia:en", "wikipedia:en is no source that this version reads; give a path, a folder, a glob or builtin:stdlib"),
+    ("parquet:x", "parquet:x is no source that this version reads; give a path, a folder, a glob, hf:, wikipedia:, bigquery:, megatron: or builtin:stdlib"),
     ("builtin:nothing", "builtin:nothing is no source"),
     ("memory://nowhere/x", "no such file"),
 ])

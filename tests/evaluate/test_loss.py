@@ -134,7 +134,7 @@ def test_pairs_are_the_inputs_and_labels_of_rows(root: Path, monkeypatch: pytest
 
 
 def test_bytes_of_documents_are_those_of_their_texts(root: Path) -> None:
-    from ingot.data.documents import read_documents
+    from ingot.data.texts import read_documents
 
     recipe = with_model(root)
     texts = [len(document.text.encode()) for document in read_documents(recipe, "validation")]

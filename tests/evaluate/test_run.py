@@ -17,7 +17,7 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.evaluation import EvaluationReport, read_report
 from ingot.base.steprecord import Outcome
 from ingot.config.recipe import Recipe
-from ingot.data.documents import read_documents
+from ingot.data.texts import read_documents
 from ingot.evaluate.run import evaluate
 from ingot.models.folder import model_hash
 from ingot.tokenizers.load import load_tokenizer

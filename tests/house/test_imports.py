@@ -34,12 +34,18 @@ WORK = {"tokenizers", "data", "models", "parallel", "objectives", "checkpoints",
 PLACE = {"pipeline", "launch", "registry", "report"}
 # The one file that may import an optional or heavy library inside a function. torch's own torchrun is run as a process.
 LAZY_OWNERS = {
-    "huggingface_hub": {"ingot.base.hub"}, "tensorboard": {"ingot.base.sinks"}, "wandb": {"ingot.base.sinks"}, "pynvml": {"ingot.models.device"},
+    "huggingface_hub": {"ingot.base.hub", "ingot.data.hubsets"}, "tensorboard": {"ingot.base.sinks"}, "wandb": {"ingot.base.sinks"},
+    "pynvml": {"ingot.models.device"},
     "torch": {"ingot.launch.elastic", "ingot.cli.doctor"},
+    "gigatoken": {"ingot.tokenizers.fast"}, "fastokens": {"ingot.tokenizers.fast"}, "tiktoken": {"ingot.tokenizers.ranks"},
+    "sentencepiece": {"ingot.tokenizers.pieces"}, "datasets": {"ingot.data.hubsets"}, "mwparserfromhell": {"ingot.data.wikipedia"},
+    "google": {"ingot.cloud.bigquery"}, "py3langid": {"ingot.data.cleaning.languages"}, "pyspark": {"ingot.data.engines.spark"},
+    "apache_beam": {"ingot.data.engines.beam"},
 }
 TORCH_FREE = (
     "ingot.cli.app", "ingot.cli.verbs", "ingot.data.prepare", "ingot.data.ingest", "ingot.pipeline.run", "ingot.pipeline.summary", "ingot.launch.local",
     "ingot.launch.elastic", "ingot.registry.verbs", "ingot.report.page", "ingot.config.load", "ingot.tokenizers.load",
+    "ingot.data.engines.spark", "ingot.data.engines.beam", "ingot.data.parts", "ingot.data.cleaning.stages", "ingot.data.packing",
 )
 CLI_FREE = ("torch", "pyarrow", "pydantic", "transformers", "numpy", "httpx")
 

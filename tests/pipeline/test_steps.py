@@ -13,9 +13,10 @@ from ingot.pipeline.steps import STEPS, before, step_of
 PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Knobs that change no result: where and how the work is done, saved, logged, served.
 CHANGES_NOTHING = {
-    "name", "output", "data.validation.weight", "data.engine", "train.micro_batch", "train.compile", "parallel", "checkpoint",
+    "name", "output", "data.validation.weight", "data.engine", "tokenizer.encoder", "train.micro_batch", "train.compile", "parallel", "checkpoint",
     "evaluate.micro_batch", "track", "launch",
     "serve.host", "serve.port", "serve.api_key", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue", "serve.max_batch",
+    "serve.any_template",
 }
 
 
@@ -90,7 +91,7 @@ def test_every_knob_is_decided() -> None:
     """A new knob must be read by a step or stand in the list of those that change nothing."""
     recipes = (
         _recipe("train.early_stop.patience=2", "train.evaluate_every=10", "evaluate.prompts=[a]"), _recipe("model.source=hf:a/b"),
-        _recipe("data.validation=[{source: v.jsonl}]"), _recipe("train.optimizer.kind=sgd"),
+        _recipe("data.validation=[{source: v.jsonl}]"), _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]"),
     )
     read = {_plain(name) for recipe in recipes for step in STEPS for name in _names(step.knobs(recipe))}
     undecided = []

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer, GPT2Tokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
-from tests.tokenizers.small import bpe_files
+from tests.tokenizers.models import ranks_file
+from tests.tokenizers.small import TEXTS, bpe_files
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -47,12 +49,49 @@ def test_special_tokens_map(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("files", "message"), [
     ({"config.json": "{}"}, "has no tokenizer.json; copy the tokenizer's files there"),
-    ({"tokenizer.model": "x"}, "has tokenizer.model but no tokenizer.json.*save_pretrained"),
-    ({"vocab.json": "{}", "merges.txt": ""}, "has vocab.json but no tokenizer.json"),
+    ({"vocab.txt": "[UNK]"}, "has vocab.txt but no tokenizer.json.*save_pretrained"),
+    ({"tokenizer.model": "x"}, "tokenizer.model is neither tiktoken ranks nor a whole SentencePiece model"),
+    ({"vocab.json": "{}"}, "has no merges.txt"),
+    ({"vocab.json": "{}", "merges.txt": ""}, "vocab.json and merges.txt do not fit together .*no tokens"),
+    ({"vocab.json": "[]", "merges.txt": ""}, "do not fit together"),
+    ({"vocab.json": '{"a": 0, "b": 1}', "merges.txt": "a b"}, "do not fit together .*a merge has a part that is no token"),
+    ({"vocab.json": '{"a": 0}', "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}'}, "vocab.json of Qwen2Tokenizer, whose way"),
 ])
 def test_a_folder_without(tmp_path: Path, files: dict[str, str], message: str) -> None:
     with pytest.raises(WrongInput, match=message):
         load_tokenizer(write(tmp_path, files))
+
+
+def gpt2_files() -> dict[str, str]:
+    state = json.loads(bpe_files()["tokenizer.json"])
+    vocabulary = {text: index for text, index in state["model"]["vocab"].items() if index > 2} | {"<|endoftext|>": 0, "Ġa": 1}
+    merges = [" ".join(pair) for pair in state["model"]["merges"]]
+    return {"vocab.json": json.dumps(vocabulary), "merges.txt": "\n".join(["#version: 0.2", *merges, "Ġ a"]) + "\n"}
+
+
+def test_gpt2s_pair(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "pair", gpt2_files()))
+    theirs = GPT2Tokenizer.from_pretrained(tmp_path / "pair")
+    texts = [*TEXTS, "it's  12345\n\n x", "é 🔥"]
+    assert [tokenizer.encode(text) for text in texts] == [theirs(text)["input_ids"] for text in texts]
+    assert (tokenizer.special.bos, tokenizer.special.eos, tokenizer.adds_bos) == (0, 0, False)
+    assert 0 not in tokenizer.encode("a<|endoftext|>b")
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").identity() == tokenizer.identity()
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS[0])["input_ids"] == tokenizer.encode(TEXTS[0])
+
+
+def test_tokenizer_json_wins(tmp_path: Path) -> None:
+    files = bpe_files()
+    write(tmp_path, files)
+    (tmp_path / "tokenizer.model").write_bytes(ranks_file())
+    assert load_tokenizer(tmp_path).library.startswith("tokenizers ")
+    assert load_tokenizer(tmp_path / "tokenizer.json").identity() == load_tokenizer(tmp_path).identity()
+    assert load_tokenizer(tmp_path / "tokenizer.model").library.startswith("tiktoken "), "asked for by name"
+    write(tmp_path, {"tokenizer_config.json": json.dumps({"ingot_reference": "tokenizer.model"})})
+    assert load_tokenizer(tmp_path).library.startswith("tiktoken "), "named by the configuration"
+    (tmp_path / "tokenizer.model").unlink()
+    assert load_tokenizer(tmp_path).library.startswith("tokenizers "), "as transformers saves it again"
 
 
 def test_no_folder(tmp_path: Path) -> None:
@@ -72,6 +111,5 @@ def test_the_recipes_own(tmp_path: Path) -> None:
     assert resolve_tokenizer(recipe(model__source=str(tmp_path))) == tmp_path
     with pytest.raises(WrongInput, match=r"tokenizer.source .*nowhere does not exist"):
         resolve_tokenizer(recipe(tokenizer__source=str(tmp_path / "nowhere")))
-    (tmp_path / "tokenizer.model").write_text("x")
-    with pytest.raises(WrongInput, match=r"tokenizer.source .* is a file; give the Hugging Face folder"):
-        resolve_tokenizer(recipe(tokenizer__source=str(tmp_path / "tokenizer.model")))
+    (tmp_path / "tokenizer.model").write_bytes(ranks_file())
+    assert resolve_tokenizer(recipe(tokenizer__source=str(tmp_path / "tokenizer.model"))) == tmp_path / "tokenizer.model"

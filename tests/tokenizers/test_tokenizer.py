@@ -47,6 +47,8 @@ def test_text_stays_text_where_special_tokens_are_pieces_too() -> None:
     for text in ("a</s>b", "</s>", "<pad> x", "<unk>"):
         assert not {0, 1, 2} & set(tokenizer.encode(text))
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    for text in ("\U0010ffff</s>", " \U0010ffff</s>", "\U0010ffff<pad> x"):
+        assert not {0, 1} & set(tokenizer.encode(text)), "nor by the name that such a piece gets instead"
     assert tokenizer.encode("abc") == naive.encode("abc", add_special_tokens=False).ids
     assert tokenizer.encode_document("ab") == [*tokenizer.encode("ab"), 1]
     assert tokenizer.special == Special(None, 1, 0)

@@ -1,0 +1,116 @@
+"""`ingot show data`: what was read, dropped and made of it, with lengths and samples. Reads manifests and columns, never the whole corpus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import read_marker
+from ingot.base.runfolder import RunFolder
+from ingot.cli.look import console, run_folder
+from ingot.data.cleaning.stages import MARKER
+from ingot.data.columns import Column, column_prefix
+from ingot.data.manifest import Prepared, read_prepared
+from ingot.data.packing import markers_of
+from ingot.tokenizers.load import load_tokenizer
+
+MEASURED_PARTS = 64
+SAMPLES = 3
+SAMPLE_TOKENS = 60
+
+
+def show_data(target: str) -> int:
+    """Counts, lengths, sources, dropped documents and samples of a run, or of the run of a recipe."""
+    run, out = run_folder(target), console()
+    raw = read_marker(run.raw, "manifest.json")
+    if raw is None:
+        raise WrongInput(f"{run.raw} holds no ingested documents; run `ingot ingest` first")
+    out.print(_sources("ingested documents", raw["splits"], ("documents", "bytes")))
+    for source in (source for sources in raw["splits"].values() for source in sources):
+        if bad := source.get("bad"):
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad.items())
+            out.print(f"{source['source']}: skipped {reasons}, such as {source['examples'][0]}", soft_wrap=True, markup=False)
+    columns = read_marker(run.columns, "manifest.json")
+    if columns is None:
+        out.print("nothing is prepared yet; `ingot prepare` does it")
+        return 0
+    prepared = read_prepared(run.columns)
+    _dropped(run, columns["dropped"], out)
+    out.print(_sources("prepared columns", columns["splits"], ("documents", "tokens", "bytes")))
+    out.print(_lengths(run, prepared))
+    _rows(run, out)
+    _samples(run, prepared, out)
+    out.print(f"tokenizer {prepared.tokenizer}, template {prepared.template or 'none'}, vocabulary {prepared.vocab_size:,}, data {prepared.data}")
+    return 0
+
+
+def _sources(title: str, splits: dict[str, list[dict[str, Any]]], figures: tuple[str, ...]) -> Table:
+    table = Table("split", "source", *figures, title=title, title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for split, sources in splits.items():
+        for source in sources:
+            table.add_row(split, Text(source["source"]), *(f"{source[name]:,}" for name in figures))
+    return table
+
+
+def _dropped(run: RunFolder, dropped: dict[str, int], out: Console) -> None:
+    """How many documents each step left out, with examples where they were kept."""
+    table = Table("step", "documents", "such as", title="left out", title_justify="left")
+    table.columns[1].justify = "right"
+    marker = read_marker(run.data / "clean", MARKER) or {}
+    steps = {step["step"]: step for step in marker.get("report", {}).get("steps", [])}
+    for step, count in dropped.items():
+        if count:
+            examples = steps.get(step, {}).get("examples", [])
+            table.add_row(step, f"{count:,}", Text("\n".join(map(_example, examples[:SAMPLES]))))
+    if table.rows:
+        out.print(table)
+
+
+def _example(example: dict[str, Any]) -> str:
+    survivor = f", like {example['survivor']}" if example.get("survivor") else ""
+    similarity = f" ({example['similarity']:.2f})" if example.get("similarity") is not None else ""
+    return f"{example['doc_id']}{survivor}{similarity}: {example['text']}"
+
+
+def _lengths(run: RunFolder, prepared: Prepared) -> Table:
+    """Tokens of a document; of a great many parts, a few evenly spread ones are looked at."""
+    table = Table("split", "mean", "10 %", "median", "90 %", "longest", title="tokens of a document", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for split, sources in prepared.splits.items():
+        parts = [part for source in sources for part in source.parts]
+        looked_at = parts[:: max(1, len(parts) // MEASURED_PARTS)]
+        if not looked_at:
+            continue
+        measured = [Column(column_prefix(run.columns, split, "tokens", part.number)) for part in looked_at]
+        lengths = np.concatenate([column.lengths(0, len(column)) for column in measured])
+        low, middle, high = np.percentile(lengths, (10, 50, 90))
+        table.add_row(split, f"{lengths.mean():,.1f}", f"{low:,.0f}", f"{middle:,.0f}", f"{high:,.0f}", f"{lengths.max():,}")
+    return table
+
+
+def _rows(run: RunFolder, out: Console) -> None:
+    for name in markers_of(run.columns):
+        marker = read_marker(run.columns, name) or {}
+        counts = {split: f"{count['rows']:,} {split} rows" for split, count in marker["counts"].items()}
+        cut = sum(count["truncated"] for count in marker["counts"].values())
+        lost = sum(count["lost"] for count in marker["counts"].values())
+        told = f"; {cut:,} documents truncated, {lost:,} left out since nothing trained remained of them" if cut or lost else ""
+        out.print(f"rows of {marker['seq_len']:,} tokens ({marker['pack']}): {', '.join(counts.values())}, {marker['padding']:.2%} padding{told}")
+
+
+def _samples(run: RunFolder, prepared: Prepared, out: Console) -> None:
+    """The beginnings of some training documents as the tokenizer spells them."""
+    tokenizer = load_tokenizer(run.tokenizer)
+    parts = [part for source in prepared.splits["train"] for part in source.parts if part.documents][:SAMPLES]
+    for part in parts:
+        ids = Column(column_prefix(run.columns, "train", "tokens", part.number))[0][:SAMPLE_TOKENS]
+        text = tokenizer.decode(ids, skip_special=False)
+        out.print(f"a document of part {part.number}: {text!r}", markup=False, soft_wrap=True)

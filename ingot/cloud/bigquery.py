@@ -1,0 +1,59 @@
+"""Rows out of BigQuery through Google's own client. The project and credentials are those of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ingot.base.errors import Failed, WrongInput
+
+PAGE_ROWS = 5000
+RETRY_S = 60.0
+EMULATOR = "BIGQUERY_EMULATOR_HOST"
+
+
+def query_rows(sql: str) -> Iterator[dict[str, Any]]:
+    """The rows of a query, one page at a time in memory.
+
+    Raises:
+        WrongInput: the query is wrong or not allowed, there are no credentials or no project, or the package is missing.
+        Failed: the service cannot be reached, or breaks down.
+    """
+    client = _client()
+    from google.api_core.exceptions import ClientError, GoogleAPIError
+    from google.auth.exceptions import RefreshError, TransportError
+    from google.cloud.bigquery import DEFAULT_RETRY
+
+    retry = DEFAULT_RETRY.with_timeout(RETRY_S)
+    try:
+        for page in client.query(sql, retry=retry, job_retry=None).result(page_size=PAGE_ROWS, retry=retry, job_retry=None).pages:
+            for row in page:
+                yield dict(row.items())
+    except RefreshError as error:
+        raise WrongInput(f"the credentials for BigQuery are refused ({_short(error)}); run `gcloud auth application-default login`") from error
+    except ClientError as error:
+        raise WrongInput(f"BigQuery refuses the query ({error.code}: {_short(error.message)}); mend it, or ask for the rights") from error
+    except (GoogleAPIError, TransportError, OSError) as error:
+        raise Failed(f"BigQuery cannot be reached or broke down ({_short(error)}); run the same command again") from error
+
+
+def _client() -> Any:
+    try:
+        from google.auth.credentials import AnonymousCredentials
+        from google.auth.exceptions import DefaultCredentialsError
+        from google.cloud.bigquery import Client
+    except ImportError as error:
+        raise WrongInput("a bigquery: source needs a package that is not installed; pip install 'ingot[gcp]'") from error
+    anonymous: Any = AnonymousCredentials
+    try:
+        # An emulator knows no credentials; the client takes its address from the environment itself.
+        return Client(credentials=anonymous()) if os.environ.get(EMULATOR) else Client()
+    except DefaultCredentialsError as error:
+        raise WrongInput(f"no credentials for BigQuery ({_short(error)}); run `gcloud auth application-default login`") from error
+    except OSError as error:
+        raise WrongInput(f"no project for BigQuery ({_short(error)}); set $GOOGLE_CLOUD_PROJECT") from error
+
+
+def _short(error: Any) -> str:
+    return " ".join(str(error).split())[:300]

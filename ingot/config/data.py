@@ -1,0 +1,168 @@
+"""The knobs of data: sources, cleaning, engines, rows."""
+
+# ruff: noqa: RUF012 (pydantic copies a mutable default for each section)
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from ingot.config.section import Positive, Section, Share
+
+
+class Source(Section):
+    """One place that documents come from."""
+
+    source: str
+    """Path, folder, glob (local or `gs://...`), `hf:NAME[:SUBSET]` (a data set on the hub), `bigquery:SQL`, `wikipedia:LANG[:DATE]`,
+    `megatron:PREFIX` (existing .bin and .idx), or `builtin:stdlib`, the sources of the running interpreter's standard library."""
+    format: Literal["auto", "jsonl", "parquet", "csv", "tsv", "text", "arrow", "wikipedia"] = "auto"
+    """File format; `auto` goes by the ending (`.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.csv`, `.tsv`, `.arrow`, a `pages-articles` dump;
+    everything else is text, one document a file)."""
+    split: str = "train"
+    """Which split of a Hugging Face data set."""
+    text: str = "text"
+    """The column or JSON key that holds the text."""
+    layout: Literal["auto", "messages", "sharegpt", "alpaca"] = "auto"
+    """How a chat is written down, for objectives that train on chats: OpenAI's `messages`, ShareGPT's `conversations`, or Alpaca's
+    `instruction`, `input`, `output`. `auto` goes by the columns that there are."""
+    columns: dict[str, str] = {}
+    """Names of a layout's columns where they differ from the usual ones, such as `{instruction: question, output: answer}`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of this source in what is trained on, relative to the sum of all weights. With one source, or all weights equal to 1, every
+    source counts by its size."""
+    fraction: Share = 1.0
+    """Use this share of the source's documents, chosen by a hash of the document's identity."""
+
+
+class ValidationShare(Section):
+    """Held-out documents taken from the training sources."""
+
+    fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """Share of the training documents that is held out, chosen by a hash of the document's identity: the same ones in every run."""
+
+
+class Fuzzy(Section):
+    """Near-duplicates: documents whose sets of word n-grams are much alike (MinHash and banding find candidates, exact sets decide)."""
+
+    similarity: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Jaccard similarity of two documents' n-gram sets from which on they are duplicates."""
+    ngram: Positive = 5
+    """Words in an n-gram; a shorter document is one n-gram."""
+    permutations: Annotated[int, Field(ge=16, le=1024)] = 128
+    """Length of a document's MinHash signature."""
+
+
+class Contamination(Section):
+    """Training documents that hold parts of what the model is evaluated on."""
+
+    ngram: Positive = 13
+    """Words in an n-gram."""
+    matches: Positive = 1
+    """How many different n-grams in common with the evaluation documents make a training document contaminated."""
+
+
+class Clean(Section):
+    """What `prepare` does to documents, and which it drops, before they are tokenised. Nothing unless asked for."""
+
+    normalize: Literal["none", "nfc", "nfkc"] = "none"
+    """Unicode normal form that texts are brought to."""
+    min_chars: Annotated[int, Field(ge=0)] = 0
+    """Drop documents with fewer characters."""
+    max_chars: Positive | None = None
+    """Drop documents with more characters."""
+    languages: list[str] = []
+    """Keep only documents in these languages (ISO 639-1, such as `[en, de]`); empty keeps all. Needs `ingot[languages]`."""
+    exact: bool = False
+    """Drop documents whose text another one has too, case, diacritics and white space set aside; the first one stays."""
+    fuzzy: Fuzzy | None = None
+    """Drop near-duplicates; one of each cluster stays, the first. `{}` for the defaults."""
+    contamination: Contamination | None = None
+    """Drop training documents that hold parts of the validation documents. `{}` for the defaults."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is asked for."""
+        return self != Clean()
+
+
+class LocalEngine(Section):
+    """Prepare with processes on this machine."""
+
+    kind: Literal["local"] = "local"
+    """Where `prepare` runs."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes; 0 takes one per core. The output is the same for any number."""
+
+
+class SparkEngine(Section):
+    """Prepare with the workers of Apache Spark, which see the run folder on a shared disk; needs `ingot[spark]` and Java."""
+
+    kind: Literal["spark"]
+    """Where `prepare` runs."""
+    master: str | None = None
+    """Spark's master, such as `local[2]`; empty: as spark-submit or the environment says."""
+    partitions: Annotated[int, Field(ge=0)] = 0
+    """Partitions that the work is cut into; 0: as many as Spark runs at once. The output is the same for any number."""
+    conf: dict[str, str] = {}
+    """Spark's own settings, such as `{spark.executor.memory: 4g}`."""
+
+
+class BeamEngine(Section):
+    """Prepare with an Apache Beam runner, whose workers see the run folder on a shared disk."""
+
+    kind: Literal["beam"]
+    """Where `prepare` runs."""
+    runner: str = "DirectRunner"
+    """Beam's runner."""
+    partitions: Annotated[int, Field(ge=0)] = 0
+    """Bundles that the work is cut into; 0: one for each task. The output is the same for any number."""
+    python: str | None = None
+    """Interpreter of the environment that apache-beam lives in (constraints-beam.txt), where `prepare` then runs; empty: this one."""
+    options: dict[str, str] = {}
+    """Beam's pipeline options by name, such as `{direct_num_workers: "2"}`."""
+
+
+def _engine_kind(value: Any) -> str:
+    return str(value.get("kind", "local")) if isinstance(value, dict) else str(getattr(value, "kind", value))
+
+
+Engine = Annotated[
+    Annotated[LocalEngine, Tag("local")] | Annotated[SparkEngine, Tag("spark")] | Annotated[BeamEngine, Tag("beam")], Discriminator(_engine_kind)
+]
+
+
+Pack = Literal["cut", "best_fit", "none"]
+
+
+class Data(Section):
+    """Documents in, rows of tokens out."""
+
+    train: list[Source] = Field(min_length=1)
+    """The sources that are trained on."""
+    validation: Annotated[
+        Annotated[list[Source], Tag("sources")] | Annotated[ValidationShare, Tag("share")],
+        Discriminator(lambda value: "share" if isinstance(value, dict | ValidationShare) else "sources"),
+    ] = ValidationShare(fraction=0.01)
+    """What loss is measured on: sources of its own, or `{fraction: F}` of the training documents."""
+    seq_len: Positive = 512
+    """Tokens in a row; at most the model's positions."""
+    pack: Literal["auto", "cut", "best_fit", "none"] = "auto"
+    """How documents become rows. `cut`: one stream, cut every `seq_len` tokens. `best_fit`: whole documents side by side with little
+    padding, those that are too long split (for chats: truncated). `none`: one document a row. `auto`: cut for pretraining, best_fit else."""
+    on_bad: Literal["skip", "stop"] = "skip"
+    """What happens at a line or file that cannot be read: counted, named and skipped, or stop."""
+    fraction: Share = 1.0
+    """Train on this share of the documents, chosen by a hash of the document's identity."""
+    clean: Clean = Clean()
+    """What is done to documents before they are tokenised."""
+    skip: list[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(gt=0)]]] = []
+    """Ranges `[first, after the last]` of training samples (rows, counted from 0 in the order of training) that are left out on purpose, such
+    as those around a loss spike. A run that is resumed may leave out what it has not come to yet."""
+    engine: Engine = LocalEngine()
+    """What `prepare` runs on."""
+
+
+COLUMNS: dict[str, tuple[str, ...]] = {"pretrain": ("tokens",), "sft": ("tokens", "mask")}
+"""The columns that `prepare` writes for each kind of objective; the first one is what the model reads."""

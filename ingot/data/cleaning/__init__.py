@@ -1,0 +1,1 @@
+"""What `prepare` does to documents before they are tokenised: normal form, filters, deduplication, contamination."""

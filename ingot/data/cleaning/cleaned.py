@@ -1,0 +1,82 @@
+"""What is left of the documents after cleaning, for whoever reads them next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from ingot.base.errors import WrongInput
+from ingot.data.cleaning.chat_texts import normalize_chats
+from ingot.data.cleaning.fold import check_fold
+from ingot.data.cleaning.normal import normalize
+from ingot.data.cleaning.report import KEPT, Report
+from ingot.data.cleaning.seal import fates_file
+from ingot.data.ranges import Range
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """Which documents stay, and in which normal form. Small: the fates of documents lie in `folder`, one byte each (None: all stay).
+
+    `fold` is the identity of the Unicode tables by which that was found (`fold_identity`).
+    """
+
+    folder: Path | None
+    form: str
+    identity: str
+    report: Report
+    fold: str = ""
+
+    @classmethod
+    def nothing(cls) -> Cleaned:
+        """Every document stays as it is."""
+        return cls(None, "none", "nothing", Report())
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents that each step dropped."""
+        return {step.step: step.documents for step in self.report.steps}
+
+    def tables(self, task: Range, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """Of the documents of a range, or of a piece of one, those that stay, in normal form. `tables` must be all of its documents, in order.
+
+        Raises:
+            WrongInput: what cleaning wrote for this range is gone or is for other documents, or this process has other Unicode tables.
+        """
+        if task.kind == "tokens":
+            yield from tables
+            return
+        if self.form != "none":
+            check_fold(self.fold)
+        fates = None if self.folder is None else _fates(self.folder, task)
+        place = 0
+        for table in tables:
+            if fates is not None:
+                here = fates[place : place + len(table)]
+                place += len(table)
+                table = table if not here.any() else table.filter(pa.array(here == KEPT))
+            yield self._normal(task, table)
+
+    def _normal(self, task: Range, table: pa.Table) -> pa.Table:
+        if self.form == "none" or not len(table):
+            return table
+        texts = table.column("text").combine_chunks()
+        if isinstance(texts, pa.ChunkedArray):
+            texts = pa.concat_arrays(texts.chunks)
+        made = normalize_chats(texts, self.form) if task.kind == "chat" else normalize(texts, self.form)
+        return table.set_column(table.schema.get_field_index("text"), "text", made)
+
+
+def _fates(folder: Path, task: Range) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    path = fates_file(folder, task.name)
+    try:
+        found = np.load(path, mmap_mode="r")[task.offset : task.offset + task.documents]
+    except (OSError, ValueError, EOFError) as error:
+        raise WrongInput(f"{path} is missing or damaged; run `ingot prepare` again") from error
+    if len(found) != task.documents:
+        raise WrongInput(f"{path} holds {len(found)} of {task.documents} documents; remove {folder.parent} and run `ingot prepare` again")
+    return np.asarray(found)

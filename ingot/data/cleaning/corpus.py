@@ -1,0 +1,149 @@
+"""The documents of a range as cleaning sees them: plain text in normal form, numbered, without those that earlier steps dropped.
+
+A document's number is its place among all documents, validation sources before training sources, each in the order of
+reading. It does not depend on how the work is cut, and of documents that are alike the one with the smallest number stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ingot.base.errors import WrongInput
+from ingot.data.cleaning.chat_texts import plain_texts
+from ingot.data.cleaning.codepoints import Flags, Indices
+from ingot.data.cleaning.exchange import Columns, between, files, joined, read_rows, sorted_by
+from ingot.data.cleaning.fold import check_fold
+from ingot.data.cleaning.normal import normalize
+from ingot.data.cleaning.report import KEPT, Step
+from ingot.data.documents import Shares
+from ingot.data.engines.engine import Advance
+from ingot.data.ranges import Range
+from ingot.data.raw import read_table
+
+DROPS = {"number": np.int64, "survivor": np.int64, "similarity": np.float32}
+NO_SURVIVOR = -1
+UNKNOWN = -1.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents that were read together: numbers, identities, texts."""
+
+    numbers: Indices
+    doc_ids: pa.Array
+    texts: pa.Array
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def where(self, keep: Flags) -> Batch:
+        mask = pa.array(keep)
+        return Batch(self.numbers[keep], self.doc_ids.filter(mask), self.texts.filter(mask))
+
+    def take(self, order: Indices) -> Batch:
+        rows = pa.array(order)
+        return Batch(self.numbers[order], self.doc_ids.take(rows), self.texts.take(rows))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where the documents lie, where the files of all stages go, and what is the same for all of them."""
+
+    raw: Path
+    folder: Path
+    form: str
+    shares: Shares
+    first_training: int
+    fold: str
+
+    def check(self) -> None:
+        """Refuse to work in a process that folds text otherwise; called where a stage is opened."""
+        check_fold(self.fold)
+
+    def number(self, task: Range) -> int:
+        """The number of a range's first document."""
+        return task.begin + (0 if task.split == "validation" else self.first_training)
+
+    def read(self, task: Range, advance: Advance, wanted: Flags | None = None) -> Iterator[Batch]:
+        """Documents of a range, those that are `wanted` (None: all); row groups of which none is wanted are not read."""
+        number, place = self.number(task), 0
+        counts = group_sizes(self.raw / task.path)
+        for group in range(task.first, task.last):
+            here = slice(place, place + counts[group])
+            place += counts[group]
+            if wanted is not None and not wanted[here].any():
+                continue
+            table = read_table(self.raw / task.path, group)
+            batch = Batch(np.arange(number + here.start, number + here.stop), _whole(table, "doc_id"), _whole(table, "text"))
+            if wanted is not None:
+                batch = batch.where(wanted[here])
+            texts = plain_texts(batch.texts) if task.kind == "chat" else batch.texts
+            advance(batch.texts.nbytes)
+            yield Batch(batch.numbers, batch.doc_ids, normalize(texts, self.form))
+
+    def alive(self, task: Range, steps: Sequence[Step]) -> Flags:
+        """Which documents of a range the filters and these steps left."""
+        found: Flags = self.survey(task)["reason"] == KEPT
+        for step in steps:
+            found[self.drops(step, task)["number"] - self.number(task)] = False
+        return found
+
+    def survey(self, task: Range) -> Columns:
+        """What the first stage found of each document: `reason`, `bytes`."""
+        return read_rows(self.survey_file(task))[0]
+
+    def survey_file(self, task: Range) -> Path:
+        return self.folder / "survey" / f"{task.name}.arrow"
+
+    def drops(self, step: Step, task: Range) -> Columns:
+        """What a step dropped of a range: `number`, ascending, `survivor`, `similarity`."""
+        first = self.number(task)
+        found = [between(rows, "number", first, first + task.documents) for path in files(self.folder / step, "drops-*.arrow") for rows in read_rows(path)]
+        own = self.local_drops(step, task)
+        return sorted_by(joined(found + (read_rows(own) if own.exists() else []), DROPS), "number")
+
+    def local_drops(self, step: Step, task: Range) -> Path:
+        """Where a stage that works by ranges puts its drops."""
+        return self.folder / step / f"{task.name}.arrow"
+
+    def elsewhere(self, batch: Batch, task: Range) -> Flags:
+        """Which documents of a batch belong to no split, by `data.fraction`."""
+        if self.shares.fraction >= 1.0 or task.split == "validation":
+            return np.zeros(len(batch), bool)
+        return np.array([self.shares.split(task.split, doc_id) is None for doc_id in batch.doc_ids.to_pylist()], bool)
+
+    def in_split(self, batch: Batch, task: Range, split: str) -> Flags:
+        """Which documents of a batch belong to a split."""
+        if task.split == "validation" or (self.shares.validation is None and self.shares.fraction >= 1.0):
+            return np.full(len(batch), task.split == split)
+        return np.array([self.shares.split(task.split, doc_id) == split for doc_id in batch.doc_ids.to_pylist()], bool)
+
+
+def group_sizes(path: Path) -> list[int]:
+    """Documents of each row group of a raw part.
+
+    Raises:
+        WrongInput: the file is missing or damaged.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        raise WrongInput(f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again") from error
+
+
+def _whole(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name).combine_chunks()
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def found_drops(numbers: Indices, survivors: Indices | None = None) -> Columns:
+    """Rows of drops, of which a survivor may be known and a similarity is not."""
+    gone = np.full(len(numbers), NO_SURVIVOR, np.int64) if survivors is None else survivors
+    return {"number": numbers, "survivor": gone, "similarity": np.full(len(numbers), UNKNOWN, np.float32)}

@@ -1,0 +1,188 @@
+"""How workers hand each other rows: files of columns, sorted by a key, so that a bucket of keys is a slice of each file.
+
+A file is Arrow IPC and is memory-mapped: a reader touches the slice that it wants. It appears whole or not at all, and a
+task that is done twice writes the same file twice. What a task tells besides is a small JSON file, written after the others:
+a run that was killed goes on with the tasks that have none. Nothing is flushed to disk, which would take longer than the
+work: these files outlive a process, not a machine, and lie in a folder that only one start of the machine takes up again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import psutil
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ingot.base.progress import Progress
+from ingot.base.storage import disk_errors
+from ingot.data.cleaning.codepoints import Hashes, Indices
+from ingot.data.engines.engine import Advance, Engine, Work
+
+Columns = dict[str, NDArray[Any]]
+Told = dict[str, Any]
+"""What a task tells: a few figures, as JSON."""
+
+WHOLE = 1 << 64
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def since_start() -> str:
+    """A name for this start of the machine."""
+    return BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else str(int(psutil.boot_time()))
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[IO[bytes]]:
+    """A stream whose bytes appear under `path` all at once when the block ends without an error; not flushed."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as stream:
+                yield stream
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_rows(path: Path, runs: Iterable[Mapping[str, NDArray[Any]]]) -> None:
+    """Write columns of equal length; each run becomes a batch of its own."""
+    with appearing(path) as stream:
+        writer = None
+        for columns in runs:
+            batch = pa.record_batch({name: pa.array(np.ascontiguousarray(column)) for name, column in columns.items()})
+            writer = writer or pa.ipc.new_file(stream, batch.schema)
+            writer.write_batch(batch)
+        if writer is not None:
+            writer.close()
+
+
+def read_rows(path: Path) -> list[Columns]:
+    """The runs of a file; nothing of them is in memory before it is touched."""
+    if not path.stat().st_size:
+        return []
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    return [_columns(reader.get_batch(number)) for number in range(reader.num_record_batches)]
+
+
+def write_sets(path: Path, runs: Iterable[tuple[Columns, Hashes, Indices]]) -> None:
+    """Write columns whose every row has a set of hashes: (columns, hashes, offsets [rows + 1])."""
+    with appearing(path) as stream:
+        writer = None
+        for columns, values, offsets in runs:
+            sets = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+            batch = pa.record_batch({**{name: pa.array(column) for name, column in columns.items()}, "set": sets})
+            writer = writer or pa.ipc.new_file(stream, batch.schema)
+            writer.write_batch(batch)
+        if writer is not None:
+            writer.close()
+
+
+def read_sets(path: Path) -> list[tuple[Columns, Hashes, Indices]]:
+    """What `write_sets` wrote, mapped."""
+    if not path.stat().st_size:
+        return []
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    found = []
+    for batch in (reader.get_batch(number) for number in range(reader.num_record_batches)):
+        sets = batch.column("set")
+        found.append((_columns(batch.drop_columns(["set"])), sets.values.to_numpy(), sets.offsets.to_numpy()))
+    return found
+
+
+def _columns(batch: pa.RecordBatch) -> Columns:
+    return {name: batch.column(name).to_numpy(zero_copy_only=batch.num_rows > 0) for name in batch.schema.names}
+
+
+def joined(runs: Sequence[Columns], like: Mapping[str, Any]) -> Columns:
+    """The rows of all runs one after another; `like` gives names and types where there are none."""
+    return {name: np.concatenate([run[name] for run in runs]) if runs else np.zeros(0, dtype) for name, dtype in like.items()}
+
+
+def between(columns: Columns, by: str, first: int, last: int | None) -> Columns:
+    """The rows whose `by`, ascending, is at least `first` and less than `last` (None: has no end)."""
+    keys = columns[by]
+    begin = np.searchsorted(keys, np.array(first, keys.dtype))
+    end = len(keys) if last is None else np.searchsorted(keys, np.array(last, keys.dtype))
+    return {name: column[begin:end] for name, column in columns.items()}
+
+
+def bucket_of(columns: Columns, by: str, bucket: int, buckets: int) -> Columns:
+    """Of rows sorted by a 64-bit hash those whose hash is in one of equal shares of all hashes."""
+    last = None if bucket + 1 == buckets else (bucket + 1) * WHOLE // buckets
+    return between(columns, by, bucket * WHOLE // buckets, last)
+
+
+def sorted_by(columns: Columns, *names: str) -> Columns:
+    """Rows in the order of `names`, the first one counting most."""
+    order = np.lexsort([columns[name] for name in reversed(names)])
+    return {name: column[order] for name, column in columns.items()}
+
+
+def shares_of(hashes: Hashes, buckets: int) -> NDArray[np.uint32]:
+    """The bucket of each hash, as `bucket_of` cuts."""
+    edges = np.array([bucket * WHOLE // buckets for bucket in range(1, buckets)], np.uint64)
+    return np.searchsorted(edges, hashes, side="right").astype(np.uint32)
+
+
+class Named(Protocol):
+    """A task, by whose name its files are called."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The task of reducing one bucket of several."""
+
+    number: int
+    of: int
+
+    @property
+    def name(self) -> str:
+        return f"bucket-{self.number:05d}"
+
+
+@dataclass(frozen=True)
+class Once:
+    """A stage whose every task leaves a file that says it is done."""
+
+    work: Work[Any, Told]
+    folder: Path
+
+    def open(self) -> Callable[[Any, Advance], Told]:
+        do = self.work.open()
+
+        def once(task: Any, advance: Advance) -> Told:
+            told = do(task, advance)
+            with appearing(_done(self.folder, task)) as stream:
+                stream.write(json.dumps(told).encode())
+            return told
+
+        return once
+
+
+def run(engine: Engine, work: Work[Any, Told], folder: Path, tasks: Sequence[Named], progress: Progress) -> list[Told]:
+    """Do the tasks that are not done yet, by what lies in `folder`; what all of them told, in their order."""
+    missing = [task for task in tasks if not _done(folder, task).exists()]
+    if missing:
+        engine.run(Once(work, folder), missing, progress)
+    return [json.loads(_done(folder, task).read_bytes()) for task in tasks]
+
+
+def files(folder: Path, pattern: str) -> Iterator[Path]:
+    """Files of a stage, sorted by name."""
+    return iter(sorted(folder.glob(pattern)))
+
+
+def _done(folder: Path, task: Named) -> Path:
+    return folder / f"{task.name}.json"

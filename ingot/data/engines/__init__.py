@@ -1,0 +1,1 @@
+"""Where the work of `prepare` runs: this machine, Spark, Beam. The work is the same everywhere."""

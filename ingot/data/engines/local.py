@@ -1,0 +1,143 @@
+"""Does the work in several processes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
+
+from ingot.base.errors import Failed
+from ingot.base.progress import Progress
+from ingot.data.engines.engine import Result, Task, Work
+from ingot.data.engines.outcome import opened
+
+LOOK_EVERY_S = 0.5
+
+
+class LocalEngine:
+    """Up to `workers` processes (0: one per core); this process alone where one is enough. They live from stage to stage, until `close`."""
+
+    def __init__(self, workers: int = 0) -> None:
+        self._workers = workers or cores()
+        self._pool: _Pool | None = None
+
+    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+        """See `Engine.run`."""
+        if min(self._workers, len(tasks)) <= 1:
+            return _run_here(work, tasks, progress)
+        if self._pool is None:
+            self._pool = _Pool(self._workers)
+        try:
+            return self._pool.run(work, tasks, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes. They notice at their next batch of documents; until then they write, so they are waited for."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+class _Pool:
+    """Worker processes, and what they share with this one: how many bytes they have done, and whether they are to stop."""
+
+    def __init__(self, workers: int) -> None:
+        # Not forked: a fork copies the threads' locks of Arrow and tokenizers, but not the threads.
+        context = multiprocessing.get_context("spawn")
+        self._advanced, self._stop = context.Value("Q", 0), context.Event()
+        self._pool = ProcessPoolExecutor(workers, context, _start, (self._advanced, self._stop))
+
+    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+        began, self._advanced.value = progress.done, 0
+        try:
+            with _without_main():
+                futures: list[Future[Result]] = [self._pool.submit(_do, work, task) for task in tasks]
+            waiting = set(futures)
+            while waiting:
+                finished, waiting = wait(waiting, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                progress.update(began + self._advanced.value // 10**6, parts=f"{len(tasks) - len(waiting)}/{len(tasks)}")
+        except BrokenProcessPool as error:
+            raise Failed("a worker process died, perhaps for want of memory; run the same command again, or with fewer data.engine.workers") from error
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes are started without the caller's script, which they would import once more: all that it imports, and all that it does."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run_here(work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    do, results, advanced, began = work.open(), list[Result](), 0, progress.done
+
+    def advance(size: int) -> None:
+        nonlocal advanced
+        advanced += size
+        progress.update(began + advanced // 10**6, parts=f"{len(results)}/{len(tasks)}")
+
+    for task in tasks:
+        results.append(do(task, advance))
+    return results
+
+
+class _Shared:
+    """What a worker process shares with the one that started it."""
+
+    def __init__(self, advanced: Synchronized[int], stop: Event) -> None:
+        self._advanced, self._stop = advanced, stop
+
+    def advance(self, size: int) -> None:
+        if self._stop.is_set():
+            raise Failed("preparing was stopped")
+        with self._advanced.get_lock():
+            self._advanced.value += size
+
+
+_shared: list[_Shared] = []
+
+
+def _start(advanced: Synchronized[int], stop: Event) -> None:
+    # One thread per process: the processes are the parallelism. And Ctrl-C is the parent's to answer.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _shared.append(_Shared(advanced, stop))
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever, and write beside the next run."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _do(work: Work[Task, Result], task: Task) -> Result:
+    return opened(work)(task, _shared[0].advance)

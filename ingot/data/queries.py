@@ -1,0 +1,42 @@
+"""The rows of a BigQuery query as documents."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ingot.base.fingerprint import fingerprint
+from ingot.base.progress import say
+from ingot.cloud.bigquery import query_rows
+from ingot.config.data import Source
+from ingot.data.items import Bad, Item
+from ingot.data.sourcefile import SourceFile
+from ingot.data.wanted import Wanted
+
+SCHEME = "bigquery:"
+
+
+def find_query(source: Source) -> list[SourceFile]:
+    """A query as one file, whose identity is its text: whether the tables changed since cannot be seen."""
+    sql = source.source.removeprefix(SCHEME).strip()
+    return [SourceFile(sql, f"bigquery-{fingerprint(sql)}", "bigquery", {"path": source.source})]
+
+
+def warn_of_query(file: SourceFile) -> None:
+    """What a person should know before a query is relied on."""
+    say("warning: changed tables behind a bigquery: source are not seen; read them again with `--again`")
+    if not re.search(r"\border\s+by\b", file.path, re.IGNORECASE):
+        say("warning: the query has no ORDER BY, so its rows may come in another order next time, and documents have other identities")
+
+
+def query_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
+    """The documents of the result, page by page; rows count from 1.
+
+    Raises:
+        WrongInput: the query is wrong or not allowed, the column is missing, or the package is.
+        Failed: BigQuery cannot be reached.
+    """
+    for row, record in enumerate(query_rows(file.path), start=1):
+        if row == 1 and not wanted.chat and wanted.column not in record:
+            raise wanted.missing("the result of the query", list(record))
+        yield wanted.take(row, record)

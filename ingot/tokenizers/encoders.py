@@ -1,0 +1,174 @@
+"""Which library encodes many texts: the fastest whose ids are the reference's own, tried on the user's documents and on nasty texts.
+
+The ids never depend on the choice. A library that cannot be imported, cannot read this tokenizer or gives one other id is
+not taken, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ingot.base.errors import WrongInput
+from ingot.tokenizers.batches import Batch, first_difference
+from ingot.tokenizers.fast import LIBRARIES, EncodeBatch, Library
+from ingot.tokenizers.nasty import FIXED, nasty_texts
+from ingot.tokenizers.tokenizer import Tokenizer
+
+REFERENCE = "reference"
+SAMPLE_BYTES = 2_000_000
+# A later library must be this much faster to be taken, so that noise does not choose between equals.
+LEAD = 1.1
+
+
+class Encoder(Protocol):
+    """Something that gives the ids of `Tokenizer.encode_batch`. Not for several threads at once."""
+
+    @property
+    def name(self) -> str: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The encoder to take, and for each that was tried why it was taken or not."""
+
+    name: str
+    tried: list[tuple[str, str]]
+    """(library with its version, reason)"""
+    speeds: dict[str, float]
+    """MB of the sample per CPU second, of the reference and of every exact library."""
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    name: str
+    fast: EncodeBatch
+    tokenizer: Tokenizer
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
+        """A batch that the library fails on, as a text far outside what it was made for may make it, goes to the reference."""
+        try:
+            return self.fast(texts)
+        except BaseException as error:
+            if not _is_of_the_library(error):
+                raise
+            return self.tokenizer.encode_batch(texts)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    tokenizer: Tokenizer
+    name: str = REFERENCE
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
+        return self.tokenizer.encode_batch(texts)
+
+
+def open_encoder(tokenizer: Tokenizer, name: str) -> Encoder:
+    """The encoder that `choose_encoder` named, on this machine: one thread, in any process.
+
+    Raises:
+        WrongInput: the library is not installed here in that version, or cannot read this tokenizer.
+    """
+    if name == REFERENCE:
+        return _Reference(tokenizer)
+    package, _, version = name.partition(" ")
+    library = next((library for library in LIBRARIES if library.package == package), None)
+    if library is None:
+        raise WrongInput(f"there is no encoder {name!r}; take {REFERENCE!r} or one of {', '.join(library.package for library in LIBRARIES)}")
+    if library.version != version:
+        here = f"version {library.version} is" if library.version else "it is not"
+        raise WrongInput(f"the encoder {name} was chosen and {here} installed here; pip install {package}=={version}, or set tokenizer.encoder=reference")
+    opened = _open(library, tokenizer.text_json(), tokenizer.library)
+    if isinstance(opened, str):
+        raise WrongInput(f"the encoder {name} was chosen and fails here: {opened}; set tokenizer.encoder=reference")
+    return _Encoder(name, opened, tokenizer)
+
+
+def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], libraries: Sequence[Library] = LIBRARIES) -> Choice:
+    """Try each library against the reference on `sample`, the first 2 MB of it, and on the nasty texts of this tokenizer."""
+    texts = _bounded(sample)
+    # What is timed is new to the library, as all of a corpus is, but not its first text.
+    parts = (texts[::2], texts[1::2]) if len(texts) > 1 else (list(FIXED), texts or list(FIXED))
+    trials = [(part, tokenizer.encode_batch(part)) for part in (nasty_texts(tokenizer.spelled), parts[0])]
+    began = time.process_time()
+    trials.append((parts[1], tokenizer.encode_batch(parts[1])))
+    speeds = {REFERENCE: _megabytes(parts[1]) / max(time.process_time() - began, 1e-9)}
+    best, reasons, text = REFERENCE, list[tuple[str, str]](), tokenizer.text_json()
+    for library in libraries:
+        opened = _open(library, text, tokenizer.library)
+        found = opened if isinstance(opened, str) else _measure(opened, trials)
+        if isinstance(found, str):
+            reasons.append((library.package if library.version is None else library.name, found))
+            continue
+        speeds[library.name] = found
+        if found > speeds[best] * (1.0 if best == REFERENCE else LEAD):
+            best = library.name
+        reasons.append((library.name, f"the same ids at {found:,.0f} MB per CPU second"))
+    tried = [(name, _verdict(name, why, best, speeds)) for name, why in reasons]
+    tried.append((REFERENCE, _verdict(REFERENCE, f"{tokenizer.library}, {speeds[REFERENCE]:,.1f} MB per CPU second", best, speeds)))
+    return Choice(best, tried, speeds)
+
+
+def _verdict(name: str, why: str, best: str, speeds: dict[str, float]) -> str:
+    if name == best:
+        return f"taken: {why}"
+    return f"not taken: {why}" + (f"; {best} has {speeds[best]:,.0f}" if name in speeds else "")
+
+
+def _open(library: Library, text: str | None, reference: str) -> EncodeBatch | str:
+    """The library on a tokenizer.json, or why not."""
+    if library.version is None:
+        return f"not installed; pip install {library.package}"
+    if text is None:
+        return f"no tokenizer.json says exactly what {reference} does, and the library reads nothing else"
+    try:
+        return library.open(text)
+    except BaseException as error:
+        if not _is_of_the_library(error):
+            raise
+        return f"does not support this tokenizer ({_one_line(error)})"
+
+
+def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], Batch]]) -> float | str:
+    """MB per CPU second of the last trial; or the first difference from the wanted ids in words."""
+    speed = 0.0
+    for texts, wanted in trials:
+        began = time.process_time()
+        try:
+            found = fast(texts)
+        except BaseException as error:
+            if not _is_of_the_library(error):
+                raise
+            return f"fails on the texts it was tried on ({_one_line(error)})"
+        speed = _megabytes(texts) / max(time.process_time() - began, 1e-9)
+        if trouble := first_difference(texts, wanted, found):
+            return trouble
+    return speed
+
+
+def _bounded(sample: Sequence[str]) -> list[str]:
+    texts, size = list[str](), 0
+    for text in sample:
+        texts.append(text)
+        size += len(text.encode())
+        if size >= SAMPLE_BYTES:
+            break
+    return texts
+
+
+def _megabytes(texts: Sequence[str]) -> float:
+    return sum(len(text.encode()) for text in texts) / 1e6
+
+
+def _is_of_the_library(error: BaseException) -> bool:
+    """A panic inside a library written in Rust arrives as a BaseException of its own kind."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]

@@ -1,0 +1,140 @@
+"""`ingot show mask`: what a person sees of the mask, and the faults that its audit must show."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from ingot.base.errors import WrongInput
+from ingot.cli.mask import Audit, Example, audit_chats, audit_documents, in_words, show_mask, table
+from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.tokenizer import Tokenizer
+from tests.tokenizers.small import CHATML, bpe_files, chatty
+
+CHATS = [
+    [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": "copper " * number}, {"role": "user", "content": "so?"},
+     {"role": "assistant", "content": "yes"}]
+    for number in range(1, 6)
+]
+
+
+def printed(audit: Audit, tokenizer: Tokenizer, seq_len: int = 512, *, chats: bool = True, colour: bool = False) -> str:
+    out = io.StringIO()
+    Console(width=160, force_terminal=colour, color_system="standard" if colour else None, file=out).print(table(audit, tokenizer, seq_len, chats=chats))
+    return out.getvalue()
+
+
+def recipe(root: Path, template: str | None = CHATML, **knobs: Any) -> str:
+    """A recipe whose tokenizer and chats lie in `root`."""
+    (root / "tokenizer").mkdir()
+    for name, content in bpe_files(template).items():
+        (root / "tokenizer" / name).write_text(content, encoding="utf-8")
+    (root / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS) + "not JSON\n", encoding="utf-8")
+    values = {
+        "name": "m", "output": str(root / "runs"), "objective": {"kind": "sft"}, "tokenizer": {"source": str(root / "tokenizer")},
+        "data": {"train": [{"source": str(root / "chats.jsonl")}], "seq_len": 40}, **knobs,
+    }
+    path = root / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(path)
+
+
+def test_straight_from_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_mask([recipe(tmp_path)], 2) == 0
+    out = capsys.readouterr().out
+    assert "<|im_start|>user\nquestion 1<|im_end|>\n<|im_start|>assistant\n⟦copper<|im_end|>⟧\n" in out
+    assert out.count("--- example") == 2
+    assert "<|im_end|> trained in 10 of 10 assistant turns" in out
+    assert "none in 5" in out
+    tokenizer = chatty()
+    assert tokenizer.identity() in out
+    assert str(tokenizer.template_identity) in out
+
+
+def test_documents_of_pretraining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, objective={"kind": "pretrain"})
+    (tmp_path / "chats.jsonl").write_text('{"text": "the copper"}\n{"text": "rings"}\n', encoding="utf-8")
+    assert show_mask([path]) == 0
+    out = capsys.readouterr().out
+    assert "⟦<|begin_of_text|>the copper<|end_of_text|>⟧" in out
+    assert "EOS at the end" in out
+    assert "trained in 2 of 2 documents" in out
+    assert "100.0% of the tokens" in out
+
+
+def test_a_recipes_template_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, None)
+    with pytest.raises(WrongInput, match="has no chat template"):
+        show_mask([path])
+    assert show_mask([path, "tokenizer.template=alpaca"], 1) == 0
+    assert "### Response:\n⟦copper<|end_of_text|>⟧" in capsys.readouterr().out
+
+
+def test_truncation_is_told(tmp_path: Path) -> None:
+    tokenizer = chatty()
+    audit = audit_chats(tokenizer, CHATS)
+    lengths = [len(example.ids) for example in audit.examples]
+    assert "0 of 5; of these 0" in printed(audit, tokenizer, max(lengths))
+    assert "5 of 5; of these 5 lose all" in printed(audit, tokenizer, 8)
+
+
+def test_an_untrained_end_of_turn_shows() -> None:
+    tokenizer = chatty()
+    audit = audit_chats(tokenizer, CHATS)
+    end = tokenizer.special_ids["<|im_end|>"]
+    planted = Audit([Example(example.ids, np.where(example.ids == end, 0, example.mask).astype(np.uint8), example.turns) for example in audit.examples])
+    assert "trained in 10 of 10" in printed(audit, tokenizer)
+    assert "trained in 0 of 10" in printed(planted, tokenizer)
+    assert "\x1b[31m<|im_end|> trained in 0 of 10" in printed(planted, tokenizer, colour=True)
+    assert "\x1b[31m<|im_end|>" not in printed(audit, tokenizer, colour=True)
+
+
+@pytest.mark.parametrize(("template", "told"), [("{{ bos_token }}", "one in 5"), ("{{ bos_token }}{{ bos_token }}", "two or more in 5"), ("", "none in 5")])
+def test_double_bos_shows(template: str, told: str) -> None:
+    tokenizer = chatty(template + CHATML)
+    audit = audit_chats(tokenizer, CHATS)
+    assert told in printed(audit, tokenizer)
+    assert (f"\x1b[31m{told}" in printed(audit, tokenizer, colour=True)) == ("two" in told)
+
+
+def test_no_end_of_turn_shows() -> None:
+    tokenizer = chatty("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}")
+    assert "does not learn to stop" in printed(audit_chats(tokenizer, CHATS), tokenizer)
+
+
+def test_an_end_that_is_not_eos_shows() -> None:
+    told = "it is not the tokenizer's EOS (<|end_of_text|>)"
+    tokenizer = chatty()
+    assert told in printed(audit_chats(tokenizer, CHATS), tokenizer)
+    same = Tokenizer(bpe_files(CHATML, eos_token="<|im_end|>"))
+    assert told not in printed(audit_chats(same, CHATS), same)
+
+
+def test_chats_without_targets_and_refused_ones_are_counted() -> None:
+    tokenizer = chatty("{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}" + CHATML)
+    audit = audit_chats(tokenizer, [*CHATS, CHATS[0][:1], CHATS[0] * 2])
+    assert len(audit.examples) == 6
+    assert audit.without_targets() == 1
+    assert [(count, "too long" in reason) for reason, count in audit.refused.items()] == [(1, True)]
+
+
+def test_colours_and_brackets() -> None:
+    tokenizer = chatty()
+    ids, mask, _ = encode_chats(tokenizer, [CHATS[0]], tokenizer.encode_batch)
+    example = Example(ids, mask, 2)
+    plain, coloured = in_words(tokenizer, example, plain=True), in_words(tokenizer, example, plain=False)
+    assert plain.plain.replace("⟦", "").replace("⟧", "") == coloured.plain == tokenizer.decode(ids, skip_special=False)
+    green = "".join(coloured.plain[span.start : span.end] for span in coloured.spans if "green" in str(span.style))
+    assert green == "copper<|im_end|>yes<|im_end|>"
+
+
+def test_documents_end_with_eos() -> None:
+    tokenizer = Tokenizer(bpe_files(CHATML, eos_token=None))
+    assert "trained in 0 of 1 documents" in printed(audit_documents(tokenizer, ["a"]), tokenizer, chats=False)

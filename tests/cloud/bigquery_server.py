@@ -1,0 +1,77 @@
+"""A BigQuery of the tests: the few REST routes by which Google's client runs a query and pages through its result."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+PAGE = 3
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every query with `rows`, a mapping of columns to values each; `fault` (code, message) refuses it instead."""
+
+    def __init__(self, rows: list[dict[str, Any]], fault: tuple[int, str] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.rows, self.fault = rows, fault
+        self.queries: list[str] = []
+        self.pages = 0
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.queries.append(asked["configuration"]["query"]["query"])
+        if self.server.fault:
+            code, message = self.server.fault
+            self._answer({"error": {"code": code, "message": message, "errors": [{"reason": "invalidQuery", "message": message}]}}, code)
+            return
+        self._answer(self._job(asked))
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        if "/queries/" not in address.path:
+            self._answer(self._job({"configuration": {"query": {"query": "?"}}}))
+            return
+        asked = parse_qs(address.query)
+        names = list(self.server.rows[0]) if self.server.rows else ["text"]
+        fields = [{"name": name, "type": "STRING", "mode": "NULLABLE"} for name in names]
+        answer: dict[str, Any] = {"jobComplete": True, "jobReference": _REFERENCE, "schema": {"fields": fields}, "totalRows": str(len(self.server.rows))}
+        if asked.get("maxResults") != ["0"]:
+            self.server.pages += 1
+            begin = int(asked.get("pageToken", ["0"])[0])
+            answer["rows"] = [{"f": [{"v": row[name]} for name in names]} for row in self.server.rows[begin : begin + PAGE]]
+            if begin + PAGE < len(self.server.rows):
+                answer["pageToken"] = str(begin + PAGE)
+        self._answer(answer)
+
+    def _job(self, asked: dict[str, Any]) -> dict[str, Any]:
+        query = {**asked["configuration"]["query"], "destinationTable": {"projectId": "p", "datasetId": "d", "tableId": "t"}}
+        return {
+            "id": "p:US.j", "jobReference": asked.get("jobReference", _REFERENCE) | {"location": "US"}, "status": {"state": "DONE"},
+            "configuration": {"jobType": "QUERY", "query": query}, "statistics": {"query": {"statementType": "SELECT"}},
+        }
+
+    def _answer(self, value: dict[str, Any], code: int = 200) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Quiet."""
+
+
+_REFERENCE = {"projectId": "p", "jobId": "j", "location": "US"}

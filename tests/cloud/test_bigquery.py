@@ -1,0 +1,75 @@
+"""Google's own client against a server of the tests: all pages come, one after the other, and faults are told in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.cloud import bigquery
+from ingot.cloud.bigquery import EMULATOR, query_rows
+from tests.cloud.bigquery_server import PAGE, Server
+
+pytest.importorskip("google.cloud.bigquery", reason="google-cloud-bigquery is not installed")
+ROWS = [{"text": f"row {number}", "lang": "en" if number % 2 else None} for number in range(10)]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(rows: list[dict[str, Any]], fault: tuple[int, str] | None = None) -> Server:
+        servers.append(Server(rows, fault))
+        monkeypatch.setenv(EMULATOR, servers[-1].address)
+        return servers[-1]
+
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "p")
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_all_pages_one_by_one(serve: Callable[..., Server]) -> None:
+    server = serve(ROWS)
+    rows = query_rows("SELECT text, lang FROM d.t")
+    first = [next(rows) for _ in range(PAGE)]
+    assert server.pages == 1, "the next page is asked for when it is needed"
+    assert first + list(rows) == ROWS
+    assert server.queries == ["SELECT text, lang FROM d.t"]
+    assert server.pages == 4
+
+
+def test_no_rows(serve: Callable[..., Server]) -> None:
+    serve([])
+    assert list(query_rows("SELECT 1")) == []
+
+
+def test_a_wrong_query_is_told(serve: Callable[..., Server]) -> None:
+    serve(ROWS, (400, "Syntax error: Unexpected keyword FORM at [1:10]"))
+    with pytest.raises(WrongInput, match=r"BigQuery refuses the query \(400: .*Unexpected keyword FORM at \[1:10\]"):
+        list(query_rows("SELECT * FORM t"))
+    serve(ROWS, (403, "Access Denied: Table d.t"))
+    with pytest.raises(WrongInput, match=r"403: .*Access Denied"):
+        list(query_rows("SELECT * FROM d.t"))
+
+
+def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bigquery, "RETRY_S", 0.5)
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "p")
+    monkeypatch.setenv(EMULATOR, "http://127.0.0.1:9")
+    with pytest.raises(Failed, match="BigQuery cannot be reached or broke down"):
+        list(query_rows("SELECT 1"))
+
+
+def test_no_credentials_and_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(EMULATOR, raising=False)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
+    with pytest.raises(WrongInput, match=r"no credentials for BigQuery .*key\.json.*gcloud auth application-default login"):
+        list(query_rows("SELECT 1"))
+    monkeypatch.setitem(sys.modules, "google.cloud.bigquery", None)
+    with pytest.raises(WrongInput, match=r"pip install 'ingot\[gcp\]'"):
+        list(query_rows("SELECT 1"))

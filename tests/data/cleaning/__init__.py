@@ -1,0 +1,1 @@
+"""Cleaning: normal form, filters, duplicates, contamination."""

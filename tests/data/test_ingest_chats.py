@@ -1,0 +1,129 @@
+"""Chats as sources: every format gives the same chats, and texts are not taken for chats."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.data.ingest import ingest
+from ingot.data.raw import open_raw
+from ingot.data.sources import STDLIB
+from tests.data.small import recipe, write_jsonl
+from tests.data.test_ingest import documents
+
+ROWS = [
+    {"instruction": "Name a metal.", "input": "", "output": "Kupfer"},
+    {"instruction": "Translate.", "input": "金", "output": "gold\n🔥"},
+    {"instruction": "Say, \"nothing\".", "input": "now", "output": "no\tthing"},
+]
+CHATS = [
+    {"messages": [{"role": "user", "content": row["instruction"] + ("\n" + row["input"] if row["input"] else "")},
+                  {"role": "assistant", "content": row["output"]}]} for row in ROWS
+]
+
+
+def chats(root: Path, *sources: Any, **knobs: Any) -> Recipe:
+    return recipe(root, *sources, objective__kind="sft", **knobs)
+
+
+def found(made: Recipe) -> list[Any]:
+    return [json.loads(text) for text in documents(made.folder.raw).values()]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    kind = path.suffix
+    if kind == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif kind == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with path.open("wb") as stream, pa.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        with path.open("w", newline="", encoding="utf-8") as text:
+            writer_of_rows = csv.DictWriter(text, list(rows[0]))
+            writer_of_rows.writeheader()
+            writer_of_rows.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow", "csv"])
+def test_every_format_gives_the_same_chats(tmp_path: Path, kind: str) -> None:
+    made = chats(tmp_path, write(tmp_path / f"a.{kind}", ROWS))
+    ingest(made)
+    assert found(made) == CHATS
+    source = open_raw(made).splits["train"][0]
+    assert (source.kind, source.documents) == ("chat", 3)
+
+
+def test_tsv(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("instruction\toutput\nA \"question\"\tan answer\n")
+    made = chats(tmp_path, tmp_path / "a.tsv")
+    ingest(made)
+    assert found(made)[0]["messages"][0]["content"] == 'A "question"'
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_nested_messages_and_other_names(tmp_path: Path, kind: str) -> None:
+    rows = [{"talk": [{"who": "human", "says": "Hi"}, {"who": "gpt", "says": "Hello"}], "id": number} for number in range(3)]
+    columns = {"conversations": "talk", "from": "who", "value": "says"}
+    made = chats(tmp_path, {"source": str(write(tmp_path / f"a.{kind}", rows)), "layout": "sharegpt", "columns": columns})
+    ingest(made)
+    assert found(made) == [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 3
+    with pytest.raises(WrongInput, match=r"has no chat \(layout auto\) in its columns talk, id: set `layout` and `columns` of this source"):
+        ingest(chats(tmp_path, tmp_path / f"a.{kind}"))
+
+
+def test_large_integers_stay_exact(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 2**70 + 1}}}]}
+    made = chats(tmp_path, write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "go"}, call]}]))
+    ingest(made)
+    assert found(made)[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["n"] == 2**70 + 1
+
+
+def test_bad_chats_are_counted(tmp_path: Path) -> None:
+    surrogate = '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}'
+    lines = [json.dumps(ROWS[0]), "{broken", '{"messages": []}', surrogate,
+             json.dumps({"messages": [{"role": "user", "content": "only a question"}]}), "[1]"]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    made = chats(tmp_path, tmp_path / "a.jsonl")
+    ingest(made)
+    assert len(found(made)) == 1
+    assert open_raw(made).splits["train"][0].bad == {
+        "broken JSON": 1, "empty chat": 1, "invalid UTF-8": 1, "no assistant turn": 1, "not a JSON object": 1,
+    }
+
+
+def test_texts_are_not_chats(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a text")
+    for source in (tmp_path / "in", STDLIB):
+        with pytest.raises(WrongInput, match=r"data\.train\[0\]\.source .* holds text \(.*\), and objective\.kind=sft trains on chats; give JSONL"):
+            ingest(chats(tmp_path, source))
+
+
+def test_what_was_ingested_as_text_is_not_used_for_chats(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    ingest(recipe(tmp_path, path))
+    with pytest.raises(WrongInput, match=r"a\.jsonl was ingested as text, objective\.kind=sft takes chat; run `ingot ingest`"):
+        open_raw(chats(tmp_path, path))
+
+
+def test_real_sets(tmp_path: Path, test_data: Path) -> None:
+    demo = test_data / "llamafactory_demo"
+    made = chats(tmp_path, demo / "alpaca_en_demo.json", demo / "glaive_toolcall_en_demo.json")
+    ingest(made)
+    raw = open_raw(made).splits["train"]
+    assert [source.documents > 250 for source in raw] == [True, True]
+    assert all(chat["messages"][-1]["role"] == "assistant" for chat in found(made)[:900])

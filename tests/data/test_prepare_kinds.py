@@ -1,0 +1,189 @@
+"""What `prepare` makes of other kinds of documents: chats, and existing columns; and of a fast encoder that errs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ingot.data.ingest as ingest_module
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.data import parts, ranges
+from ingot.data.columns import Column, ColumnWriter, column_prefix
+from ingot.data.ingest import ingest
+from ingot.data.manifest import prepared_for, read_prepared
+from ingot.data.prepare import prepare
+from ingot.data.rows import IGNORE, open_rows
+from ingot.tokenizers.encoders import Choice
+from ingot.tokenizers.fast import Batch
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+from tests.data.small import recipe, sentences, write_jsonl
+
+
+def chats(path: Path, count: int = 60) -> Path:
+    records = [
+        {"messages": [
+            {"role": "system", "content": "Speak of metal."}, {"role": "user", "content": f"Question {number}?"},
+            {"role": "assistant", "content": f"Answer {number}: copper melts. " * (number % 5 + 1)},
+        ]} for number in range(count)
+    ]
+    if not path.exists():
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def chat_recipe(root: Path, **knobs: object) -> Recipe:
+    given = {"objective__kind": "sft", "tokenizer__template": "alpaca", "tokenizer__vocab_size": 400, "data__seq_len": 96, **knobs}
+    return recipe(root, chats(root / "chats.jsonl"), **given)
+
+
+def test_chats_become_tokens_and_masks(tmp_path: Path) -> None:
+    small = chat_recipe(tmp_path)
+    assert ingest(small).result.startswith("60 documents")
+    prepare(small)
+    prepared = prepared_for(small)
+    assert prepared.columns == [{"name": "tokens", "dtype": "uint16"}, {"name": "mask", "dtype": "uint8"}]
+    tokenizer = load_tokenizer(small.folder.tokenizer)
+    assert prepared.template == tokenizer.template_identity is not None
+    tokens, mask = (Column(column_prefix(small.folder.columns, "train", name, 0)) for name in ("tokens", "mask"))
+    said = 0
+    for record in range(len(tokens)):
+        trained = tokens[record][mask[record] == 1]
+        assert trained[-1] == tokenizer.special.eos, "the model has to learn to stop"
+        text = tokenizer.decode(trained)
+        assert text.startswith("Answer ")
+        assert "Question" not in text
+        said += len(text.encode())
+        assert tokens[record].tolist().count(tokenizer.special.bos) == 1
+    assert prepared.total("train", "bytes") == pytest.approx(said, abs=len(tokens)), "white space at the end of an answer may be trimmed"
+
+
+def test_rows_of_chats_train_answers_alone(tmp_path: Path) -> None:
+    small = chat_recipe(tmp_path)
+    ingest(small)
+    prepare(small)
+    tokenizer = load_tokenizer(small.folder.tokenizer)
+    rows = open_rows(small.folder.columns, "train", 96, pack="best_fit", pad_last=False)
+    for index in range(len(rows)):
+        row = rows.row(index)
+        text = tokenizer.decode(row.labels[row.labels != IGNORE])
+        assert "Answer" in text
+        assert "Question" not in text
+        assert "metal" not in text
+
+
+def test_another_row_length_packs_again_and_encodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = chat_recipe(tmp_path)
+    ingest(small)
+    prepare(small)
+    monkeypatch.setattr(parts.Tokenise, "open", None)
+    longer = chat_recipe(tmp_path, data__seq_len=128)
+    prepare(longer)
+    assert len(open_rows(longer.folder.columns, "train", 128, pack="best_fit", pad_last=False)) > 0
+
+
+def test_another_template_makes_other_columns(tmp_path: Path) -> None:
+    small = chat_recipe(tmp_path)
+    ingest(small)
+    first = prepare(small)
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert prepare(chat_recipe(tmp_path, tokenizer__template=str(template))).outputs != first.outputs
+
+
+def test_columns_of_another_objective_are_refused(tmp_path: Path) -> None:
+    small = chat_recipe(tmp_path)
+    ingest(small)
+    prepare(small)
+    with pytest.raises(WrongInput, match=r"prepared for objective\.kind sft, the recipe says pretrain; run `ingot prepare`"):
+        prepared_for(recipe(tmp_path, tmp_path / "chats.jsonl"))
+
+
+def columns_of(root: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> str:
+    """Existing columns, as Megatron's own tool would leave them."""
+    records = [np.array(tokenizer.encode_document(text), np.int32) for text in texts]
+    with ColumnWriter(root / "old", np.dtype("int32")) as writer:
+        writer.append(np.concatenate(records), np.array([len(record) for record in records]))
+    return f"megatron:{root / 'old'}"
+
+
+def test_existing_columns_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(ingest_module, "GROUP_DOCUMENTS", 40)
+    monkeypatch.setattr(ranges, "SMALLEST_BYTES", 1000)
+    texts = sentences(150)
+    first = recipe(tmp_path / "first", write_jsonl(tmp_path / "a.jsonl", texts))
+    ingest(first)
+    prepare(first)
+    tokenizer = load_tokenizer(first.folder.tokenizer)
+    given = {"tokenizer__source": str(first.folder.tokenizer), "tokenizer__vocab_size": None}
+    small = recipe(tmp_path / "second", columns_of(tmp_path, tokenizer, texts), **given)
+    ingest(small)
+    assert "nothing in it tells which tokenizer made its ids" in capsys.readouterr().err
+    prepare(small)
+    prepared = read_prepared(small.folder.columns)
+    assert sum(prepared.total(split, "documents") for split in ("train", "validation")) == 150
+    found = set()
+    for split in ("train", "validation"):
+        for part in prepared.splits[split][0].parts:
+            column = Column(column_prefix(small.folder.columns, split, "tokens", part.number))
+            found |= {tokenizer.decode(column[record]) for record in range(len(column))}
+    assert found == set(texts)
+    held_out = prepared.splits["validation"][0]
+    assert 0 < held_out.bytes == pytest.approx(sum(map(len, (text.encode() for text in texts))) * held_out.documents / 150, rel=0.3)
+    assert len(prepared.splits["train"][0].parts) > 1
+
+
+def test_columns_of_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
+    texts = sentences(60)
+    first = recipe(tmp_path / "first", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer__vocab_size=320)
+    ingest(first)
+    prepare(first)
+    source = columns_of(tmp_path, load_tokenizer(first.folder.tokenizer), texts)
+    smaller = recipe(tmp_path / "other", write_jsonl(tmp_path / "b.jsonl", texts), tokenizer__vocab_size=280)
+    ingest(smaller)
+    prepare(smaller)
+    small = recipe(tmp_path / "second", source, tokenizer__source=str(smaller.folder.tokenizer), tokenizer__vocab_size=None)
+    ingest(small)
+    with pytest.raises(WrongInput, match=r"old\.bin: document old:\d+ has the id 29\d, the tokenizer only 280 ids; another one made these columns"):
+        prepare(small)
+
+
+class Erring:
+    """A fast encoder that gives one wrong id."""
+
+    name = "erring 1.0"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
+        flat, offsets = self._tokenizer.encode_batch(texts)
+        flat = flat.copy()
+        flat[offsets[:-1]] = 7
+        return flat, offsets
+
+
+def test_a_fast_encoder_that_errs_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", sentences(200))
+    right = recipe(tmp_path / "right", source, tokenizer__encoder="reference")
+    ingest(right)
+    expected = prepare(right).outputs
+    opened = parts.open_encoder
+    choice = Choice("erring 1.0", [("erring 1.0", "taken: by a fault")], {"erring 1.0": 1.0})
+    monkeypatch.setattr("ingot.data.prepare.choose_encoder", lambda tokenizer, texts: choice)
+    monkeypatch.setattr(parts, "open_encoder", lambda tokenizer, name: Erring(tokenizer) if name == "erring 1.0" else opened(tokenizer, name))
+    monkeypatch.setattr(parts, "COMPARED", 0.05)
+    small = recipe(tmp_path / "erring", source)
+    ingest(small)
+    assert prepare(small).outputs == expected
+    assert "erring 1.0 gave other ids than the reference for a.jsonl:" in capsys.readouterr().err
+    manifest = json.loads((small.folder.columns / "done" / "train-00000.json").read_text())
+    assert manifest["redone"].startswith("a.jsonl:")
