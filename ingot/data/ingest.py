@@ -30,7 +30,7 @@ SHOWN = 3
 # Where the parts of the tasks lie until all are there and get their numbers.
 TASKS = ".tasks"
 # Starting processes takes longer than reading so much here.
-ALONE_BYTES = 100_000_000
+ALONE_BYTES = 250_000_000
 NO_CHATS = ("text", "wikipedia", "megatron")
 
 
@@ -64,6 +64,7 @@ def ingest(recipe: Recipe) -> Outcome:
         with Progress("ingest", total=-(-total // 10**6), unit="MB") as progress:
             work = Read(folder / TASKS, stop=recipe.data.on_bad == "stop")
             with contextlib.closing(_engine(recipe, tasks, total)) as engine:
+                engine.warm("ingot.data.reading")
                 done = engine.run(work, tasks, progress) if tasks else []
         splits, entries = _gather(folder, plans, done)
     finally:

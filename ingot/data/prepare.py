@@ -19,10 +19,11 @@ from ingot.data.cleaning.stages import clean
 from ingot.data.documents import Shares
 from ingot.data.engines.choose import open_engine
 from ingot.data.engines.engine import Engine
+from ingot.data.engines.local import LocalEngine
 from ingot.data.manifest import MANIFEST, Prepared, PreparedSource, data_identity, set_identity, write_prepared
 from ingot.data.packing import pack
 from ingot.data.parts import DONE, Made, Tokenise, column_dtype, finished, inputs_of
-from ingot.data.ranges import ranges
+from ingot.data.ranges import SMALLEST_BYTES, ranges
 from ingot.data.raw import Raw, open_raw
 from ingot.data.rows import open_rows
 from ingot.data.sources import Split, recipe_sources
@@ -33,6 +34,10 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 TRIED_BYTES = 500_000
+# Of less there is not more than one range.
+WARM_BYTES = SMALLEST_BYTES
+# What a worker imports only when it opens its encoder.
+ENCODERS = ("gigatoken.gigatoken_rs", "awkward", "fastokens")
 
 
 def prepare(recipe: Recipe) -> Outcome:
@@ -48,6 +53,8 @@ def prepare(recipe: Recipe) -> Outcome:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
     with contextlib.closing(open_engine(recipe.data.engine, recipe.folder.data)) as engine:
+        if isinstance(engine, LocalEngine) and raw.bytes > WARM_BYTES:
+            engine.warm("ingot.data.parts", *ENCODERS)
         return _prepare(recipe, raw, engine)
 
 

@@ -91,9 +91,9 @@ def with_workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     process.stdout.readline()
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        # One more child tracks shared memory; it is not a worker.
-        children = psutil.Process(process.pid).children(recursive=True)
-        if len(workers := [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]) == 2:
+        # Workers are forked by a child, whose only business that is.
+        children = psutil.Process(process.pid).children()
+        if len(workers := [worker for child in children for worker in child.children()]) == 2:
             return workers
         time.sleep(0.02)
     raise AssertionError("no workers were started")

@@ -40,7 +40,7 @@ DIACRITICS = (
     r"\x{0591}-\x{05BD}\x{05BF}\x{05C1}\x{05C2}\x{05C4}\x{05C5}\x{05C7}"
     r"\x{0610}-\x{061A}\x{064B}-\x{065F}\x{0670}\x{06D6}-\x{06DC}\x{06DF}-\x{06E4}\x{06E7}\x{06E8}\x{06EA}-\x{06ED}]+"
 )
-SHARP_S = pa.array(["ß", "ẞ"])
+SHARP_S = ("ß", "ẞ")
 WIDEST = 4
 ASCII = bytes(SPACE if byte in ASCII_SPACES else ord(chr(byte).lower()) if byte < 128 else byte for byte in range(256))
 
@@ -73,7 +73,7 @@ def _tables() -> _Tables:
     cased = pc.utf8_lower(pc.utf8_upper(points))
     plain = pc.replace_substring_regex(pc.utf8_normalize(cased, "NFD"), DIACRITICS, "")
     folded = pc.if_else(pc.utf8_is_space(points), " ", pc.utf8_normalize(plain, "NFC"))
-    folded = _shortened(pc.if_else(pc.is_in(points, value_set=SHARP_S), "ss", folded))
+    folded = _shortened(pc.if_else(pc.is_in(points, value_set=pa.array(SHARP_S)), "ss", folded))
     table, sizes = np.zeros((LIMIT, WIDEST), np.uint8), np.zeros(LIMIT, np.uint8)
     flat, offsets = flat_of(folded)
     sizes[:] = np.diff(offsets)

@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 
@@ -29,6 +30,13 @@ class LocalEngine:
     def __init__(self, workers: int = 0) -> None:
         self._workers = workers or cores()
         self._pool: _Pool | None = None
+
+    def warm(self, *modules: str) -> None:
+        """Import what the workers will need in the process that they are forked from, while this one goes on."""
+        if self._workers > 1:
+            multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+            with _without_main():
+                forkserver.ensure_running()
 
     def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
         """See `Engine.run`."""
@@ -53,8 +61,8 @@ class _Pool:
     """Worker processes, and what they share with this one: how many bytes they have done, and whether they are to stop."""
 
     def __init__(self, workers: int) -> None:
-        # Not forked: a fork copies the threads' locks of Arrow and tokenizers, but not the threads.
-        context = multiprocessing.get_context("spawn")
+        # Not forked from here: a fork copies the threads' locks of Arrow and tokenizers, but not the threads.
+        context = multiprocessing.get_context("forkserver")
         self._advanced, self._stop = context.Value("Q", 0), context.Event()
         self._pool = ProcessPoolExecutor(workers, context, _start, (self._advanced, self._stop))
 
