@@ -34,6 +34,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 TRIED_BYTES = 500_000
+MOST_CONTAMINATED = 0.2
 # Of less there is not more than one range.
 WARM_BYTES = SMALLEST_BYTES
 # What a worker imports only when it opens its encoder.
@@ -61,6 +62,7 @@ def prepare(recipe: Recipe) -> Outcome:
 def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> Outcome:
     folder = recipe.folder.columns
     cleaned = clean(recipe, raw, engine)
+    _tell(cleaned)
     tokenizer = provide_tokenizer(recipe, raw, cleaned)
     if tokenizer.special.eos is None:
         say("warning: this tokenizer has no EOS token, so a model does not learn where a document ends")
@@ -87,6 +89,19 @@ def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> Outcome:
     return Outcome(
         f"{_in_words(tokens)} tokens, vocabulary {tokenizer.vocab_size:,}", str(folder), prepared.data, sizes(recipe.folder.root, paths)
     )
+
+
+def _tell(cleaned: Cleaned) -> None:
+    """What cleaning dropped, and what is to be known about it."""
+    report = cleaned.report
+    if not report.documents:
+        return
+    each = ", ".join(f"{count:,} by {step}" for step, count in cleaned.dropped.items() if count) or "none"
+    say(f"cleaning dropped {sum(cleaned.dropped.values()):,} of {report.documents:,} documents: {each}; `ingot show data` names some")
+    for note, count in report.notes.items():
+        say(f"cleaning: {count:,} {note}")
+    if cleaned.dropped.get("contamination", 0) > MOST_CONTAMINATED * report.documents:
+        say("warning: so many contaminated documents mean that held-out documents share boilerplate with all others; raise data.clean.contamination.matches")
 
 
 def _make(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned, engine: Engine) -> list[Made]:

@@ -67,7 +67,10 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     drawing = blueprint(recipe, tokenizer)
-    prepared_for(recipe)
+    prepared = prepared_for(recipe)
+    if tokenizer.identity() != prepared.tokenizer:
+        what = "chat template" if tokenizer.template_identity != prepared.template else "vocabulary or special tokens"
+        raise WrongInput(f"{columns} was prepared with another tokenizer than {recipe.folder.tokenizer} holds now: other {what}; run `ingot prepare`")
     weights = [source.weight for source in recipe.data.train]
     rows = open_rows(columns, "train", recipe.data.seq_len, pack=recipe.pack, pad_last=False, weights=weights)
     held_out = open_rows(columns, "validation", recipe.data.seq_len, pack=recipe.pack_held_out, pad_last=True)

@@ -111,3 +111,11 @@ def test_a_finished_training_is_done_again_with_another_template(root: Path, cap
 def test_baselines_mean_nothing_for_chats(root: Path) -> None:
     with pytest.raises(WrongInput, match=r"baselines gzip are for objective\.kind pretrain"):
         evaluate(recipe_of(root, evaluate__tasks="[{kind: loss, baselines: [gzip]}]"))
+
+
+def test_columns_of_another_template_are_not_trained_on(root: Path) -> None:
+    recipe = recipe_of(root)
+    template = recipe.folder.tokenizer / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> "))
+    with pytest.raises(WrongInput, match=r"was prepared with another tokenizer than .* holds now: other chat template; run `ingot prepare`"):
+        train(recipe)
