@@ -181,7 +181,7 @@ def plain_folding(corpus: str) -> Work:
 
 
 def peak_memory(root: Path, megabytes: float) -> tuple[float, float, float]:
-    """Run `ingest` and `prepare` on so much text: seconds, and the peak of resident memory of the largest process and of all together, MB."""
+    """Run `ingest` and `prepare` on so much text: seconds, and the peak memory of the largest process and of all together, MB."""
     corpus = write_corpus(root / f"{megabytes:g}.jsonl", megabytes)
     knobs = [f"name=m{megabytes:g}", f"output={root / 'runs'}", f"data.train=[{{source: '{corpus}'}}]", f"tokenizer.source={root / 'tokenizer'}"]
     empty = root / "empty.yaml"
@@ -191,22 +191,22 @@ def peak_memory(root: Path, megabytes: float) -> tuple[float, float, float]:
     for verb in ("ingest", "prepare"):
         process = subprocess.Popen([sys.executable, "-m", "ingot", verb, str(empty), *knobs], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None:
-            sizes = _resident(process.pid)
+            sizes = _memory(process.pid)
             largest, together = max(largest, *sizes, 0), max(together, sum(sizes))
-            time.sleep(0.02)
+            time.sleep(0.05)
         if process.returncode:
             raise SystemExit(f"{verb} failed on {megabytes:g} MB")
     corpus.unlink()
     return time.monotonic() - began, largest / MB, together / MB
 
 
-def _resident(pid: int) -> list[int]:
-    """Resident bytes of a process and of those under it."""
+def _memory(pid: int) -> list[int]:
+    """Bytes of memory of a process and of those under it; a page that several share counts as its share for each."""
     sizes = [0]
     try:
         leader = psutil.Process(pid)
         for process in (leader, *leader.children(recursive=True)):
-            sizes.append(process.memory_info().rss)
+            sizes.append(process.memory_full_info().pss)
     except psutil.Error:
         pass  # it ended while it was looked at
     return sizes
@@ -228,12 +228,20 @@ def preparing(quick: bool, root: Path) -> Comparison:
     ]
     ours = contenders[0].name
     ratios = [(ours, contender.name) for contender in contenders[2:]] + [(contenders[1].name, contenders[2].name)]
-    sizes = (2, 4) if quick else (20, 200, 2000)
-    notes = ["memory is that of the leading process; below, of the largest process and of all together:"]
-    for size in sizes:
-        seconds, largest, together = peak_memory(root, size)
-        notes.append(f"ingest + prepare of {size:,} MB: {seconds:.1f} s, peak {largest:,.0f} MB in one process, {together:,.0f} MB together")
+    notes = ["memory is that of the leading process, workers aside"]
     return Comparison(f"from JSONL to columns, {2 if quick else 200} MB", "MB", contenders, ratios, notes)
+
+
+def preparing_much(quick: bool, root: Path) -> Comparison:
+    size = 4 if quick else 2000
+    write_tokenizer(root / "tokenizer", 1 if quick else 20, 500 if quick else VOCABULARY)
+    notes = ["peak memory of the verbs on the command line, pages that processes share counted once:"]
+    for megabytes in (2, 4) if quick else (20, 200, 2000):
+        seconds, largest, together = peak_memory(root, megabytes)
+        notes.append(f"ingest + prepare of {megabytes:,} MB: {seconds:.1f} s, {largest:,.0f} MB in the largest process, {together:,.0f} MB in all together")
+    arguments = (str(root), str(write_corpus(root / "corpus.jsonl", size)))
+    contenders = [Contender("ingot ingest + prepare", to_columns, arguments), Contender("gigatoken, keeping nothing", gigatoken_files, arguments)]
+    return Comparison(f"from JSONL to columns, {size:,} MB", "MB", contenders, [(contenders[0].name, contenders[1].name)], notes)
 
 
 def cleanings(quick: bool, root: Path) -> Comparison:
@@ -248,5 +256,5 @@ def cleanings(quick: bool, root: Path) -> Comparison:
     return Comparison(f"cleaning {2 if quick else 100} MB", "MB", contenders, [("exact", "exact, in plain Python")])
 
 
-COMPARISONS: dict[str, Callable[[bool, Path], Comparison]] = {"prepare": preparing, "clean": cleanings}
+COMPARISONS: dict[str, Callable[[bool, Path], Comparison]] = {"prepare": preparing, "prepare-much": preparing_much, "clean": cleanings}
 """Name -> the comparison; the first argument asks for tiny sizes that only show that everything runs."""

@@ -5,6 +5,7 @@ So all of them meet the same moods of a shared machine, their ratio is taken tur
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 SAME = 0.01
 
@@ -146,7 +149,13 @@ def _live(contender: Contender, pipe: Connection) -> None:
 
 
 def _cpu_seconds() -> float:
-    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    """CPU seconds of this process, of the children that it has waited for, and of those that live, with theirs."""
+    own = sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            times = child.cpu_times()
+            own += times.user + times.system + times.children_user + times.children_system
+    return own
 
 
 def _on_device_bytes() -> int:

@@ -14,6 +14,7 @@ from ingot.base.steprecord import Outcome, sizes
 from ingot.base.storage import disk_errors
 from ingot.config.data import COLUMNS
 from ingot.config.recipe import Recipe
+from ingot.data.chats import plain_text
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.cleaning.stages import clean
 from ingot.data.documents import Shares
@@ -131,6 +132,8 @@ def _encoder(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned) -
     if recipe.tokenizer.encoder == "reference":
         return REFERENCE
     texts = [document.text for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)]
+    if recipe.objective.kind == "sft":
+        texts = [plain_text(text) for text in texts]
     if not texts:
         return REFERENCE
     choice = choose_encoder(tokenizer, texts)

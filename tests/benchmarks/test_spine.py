@@ -38,6 +38,6 @@ def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path("benchmarks/results/a-test.json")
     try:
         assert result.returncode == 0, result.stderr
-        assert len(json.loads(path.read_text())["comparisons"]) == 8
+        assert len(json.loads(path.read_text())["comparisons"]) == 9
     finally:
         path.unlink(missing_ok=True)
