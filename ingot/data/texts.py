@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,12 +50,17 @@ def documents_of(task: Range, raw: Raw, cleaned: Cleaned, shares: Shares, split:
 
 
 def sample(raw: Raw, cleaned: Cleaned, shares: Shares, sample_bytes: int) -> Iterator[Document]:
-    """Training documents of about `sample_bytes`, spread evenly over all of them; the same ones in every run."""
+    """Training documents of about `sample_bytes`, spread evenly over all of them, at least one; the same ones in every run."""
     tasks = list(pieces(raw, "train"))
     total = sum(source.bytes for source in raw.splits["train"])
     step = max(1, min(total // (SPREAD * sample_bytes), len(tasks)))
     share = min(1.0, sample_bytes * step / max(total, 1))
+    found = False
     for task in tasks[::step]:
         for document in documents_of(task, raw, cleaned, shares, "train"):
             if share >= 1.0 or chosen(document.doc_id, "vocabulary", share):
+                found = True
                 yield document
+    if not found:
+        everything = (document for task in tasks for document in documents_of(task, raw, cleaned, shares, "train"))
+        yield from itertools.islice(everything, 1)

@@ -240,6 +240,15 @@ def test_a_source_without_a_row_is_told(tmp_path: Path, source: Path, capsys: py
     assert "not one row of data.seq_len=16: it is not trained on" in capsys.readouterr().err
 
 
+def test_of_few_large_documents_one_is_the_sample(tmp_path: Path) -> None:
+    """Chance would choose none of them: there would be nothing to learn a vocabulary from, nor to try encoders on."""
+    small = ingested(tmp_path, write_jsonl(tmp_path / "a.jsonl", [text * 40 for text in sentences(12)]))
+    opened, shares = raw_module.open_raw(small), Shares.of(small.data)
+    for size in (1, 50):
+        assert len(list(sample(opened, Cleaned.nothing(), shares, size))) >= 1
+    prepare(recipe(tmp_path, tmp_path / "a.jsonl", tokenizer__sample_bytes=50))
+
+
 def test_before_ingest(tmp_path: Path, source: Path) -> None:
     with pytest.raises(WrongInput, match="run `ingot ingest` with this recipe first"):
         prepare(recipe(tmp_path, source))
