@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def taken_records(task: Range, shares: Shares, tokenizer: Tokenizer) -> Iterator
         WrongInput: an id is not in the vocabulary, so that another tokenizer made these columns.
     """
     waiting: dict[Split, list[Ids]] = {}
+    tokens: Counter[Split] = Counter()
     for doc_id, ids in _documents(task):
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             raise WrongInput(
@@ -38,10 +40,11 @@ def taken_records(task: Range, shares: Shares, tokenizer: Tokenizer) -> Iterator
         split = shares.split(task.split, doc_id)
         if split is None:
             continue
-        batch = waiting.setdefault(split, [])
-        batch.append(ids)
-        if sum(map(len, batch)) >= BATCH_TOKENS:
+        waiting.setdefault(split, []).append(ids)
+        tokens[split] += len(ids)
+        if tokens[split] >= BATCH_TOKENS:
             yield split, _records(waiting.pop(split), split, tokenizer)
+            tokens[split] = 0
     for split, batch in waiting.items():
         yield split, _records(batch, split, tokenizer)
 

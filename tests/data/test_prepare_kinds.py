@@ -12,7 +12,7 @@ import pytest
 import ingot.data.ingest as ingest_module
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.data import parts, ranges
+from ingot.data import parts, ranges, taken
 from ingot.data.columns import Column, ColumnWriter, column_prefix
 from ingot.data.ingest import ingest
 from ingot.data.manifest import prepared_for, read_prepared
@@ -118,6 +118,7 @@ def columns_of(root: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> str:
 def test_existing_columns_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(ingest_module, "GROUP_DOCUMENTS", 40)
     monkeypatch.setattr(ranges, "SMALLEST_BYTES", 1000)
+    monkeypatch.setattr(taken, "BATCH_TOKENS", 300)
     texts = sentences(150)
     first = recipe(tmp_path / "first", write_jsonl(tmp_path / "a.jsonl", texts))
     ingest(first)
@@ -187,3 +188,34 @@ def test_a_fast_encoder_that_errs_is_found_out(tmp_path: Path, monkeypatch: pyte
     assert "erring 1.0 gave other ids than the reference for a.jsonl:" in capsys.readouterr().err
     manifest = json.loads((small.folder.columns / "done" / "train-00000.json").read_text())
     assert manifest["redone"].startswith("a.jsonl:")
+
+
+def refusing(root: Path, **knobs: object) -> Recipe:
+    """A template that does not take chats of which one number is odd in its own way."""
+    template = root / "refusing.jinja"
+    template.write_text(
+        "{% for message in messages %}{% if 'Question 7?' in message.content %}{{ raise_exception('seven is refused') }}{% endif %}"
+        "<{{ message.role }}>{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return chat_recipe(root, tokenizer__template=str(template), **knobs)
+
+
+def test_a_chat_that_the_template_refuses_is_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = refusing(tmp_path)
+    ingest(small)
+    first = prepare(small)
+    prepared = prepared_for(small)
+    assert sum(prepared.total(split, "documents") for split in ("train", "validation")) == 59
+    told = "1 chats are left out, the template refuses them, such as chats.jsonl:8: "
+    assert told in capsys.readouterr().err
+    dropped = json.loads((small.folder.columns / "manifest.json").read_text())["dropped"]
+    assert (dropped["template"], dropped["data.fraction"]) == (1, 0)
+    assert prepare(small) == first, "the finished part remembers what it left out"
+
+
+def test_or_it_stops(tmp_path: Path) -> None:
+    small = refusing(tmp_path, data__on_bad="stop")
+    ingest(small)
+    with pytest.raises(WrongInput, match="seven is refused"):
+        prepare(small)

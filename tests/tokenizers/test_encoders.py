@@ -186,3 +186,15 @@ def test_a_worker_process_has_one_thread(tmp_path: Path, name: str) -> None:
 def test_where_two_differ() -> None:
     assert difference("ab", [1, 2, 3], [1, 2]) == "differs from the reference on 'ab' at token 2: [] instead of [3]"
     assert difference("x" * 50, [1], [2]) == f"differs from the reference on {'x' * 37 + '...'!r} at token 0: [2] instead of [1]"
+
+
+def test_of_a_book_only_the_beginning_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference takes minutes over a hundred megabytes."""
+    seen = list[int]()
+    real = Tokenizer.encode_batch
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: (seen.append(max(map(len, texts))), real(self, texts))[1])
+    monkeypatch.setattr("ingot.tokenizers.encoders.LONGEST", 1000)
+    book = "copper melts. " * 20_000
+    choose_encoder(TOKENIZER, [book], [])
+    assert seen
+    assert max(seen) < len(book)

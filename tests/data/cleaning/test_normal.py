@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ingot.base.errors import Failed
+from ingot.data.cleaning import normal
 from ingot.data.cleaning.chat_texts import normalize_chats, plain_texts
 from ingot.data.cleaning.normal import normalize
 
@@ -37,3 +39,13 @@ def test_chats() -> None:
     assert plain_texts(pa.array([chat])).to_pylist() == ["e\u0301?\nﬁ"]
     assert normalize_chats(pa.array([chat]), "nfc").to_pylist() == [chat.replace("e\u0301?", "é?")]
     assert normalize_chats(pa.array([chat]), "none").to_pylist() == [chat]
+
+
+def test_a_library_that_gets_the_form_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pyarrow 25 does, which leaves NFC decomposed."""
+    real = pc.utf8_normalize
+    monkeypatch.setattr(normal.pc, "utf8_normalize", lambda texts, form: real(texts, "NFD"))
+    normal._check_library.cache_clear()
+    with pytest.raises(Failed, match="gets the Unicode normal form NFC wrong; install another version"):
+        normalize(pa.array(["f\u00fcr"]), "nfc")
+    normal._check_library.cache_clear()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from ingot.data.engines.local import LocalEngine
 from ingot.data.engines.outcome import attempt, result_of
 from ingot.data.engines.spark import SparkEngine
 from tests.data.engines.places import SPARK, needs_spark
+from tests.house.source import PROJECT
 
 
 @dataclass(frozen=True)
@@ -77,3 +81,19 @@ def test_an_outcome_carries_the_kind_of_error() -> None:
     assert result_of(outcomes[0])[0] == 1
     with pytest.raises(WrongInput, match="2 is refused"):
         result_of(outcomes[1])
+
+
+def test_workers_do_not_run_the_callers_script(tmp_path: Path) -> None:
+    """A script without a main guard would start itself again in every worker."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('begun')\n"
+        "from ingot.base.progress import Progress\n"
+        "from ingot.data.engines.local import LocalEngine\n"
+        "from tests.data.engines.test_engines import Squares\n"
+        "with Progress('squares', None, 'MB', quiet=True) as progress:\n"
+        "    print([square for square, _ in LocalEngine(2).run(Squares(), [1, 2, 3], progress)])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.stdout == "begun\n[1, 4, 9]\n", done.stderr
