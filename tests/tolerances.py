@@ -22,3 +22,15 @@ NLL_FP32 = 1e-5
 LOGPROB = 1e-4
 # Relative difference of the first training loss, float32, from the same tokens through transformers, summed in float64.
 REAL_LOSS = 1e-5
+# Relative difference, in norm, of logits between an adapter folded into its weights and beside them, both float32.
+MERGED_FP32 = 1e-5
+# The same with W + BA rounded to bf16. A bf16 number has 8 significant bits, so each weight is off by 2^-8 at most and by 0.4 of
+# that in the mean square; a product's output is off by as much, and the n products that a token passes add up as independent
+# errors do: 0.4 * 2^-8 * sqrt(n), that is 0.006 for the n = 16 of the tests' two layers. Twice that, for what non-linear parts
+# add. The weights of the base alone suffer the same when exported to bf16.
+MERGED_BF16 = 0.0125
+# The same where both compute in bf16 as well: besides the weights the inputs and outputs of each product are rounded, in both, so
+# sqrt(6) times as much.
+MERGED_COMPUTED_BF16 = 0.03
+# DPO's loss, rewards and gradients (relative, in norm) against TRL's on the same ids, float32.
+TRL = 1e-5

@@ -28,14 +28,24 @@ class Metric:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` hold numbers to look at, never to gate on."""
+    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` hold numbers to look at, never to gate on.
+
+    `base`: the same metrics of the model that training started from, where it was asked for. Of `baselines`, those that
+    begin with the key of a metric (`rouge/rouge1/first_line`) belong to it; others (`gzip -9`) are bits per byte.
+    """
 
     model_hash: str
     tokenizer_hash: str
     metrics: dict[str, Metric]
     baselines: dict[str, float] = field(default_factory=dict)
     samples: list[dict[str, str]] = field(default_factory=list)
+    base: dict[str, Metric] = field(default_factory=dict)
     schema: int = SCHEMA
+
+    @property
+    def bits_per_byte(self) -> dict[str, float]:
+        """What others reach on the held-out bytes, by name."""
+        return {name: value for name, value in self.baselines.items() if name.rpartition("/")[0] not in self.metrics}
 
     def metric(self, name: str) -> tuple[str, Metric] | None:
         """The metric with the key `name`, or the only one whose key ends in `/name`; None when there is none.
@@ -53,7 +63,7 @@ class EvaluationReport:
 
 def write_report(path: Path, report: EvaluationReport) -> None:
     """Raises Failed when a number is not finite: such a model cannot be compared with any other."""
-    for key, metric in report.metrics.items():
+    for key, metric in [*report.metrics.items(), *((f"base {key}", metric) for key, metric in report.base.items())]:
         if not all(math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)):
             interval = f"{metric.value} [{metric.ci_low}, {metric.ci_high}]"
             raise Failed(f"{key} is {interval}: the model gives numbers that are not finite; train it again with a lower train.optimizer.lr")
@@ -75,8 +85,9 @@ def parse_report(text: bytes | str, where: str) -> EvaluationReport:
         value: dict[str, Any] = json.loads(text)
         if value.get("schema", 0) > SCHEMA:
             raise WrongInput(f"{where} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
-        report = EvaluationReport(**{**value, "metrics": {key: Metric(**item) for key, item in value["metrics"].items()}})
-        for key, metric in report.metrics.items():
+        metrics, base = ({key: Metric(**item) for key, item in found.items()} for found in (value["metrics"], value.get("base", {})))
+        report = EvaluationReport(**{**value, "metrics": metrics, "base": base})
+        for key, metric in [*report.metrics.items(), *report.base.items()]:
             if not all(math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)):
                 raise WrongInput(f"{where}: {key} is {metric.value}; run `ingot evaluate` again")
             if metric.direction not in ("lower", "higher"):

@@ -46,6 +46,16 @@ class RunFolder:
         return self.root / "model"
 
     @property
+    def adapter(self) -> Path:
+        """The adapter of a LoRA run in PEFT's layout; `model` then is the base with it merged."""
+        return self.root / "adapter"
+
+    @property
+    def reference(self) -> Path:
+        """Log-probabilities of preferences under the reference model, beside the columns."""
+        return self.root / "data" / "reference"
+
+    @property
     def reports(self) -> Path:
         return self.root / "reports"
 

@@ -13,20 +13,23 @@ import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
 from ingot.models.decoder import Decoder
-from ingot.models.folder import CONFIG, LINEAGE, hash_model, load_model, model_config, read_lineage, save_weights
+from ingot.models.folder import CONFIG, LINEAGE, hash_model, model_config, read_lineage, save_weights
+from ingot.models.kinds import Model, exported_weights, open_model
+from ingot.models.meta import is_meta, load_meta
 from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
 GENERATION = "generation_config.json"
 ExportType = Literal["bf16", "fp32"]
+GENERATED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
 DTYPES: dict[ExportType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def export_model(
-    model: Decoder, tokenizer: Tokenizer, folder: Path, *, export_type: ExportType, lineage: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    model: Model, tokenizer: Tokenizer, folder: Path, *, export_type: ExportType, lineage: Mapping[str, Any], generation: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write the model folder, all at once. Returns its `ingot.json`, with `model_hash` in it.
+    """Write the model folder, all at once, adapters folded in. Returns its `ingot.json`, with `model_hash` in it.
 
     `generation` is the source's generation configuration, carried over; None makes one from the tokenizer.
     """
@@ -36,13 +39,16 @@ def export_model(
     special = {"bos_token_id": tokenizer.special.bos, "eos_token_id": eos, "pad_token_id": tokenizer.special.pad}
     config = {**model.config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
-    if generation is None:
+    if not isinstance(model, Decoder):
+        # A decoder of the other kinds begins and ends as its own configuration says.
+        generation = generation or {"_from_model_config": True, **{key: config[key] for key in GENERATED if config.get(key) is not None}}
+    elif generation is None:
         config.update(special)
         generation = {"_from_model_config": True, **{key: value for key, value in special.items() if value is not None}}
     else:
         generation = _stopping_at(generation, stop)
     with atomic_folder(folder) as partial:
-        save_weights({name: parameter.detach().to("cpu", dtype) for name, parameter in model.named_parameters()}, partial)
+        save_weights({name: tensor.to("cpu", dtype) for name, tensor in exported_weights(model)}, partial)
         _write_json(partial / CONFIG, config)
         _write_json(partial / GENERATION, generation)
         tokenizer.save(partial)
@@ -72,19 +78,33 @@ def source_generation(folder: Path | None) -> dict[str, Any] | None:
 
 
 def copy_model(source: Path, target: Path, *, export_type: ExportType | None, overwrite: bool) -> dict[str, Any]:
-    """`ingot export` and `ingot import`: read a model folder, check every tensor, write it anew.
+    """`ingot export` and `ingot import`: read a model folder, Hugging Face's or Meta's, check every tensor, write it anew.
 
     Raises:
-        WrongInput: not a model folder, or `target` exists and `overwrite` is not set.
+        WrongInput: not a model folder, weights or a tokenizer that do not fit, or `target` exists and `overwrite` is not set (or
+            is no model folder, so that something else would be lost).
     """
     if target.exists() and not overwrite:
         raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
-    stored = str(model_config(source).get("dtype") or model_config(source).get("torch_dtype") or "float32")
+    if target.exists() and not (target / CONFIG).exists() and (target.is_file() or any(target.iterdir())):
+        raise WrongInput(f"{target} is no model folder, and --overwrite replaces only those; choose another folder")
+    config = None if is_meta(source) else model_config(source)
+    tokenizer = load_tokenizer(source)  # before the weights, which may be many gigabytes
+    model, stored = _opened(source, config)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise WrongInput(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, the model only {model.config.vocab_size}; put the model's own there")
     if export_type is None:
         export_type = "bf16" if stored in ("bfloat16", "float16") else "fp32"
-    model = load_model(source, device=torch.device("cpu"))
     lineage = {key: value for key, value in (read_lineage(source) or {"source": str(source)}).items() if key not in ("schema", "model_hash", "export_type")}
-    return export_model(model, load_tokenizer(source), target, export_type=export_type, lineage=lineage, generation=source_generation(source))
+    return export_model(model, tokenizer, target, export_type=export_type, lineage=lineage, generation=source_generation(source))
+
+
+def _opened(source: Path, config: Mapping[str, Any] | None) -> tuple[Model, str]:
+    """The model in a folder, and the type that its weights are stored in; without a `config`, one in Meta's layout."""
+    if config is None:
+        model, dtype = load_meta(source, device=torch.device("cpu"))
+        return model, str(dtype).removeprefix("torch.")
+    return open_model(source, device=torch.device("cpu")), str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 import ingot
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.progress import say
+from ingot.base.runfolder import RunFolder
 from ingot.base.storage import disk_errors, fsync_folder, fsync_tree
-from ingot.checkpoints.state import make_room, training_tensors
+from ingot.checkpoints.state import MODEL, make_room, training_tensors
 from ingot.parallel.mesh import Mesh
 
 COMMIT = "COMMIT.json"
@@ -105,18 +106,27 @@ def newest_valid(checkpoints: Path) -> Found | None:
     return None
 
 
-def load_checkpoint(found: Found, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
-    """Fill model and optimizer in place, whatever layout wrote the checkpoint.
+def load_checkpoint(found: Found, model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> None:
+    """Fill model and optimizer in place, whatever layout wrote the checkpoint; without an optimizer, the weights alone.
 
     Raises:
-        Failed: tensors are missing or of another shape.
+        Failed: tensors are missing or of another shape; all are named, none is loaded.
     """
     reader = FileSystemReader(str(found.folder))
     stored = reader.read_metadata().state_dict_metadata
-    make_room(model, optimizer, stored)
+    if optimizer is not None:
+        make_room(model, optimizer, stored)
     tensors = training_tensors(model, optimizer)
-    if missing := sorted(tensors.keys() - stored.keys()) + sorted(stored.keys() - tensors.keys()):
-        raise Failed(f"checkpoint {found.folder} does not fit this model: {missing[0]} and {len(missing) - 1} more differ; use --fresh")
+    there = {name: about for name, about in stored.items() if optimizer is not None or name.startswith(MODEL)}
+    wrong = [f"{name} is missing" for name in sorted(tensors.keys() - there.keys())]
+    wrong += [f"{name} is not part of this model" for name in sorted(there.keys() - tensors.keys())]
+    wrong += [
+        f"{name} is {list(size)}, {list(tensors[name].shape)} is wanted"
+        for name, about in sorted(there.items()) if name in tensors and (size := getattr(about, "size", None)) is not None and size != tensors[name].shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise Failed(f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more}; use --fresh, or the recipe that wrote it")
     with _alone_is_meant():
         load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)
 
@@ -129,18 +139,37 @@ def _alone_is_meant() -> Iterator[None]:
         yield
 
 
-def retain(checkpoints: Path, keep: int) -> None:
-    """Delete all but the newest `keep` committed checkpoints, and what killed saves left behind them.
+def retain(checkpoints: Path, keep: int, best: int | None = None) -> None:
+    """Delete all but the newest `keep` committed checkpoints and that of step `best`, and what killed saves left behind them.
 
     The marker goes first, so that a half-deleted checkpoint is never taken for a whole one.
     """
     found = committed(checkpoints)
-    for old in found[keep:]:
+    kept = {item.folder for number, item in enumerate(found) if number < keep or item.step == best}
+    for old in (item for item in found if item.folder not in kept):
         (old.folder / COMMIT).unlink(missing_ok=True)
         fsync_folder(old.folder)
         shutil.rmtree(old.folder, ignore_errors=True)
-    kept = {item.folder for item in found[:keep]}
     newest = found[0].step if found else -1
     for folder in checkpoints.glob("step-*"):
         if folder not in kept and folder < step_folder(checkpoints, newest):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoint_in(place: Path) -> Found:
+    """The checkpoint that a path means: a checkpoint folder itself, or the newest whole one of a run folder.
+
+    Raises:
+        WrongInput: there is none.
+        Failed: there are checkpoints, and not one is whole.
+    """
+    commit = read_marker(place, COMMIT)
+    if commit is not None:
+        if wrong := problems(place, commit, checksums=True):
+            raise Failed(f"checkpoint {place} is damaged ({wrong[0]}); take another one")
+        return Found(place, int(commit["step"]), commit)
+    checkpoints = place if place.name == "checkpoints" else RunFolder(place).checkpoints
+    found = newest_valid(checkpoints)
+    if found is None:
+        raise WrongInput(f"{place} holds no checkpoint; give a run folder, or one of the folders in its checkpoints/")
+    return found

@@ -15,8 +15,9 @@ from ingot.base.runfolder import RunFolder
 from ingot.cli.look import console, run_folder
 from ingot.data.cleaning.stages import MARKER
 from ingot.data.columns import Column, column_prefix
+from ingot.data.kinds import LABEL, is_mask, token_columns
 from ingot.data.manifest import Prepared, read_prepared
-from ingot.data.packing import markers_of
+from ingot.data.packing import PICKED, markers_of
 from ingot.tokenizers.load import load_tokenizer
 
 MEASURED_PARTS = 64
@@ -81,18 +82,19 @@ def _example(example: dict[str, Any]) -> str:
 
 def _lengths(run: RunFolder, prepared: Prepared) -> Table:
     """Tokens of a document; of a great many parts, a few evenly spread ones are looked at."""
-    table = Table("split", "mean", "10 %", "median", "90 %", "longest", title="tokens of a document", title_justify="left")
-    for column in table.columns[1:]:
+    table = Table("split", "column", "mean", "10 %", "median", "90 %", "longest", title="tokens of a document", title_justify="left")
+    for column in table.columns[2:]:
         column.justify = "right"
     for split, sources in prepared.splits.items():
         parts = [part for source in sources for part in source.parts]
         looked_at = parts[:: max(1, len(parts) // MEASURED_PARTS)]
         if not looked_at:
             continue
-        measured = [Column(column_prefix(run.columns, split, "tokens", part.number)) for part in looked_at]
-        lengths = np.concatenate([column.lengths(0, len(column)) for column in measured])
-        low, middle, high = np.percentile(lengths, (10, 50, 90))
-        table.add_row(split, f"{lengths.mean():,.1f}", f"{low:,.0f}", f"{middle:,.0f}", f"{high:,.0f}", f"{lengths.max():,}")
+        for name in token_columns(prepared.names):
+            measured = [Column(column_prefix(run.columns, split, name, part.number)) for part in looked_at]
+            lengths = np.concatenate([column.lengths(0, len(column)) for column in measured])
+            low, middle, high = np.percentile(lengths, (10, 50, 90))
+            table.add_row(split, name, f"{lengths.mean():,.1f}", f"{low:,.0f}", f"{middle:,.0f}", f"{high:,.0f}", f"{lengths.max():,}")
     return table
 
 
@@ -100,10 +102,12 @@ def _rows(run: RunFolder, out: Console) -> None:
     for name in markers_of(run.columns):
         marker = read_marker(run.columns, name) or {}
         counts = {split: f"{count['rows']:,} {split} rows" for split, count in marker["counts"].items()}
-        cut = sum(count["truncated"] for count in marker["counts"].values())
-        lost = sum(count["lost"] for count in marker["counts"].values())
+        cut, lost, untrained = (sum(count[what] for count in marker["counts"].values()) for what in ("truncated", "lost", "untrained"))
         told = f"; {cut:,} documents truncated, {lost:,} left out since nothing trained remained of them" if cut or lost else ""
-        out.print(f"rows of {marker['seq_len']:,} tokens ({marker['pack']}): {', '.join(counts.values())}, {marker['padding']:.2%} padding{told}")
+        told += f"; {untrained:,} left out since nothing is trained in them" if untrained else ""
+        targets = f", targets of {marker['target_len']:,}" if marker.get("target_len") is not None else ""
+        padding = "" if marker.get("documents") in PICKED else f", {marker['padding']:.2%} padding"
+        out.print(f"rows of {marker['seq_len']:,} tokens{targets} ({marker['pack']}): {', '.join(counts.values())}{padding}{told}")
 
 
 def _samples(run: RunFolder, prepared: Prepared, out: Console) -> None:
@@ -111,6 +115,10 @@ def _samples(run: RunFolder, prepared: Prepared, out: Console) -> None:
     tokenizer = load_tokenizer(run.tokenizer)
     parts = [part for source in prepared.splits["train"] for part in source.parts if part.documents][:SAMPLES]
     for part in parts:
-        ids = Column(column_prefix(run.columns, "train", "tokens", part.number))[0][:SAMPLE_TOKENS]
-        text = tokenizer.decode(ids, skip_special=False)
-        out.print(f"a document of part {part.number}: {text!r}", markup=False, soft_wrap=True)
+        for name in prepared.names:
+            values = Column(column_prefix(run.columns, "train", name, part.number))[0][:SAMPLE_TOKENS]
+            of = "" if len(prepared.names) == 1 or name == "tokens" else f", {name}"
+            if name == LABEL:
+                out.print(f"a document of part {part.number}{of}: {prepared.labels[int(values[0])]}", markup=False, soft_wrap=True)
+            elif not is_mask(name):
+                out.print(f"a document of part {part.number}{of}: {tokenizer.decode(values, skip_special=False)!r}", markup=False, soft_wrap=True)

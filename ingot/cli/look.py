@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from ingot.base.evaluation import read_report
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import read_recipe
+from ingot.evaluate import table
 
 PLAIN_WIDTH = 140
 
@@ -29,12 +29,4 @@ def run_folder(target: str) -> RunFolder:
 
 def show_report(run: RunFolder) -> None:
     """The metrics in `reports/evaluate.json`, as `ingot evaluate` showed them when it wrote them."""
-    report = read_report(run.reports / "evaluate.json")
-    table = Table("metric", "value", "95 % interval", "n")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for key, metric in report.metrics.items():
-        table.add_row(key, f"{metric.value:.4f}", f"{metric.ci_low:.4f} to {metric.ci_high:.4f}", f"{metric.n:,}")
-    for name, value in report.baselines.items():
-        table.add_row(f"bits per byte of {name}", f"{value:.4f}")
-    console().print(table)
+    table.show_report(read_report(run.reports / "evaluate.json"), console())

@@ -11,8 +11,11 @@ from ingot.base.progress import say
 from ingot.cli.arguments import read_recipe, settings_without_recipe, split, values
 from ingot.cli.target import find_target
 
-PREDICT: dict[str, Any] = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0, "seed": -1, "stop": "", "chat": False, "api_key": ""}
-"""The settings of `predict`. `seed` -1 draws one, `chat` puts the prompt through the model's chat template, `api_key` is `env:NAME`."""
+PREDICT: dict[str, Any] = {
+    "max_tokens": -1, "temperature": 0.0, "top_p": 1.0, "seed": -1, "stop": "", "beams": 1, "chat": False, "api_key": "",
+}
+"""The settings of `predict`. `max_tokens` -1 is 64, for a sequence-to-sequence model the whole text; `seed` -1 draws one, `chat` puts the prompt
+through the model's chat template, `api_key` is `env:NAME`."""
 
 
 def deploy_version(target: str, arguments: Sequence[str], *, version: int | None, rollback: bool) -> int:
@@ -41,7 +44,7 @@ def serve_model(target: str, arguments: Sequence[str]) -> int:
 
 
 def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
-    """Print one completion, and nothing else, on stdout."""
+    """Print one completion, text or label, and nothing else, on stdout."""
     files, overrides = split(arguments)
     own = [argument for argument in overrides if "." not in argument.partition("=")[0] and argument.partition("=")[0] != "output"]
     settings = values(own, PREDICT, "predict")
@@ -50,8 +53,9 @@ def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
     from ingot.serve.predict import predict
 
     print(predict(
-        found.url or found.folder or "", prompt, max_tokens=settings["max_tokens"], temperature=settings["temperature"], top_p=settings["top_p"],
-        seed=settings["seed"] if settings["seed"] >= 0 else None, stop=[settings["stop"]] if settings["stop"] else [], chat=settings["chat"],
+        found.url or found.folder or "", prompt, max_tokens=None if settings["max_tokens"] == -1 else settings["max_tokens"],
+        temperature=settings["temperature"], top_p=settings["top_p"], seed=settings["seed"] if settings["seed"] >= 0 else None,
+        stop=[settings["stop"]] if settings["stop"] else [], beams=settings["beams"], chat=settings["chat"],
         api_key=secret(settings["api_key"], "api_key") if settings["api_key"] else None,
     ))
     return 0
@@ -63,8 +67,13 @@ def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> i
         raise WrongInput(f"--format {layout} is not known in this version; only hf is")
     from ingot.base.hub import fetch_model
     from ingot.checkpoints.export import copy_model
+    from ingot.models.meta import is_meta
 
-    folder = fetch_model(source.removeprefix("hf:")) if source.startswith("hf:") else find_target(source).folder
+    folder: Path | None = Path(source)
+    if source.startswith("hf:"):
+        folder = fetch_model(source.removeprefix("hf:"))
+    elif not is_meta(Path(source)):
+        folder = find_target(source).folder
     if folder is None:
         raise WrongInput(f"{source} is an address; give a model folder, a run folder or hf:ORG/NAME")
     made = copy_model(folder, Path(target), export_type=None, overwrite=overwrite)

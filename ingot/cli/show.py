@@ -83,22 +83,33 @@ def mask(
 
 @show.command(epilog="Example: ingot show models")
 def models() -> int:
-    """Presets with their sizes, and the architectures that can be loaded."""
+    """Presets with their sizes, and the model types that can be loaded."""
     from rich.console import Console
     from rich.table import Table
 
     from ingot.config.presets import PRESETS
+    from ingot.config.presets import THROUGH_TRANSFORMERS as OTHERS
     from ingot.config.shape import parameter_count
-    from ingot.models.architecture import SUPPORTED
+    from ingot.models.architecture import SUPPORTED as NATIVE
+    from ingot.models.hub_config import SUPPORTED as THROUGH_TRANSFORMERS
 
-    presets = Table("preset", "parameters", "layers", "width", "heads", "vocabulary", "positions", title="model.source: preset:NAME", title_justify="left")
+    presets = Table(
+        "preset", "weights", "layers", "width", "heads", "vocabulary", "positions", title="model.source: preset:NAME (random weights)", title_justify="left",
+        collapse_padding=True,
+    )
     for name, preset in PRESETS.items():
         heads = f"{preset['num_attention_heads']} / {preset['num_key_value_heads']}"
         sizes = (preset["num_hidden_layers"], preset["hidden_size"], heads, preset["vocab_size"], preset["max_position_embeddings"])
         presets.add_row(name, _millions(parameter_count(preset)), *(size if isinstance(size, str) else f"{size:,}" for size in sizes))
-    loadable = Table("model_type", "which", title="model.source: hf:ORG/NAME or a folder", title_justify="left")
-    for kind, which in SUPPORTED.items():
-        loadable.add_row(kind, which)
+    for name, preset in OTHERS.items():
+        layers, width = preset.get("num_layers") or preset["num_hidden_layers"], preset.get("d_model") or preset["hidden_size"]
+        heads = str(preset.get("num_heads") or preset["num_attention_heads"])
+        presets.add_row(name, "", str(layers), str(width), heads, f"{preset['vocab_size']:,}", str(preset.get("max_position_embeddings", "")))
+    loadable = Table("model_type", "kind", "which", title="model.source: hf:ORG/NAME or a folder, by model_type in its config.json", title_justify="left")
+    for name, which in NATIVE.items():
+        loadable.add_row(name, "decoder", which)
+    for name, kinds in THROUGH_TRANSFORMERS.items():
+        loadable.add_row(name, ", ".join(kinds), "through transformers")
     console = Console()
     console.print(presets)
     console.print(loadable)

@@ -44,7 +44,7 @@ def find_target(target: str, more: Sequence[str] = ()) -> Target:
 
 
 def _from_folder(path: Path, more: Sequence[str]) -> Target:
-    if (path / "config.json").exists():
+    if (path / "config.json").exists() or (path / "adapter_config.json").exists():
         return Target(path.resolve().name, path, None, settings_without_recipe(more))
     run = RunFolder(path)
     if run.model.is_dir() or run.recipe.exists():

@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from ingot.verify.proof import Proof
 
-verify = typer.Typer(no_args_is_help=True, help="Prove things on your own recipe: tokenizer, data.")
+verify = typer.Typer(no_args_is_help=True, help="Prove things on your own recipe: tokenizer, data, export.")
 
 Recipes = Annotated[
     list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
@@ -32,6 +32,15 @@ def data(recipe: Recipes) -> int:
     from ingot.verify.data import verify_data
 
     return _shown(verify_data(read_recipe(recipe)))
+
+
+@verify.command(epilog="Example: ingot verify export recipes/quickstart.yaml")
+def export(recipe: Recipes) -> int:
+    """The exported model of a trained run against its checkpoint, transformers, PEFT and the server, token by token."""
+    from ingot.cli.arguments import read_recipe
+    from ingot.verify.export import verify_export
+
+    return _shown(verify_export(read_recipe(recipe)))
 
 
 def _shown(proof: Proof) -> int:

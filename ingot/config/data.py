@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from ingot.config.objective import Documents
 from ingot.config.section import Positive, Section, Share
 
 
@@ -24,11 +25,15 @@ class Source(Section):
     """Which split of a Hugging Face data set."""
     text: str = "text"
     """The column or JSON key that holds the text."""
-    layout: Literal["auto", "messages", "sharegpt", "alpaca"] = "auto"
-    """How a chat is written down, for objectives that train on chats: OpenAI's `messages`, ShareGPT's `conversations`, or Alpaca's
-    `instruction`, `input`, `output`. `auto` goes by the columns that there are."""
+    names: list[str] = []
+    """Names of the columns of a CSV or TSV file without a header line, such as `[text, label]`; empty where the first line has them."""
+    layout: Literal["auto", "messages", "sharegpt", "alpaca", "hh"] = "auto"
+    """How chats and preferences are written down: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`, `input`, `output`, or
+    `hh`, texts with `Human:` and `Assistant:` in them. Preferences have `chosen` and `rejected` beside or in place of these. `auto` goes by the
+    columns that there are."""
     columns: dict[str, str] = {}
-    """Names of a layout's columns where they differ from the usual ones, such as `{instruction: question, output: answer}`."""
+    """Names of columns where they differ from the usual ones, such as `{instruction: question, output: answer}`; the usual ones are the layout's
+    for chats and preferences, `source` and `target` for pairs, `text` and `label` for labelled texts."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of this source in what is trained on, relative to the sum of all weights. With one source, or all weights equal to 1, every
     source counts by its size."""
@@ -147,10 +152,12 @@ class Data(Section):
     ] = ValidationShare(fraction=0.01)
     """What loss is measured on: sources of its own, or `{fraction: F}` of the training documents."""
     seq_len: Positive = 512
-    """Tokens in a row; at most the model's positions."""
+    """Tokens in a row; at most the model's positions. Of a preference, each of the two answers with its prompt; of a pair, the source."""
+    target_len: Positive = 128
+    """Tokens in the target of a pair; longer ones are cut off."""
     pack: Literal["auto", "cut", "best_fit", "none"] = "auto"
     """How documents become rows. `cut`: one stream, cut every `seq_len` tokens. `best_fit`: whole documents side by side with little
-    padding, those that are too long split (for chats: truncated). `none`: one document a row. `auto`: cut for pretraining, best_fit else."""
+    padding, those that are too long split (for chats: truncated). `none`: one document a row. `auto`: cut for texts, best_fit for chats, none else."""
     on_bad: Literal["skip", "stop"] = "skip"
     """What happens at a line or file that cannot be read: counted, named and skipped, or stop."""
     fraction: Share = 1.0
@@ -164,5 +171,11 @@ class Data(Section):
     """What `prepare` runs on."""
 
 
-COLUMNS: dict[str, tuple[str, ...]] = {"pretrain": ("tokens",), "sft": ("tokens", "mask")}
-"""The columns that `prepare` writes for each kind of objective; the first one is what the model reads."""
+COLUMNS: dict[Documents, tuple[str, ...]] = {
+    "text": ("tokens",),
+    "chat": ("tokens", "mask"),
+    "preference": ("chosen", "chosen_mask", "rejected", "rejected_mask"),
+    "pair": ("source", "target"),
+    "labelled": ("tokens", "label"),
+}
+"""The columns that `prepare` writes for each kind of document; the first one is what the model reads."""

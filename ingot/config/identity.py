@@ -13,6 +13,8 @@ TRAINING_KNOBS = (
     "seed", "model", "data.seq_len", "objective", "train.steps", "train.epochs", "train.tokens", "train.global_batch",
     "train.optimizer", "train.schedule", "train.clip_norm", "train.early_stop", "precision.compute",
 )
+ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
+"""Where training starts if not at nothing; named only where they are set."""
 
 
 def training_identity(recipe: Recipe) -> dict[str, Any]:
@@ -22,9 +24,13 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     if recipe.data.skip:
         chosen["data.skip"] = [list(span) for span in recipe.data.skip]
     chosen["data.train.weight"] = [source.weight for source in recipe.data.train]
-    if recipe.train.early_stop is not None:
+    if recipe.documents == "pair":
+        chosen.update(recipe.select(("data.target_len",)))
+    chosen.update({knob: value for knob, value in recipe.select(ORIGIN).items() if value not in (None, False)})
+    if (early_stop := recipe.train.early_stop) is not None:
         # Only then does evaluation change what is trained.
         chosen.update(recipe.select(("train.evaluate_every", "train.evaluate_rows")))
+        chosen.update({f"evaluate.{task.name}": task.model_dump() for task in recipe.tasks if early_stop.metric.startswith(f"{task.name}/")})
     return chosen
 
 

@@ -81,8 +81,8 @@ def _sections(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "", annotation
     elif origin is list:
-        for _, inner in _sections(arguments[0]):
-            yield "[]", inner
+        for suffix, inner in _sections(arguments[0]):
+            yield suffix or "[]", inner
     elif origin is typing.Annotated:
         yield from _sections(arguments[0])
     elif origin in (typing.Union, types.UnionType):
@@ -112,7 +112,7 @@ def _type_name(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(_type_name(argument) for argument in arguments)
+        return " | ".join(dict.fromkeys(_type_name(argument) for argument in arguments))
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
     if origin is tuple:

@@ -10,12 +10,16 @@ from ingot.config.section import Section
 
 Positive = Annotated[int, Field(gt=0)]
 
+GATED = "loss/bits_per_byte"
+"""What the gate compares unless the kind of documents or the recipe says otherwise."""
+
 
 class Gate(Section):
     """Decides whether a new model replaces the live one."""
 
-    metric: str | Annotated[list[str], Field(min_length=1)] = "loss/bits_per_byte"
-    """Metric key of the evaluation report, or its tail where that is unique; of a list, all must be better."""
+    metric: str | Annotated[list[str], Field(min_length=1)] | None = None
+    """Metric key of the evaluation report, or its tail where that is unique; of a list, all must be better. Empty: `loss/bits_per_byte`, for
+    preferences `loss/accuracy`, for classifiers `classification/accuracy`."""
     direction: Literal["lower", "higher"] | None = None
     """Which way is better; the metric's own direction when empty."""
     margin: Annotated[float, Field(ge=0)] = 0.0

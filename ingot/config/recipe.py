@@ -10,9 +10,17 @@ from pydantic import Field, ValidationInfo, model_validator
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
 from ingot.config.data import Data, Pack
-from ingot.config.place import Gate, Launch, Registry, Serve
+from ingot.config.evaluation import ClassificationTask, Evaluate, LossTask, Task
+from ingot.config.objective import Classify, Documents, Objective, Pretrain, documents_of
+from ingot.config.place import GATED, Gate, Launch, Registry, Serve
 from ingot.config.section import Section
-from ingot.config.work import Checkpoint, Evaluate, Model, Objective, Parallel, Precision, Pretrain, Tokenizer, Track, Train
+from ingot.config.work import Checkpoint, Model, Parallel, Precision, Tokenizer, Track, Train
+
+PACKS: dict[Documents, tuple[Pack, ...]] = {
+    "text": ("cut", "best_fit", "none"), "chat": ("best_fit", "none"), "preference": ("none",), "pair": ("none",), "labelled": ("none",),
+}
+"""How each kind of document may become rows; the first is what `auto` means."""
+GATED_OTHERWISE: dict[Documents, str] = {"preference": "loss/accuracy", "labelled": "classification/accuracy"}
 
 
 class Recipe(Section):
@@ -57,14 +65,29 @@ class Recipe(Section):
     def _consistent(self, info: ValidationInfo) -> Recipe:
         if is_remote(self.output):
             raise ValueError(f"output {self.output} is not a local folder, and this version keeps runs on a disk; give a path")
-        names = [task.name for task in self.evaluate.tasks]
+        names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"evaluate.tasks: two tasks share a name among {names}; give each its own `name`")
+        if unknown := [name for name in self.train.evaluate_tasks if name not in names]:
+            raise ValueError(f"train.evaluate_tasks: {unknown[0]} is not among evaluate.tasks ({', '.join(names)}); give its name there")
+        self._check_metrics(names)
         if "vocab_size" in self.tokenizer.model_fields_set and not self.trains_tokenizer:
             raise ValueError("tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a tokenizer")
-        if self.objective.kind != "pretrain" and self.data.pack == "cut":
-            raise ValueError("data.pack cut would cut chats apart; set it to best_fit or none")
+        if self.data.pack not in ("auto", *PACKS[self.documents]):
+            raise ValueError(f"data.pack {self.data.pack} is not for objective.kind {self.objective.kind}; set it to {' or '.join(PACKS[self.documents])}")
         return self
+
+    def _check_metrics(self, tasks: list[str]) -> None:
+        """What stops training or chooses a checkpoint must be measured while training."""
+        early_stop = self.train.early_stop
+        for knob, metric in (("train.early_stop.metric", early_stop.metric if early_stop else None), ("checkpoint.best", self.checkpoint.best)):
+            if metric is None:
+                continue
+            if self.train.evaluate_every is None:
+                raise ValueError(f"{knob} needs train.evaluate_every; set it to a number of steps")
+            if metric != "loss" and metric.partition("/")[0] not in self.train.evaluate_tasks:
+                known = ", ".join(["loss", *(f"{name}/..." for name in self.train.evaluate_tasks)])
+                raise ValueError(f"{knob} {metric} is not measured while training, which is {known}; name its task in train.evaluate_tasks")
 
     @property
     def folder(self) -> RunFolder:
@@ -78,16 +101,34 @@ class Recipe(Section):
         return self.tokenizer.source == "train"
 
     @property
+    def documents(self) -> Documents:
+        """The kind of document that is trained on."""
+        return documents_of(self.objective)
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of a classifier's classes; none for anything else."""
+        return self.objective.labels if isinstance(self.objective, Classify) else []
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The evaluations, `evaluate.tasks` or what stands for none."""
+        return self.evaluate.tasks or [LossTask(), *([ClassificationTask(kind="classification")] if self.documents == "labelled" else [])]
+
+    @property
+    def gate_metric(self) -> str | list[str]:
+        """What the gate compares, `gate.metric` or what stands for none."""
+        return self.gate.metric or GATED_OTHERWISE.get(self.documents, GATED)
+
+    @property
     def pack(self) -> Pack:
         """How documents become rows: `data.pack` with `auto` resolved."""
-        if self.data.pack != "auto":
-            return self.data.pack
-        return "cut" if self.objective.kind == "pretrain" else "best_fit"
+        return PACKS[self.documents][0] if self.data.pack == "auto" else self.data.pack
 
     @property
     def pack_held_out(self) -> Pack:
-        """How held-out documents become rows: for pretraining always the stream cut, so that each token is measured once."""
-        return "cut" if self.objective.kind == "pretrain" else self.pack
+        """How held-out documents become rows: texts always as the stream cut, so that each token is measured once."""
+        return "cut" if self.documents == "text" else self.pack
 
     @property
     def registry_name(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.config.family import Sizes, sizes
 from ingot.config.work import Parallel, Train
 
 
@@ -52,45 +53,33 @@ def total_steps(train: Train, rows: int, seq_len: int) -> int:
 
 
 def parameter_count(config: Mapping[str, Any]) -> int:
-    """Weights of a Llama-like decoder with this Hugging Face configuration."""
-    hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
-    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return int(embeddings + layers * (_matrices(config) + _biases(config) + 2 * hidden) + hidden)
+    """Weights of a decoder of the native family with this Hugging Face configuration."""
+    read = sizes(config)
+    embeddings = read.vocab * read.hidden * (1 if read.tied else 2)
+    queries, keys = read.heads * read.head_dim, read.kv_heads * read.head_dim
+    biases = read.qkv_bias * (queries + 2 * keys) + read.output_bias * read.hidden + read.mlp_bias * (2 * read.feed_forward + read.hidden)
+    norms = 2 * read.hidden + read.qk_norm * 2 * read.head_dim
+    return embeddings + read.layers * (_matrices(read) + biases + norms) + read.hidden
 
 
 def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:
     """Floating-point operations of forward and backward for one token.
 
-    6 per matrix weight (the head included, the embedding lookup not), and 6 * seq_len * heads * head size per layer for
-    causal attention, which is half of the full square (the formula of PaLM, appendix B, with the causal half left out).
+    6 per matrix weight (the head included, the embedding lookup not), and 12 * heads * head size per layer for each token that
+    attention sees: seq_len / 2 on average, causal attention being half of the full square (the formula of PaLM, appendix B,
+    with the causal half left out), and less in a layer with a sliding window.
     """
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads, head_size = config["num_attention_heads"], _head_size(config)
-    matrices = layers * _matrices(config) + config["vocab_size"] * hidden
-    return float(6.0 * matrices + 6.0 * layers * seq_len * heads * head_size)
+    read = sizes(config)
+    matrices = read.layers * _matrices(read) + read.vocab * read.hidden
+    return 6.0 * matrices + 12.0 * read.heads * read.head_dim * sum(_seen(seq_len, window) for window in read.windows)
 
 
-def _head_size(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+def _seen(seq_len: int, window: int | None) -> float:
+    """How many tokens a token attends to on average, itself counted half: the first `window` ever more, the others `window` each."""
+    reach = min(seq_len, window or seq_len)
+    return reach * (2 * seq_len - reach + 1) / (2 * seq_len) - 0.5
 
 
-def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Query heads, key/value heads."""
-    heads = int(config["num_attention_heads"])
-    return heads, int(config.get("num_key_value_heads") or heads)
-
-
-def _matrices(config: Mapping[str, Any]) -> int:
+def _matrices(read: Sizes) -> int:
     """Weights of the seven matrices of one layer."""
-    hidden, head_size = config["hidden_size"], _head_size(config)
-    heads, kv_heads = _heads(config)
-    attention = hidden * head_size * (2 * heads + 2 * kv_heads)
-    return int(attention + 3 * hidden * config["intermediate_size"])
-
-
-def _biases(config: Mapping[str, Any]) -> int:
-    """Biases of one layer, where the configuration has them."""
-    heads, kv_heads = _heads(config)
-    attention = (heads + 2 * kv_heads) * _head_size(config) + config["hidden_size"]
-    feed_forward = 2 * config["intermediate_size"] + config["hidden_size"]
-    return int(bool(config.get("attention_bias")) * attention + bool(config.get("mlp_bias")) * feed_forward)
+    return read.hidden * read.head_dim * 2 * (read.heads + read.kv_heads) + 3 * read.hidden * read.feed_forward

@@ -1,4 +1,4 @@
-"""The knobs that say what is done: model, tokenizer, data, objective, training, evaluation."""
+"""The knobs that say what is done: model, tokenizer, training, precision, checkpoints, tracking."""
 
 # ruff: noqa: RUF012 (pydantic copies a mutable default for each section)
 
@@ -9,6 +9,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from ingot.config.section import Positive, Section
+
+
+class Lora(Section):
+    """Low-rank adaptation (Hu et al. 2021): the weights stay, a small product of two matrices is learnt beside each of some."""
+
+    rank: Positive = 16
+    """Inner size of the products."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The products are scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the inputs of the products that is dropped while training."""
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Which linear layers: `all-linear` for every one but the head, or names such as `[q_proj, v_proj]`; Meta's names (`wq`, `w1`) are understood."""
+    adapter: str | None = None
+    """Folder of an adapter in PEFT's layout to go on from; rank, alpha and targets must be its own. Empty: a new one, which changes nothing yet."""
 
 
 class Model(Section):
@@ -23,6 +38,8 @@ class Model(Section):
     names that change no shape."""
     revision: str | None = None
     """Branch, tag or commit on the hub; the default branch when empty."""
+    lora: Lora | None = None
+    """Train an adapter and leave the weights as they are; `{}` for the defaults. Null trains all weights."""
 
 
 class Tokenizer(Section):
@@ -41,27 +58,6 @@ class Tokenizer(Section):
     in a thousand compared throughout. `reference`: the tokenizer's own library alone. The ids are the same."""
     sample_bytes: Positive = 50_000_000
     """How many bytes of the training documents a trained vocabulary is learnt from; an even sample of all of them."""
-
-
-class Pretrain(Section):
-    """Next-token prediction on documents; continued pretraining is the same with loaded weights."""
-
-    kind: Literal["pretrain"] = "pretrain"
-    """The way of training."""
-
-
-class SFT(Section):
-    """Supervised fine-tuning on chats: loss on what the assistant says and on its end-of-turn token, on nothing else."""
-
-    kind: Literal["sft"]
-    """The way of training."""
-
-
-def _objective_kind(value: Any) -> str:
-    return str(value.get("kind", "pretrain")) if isinstance(value, dict) else str(getattr(value, "kind", value))
-
-
-Objective = Annotated[Annotated[Pretrain, Tag("pretrain")] | Annotated[SFT, Tag("sft")], Discriminator(_objective_kind)]
 
 
 class AdamW(Section):
@@ -112,12 +108,15 @@ class Schedule(Section):
 
 
 class EarlyStop(Section):
-    """Stop when the validation loss no longer falls; all ranks together."""
+    """Stop when the model no longer gets better on the validation rows; all ranks together."""
 
     patience: Positive = 3
     """Evaluations in a row without improvement before training stops."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """An improvement smaller than this, in nats per token, does not count."""
+    """An improvement smaller than this, in the metric's units, does not count."""
+    metric: str = "loss"
+    """What must improve: `loss`, the objective's own on the validation rows, or a metric of `train.evaluate_tasks`, such as
+    `hellaswag/accuracy_norm`."""
 
 
 class Train(Section):
@@ -145,6 +144,17 @@ class Train(Section):
     """Steps between evaluations of the loss on the validation rows; null for none while training."""
     evaluate_rows: Positive = 64
     """Validation rows used by each evaluation while training; the first ones, always the same."""
+    evaluate_tasks: list[str] = []
+    """Names of `evaluate.tasks` that each evaluation while training does too, dealt over the ranks."""
+    sample_every: Positive | None = None
+    """Steps between samples: the completions of `evaluate.prompts`, logged as text; null for none while training."""
+    start_from: str | None = None
+    """Checkpoint of another run to start from: its run folder (the newest is taken) or one checkpoint folder. Weights, optimizer and the step
+    that the schedule stands at are taken over."""
+    reset_optimizer: bool = False
+    """With `start_from`: take the weights only; the optimizer starts anew, and so does the schedule."""
+    start_step: Annotated[int, Field(ge=0)] | None = None
+    """Step that training starts at, for schedule and data order; empty: 0, or that of `start_from`."""
     compile: bool = False
     """Compile the model with torch.compile: slower to start, faster per step on most devices."""
 
@@ -155,6 +165,10 @@ class Train(Section):
             raise ValueError(f"train.{' and train.'.join(given)} both say how long to train; keep one of them")
         if self.early_stop is not None and self.evaluate_every is None:
             raise ValueError("train.early_stop needs train.evaluate_every; set it to a number of steps")
+        if self.evaluate_tasks and self.evaluate_every is None:
+            raise ValueError("train.evaluate_tasks needs train.evaluate_every; set it to a number of steps")
+        if self.reset_optimizer and self.start_from is None:
+            raise ValueError("train.reset_optimizer is about train.start_from; give the run to start from, or remove it")
         return self
 
 
@@ -189,35 +203,9 @@ class Checkpoint(Section):
     """Steps between checkpoints; one more is always made at the end and when a signal stops the run."""
     keep: Positive = 2
     """How many of the newest checkpoints are kept. The newest complete one is never deleted."""
-
-
-class LossTask(Section):
-    """Loss, perplexity and bits per byte on the validation documents."""
-
-    kind: Literal["loss"] = "loss"
-    """Which evaluation."""
-    name: str = "loss"
-    """The name that its metrics carry in the report."""
-    baselines: list[Literal["gzip", "xz", "bigram"]] = []
-    """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and a smoothed `bigram` of the same tokens
-    counted on the training split."""
-
-
-class Evaluate(Section):
-    """How good the model is."""
-
-    tasks: list[LossTask] = [LossTask()]
-    """The evaluations, in order."""
-    model: str | None = None
-    """Model folder to evaluate; the run's own exported model when empty."""
-    any_template: bool = False
-    """Evaluate a model although its chat template is not the one that it was trained with, or that the data were prepared with."""
-    micro_batch: Positive = 8
-    """Sequences computed at once; changes speed, never the result."""
-    prompts: list[str] = []
-    """Texts to complete, shown in the report."""
-    sample_tokens: Positive = 64
-    """Tokens generated for each of `prompts`, greedily."""
+    best: str | None = None
+    """Metric whose best checkpoint is kept beside the newest and exported in the end: `loss`, or one of `train.evaluate_tasks`, such as
+    `rouge/rougeL`. One is saved at each evaluation that is the best so far. Empty exports the last one."""
 
 
 class WandB(Section):

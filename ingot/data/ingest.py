@@ -19,19 +19,20 @@ from ingot.config.recipe import Recipe
 from ingot.data.blocks import block_bytes, cut
 from ingot.data.engines.local import LocalEngine
 from ingot.data.megatron import token_groups
-from ingot.data.raw import GROUP_BYTES, GROUP_DOCUMENTS, MANIFEST, Raw, RawPart, RawSource, kind_of, knobs_of, write_manifest
+from ingot.data.raw import GROUP_BYTES, GROUP_DOCUMENTS, MANIFEST, Raw, RawPart, RawSource, knobs_of, write_manifest
 from ingot.data.reading import Done, Read, Tally, Task
 from ingot.data.sourcefile import SourceFile
 from ingot.data.sources import Split, prepare_files, recipe_sources, source_files
 from ingot.data.stamps import stamps_of
-from ingot.data.wanted import Wanted
+from ingot.data.wanted import IN_WORDS, Wanted
 
 SHOWN = 3
 # Where the parts of the tasks lie until all are there and get their numbers.
 TASKS = ".tasks"
 # Starting processes takes longer than reading so much here.
 ALONE_BYTES = 250_000_000
-NO_CHATS = ("text", "wikipedia", "megatron")
+ONLY_TEXTS = ("text", "wikipedia", "megatron")
+TABLES = ("csv", "tsv")
 
 
 @dataclass(frozen=True)
@@ -76,20 +77,28 @@ def ingest(recipe: Recipe) -> Outcome:
 
 
 def _plans(recipe: Recipe, files: dict[Split, list[list[SourceFile]]], block: int) -> Iterator[_Plan]:
-    chat, number = recipe.objective.kind == "sft", 0
+    number = 0
     for split, sources in recipe_sources(recipe).items():
         for place, (source, found) in enumerate(zip(sources, files[split], strict=True)):
-            if chat and (file := next((file for file in found if file.format in NO_CHATS), None)):
-                raise WrongInput(
-                    f"data.{split}[{place}].source {source.source} holds {file.format} ({file.name}), and objective.kind={recipe.objective.kind} "
-                    f"trains on chats; give JSONL, JSON, Parquet, CSV, TSV or Arrow, or set `format`"
-                )
-            wanted, tasks = Wanted.of(source, chat=chat), list[Task]()
+            _check_formats(recipe, f"data.{split}[{place}]", source, found)
+            wanted, tasks = Wanted.of(source, recipe.documents, recipe.labels), list[Task]()
             if found[0].format != "megatron":
                 for pieces in cut(found, block):
                     tasks.append(Task(number, split, place, not tasks, pieces, wanted, source.fraction))
                     number += 1
             yield _Plan(split, source, found, tasks)
+
+
+def _check_formats(recipe: Recipe, knob: str, source: Source, files: Sequence[SourceFile]) -> None:
+    """Refuse files that cannot hold what is trained on, and names of columns for what has columns of its own."""
+    for file in files:
+        if recipe.documents != "text" and file.format in ONLY_TEXTS:
+            raise WrongInput(
+                f"{knob}.source {source.source} holds {file.format} ({file.name}), and objective.kind={recipe.objective.kind} "
+                f"trains on {IN_WORDS[recipe.documents]}; give JSONL, JSON, Parquet, CSV, TSV or Arrow, or set `format`"
+            )
+        if source.names and file.format not in TABLES:
+            raise WrongInput(f"{knob}.names is for CSV and TSV without a header line, and {source.source} holds {file.format} ({file.name}); remove it")
 
 
 def _engine(recipe: Recipe, tasks: Sequence[Task], total: int) -> LocalEngine:
@@ -123,7 +132,8 @@ def _gather(folder: Path, plans: Sequence[_Plan], results: Sequence[Done]) -> tu
         stamps, seen = stamps_of(plan.files)
         made.append(RawSource(
             plan.source.source, knobs_of(plan.source), len(plan.files), sum(documents for documents, _ in groups), sum(size for _, size in groups),
-            parts, dict(tally.bad.most_common()), tally.examples, stamps, kind_of(plan.tasks[0].wanted.chat), seen,
+            parts, dict(tally.bad.most_common()), tally.examples, stamps, plan.tasks[0].wanted.documents, seen,
+            list(plan.tasks[0].wanted.labels),
         ))
     return splits, entries
 

@@ -36,7 +36,7 @@ def json_lines(stream: IO[bytes], wanted: Wanted, row: int = 0, size: int = sys.
             size -= len(rest)
         elif not line.isspace():
             # A chat may hold the arguments of a call, and orjson rounds integers of more than 64 bits.
-            yield _exact_line(row, line, wanted) if wanted.chat else _json_line(row, line, wanted)
+            yield _exact_line(row, line, wanted) if wanted.exact else _json_line(row, line, wanted)
 
 
 def _json_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:

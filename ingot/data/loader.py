@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from ingot.base.markers import problems, read_marker
 from ingot.config.shape import BatchPlan
 from ingot.data.order import Order
 from ingot.data.rows import IGNORE, Ids, Rows
+from ingot.data.samples import Samples
 
 AT_ONCE_TOKENS = 1 << 16
 """Micro-batches are made together up to this many tokens; small ones alone would cost more than their rows do."""
@@ -24,15 +25,20 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, int64 tensors [B, T]; see `rows.Row` for what each holds. Dead rows have segments 0 and labels -100."""
+    """A micro-batch of B rows, int64 tensors. Of texts and chats all but `rows` are [B, T], see `rows.Row` for what they hold; of
+    others see `samples.Fields`. Dead rows have segments 0 and labels -100.
+
+    rows: the number of each row in its split, [B], -1 for dead ones; empty where nobody gave them.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
     segments: torch.Tensor
+    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        tensors = (self.tokens, self.labels, self.positions, self.segments)
+        tensors = (self.tokens, self.labels, self.positions, self.segments, self.rows)
         return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))
 
 
@@ -49,7 +55,7 @@ class Loader:
         rank: whose share this is.
     """
 
-    def __init__(self, rows: Rows, order: Order, plan: BatchPlan, rank: int) -> None:
+    def __init__(self, rows: Rows | Samples, order: Order, plan: BatchPlan, rank: int) -> None:
         self._rows, self._order, self._plan, self._rank = rows, order, plan, rank
         self._memory = Memory()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
@@ -57,7 +63,7 @@ class Loader:
         self._checksums = Checksums(rows, rank, plan.world)
 
     def step(self, i: int) -> list[Batch]:
-        """This rank's micro-batches of step `i`, all [micro_batch, T]; the last one is filled up with dead rows.
+        """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is filled up with dead rows.
 
         Raises:
             WrongInput: a part is damaged.
@@ -88,7 +94,7 @@ class Checksums:
     The ranks divide the files among them. Nodes with copies of their own thus leave some unread: `ingot verify data` reads all.
     """
 
-    def __init__(self, rows: Rows, rank: int, world: int) -> None:
+    def __init__(self, rows: Rows | Samples, rank: int, world: int) -> None:
         self._rows, self._rank, self._world = rows, rank, world
         self._found: list[str] = []
         self._stopped = False
@@ -137,17 +143,28 @@ class Memory:
             self._spare.append(room)
 
 
-def fixed_batches(rows: Rows, indices: Iterable[int], micro_batch: int, memory: Memory | None = None) -> Iterator[Batch]:
+def fixed_batches(rows: Rows | Samples, indices: Iterable[int], micro_batch: int, memory: Memory | None = None) -> Iterator[Batch]:
     """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is filled up with dead rows."""
+    if isinstance(rows, Samples):
+        for some in _runs(indices, micro_batch):
+            tokens, labels, positions, segments = (torch.from_numpy(values) for values in rows.fields(some, micro_batch))
+            yield Batch(tokens, labels, positions, segments, _numbers(some, micro_batch))
+        return
     memory = Memory() if memory is None else memory
     at_once = max(1, AT_ONCE_TOKENS // (micro_batch * rows.seq_len)) * micro_batch
     for some in _runs(indices, at_once):
         size = -(-len(some) // micro_batch) * micro_batch
         made = memory.tensor(4, size, rows.seq_len)
         rows.batch(some, out=made[:, : len(some)].numpy())
-        for field, dead in zip(made, (0, IGNORE, 0, 0), strict=True):
-            field[len(some) :] = dead
-        yield from (Batch(*fields) for fields in zip(*(field.split(micro_batch) for field in made), strict=True))
+        for values, dead in zip(made, (0, IGNORE, 0, 0), strict=True):
+            values[len(some) :] = dead
+        numbers = _numbers(some, size).split(micro_batch)
+        yield from (Batch(*fields) for fields in zip(*(values.split(micro_batch) for values in made), numbers, strict=True))
+
+
+def _numbers(rows: Sequence[int], count: int) -> torch.Tensor:
+    """The numbers of rows, and -1 for each dead one behind them."""
+    return torch.tensor([*rows, *[-1] * (count - len(rows))], dtype=torch.int64)
 
 
 def _runs(indices: Iterable[int], count: int) -> Iterator[Sequence[int]]:

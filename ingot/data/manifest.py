@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from ingot import __version__
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.markers import FileEntry, problems, read_marker, write_marker
+from ingot.config.data import COLUMNS
+from ingot.config.objective import Documents, Seq2Seq
 from ingot.config.recipe import Recipe
 from ingot.data.sources import Split
 
@@ -22,9 +24,10 @@ DIGESTS = 2**256
 class Part:
     """A finished part of one split: number `number` of each of its columns.
 
-    `tokens` counts the elements of the first column, `bytes` those of the texts that are learnt to be written. `digest` is the
-    sum of the SHA-256 of its texts, modulo 2**256, in hexadecimal: digests of parts add up to that of the split, however it was
-    cut and whatever the tokenizer.
+    `tokens` counts the ids, of preferences and pairs those of both sides. `sizes` are the elements of each column where these
+    are not all as many (empty: they are). `bytes` counts those of the texts that are learnt to be written. `digest` is the sum
+    of the SHA-256 of its texts, modulo 2**256, in hexadecimal: digests of parts add up to that of the split, however it was cut
+    and whatever the tokenizer.
     """
 
     number: int
@@ -32,6 +35,11 @@ class Part:
     tokens: int
     bytes: int
     digest: str
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def elements(self, column: str) -> int:
+        """How many elements a column has."""
+        return self.sizes.get(column, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,22 @@ class Prepared:
     vocab_size: int
     data: str
     sets: dict[Split, str]
+    closing: int = 0
+    """How many ids the tokenizer puts behind a framed text: these stay where one is cut."""
+    prefix: str = ""
+    """What stands before the source of every pair."""
+    labels: list[str] = field(default_factory=list)
+    """Names of the classes, by number."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns, which say what kind of document they hold (`ingot.config.data.COLUMNS`)."""
+        return tuple(column["name"] for column in self.columns)
+
+    @property
+    def documents(self) -> Documents:
+        """The kind of document; texts where the columns are not those of any."""
+        return next((kind for kind, names in COLUMNS.items() if names == self.names), "text")
 
     def total(self, split: Split, what: str) -> int:
         """Sum of `documents`, `tokens` or `bytes` over the sources of a split."""
@@ -98,6 +122,7 @@ def read_prepared(folder: Path) -> Prepared:
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
     splits: dict[Split, list[PreparedSource]] = {split: [_source(value) for value in sources] for split, sources in marker["splits"].items()}
     fields = {name: marker[name] for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")}
+    fields |= {name: marker[name] for name in ("closing", "prefix", "labels") if name in marker}
     return Prepared(splits=splits, **fields)
 
 
@@ -105,14 +130,26 @@ def prepared_for(recipe: Recipe) -> Prepared:
     """The prepared columns of a recipe.
 
     Raises:
-        WrongInput: as `read_prepared`, or they were prepared for another way of training.
+        WrongInput: as `read_prepared`, or they were prepared for another way of training, another prefix, or other labels.
     """
     prepared = read_prepared(recipe.folder.columns)
     if prepared.objective != recipe.objective.kind:
         raise WrongInput(
             f"{recipe.folder.columns} was prepared for objective.kind {prepared.objective}, the recipe says {recipe.objective.kind}; run `ingot prepare`"
         )
+    prefix = prefix_of(recipe)
+    for knob, made, asked in (
+        ("objective.documents", prepared.documents, recipe.documents), ("objective.prefix", prepared.prefix, prefix),
+        ("objective.labels", prepared.labels, recipe.labels),
+    ):
+        if made != asked:
+            raise WrongInput(f"{recipe.folder.columns} was prepared for {knob} {made!r}, the recipe says {asked!r}; run `ingot prepare`")
     return prepared
+
+
+def prefix_of(recipe: Recipe) -> str:
+    """What stands before the source of every pair."""
+    return recipe.objective.prefix if isinstance(recipe.objective, Seq2Seq) else ""
 
 
 def _source(value: dict[str, Any]) -> PreparedSource:

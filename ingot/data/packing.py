@@ -8,50 +8,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
-from ingot.base.markers import FileEntry, entry_of, problems, read_marker, write_marker
+from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.progress import Progress
+from ingot.config.objective import Documents
 from ingot.data.columns import Column, ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.engines.engine import Advance, Engine
+from ingot.data.kinds import MASK
 from ingot.data.manifest import Prepared
+from ingot.data.picking import PickParts
+from ingot.data.rowcounts import WINDOW, Counts, Ids, PartRows, any_set
 from ingot.data.sources import Split
 
-Pack = Literal["cut", "best_fit", "none"]
-Ids = npt.NDArray[np.int64]
-
-WINDOW = 65_536
-"""Records that are planned together. Larger ones would leave less padding still, but there is next to none."""
-MASK = "mask"
+PICKED: tuple[Documents, ...] = ("preference", "pair", "labelled")
+"""Kinds of documents of which each row is one record."""
 PLAN = "pack-1"
 """Named in the marker; raise it when the same columns would give other rows."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What packing did to the records of a part, or of all parts."""
-
-    rows: int = 0
-    tokens: int = 0
-    """Tokens that lie in rows; what is left of rows times seq_len is padding."""
-    split: int = 0
-    """Records longer than a row that were split into several pieces."""
-    truncated: int = 0
-    """Records longer than a row whose end was cut off."""
-    lost: int = 0
-    """Records left out since nothing is trained in what truncation left of them."""
-    untrained: int = 0
-    """Records left out since nothing is trained in them anyway: no mask is set, or there is less than two tokens."""
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Counts)))
 
 
 @dataclass(frozen=True)
@@ -62,6 +40,8 @@ class Packed:
     seq_len: int
     rows: dict[Split, list[list[int]]]
     counts: dict[Split, Counts]
+    documents: Documents = "text"
+    target_len: int | None = None
 
     @property
     def total(self) -> Counts:
@@ -69,15 +49,15 @@ class Packed:
 
     @property
     def padding(self) -> float:
-        """The share of all positions that no token is in."""
-        return 1.0 - self.total.tokens / max(1, self.total.rows * self.seq_len)
+        """The share of all positions that no token is in; 0 where there is one record a row, since batches are no longer than their longest."""
+        return 0.0 if self.documents in PICKED else 1.0 - self.total.tokens / max(1, self.total.rows * self.seq_len)
 
     def __str__(self) -> str:
         total = self.total
-        told = f"{total.rows:,} rows of {self.seq_len:,} tokens, {self.padding:.2%} of it padding"
+        told = f"{total.rows:,} {self._rows}"
         for count, words in (
             (total.split, "records were split over several rows"),
-            (total.truncated, f"records were longer and cut to their first {self.seq_len:,} tokens"),
+            (total.truncated, "records were longer and cut" + ("" if self.documents in PICKED else f" to their first {self.seq_len:,} tokens")),
             (total.lost, "records were left out: what remained of them has nothing that is trained"),
             (total.untrained, "records were left out: nothing in them is trained"),
         ):
@@ -85,12 +65,27 @@ class Packed:
         return told
 
 
-def marker_name(how: str, seq_len: int) -> str:
-    return f"rows-{how}-{seq_len}.json"
+    @property
+    def _rows(self) -> str:
+        if self.documents == "preference":
+            return f"preferences of up to {self.seq_len:,} tokens a side"
+        if self.documents == "pair":
+            return f"pairs of up to {self.seq_len:,} tokens in the source and {self.target_len:,} in the target"
+        if self.documents == "labelled":
+            return f"labelled texts of up to {self.seq_len:,} tokens"
+        return f"rows of {self.seq_len:,} tokens, {self.padding:.2%} of it padding"
 
 
-def pack(folder: Path, prepared: Prepared, seq_len: int, how: str, engine: Engine, progress: Progress) -> Packed:
+def table_name(how: str, seq_len: int, target_len: int | None = None) -> str:
+    """What the tables of one way of packing are called; `target_len` is for pairs alone."""
+    return f"rows-{how}-{seq_len}" + (f"-{target_len}" if target_len is not None else "")
+
+
+def pack(folder: Path, prepared: Prepared, seq_len: int, how: str, engine: Engine, progress: Progress, target_len: int | None = None) -> Packed:
     """Write the row tables of all parts, unless they are there already; tables of other data are removed.
+
+    Args:
+        target_len: tokens in the target of a pair; for pairs alone.
 
     Raises:
         WrongInput: a part is damaged.
@@ -98,34 +93,38 @@ def pack(folder: Path, prepared: Prepared, seq_len: int, how: str, engine: Engin
     """
     _sweep(folder, _data(prepared))
     with contextlib.suppress(WrongInput):
-        return read_packed(folder, prepared, seq_len, how)
-    masked = MASK in [column["name"] for column in prepared.columns]
+        return read_packed(folder, prepared, seq_len, how, target_len)
+    table, documents = table_name(how, seq_len, target_len), prepared.documents
+    picked = PickParts(folder, table, documents, seq_len, target_len)
+    work = picked if documents in PICKED else PackParts(folder, how, seq_len, MASK in prepared.names)
     tasks = [(split, part.number) for split, sources in prepared.splits.items() for source in sources for part in source.parts]
-    made = dict(zip(tasks, engine.run(PackParts(folder, how, seq_len, masked), tasks, progress), strict=True))
+    made = dict(zip(tasks, engine.run(work, tasks, progress), strict=True))
     rows: dict[Split, list[list[int]]] = {
         split: [[made[split, part.number].counts.rows for part in source.parts] for source in sources]
         for split, sources in prepared.splits.items()
     }
     counts = {split: sum((done.counts for (of, _), done in made.items() if of == split), Counts()) for split in prepared.splits}
-    packed = Packed(how, seq_len, rows, counts)
+    packed = Packed(how, seq_len, rows, counts, documents, target_len)
     payload = {"kind": "rows", "plan": PLAN, "data": _data(prepared), "padding": round(packed.padding, 6), **asdict(packed)}
-    write_marker(folder, marker_name(how, seq_len), payload, [entry for done in made.values() for entry in done.files])
+    write_marker(folder, f"{table}.json", payload, [entry for done in made.values() for entry in done.files])
     return packed
 
 
-def read_packed(folder: Path, prepared: Prepared, seq_len: int, how: str) -> Packed:
+def read_packed(folder: Path, prepared: Prepared, seq_len: int, how: str, target_len: int | None = None) -> Packed:
     """The tables that `pack` wrote for these data; only sizes of files are checked.
 
     Raises:
         WrongInput: there are none, they are of other data, or a file is missing or cut.
     """
-    name = marker_name(how, seq_len)
+    name = f"{table_name(how, seq_len, target_len)}.json"
     marker = read_marker(folder, name)
     if marker is None or (marker.get("data"), marker.get("plan")) != (_data(prepared), PLAN):
-        raise WrongInput(f"{folder} holds no rows of data.seq_len={seq_len}, data.pack={how}; run `ingot prepare` with this recipe")
+        of_targets = "" if target_len is None else f", data.target_len={target_len}"
+        raise WrongInput(f"{folder} holds no rows of data.seq_len={seq_len}{of_targets}, data.pack={how}; run `ingot prepare` with this recipe")
     if found := problems(folder, marker, checksums=False):
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
-    return Packed(how, seq_len, marker["rows"], {split: Counts(**counts) for split, counts in marker["counts"].items()})
+    counts = {split: Counts(**counts) for split, counts in marker["counts"].items()}
+    return Packed(how, seq_len, marker["rows"], counts, prepared.documents, target_len)
 
 
 def markers_of(folder: Path, prepared: Prepared | None = None) -> list[str]:
@@ -154,12 +153,6 @@ def _sweep(folder: Path, data: str) -> None:
 
 
 @dataclass(frozen=True)
-class PartRows:
-    counts: Counts
-    files: list[FileEntry]
-
-
-@dataclass(frozen=True)
 class PackParts:
     """The stage: from parts of columns to their row tables."""
 
@@ -175,7 +168,7 @@ class PackParts:
         split, number = task
         tokens = Column(column_prefix(self.folder, split, "tokens", number))
         mask = Column(column_prefix(self.folder, split, MASK, number)) if self.masked else None
-        prefix = column_prefix(self.folder, split, f"rows-{self.how}-{self.seq_len}", number)
+        prefix = column_prefix(self.folder, split, table_name(self.how, self.seq_len), number)
         counts = Counts()
         with ColumnWriter(prefix, np.dtype("int64")) as writer:
             for first in range(0, len(tokens), WINDOW):
@@ -199,26 +192,13 @@ class PackParts:
         else:
             kept = np.minimum(lengths, self.seq_len)
             begins = tokens.begin(first) + np.cumsum(lengths) - lengths
-            trained, before = _any_set(mask, begins + 1, begins + kept), _any_set(mask, begins + 1, begins + lengths)
+            trained, before = any_set(mask, begins + 1, begins + kept), any_set(mask, begins + 1, begins + lengths)
             number = trained.astype(np.int64)
             counts = Counts(truncated=int((long & trained).sum()), lost=int((before & ~trained).sum()), untrained=int((~before).sum()))
         record = np.repeat(np.arange(len(lengths)), number)
         piece = np.arange(len(record)) - np.repeat(np.cumsum(number) - number, number)
         begin = piece * self.seq_len
         return np.stack((record + first, begin, np.minimum(lengths[record] - begin, self.seq_len)), axis=1), counts
-
-
-def _any_set(mask: Column, begins: Ids, ends: Ids) -> npt.NDArray[np.bool_]:
-    """Whether a one lies anywhere in each of the spans `begins` to `ends` of the stream; the spans ascend."""
-    some = ends > begins
-    found = np.zeros(len(begins), np.bool_)
-    if some.any():
-        begins, ends = begins[some], ends[some]
-        values = mask.slice(int(begins[0]), int(ends[-1]))
-        # Every other result is of what lies between two spans. The end of the last one is that of the values, and left out.
-        edges = np.stack((begins, ends), axis=1).ravel()[:-1] - begins[0]
-        found[some] = np.maximum.reduceat(values, edges)[::2] > 0
-    return found
 
 
 def best_fit(sizes: Ids, capacity: int) -> Ids:

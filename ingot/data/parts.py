@@ -14,10 +14,12 @@ from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.config.data import COLUMNS
+from ingot.config.objective import Documents
 from ingot.data.cleaning.cleaned import Cleaned
-from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
+from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.documents import Shares, chosen
 from ingot.data.engines.engine import Advance
+from ingot.data.kinds import column_dtype
 from ingot.data.manifest import DIGESTS, Part
 from ingot.data.ranges import Range, read_range
 from ingot.data.records import Records, encode_records, identity
@@ -57,7 +59,9 @@ class Tokenise:
     columns: Path
     tokenizer: Path
     encoder: str
-    objective: str
+    documents: Documents
+    prefix: str
+    """What stands before the source of every pair."""
     shares: Shares
     cleaned: Cleaned
     skip_bad: bool
@@ -88,7 +92,7 @@ class Tokenise:
         with contextlib.ExitStack() as stack:
             for split, records in self._records(task, tokenizer, encoder, advance, refused):
                 if split not in outputs:
-                    outputs[split] = stack.enter_context(_Output(self.columns, split, task.number, self.objective, tokenizer.vocab_size))
+                    outputs[split] = stack.enter_context(_Output(self.columns, split, task.number, self.documents, tokenizer.vocab_size))
                 outputs[split].append(records)
         parts = {split: output.part() for split, output in outputs.items()}
         names = [path.name for output in outputs.values() for prefix in output.prefixes for path in (bin_path(prefix), idx_path(prefix))]
@@ -107,22 +111,25 @@ class Tokenise:
         if task.kind == "tokens":
             for split, records in taken_records(task, self.shares, tokenizer):
                 yield split, records
-                advance(int(records.lengths.sum()))
+                advance(records.tokens)
             return
         for split, doc_ids, texts in self._batches(task):
             try:
-                records = encode_records(self.objective, tokenizer, encoder.encode_batch, texts)
+                records = self._encode(tokenizer, encoder, texts)
             except WrongInput:
                 if not self.skip_bad:
                     raise
                 doc_ids, texts = self._accepted(tokenizer, doc_ids, texts, refused)
                 if not texts:
                     continue
-                records = encode_records(self.objective, tokenizer, encoder.encode_batch, texts)
+                records = self._encode(tokenizer, encoder, texts)
             if encoder.name != REFERENCE:
                 self._compare(tokenizer, doc_ids, texts, records)
             yield split, records
             advance(sum(map(len, texts)))
+
+    def _encode(self, tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> Records:
+        return encode_records(self.documents, tokenizer, encoder.encode_batch, texts, self.prefix)
 
     def _batches(self, task: Range) -> Iterator[tuple[Split, list[str], list[str]]]:
         """(split, doc_ids, texts) of a range, in order within each split, about a megabyte at a time."""
@@ -144,10 +151,10 @@ class Tokenise:
             yield split, doc_ids, texts
 
     def _accepted(self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], refused: list[str]) -> tuple[list[str], list[str]]:
-        kept_ids, kept = list[str](), list[str]()
+        kept_ids, kept, reference = list[str](), list[str](), open_encoder(tokenizer, REFERENCE)
         for doc_id, text in zip(doc_ids, texts, strict=True):
             try:
-                encode_records(self.objective, tokenizer, tokenizer.encode_batch, [text])
+                self._encode(tokenizer, reference, [text])
             except WrongInput as error:
                 refused.append(f"{doc_id}: {error}")
                 continue
@@ -156,10 +163,11 @@ class Tokenise:
         return kept_ids, kept
 
     def _compare(self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], records: Records) -> None:
+        reference = open_encoder(tokenizer, REFERENCE)
         for index, doc_id in enumerate(doc_ids):
             if not chosen(doc_id, "reference", COMPARED):
                 continue
-            wanted, found = encode_records(self.objective, tokenizer, tokenizer.encode_batch, [texts[index]]), records.record(index)
+            wanted, found = self._encode(tokenizer, reference, [texts[index]]), records.record(index)
             if any(not np.array_equal(found[name], column) for name, column in wanted.columns.items()):
                 raise _Differs(doc_id)
 
@@ -168,9 +176,9 @@ class _Differs(Exception):
     """The fast encoder's ids of a document are not the reference's."""
 
 
-def inputs_of(objective: str, tokenizer: Tokenizer, shares: Shares, cleaned: Cleaned) -> str:
+def inputs_of(documents: Documents, prefix: str, tokenizer: Tokenizer, shares: Shares, cleaned: Cleaned) -> str:
     """What decides about every part beside its range."""
-    return fingerprint({**identity(objective, tokenizer.identity()), **asdict(shares), "cleaned": cleaned.identity})
+    return fingerprint({**identity(documents, tokenizer, prefix), **asdict(shares), "cleaned": cleaned.identity})
 
 
 def finished(columns: Path, task: Range, inputs: str) -> Made | None:
@@ -184,15 +192,15 @@ def finished(columns: Path, task: Range, inputs: str) -> Made | None:
 class _Output:
     """The columns of one split that are being written, and what is counted beside them."""
 
-    def __init__(self, folder: Path, split: Split, number: int, objective: str, vocab_size: int) -> None:
-        self.prefixes = [column_prefix(folder, split, column, number) for column in COLUMNS[objective]]
+    def __init__(self, folder: Path, split: Split, number: int, documents: Documents, vocab_size: int) -> None:
+        self.prefixes = [column_prefix(folder, split, column, number) for column in COLUMNS[documents]]
         self._number = number
         self._writers = {
             column: ColumnWriter(prefix, column_dtype(column, vocab_size))
-            for column, prefix in zip(COLUMNS[objective], self.prefixes, strict=True)
+            for column, prefix in zip(COLUMNS[documents], self.prefixes, strict=True)
         }
         self._stack = contextlib.ExitStack()
-        self._bytes = self._digest = 0
+        self._tokens = self._bytes = self._digest = 0
 
     def __enter__(self) -> _Output:
         for writer in self._writers.values():
@@ -204,15 +212,12 @@ class _Output:
 
     def append(self, records: Records) -> None:
         for column, flat in records.columns.items():
-            self._writers[column].append(flat, records.lengths)
+            self._writers[column].append(flat, records.lengths[column])
+        self._tokens += records.tokens
         self._bytes += records.bytes
         self._digest += records.digest
 
     def part(self) -> Part:
-        first = next(iter(self._writers.values()))
-        return Part(self._number, first.records, first.elements, self._bytes, f"{self._digest % DIGESTS:064x}")
-
-
-def column_dtype(column: str, vocab_size: int) -> np.dtype[Any]:
-    """The type of a column: masks are bytes, everything else is ids."""
-    return np.dtype("uint8") if column == "mask" else token_dtype(vocab_size)
+        first, sizes = next(iter(self._writers.values())), {name: writer.elements for name, writer in self._writers.items()}
+        own = sizes if set(sizes.values()) != {self._tokens} else {}
+        return Part(self._number, first.records, self._tokens, self._bytes, f"{self._digest % DIGESTS:064x}", own)

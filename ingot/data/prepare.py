@@ -14,22 +14,25 @@ from ingot.base.steprecord import Outcome, sizes
 from ingot.base.storage import disk_errors
 from ingot.config.data import COLUMNS
 from ingot.config.recipe import Recipe
-from ingot.data.chats import plain_text
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.cleaning.stages import clean
 from ingot.data.documents import Shares
 from ingot.data.engines.choose import open_engine
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine
-from ingot.data.manifest import MANIFEST, Prepared, PreparedSource, data_identity, set_identity, write_prepared
+from ingot.data.kinds import column_dtype
+from ingot.data.manifest import MANIFEST, Prepared, PreparedSource, data_identity, prefix_of, set_identity, write_prepared
 from ingot.data.packing import pack
-from ingot.data.parts import DONE, Made, Tokenise, column_dtype, finished, inputs_of
+from ingot.data.parts import DONE, Made, Tokenise, finished, inputs_of
 from ingot.data.ranges import SMALLEST_BYTES, ranges
 from ingot.data.raw import Raw, open_raw
 from ingot.data.rows import open_rows
+from ingot.data.samples import Samples
 from ingot.data.sources import Split, recipe_sources
+from ingot.data.stored import plain_text
 from ingot.data.texts import sample
 from ingot.data.vocabulary import provide_tokenizer
+from ingot.data.wanted import IN_WORDS
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -65,18 +68,19 @@ def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> Outcome:
     cleaned = clean(recipe, raw, engine)
     _tell(cleaned)
     tokenizer = provide_tokenizer(recipe, raw, cleaned)
-    if tokenizer.special.eos is None:
+    if recipe.documents != "labelled" and not (tokenizer.frame[1] if recipe.documents == "pair" else tokenizer.after):
         say("warning: this tokenizer has no EOS token, so a model does not learn where a document ends")
     made = _make(recipe, raw, tokenizer, cleaned, engine)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
     _check_splits(recipe, splits)
     files = [FileEntry(**entry) for one in made for entry in one.files]
     _sweep(folder, files, made)
-    identity, objective = tokenizer.identity(), recipe.objective.kind
+    identity, columns = tokenizer.identity(), COLUMNS[recipe.documents]
     prepared = Prepared(
-        objective=objective, columns=[{"name": name, "dtype": column_dtype(name, tokenizer.vocab_size).name} for name in COLUMNS[objective]],
+        objective=recipe.objective.kind, columns=[{"name": name, "dtype": column_dtype(name, tokenizer.vocab_size).name} for name in columns],
         splits=splits, tokenizer=identity, template=tokenizer.template_identity, vocab_size=tokenizer.vocab_size,
         data=data_identity(files, identity), sets={split: set_identity(sources) for split, sources in splits.items()},
+        closing=len(tokenizer.frame[1]), prefix=prefix_of(recipe), labels=recipe.labels,
     )
     knobs = recipe.select(("data.train", "data.validation", "data.fraction", "data.clean", "tokenizer"))
     write_prepared(folder, prepared, {"raw": raw.identity, "knobs": knobs, "dropped": _dropped(raw, made, splits, cleaned)}, files)
@@ -107,8 +111,8 @@ def _tell(cleaned: Cleaned) -> None:
 
 def _make(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned, engine: Engine) -> list[Made]:
     """Every part, in order: those that are finished, and the others made now."""
-    folder, shares, objective = recipe.folder.columns, Shares.of(recipe.data), recipe.objective.kind
-    tasks, inputs = ranges(raw), inputs_of(objective, tokenizer, shares, cleaned)
+    folder, shares, documents, prefix = recipe.folder.columns, Shares.of(recipe.data), recipe.documents, prefix_of(recipe)
+    tasks, inputs = ranges(raw), inputs_of(documents, prefix, tokenizer, shares, cleaned)
     kept = {task: made for task in tasks if (made := finished(folder, task, inputs))}
     missing = [task for task in tasks if task not in kept]
     if not missing:
@@ -116,13 +120,14 @@ def _make(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned, engi
     if kept:
         say(f"{len(kept)} of {len(tasks)} parts are finished already")
     encoder = _encoder(recipe, raw, tokenizer, cleaned)
-    work = Tokenise(raw.folder, folder, recipe.folder.tokenizer, encoder, objective, shares, cleaned, recipe.data.on_bad == "skip", inputs)
+    skip_bad = recipe.data.on_bad == "skip"
+    work = Tokenise(raw.folder, folder, recipe.folder.tokenizer, encoder, documents, prefix, shares, cleaned, skip_bad, inputs)
     with Progress("tokenise", total=-(-raw.bytes // 10**6), unit="MB", done=sum(task.bytes for task in kept) // 10**6) as progress:
         new = engine.run(work, missing, progress)
     for made in (made for made in new if made.redone):
         say(f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name} was made again with the reference")
     if refused := sum(one.refused for one in new):
-        say(f"{refused:,} chats are left out, the template refuses them, such as {next(one.refusal for one in new if one.refusal)}")
+        say(f"{refused:,} {IN_WORDS[documents]} are left out, the template refuses them, such as {next(one.refusal for one in new if one.refusal)}")
     by_range = kept | {made.range: made for made in new}
     return [by_range[task] for task in tasks]
 
@@ -131,9 +136,7 @@ def _encoder(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned) -
     """What to encode with: the fastest library whose ids are the reference's on a sample of these documents."""
     if recipe.tokenizer.encoder == "reference":
         return REFERENCE
-    texts = [document.text for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)]
-    if recipe.objective.kind == "sft":
-        texts = [plain_text(text) for text in texts]
+    texts = [plain_text(recipe.documents, document.text) for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)]
     if not texts:
         return REFERENCE
     choice = choose_encoder(tokenizer, texts)
@@ -146,16 +149,19 @@ def _encoder(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned) -
 
 def _pack(recipe: Recipe, prepared: Prepared, engine: Engine) -> None:
     """Plan rows where documents are not one stream; refuse data with which no training or no evaluation can be done."""
-    folder, seq_len, how = recipe.folder.columns, recipe.data.seq_len, recipe.pack
+    folder, seq_len, how, target_len = recipe.folder.columns, recipe.data.seq_len, recipe.pack, recipe.data.target_len
     if how != "cut":
         with Progress("pack", total=None, unit="MB") as progress:
-            packed = pack(folder, prepared, seq_len, how, engine, progress)
+            packed = pack(folder, prepared, seq_len, how, engine, progress, target_len if prepared.documents == "pair" else None)
         say(str(packed))
-    rows = open_rows(folder, "train", seq_len, pack=how, pad_last=False)
+    rows = open_rows(folder, "train", seq_len, pack=how, pad_last=False, target_len=target_len)
     if len(rows) < recipe.train.global_batch:
+        less = f"less than one train.global_batch={recipe.train.global_batch}; add documents, or "
+        if isinstance(rows, Samples):
+            words = f"{len(rows):,} of {rows.documents:,} training {IN_WORDS[recipe.documents]} can be trained on with data.seq_len={seq_len}"
+            raise WrongInput(f"{words}: {less}lower the batch, or raise data.seq_len")
         raise WrongInput(
-            f"{rows.documents:,} training documents have {rows.tokens:,} tokens, {len(rows):,} rows of data.seq_len={seq_len}: less than one "
-            f"train.global_batch={recipe.train.global_batch}; add documents, or lower one of the two"
+            f"{rows.documents:,} training documents have {rows.tokens:,} tokens, {len(rows):,} rows of data.seq_len={seq_len}: {less}lower one of the two"
         )
     for number, (size, source) in enumerate(zip(rows.sizes, prepared.splits["train"], strict=True)):
         if not size:

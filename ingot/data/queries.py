@@ -37,6 +37,6 @@ def query_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
         Failed: BigQuery cannot be reached.
     """
     for row, record in enumerate(query_rows(file.path), start=1):
-        if row == 1 and not wanted.chat and wanted.column not in record:
-            raise wanted.missing("the result of the query", list(record))
+        if row == 1:
+            wanted.check("the result of the query", list(record))
         yield wanted.take(row, record)

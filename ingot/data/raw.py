@@ -20,6 +20,7 @@ from ingot.base.fingerprint import fingerprint
 from ingot.base.markers import FileEntry, entry_of, problems, read_marker, write_marker
 from ingot.base.storage import atomic_file
 from ingot.config.data import Source
+from ingot.config.objective import Documents
 from ingot.config.recipe import Recipe
 from ingot.data.sources import Split, recipe_sources
 from ingot.data.stamps import change
@@ -33,9 +34,11 @@ SCHEMA = pa.schema([("doc_id", pa.string()), ("source", pa.int32()), ("text", pa
 Text = tuple[str, str]
 """(doc_id, text)"""
 
-Kind = Literal["text", "chat", "tokens"]
-"""What the documents of a source are. `text`: texts. `chat`: each text is JSON, `{"messages": [{"role": ..., "content": ...}, ...]}`.
-`tokens`: existing Megatron columns, of which nothing is copied here; a part's path is their prefix."""
+Kind = Documents | Literal["tokens"]
+"""What the documents of a source are. `text`: texts. All others are JSON in the text column: `chat` is `{"messages": [message, ...]}`, where a
+message is `{"role": ..., "content": ...}`; `preference` is `{"prompt": [message, ...], "chosen": [...], "rejected": [...]}`; `pair` is
+`{"source": text, "target": text}`; `labelled` is `{"text": text, "label": number}`. `tokens`: existing Megatron columns, of which nothing is
+copied here; a part's path is their prefix."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class RawSource:
     kind: Kind = "text"
     seen: list[dict[str, Any]] = field(default_factory=list)
     """The stamps of its files, where these are few enough to name what changed."""
+    labels: list[str] = field(default_factory=list)
+    """The names by which labels became numbers."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,6 @@ class Raw:
 def knobs_of(source: Source) -> dict[str, Any]:
     """The knobs of a source that decide about its documents."""
     return source.model_dump(mode="json", exclude={"weight"})
-
-
-def kind_of(chat: bool) -> Kind:
-    return "chat" if chat else "text"
 
 
 def write_parts(folder: Path, split: Split, source: int, texts: Iterable[Text]) -> Iterator[tuple[RawPart, FileEntry]]:
@@ -185,12 +186,17 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> Raw:
 
 
 def _check_kinds(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
-    """Chats are read from other columns than texts, so one cannot be made of the other here."""
-    wanted = kind_of(recipe.objective.kind == "sft")
+    """Documents of one kind are read from other columns than those of another, so one cannot be made of the other here."""
+    wanted = recipe.documents
     for source in (source for sources in splits.values() for source in sources):
         if source.kind != wanted and (source.kind, wanted) != ("tokens", "text"):
             raise WrongInput(
                 f"{source.source} was ingested as {source.kind}, objective.kind={recipe.objective.kind} takes {wanted}; run `ingot ingest` with this recipe"
+            )
+        if source.labels != recipe.labels:
+            raise WrongInput(
+                f"{source.source} was ingested with the labels {', '.join(source.labels)}, objective.labels is {', '.join(recipe.labels)}; "
+                f"run `ingot ingest` with this recipe"
             )
 
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import bisect
-import itertools
-import queue
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.data.columns import Column, bin_path, column_prefix, idx_path, token_dtype
-from ingot.data.manifest import MANIFEST, Part, Prepared, read_prepared
-from ingot.data.packing import MASK, marker_name, read_packed
+from ingot.data.columns import bin_path, token_dtype
+from ingot.data.kinds import MASK
+from ingot.data.manifest import Part, Prepared, read_prepared
+from ingot.data.opened import IGNORE, Ids, Opened, Opening, Parts
+from ingot.data.packing import PICKED, read_packed, table_name
+from ingot.data.samples import Samples
 from ingot.data.sources import Split
 
-IGNORE = -100
-"""The label of a position that no loss is taken at."""
+__all__ = ["BLOCK_TOKENS", "IGNORE", "Ids", "Row", "Rows", "Samples", "open_rows"]
 
 BLOCK_TOKENS = 32_768
 """How many tokens are worked on at once: what is needed beside the result stays in the processor's cache."""
-
-Ids = npt.NDArray[np.int64]
 
 
 class Row(NamedTuple):
@@ -42,79 +39,58 @@ class Row(NamedTuple):
 
 
 def open_rows(
-    columns: Path, split: Split, seq_len: int, *, pad_last: bool, pack: str = "cut", weights: Sequence[float] | None = None
-) -> Rows:
-    """The rows of a split. Costs the same for any size: sizes of files are checked, nothing is read.
+    columns: Path, split: Split, seq_len: int, *, pad_last: bool, pack: str = "cut", weights: Sequence[float] | None = None, target_len: int = 128
+) -> Rows | Samples:
+    """The rows of a split: `Rows` where texts or chats were prepared, else `Samples`. Costs the same for any size: sizes of files are
+    checked, nothing is read.
 
     Args:
         pack: `cut` cuts the stream of all documents; `best_fit` and `none` are rows that `packing.pack` has planned.
+        target_len: tokens in the target of a pair.
         pad_last: for `cut`, keep the last row of a source, which is not full, and fill it up; else it is left out.
         weights: the `weight` of each source as the recipe has it now; None: as it was when the data were prepared.
 
     Raises:
         WrongInput: the columns are missing or torn, rows were not planned, or there is not one row.
     """
-    rows = Rows(columns, read_prepared(columns), split, seq_len, pad_last=pad_last, pack=pack, weights=weights)
+    prepared = read_prepared(columns)
+    rows: Rows | Samples
+    if prepared.documents in PICKED:
+        rows = Samples(columns, prepared, split, seq_len, pack=pack, weights=weights, target_len=target_len)
+        if not len(rows):
+            of = f"{columns}: of {rows.documents:,} {split} documents"
+            raise WrongInput(f"{of} none can be learnt from with data.seq_len={seq_len}; raise it or add documents")
+    else:
+        rows = Rows(columns, prepared, split, seq_len, pad_last=pad_last, pack=pack, weights=weights)
     if not len(rows):
         raise WrongInput(f"{columns} has {rows.tokens:,} {split} tokens, not one row of data.seq_len={seq_len}; lower it or add documents")
     return rows
 
 
-class Rows:
-    """Random access to the rows of one split; row ids count through the sources. Safe to read from several threads."""
-
-    sizes: list[int]
-    """Rows of each source."""
-    weights: list[float] | None
-    """Shares of the sources; None where each counts by its size."""
-    fingerprint: str
-    """Identity of the prepared data: tokens, documents, tokenizer. Not of `seq_len` and weights, which order and cut them."""
-    set_fingerprint: str
-    """Identity of the texts of this split, the same for any tokenizer."""
-    tokenizer: str
-    """Identity of the tokenizer that the ids are of."""
-    left_out: int
-    """Tokens that are in no row."""
-    markers: list[str]
-    """The files in `columns` that vouch for all parts."""
-    touched: queue.SimpleQueue[Path | None]
-    """Every file of a part that was opened, for who wants to look at its checksum."""
+class Rows(Opened):
+    """Random access to the rows of one split. Safe to read from several threads."""
 
     def __init__(
         self, columns: Path, prepared: Prepared, split: Split, seq_len: int, *, pad_last: bool, pack: str = "cut",
         weights: Sequence[float] | None = None,
     ) -> None:
-        sources = prepared.splits[split]
-        self.columns, self.seq_len = columns, seq_len
-        self.markers = [MANIFEST] if pack == "cut" else [MANIFEST, marker_name(pack, seq_len)]
-        self.touched = queue.SimpleQueue()
-        self.fingerprint, self.set_fingerprint, self.tokenizer = prepared.data, prepared.sets[split], prepared.tokenizer
-        self.documents, self.tokens, self.bytes = (prepared.total(split, what) for what in ("documents", "tokens", "bytes"))
-        given = [source.weight for source in sources] if weights is None else list(weights)
-        if len(given) != len(sources):
-            raise WrongInput(f"{columns} was prepared from {len(sources)} sources, the recipe has {len(given)}; run `ingot prepare` again")
-        self.weights = None if len(given) == 1 or all(weight == 1.0 for weight in given) else given
-        self._masked = MASK in [column["name"] for column in prepared.columns]
+        table = None if pack == "cut" else table_name(pack, seq_len)
+        super().__init__(columns, prepared, split, seq_len, table, weights)
+        sources, opening = prepared.splits[split], self._opening
+        self._masked = MASK in prepared.names
         self._dtype = token_dtype(prepared.vocab_size)
         self._sources: list[_Stream] | list[_Table]
-        if pack == "cut":
+        if table is None:
             if self._masked:
                 raise WrongInput(f"{columns} holds chats, which data.pack=cut would cut apart; set it to best_fit or none")
-            self.sizes = [-(-source.tokens // seq_len) if pad_last else source.tokens // seq_len for source in sources]
-            self._sources = [_Stream(_Opening(columns, split, self._dtype, self.touched), source.parts) for source in sources]
+            self._sized([-(-source.tokens // seq_len) if pad_last else source.tokens // seq_len for source in sources])
+            self._sources = [_Stream(opening, source.parts) for source in sources]
             self.left_out = max(0, self.tokens - sum(self.sizes) * seq_len)
         else:
             packed = read_packed(columns, prepared, seq_len, pack)
-            self.sizes = [sum(parts) for parts in packed.rows[split]]
-            self._sources = [
-                _Table(_Opening(columns, split, self._dtype, self.touched), source.parts, f"rows-{pack}-{seq_len}", rows, masked=self._masked)
-                for source, rows in zip(sources, packed.rows[split], strict=True)
-            ]
+            self._sized([sum(parts) for parts in packed.rows[split]])
+            self._sources = [_Table(opening, source.parts, table, rows, masked=self._masked) for source, rows in zip(sources, packed.rows[split], strict=True)]
             self.left_out = self.tokens - packed.counts[split].tokens
-        self._ends = list(itertools.accumulate(self.sizes))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
 
     def row(self, i: int) -> Row:
         """Row `i`, [T]. Raises IndexError beyond the last one."""
@@ -197,53 +173,10 @@ class _Draft:
             tokens[padding], labels[padding], positions[padding] = 0, IGNORE, 0
 
 
-class _Opening(NamedTuple):
-    """What is the same for all parts of a split. `touched` is told every file that is opened."""
-
-    columns: Path
-    split: Split
-    dtype: np.dtype[Any]
-    touched: queue.SimpleQueue[Path | None]
-
-
-class _Parts:
-    """The parts of a source, memory-mapped one by one when first touched."""
-
-    def __init__(self, opening: _Opening, parts: Sequence[Part], sizes: Sequence[int]) -> None:
-        self._opening, self._parts = opening, parts
-        self._sizes, self._ends = sizes, list(itertools.accumulate(sizes))
-        self._open: dict[tuple[str, int], Column] = {}
-
-    def column(self, name: str, index: int) -> Column:
-        column = self._open.get((name, index))
-        if column is None:
-            column = self._open[name, index] = self._opened(name, index)
-        return column
-
-    def _opened(self, name: str, index: int) -> Column:
-        part = self._parts[index]
-        column = Column(column_prefix(self._opening.columns, self._opening.split, name, part.number))
-        dtype = np.dtype("int64" if name.startswith("rows-") else "uint8" if name == MASK else self._opening.dtype)
-        if column.dtype != dtype:
-            raise WrongInput(f"{bin_path(column.prefix)} holds {column.dtype}, manifest.json says {dtype}; run `ingot prepare` again")
-        rows = name.startswith("rows-")
-        found, wanted = (len(column), column.elements), (part.documents, part.tokens)
-        if rows and found[0] != self._sizes[index]:
-            raise WrongInput(f"{bin_path(column.prefix)} has {found[0]:,} rows, {self._sizes[index]:,} were planned; run `ingot prepare` again")
-        if not rows and found != wanted:
-            raise WrongInput(
-                f"{bin_path(column.prefix)} has {found[0]:,} documents and {found[1]:,} tokens, manifest.json says "
-                f"{wanted[0]:,} and {wanted[1]:,}; run `ingot prepare` again"
-            )
-        for path in (bin_path(column.prefix), idx_path(column.prefix)):
-            self._opening.touched.put(path)
-        return column
-
-
-class _Stream(_Parts):
+class _Stream(Parts):
     """All tokens of a source one after the other, cut every `length` tokens."""
 
-    def __init__(self, opening: _Opening, parts: Sequence[Part]) -> None:
+    def __init__(self, opening: Opening, parts: Sequence[Part]) -> None:
         super().__init__(opening, parts, [part.tokens for part in parts])
 
     def fill(self, draft: _Draft, row: int, number: int) -> None:
@@ -266,10 +199,10 @@ class _Stream(_Parts):
             draft.pad(row, done)
 
 
-class _Table(_Parts):
+class _Table(Parts):
     """Rows of a source that were planned: each says which pieces of which records lie in it."""
 
-    def __init__(self, opening: _Opening, parts: Sequence[Part], table: str, rows: Sequence[int], *, masked: bool) -> None:
+    def __init__(self, opening: Opening, parts: Sequence[Part], table: str, rows: Sequence[int], *, masked: bool) -> None:
         super().__init__(opening, parts, rows)
         self._table, self._masked = table, masked
 

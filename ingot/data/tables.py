@@ -1,4 +1,4 @@
-"""Documents out of tables: CSV, TSV, Parquet, Arrow. For a text one column is read, for a chat the whole row."""
+"""Documents out of tables: CSV, TSV, Parquet, Arrow. Of a row what is needed is read; for a chat, all of it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ ARROW_FILE = b"ARROW1"
 
 
 def delimited(stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], wanted: Wanted) -> Iterator[Item | Bad]:
-    """Rows of a CSV file, quoted as RFC 4180 says; of a TSV file, whose fields are plain: quotes in them are text."""
+    """Rows of a CSV file, quoted as RFC 4180 says; of a TSV file, whose fields are plain: quotes in them are text.
+
+    The first line has the names of the columns, unless `wanted.names` has them.
+    """
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines) if kind == "csv" else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-    header = next(reader, None)
+    header = list(wanted.names) if wanted.names else next(reader, None)
     if header is None:
         yield Bad(1, "empty text", "no header line")
         return
-    if not wanted.chat and wanted.column not in header:
-        raise wanted.missing(path, header)
-    place, row = header.index(wanted.column) if not wanted.chat else 0, reader.line_num + 1
+    wanted.check(path, header)
+    place, row = 0 if wanted.whole else header.index(wanted.column), reader.line_num + 1
     while True:
         try:
             fields = next(reader, None)
@@ -41,9 +43,9 @@ def delimited(stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], wanted:
         if fields is None:
             return
         if fields and len(fields) != len(header):
-            yield Bad(row, "broken row", f"{len(fields)} fields, the header has {len(header)}")
+            yield Bad(row, "broken row", f"{len(fields)} fields, {'`names`' if wanted.names else 'the header'} has {len(header)}")
         elif fields:
-            yield wanted.take(row, dict(zip(header, fields, strict=True))) if wanted.chat else wanted.text(row, fields[place])
+            yield wanted.take(row, dict(zip(header, fields, strict=True))) if wanted.whole else wanted.text(row, fields[place])
         row = reader.line_num + 1
 
 
@@ -55,8 +57,8 @@ def parquet(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad
     except (pa.ArrowException, OSError) as error:
         yield Bad(1, "broken Parquet", str(error)[:120])
         return
-    columns = _columns(file.schema_arrow, path, wanted)
-    yield from _rows(file.iter_batches(batch_size=PARQUET_ROWS, columns=columns), "Parquet", wanted)
+    columns = columns_of(file.schema_arrow, path, wanted)
+    yield from _rows(file.iter_batches(batch_size=PARQUET_ROWS, columns=columns or None), "Parquet", wanted)
 
 
 def arrow(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad]:
@@ -67,7 +69,7 @@ def arrow(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad]:
         yield Bad(1, "broken Arrow", str(error)[:120])
         return
     first = next(batches)
-    columns = _columns(first, path, wanted)
+    columns = columns_of(first, path, wanted)
     yield from _rows((batch.select(columns) if columns else batch for batch in batches), "Arrow", wanted)
 
 
@@ -87,12 +89,12 @@ def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
 
 def batch_items(batch: pa.RecordBatch, row: int, wanted: Wanted) -> Iterator[Item | Bad]:
     """The documents of some rows of a table, of which `row` rows come before these."""
-    values = _records(batch) if wanted.chat else _texts(batch.column(wanted.column))
+    values = _records(batch) if wanted.whole else _texts(batch.column(wanted.column))
     for number, value in enumerate(values, start=row + 1):
         if isinstance(value, UnicodeDecodeError):
             yield Bad(number, "invalid UTF-8", f"byte {value.start} of the text")
         else:
-            yield wanted.take(number, value) if wanted.chat else wanted.text(number, value)
+            yield wanted.take(number, value) if wanted.whole else wanted.text(number, value)
 
 
 def _rows(batches: Iterable[pa.RecordBatch], name: str, wanted: Wanted) -> Iterator[Item | Bad]:
@@ -105,21 +107,16 @@ def _rows(batches: Iterable[pa.RecordBatch], name: str, wanted: Wanted) -> Itera
         yield Bad(row + 1, f"broken {name}", f"{str(error)[:120]}; the rest of the file is not read")
 
 
-def _columns(schema: pa.Schema, path: str, wanted: Wanted) -> list[str] | None:
-    """The columns to read; None for all."""
-    if wanted.chat:
-        return None
-    check_column(schema, path, wanted)
-    return [wanted.column]
+def columns_of(schema: pa.Schema, path: str, wanted: Wanted) -> list[str]:
+    """The columns to read; [] for all.
 
-
-def check_column(schema: pa.Schema, path: str, wanted: Wanted) -> None:
-    """Raises WrongInput where a table does not have the wanted text column, or has something else in it."""
-    if wanted.column not in schema.names:
-        raise wanted.missing(path, schema.names)
-    kind = schema.field(wanted.column).type
-    if not _is_text(kind):
+    Raises:
+        WrongInput: one is not there, or the one for texts holds something else.
+    """
+    wanted.check(path, schema.names)
+    if not wanted.whole and not _is_text(kind := schema.field(wanted.column).type):
         raise WrongInput(f"{path}: column `{wanted.column}` holds {kind}, not text; set `text` to one of {', '.join(schema.names)}")
+    return wanted.needed
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -62,4 +62,4 @@ def _documents(task: Range) -> Iterator[tuple[str, Ids]]:
 def _records(documents: list[Ids], split: Split, tokenizer: Tokenizer) -> Records:
     size = sum(len(tokenizer.decode(ids).encode()) for ids in documents) if split == "validation" else 0
     digest = sum(int.from_bytes(hashlib.sha256(ids.tobytes()).digest()) for ids in documents)
-    return Records({"tokens": np.concatenate(documents)}, np.array([len(ids) for ids in documents], np.int64), size, digest)
+    return Records({"tokens": np.concatenate(documents)}, {"tokens": np.array([len(ids) for ids in documents], np.int64)}, size, digest)

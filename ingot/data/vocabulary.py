@@ -18,10 +18,10 @@ from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.progress import Progress, say
 from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe
-from ingot.data.chats import plain_text
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.documents import Shares
 from ingot.data.raw import Raw
+from ingot.data.stored import plain_text
 from ingot.data.texts import sample
 from ingot.tokenizers.bpe import TRAINER, train_bpe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
@@ -79,7 +79,7 @@ def _learn(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
 
 def _texts(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Iterator[str]:
     for document in sample(raw, cleaned, Shares.of(recipe.data), recipe.tokenizer.sample_bytes):
-        yield document.text if recipe.objective.kind == "pretrain" else plain_text(document.text)
+        yield plain_text(recipe.documents, document.text)
 
 
 def _shown(texts: Iterator[str], progress: Progress) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Model to report: loss, perplexity and bits per byte on held-out documents, with honest baselines beside them."""
+"""Model to report: how likely held-out documents are, choices, labels, texts that are written, with honest baselines and the base model beside them."""

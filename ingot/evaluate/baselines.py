@@ -23,8 +23,10 @@ Item = TypeVar("Item")
 
 def check_baselines(recipe: Recipe, names: Sequence[Baseline]) -> None:
     """Raises WrongInput when documents that `names` need are not there, or mean nothing for this way of training; costs nothing."""
-    if names and recipe.objective.kind != "pretrain":
-        raise WrongInput(f"evaluate.tasks: the baselines {', '.join(names)} are for objective.kind pretrain; remove them for {recipe.objective.kind}")
+    if names and recipe.documents != "text":
+        raise WrongInput(
+            f"evaluate.tasks: the baselines {', '.join(names)} are for objective.kind pretrain, or distill on texts; remove them for {recipe.objective.kind}"
+        )
     if _programs(names):
         open_raw(recipe)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -34,21 +35,22 @@ def pairs(columns: Iterable[Column]) -> Iterator[Pairs]:
             yield tokens[:-1][inside], tokens[1:][inside]
 
 
-def document_bytes(columns: Iterable[Column], tokenizer: Tokenizer, total: int) -> npt.NDArray[np.float64]:
-    """Bytes of the text of each document that has a token, [documents]; they sum to `total`.
+def document_bytes(columns: Iterable[Column], tokenizer: Tokenizer, total: int | None, first: int | None = None) -> npt.NDArray[np.float64]:
+    """Bytes of the text of each document that has a token, [documents], or of the `first` so many; they sum to `total` where that is given.
 
     Reckoned back from the tokens, so that the raw documents need not be searched for the few that are held out. Exact for
     a tokenizer that keeps every byte; what one that folds text loses is shared out over the documents.
     """
-    sizes = np.array([len(tokenizer.decode(record).encode()) for column in columns for record in _records(column)], np.float64)
-    scaled: npt.NDArray[np.float64] = sizes * (total / max(sizes.sum(), 1.0))
+    records = itertools.islice((record for column in columns for record in _records(column)), first)
+    sizes = np.array([len(tokenizer.decode(record).encode()) for record in records], np.float64)
+    scaled: npt.NDArray[np.float64] = sizes if total is None else sizes * (total / max(sizes.sum(), 1.0))
     return scaled
 
 
-def target_bytes(rows: Rows, tokenizer: Tokenizer) -> npt.NDArray[np.float64]:
-    """Bytes of the text that each document's targets spell, for rows of whole documents, in the order of rows; special tokens have none."""
+def target_bytes(rows: Rows, tokenizer: Tokenizer, count: int) -> npt.NDArray[np.float64]:
+    """Bytes of the text that the targets of each document in the first `count` rows spell, for rows of whole documents; special tokens have none."""
     sizes = []
-    for index in range(len(rows)):
+    for index in range(count):
         row = rows.row(index)
         for segment in range(1, int(row.segments.max()) + 1):
             labels = row.labels[(row.segments == segment) & (row.labels != IGNORE)]

@@ -1,8 +1,10 @@
-"""From sums to the figures of a report: loss, perplexity and bits per byte, each with its interval."""
+"""From sums to the figures of a report: loss, perplexity, bits per byte, means, each with its interval."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +38,21 @@ def loss_metrics(task: str, losses: Stretches, document_bytes: Floats, *, docume
     of_document = losses.documents
     if int(losses.ends_document.sum()) != len(document_bytes):
         raise WrongInput(f"the validation rows end {int(losses.ends_document.sum())} documents of {len(document_bytes)}; run `ingot prepare` again")
-    if not losses.targets.sum() or not document_bytes.sum():
-        raise WrongInput("the held-out documents have nothing to predict; set data.validation to more documents")
     tokens = np.bincount(of_document, losses.tokens)
     stretch_bytes = document_bytes[of_document] * losses.tokens / tokens[of_document]
     units = of_document if len(document_bytes) >= FEW_DOCUMENTS else losses.rows
-    nll, targets, size = (np.bincount(units, values) for values in (losses.nll, losses.targets, stretch_bytes))
+    nll, targets, size = (np.bincount(units, values).astype(np.float64) for values in (losses.nll, losses.targets, stretch_bytes))
+    return sum_metrics(task, nll, targets, size, documents=documents, tokenizer=tokenizer)
+
+
+def sum_metrics(task: str, nll: Floats, targets: Floats, size: Floats, *, documents: str, tokenizer: str) -> dict[str, Metric]:
+    """The same of sums over each unit of resampling: nats, targets, and the bytes that these spell, all [N].
+
+    Raises:
+        WrongInput: there are no targets.
+    """
+    if not targets.sum() or not size.sum():
+        raise WrongInput("the held-out documents have nothing to predict; set data.validation to more documents")
     same_tokens = fingerprint({"documents": documents, "tokenizer": tokenizer})
 
     def metric(value: float, interval: tuple[float, float], compared_on: str) -> Metric:
@@ -52,8 +63,14 @@ def loss_metrics(task: str, losses: Stretches, document_bytes: Floats, *, docume
     return {
         f"{task}/loss": metric(loss, interval, same_tokens),
         f"{task}/perplexity": metric(_exp(loss), (_exp(interval[0]), _exp(interval[1])), same_tokens),
-        f"{task}/bits_per_byte": metric(float(bits.sum() / document_bytes.sum()), ratio_interval(bits, size), documents),
+        f"{task}/bits_per_byte": metric(float(bits.sum() / size.sum()), ratio_interval(bits, size), documents),
     }
+
+
+def mean_metric(values: Sequence[float] | Floats, *, direction: Literal["lower", "higher"], on: str) -> Metric:
+    """The mean over items, with its interval; `on` is the identity of the items."""
+    numbers = np.asarray(values, np.float64)
+    return Metric(float(numbers.mean()), *ratio_interval(numbers, np.ones(len(numbers))), direction=direction, n=len(numbers), set_fingerprint=on)
 
 
 def _exp(loss: float) -> float:

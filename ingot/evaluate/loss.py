@@ -16,9 +16,9 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.data.loader import Batch, fixed_batches
 from ingot.data.rows import Rows
-from ingot.models.decoder import Decoder
 from ingot.models.device import Compute, computing_in
 from ingot.models.head import IGNORE
+from ingot.models.kinds import Model
 from ingot.objectives.pretrain import Pretrain
 from ingot.parallel.mesh import Mesh
 
@@ -41,13 +41,18 @@ class Stretches:
         """The number of each stretch's document, from 0."""
         return np.cumsum(self.ends_document) - self.ends_document
 
+    def whole(self) -> Stretches:
+        """Without those of a last document that goes on where nothing was scored any more."""
+        count = int(np.flatnonzero(self.ends_document)[-1]) + 1 if self.ends_document.any() else 0
+        return Stretches(*(getattr(self, field.name)[:count] for field in fields(Stretches)))
+
     @property
     def rows(self) -> npt.NDArray[np.int64]:
         """The number of each stretch's row, from 0; rows that are padding alone do not count."""
         return np.cumsum(self.begins_row) - 1
 
 
-def row_losses(model: Decoder, batches: Iterable[Batch], compute: Compute = "fp32") -> Stretches:
+def row_losses(model: Model, batches: Iterable[Batch], compute: Compute = "fp32") -> Stretches:
     """The loss of all tokens of `batches`, as sums over stretches. Padding (segment 0) is left out."""
     device = next(model.parameters()).device
     parts: list[Stretches] = []
@@ -90,7 +95,7 @@ def _joined(parts: list[Stretches]) -> Stretches:
 
 
 def score(
-    model: Decoder, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh, tell: Callable[[int], None] = lambda rows: None
+    model: Model, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh, tell: Callable[[int], None] = lambda rows: None
 ) -> Stretches:
     """The loss of the first `count` rows, each rank scoring its share; this rank's stretches. `tell` hears how many rows are done."""
     indices = range(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
@@ -116,7 +121,7 @@ def gathered(mine: Stretches, mesh: Mesh) -> Stretches:
     return Stretches(nll, targets.astype(np.int64), tokens.astype(np.int64), ends > 0, begins > 0)
 
 
-def mean_loss(model: Decoder, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh) -> float:
+def mean_loss(model: Model, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh) -> float:
     """Mean over the targets of the first `count` rows, nats; the same on every rank.
 
     Raises:

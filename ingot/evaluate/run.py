@@ -1,70 +1,100 @@
-"""`ingot evaluate`: a model folder and the held-out documents in, `reports/evaluate.json` and a table out."""
+"""`ingot evaluate`: a model folder and the recipe's tasks in, `reports/evaluate.json`, the score of every item and a table out."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from ingot.base.errors import WrongInput
 from ingot.base.evaluation import EvaluationReport, write_report
 from ingot.base.fingerprint import fingerprint
-from ingot.base.progress import Progress, say
+from ingot.base.progress import say
 from ingot.base.steprecord import Outcome, sizes
+from ingot.base.storage import sha256_file
+from ingot.config.evaluation import LossTask
 from ingot.config.recipe import Recipe
-from ingot.data.manifest import Prepared, prepared_for
-from ingot.data.rows import Rows, open_rows
+from ingot.data.manifest import prepared_for
 from ingot.evaluate.baselines import Baseline, baselines, check_baselines
-from ingot.evaluate.corpus import document_bytes, open_columns, target_bytes
-from ingot.evaluate.figures import loss_metrics
-from ingot.evaluate.loss import Stretches, gathered, score
+from ingot.evaluate.examples import ENDING, write_examples
 from ingot.evaluate.samples import check_prompts, complete
-from ingot.models.decoder import Decoder
-from ingot.models.device import Compute, device_name, resolve_compute
-from ingot.models.folder import CONFIG, check_template, load_model, model_hash
-from ingot.models.source import source_folder, starts_random
+from ingot.evaluate.subject import Measured, Subject
+from ingot.evaluate.table import show_report
+from ingot.evaluate.tasks import needs_rows, open_task
+from ingot.models.adapter import is_adapter
+from ingot.models.device import device_name, resolve_compute
+from ingot.models.folder import CONFIG, check_template, model_config, model_hash
+from ingot.models.generate import eos_ids
+from ingot.models.hub import hub_config
+from ingot.models.kinds import base_folder, kind_of_folder, open_model
+from ingot.models.source import named_folder, source_folder, starts_random
 from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.templates import with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 
-REPORT = "evaluate.json"
+REPORT, EXAMPLES = "evaluate.json", "examples"
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is evaluated on what: all that is settled before the first number."""
+class Found:
+    """What came of all tasks, by their names, and what stands beside."""
 
-    recipe: Recipe
     folder: Path
-    tokenizer: Tokenizer
-    prepared: Prepared
-    rows: Rows
-    compute: Compute
-    baselines: list[Baseline]
+    tasks: dict[str, Measured]
+    base: dict[str, Measured]
+    samples: list[dict[str, str]]
 
 
 def evaluate(recipe: Recipe) -> Outcome:
-    """Score the model on the held-out documents and write the report. Every rank calls it; rank 0 writes.
+    """Measure the model on all tasks and write the report. Every rank calls it; rank 0 writes.
 
     The model is `evaluate.model`, else the run's own `model/`, else `model.source` where that has weights.
 
     Raises:
-        WrongInput: there is no model or no prepared data, or the two do not belong together.
-        Failed: the model gives numbers that are not finite.
+        WrongInput: there is no model or no prepared data, the two do not belong together, or a task cannot be measured.
+        Failed: the model gives numbers that are not finite, or data on the hub cannot be reached.
     """
     with running_mesh() as mesh:
-        subject = _subject(recipe, mesh)
-        model = load_model(subject.folder, device=mesh.device)
-        _check(model, subject)
-        losses = _score(model, subject, mesh)
-        report = mesh.from_main(lambda: _report(model, subject, losses))
-        return mesh.from_main(lambda: _write(recipe, subject, report))
+        folder = model_folder(recipe)
+        # An adapter alone has neither tokenizer nor settings: those of its base are its own.
+        home = base_folder(folder) if is_adapter(folder) else folder
+        tokenizer = load_tokenizer(home)
+        _check_belongs(recipe, home, tokenizer)
+        ends_turn = stop_tokens(tokenizer) if recipe.documents in ("chat", "preference") else []
+        eos = eos_ids(home, tokenizer.special.eos).union(ends_turn)
+        base = _base_folder(recipe, folder, mesh)
+        if other := _other_labels(recipe, home):
+            raise WrongInput(other)
+        tasks, samples = _measure(recipe, folder, tokenizer, eos, recipe.evaluate.prompts, mesh)
+        # With the tuned model's tokenizer: training began so.
+        beside, _ = _measure(recipe, base, tokenizer, eos, [], mesh) if base is not None else ({}, [])
+        found = Found(folder, tasks, beside, samples)
+        return mesh.from_main(lambda: _write(recipe, found, _report(recipe, found, tokenizer)))
+
+
+def _measure(
+    recipe: Recipe, folder: Path, tokenizer: Tokenizer, eos: frozenset[int], prompts: Sequence[str], mesh: Mesh
+) -> tuple[dict[str, Measured], list[dict[str, str]]]:
+    """All tasks on the model in `folder`, by their names, and what it makes of the prompts. All is checked before anything is measured."""
+    model = open_model(folder, device=mesh.device)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise WrongInput(
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} ids, its model only {model.config.vocab_size}; use the tokenizer that it was made with"
+        )
+    compute = resolve_compute(recipe.precision.compute, mesh.device)
+    subject = Subject(recipe, model, kind_of_folder(folder), tokenizer, eos, compute, mesh, str(folder))
+    check_prompts(prompts, recipe.evaluate.sample_tokens, subject.about, model.config)
+    opened = {task.name: open_task(task, subject.about) for task in recipe.tasks}
+    if mesh.is_main:
+        ranks = f"{mesh.world} x " if mesh.world > 1 else ""
+        say(f"evaluate: {folder}, {', '.join(opened)}, {compute} on {ranks}{device_name(mesh.device)}")
+    tasks = {name: item.measure(subject) for name, item in opened.items()}
+    return tasks, mesh.from_main(lambda: complete(subject, prompts))
 
 
 def model_folder(recipe: Recipe) -> Path:
@@ -74,7 +104,7 @@ def model_folder(recipe: Recipe) -> Path:
         WrongInput: there is none.
     """
     if recipe.evaluate.model:
-        return Path(recipe.evaluate.model)
+        return named_folder(recipe.evaluate.model, "evaluate.model")
     own = recipe.folder.model
     if (own / CONFIG).exists():
         return own
@@ -84,24 +114,19 @@ def model_folder(recipe: Recipe) -> Path:
     return base
 
 
-def _subject(recipe: Recipe, mesh: Mesh) -> Subject:
-    if not recipe.evaluate.tasks:
-        raise WrongInput("evaluate.tasks is empty: there is nothing to evaluate; add `{kind: loss}`")
-    columns = recipe.folder.columns
-    prepared = prepared_for(recipe)
-    folder = model_folder(recipe)
-    tokenizer = load_tokenizer(folder)
+def _check_belongs(recipe: Recipe, folder: Path, tokenizer: Tokenizer) -> None:
+    """The model's tokenizer must be that of the prepared rows, where a task goes by these."""
     if not recipe.evaluate.any_template:
         check_template(folder, tokenizer.template_identity, "evaluate.any_template")
+    check_baselines(recipe, _yardsticks(recipe))
+    if not any(needs_rows(task) for task in recipe.tasks):
+        return
+    prepared, columns = prepared_for(recipe), recipe.folder.columns
     if tokenizer.identity() != prepared.tokenizer and not (recipe.evaluate.any_template and _same_but_for_template(recipe, tokenizer)):
         raise WrongInput(
             f"the tokenizer of {folder} ({tokenizer.identity()}) is not the one that {columns} was prepared with ({prepared.tokenizer}); "
             f"set tokenizer.source to {folder} and run `ingot prepare` again, or evaluate a model of this run"
         )
-    yardsticks = sorted({name for task in recipe.evaluate.tasks for name in task.baselines})
-    check_baselines(recipe, yardsticks)
-    rows = open_rows(columns, "validation", recipe.data.seq_len, pack=recipe.pack_held_out, pad_last=True)
-    return Subject(recipe, folder, tokenizer, prepared, rows, resolve_compute(recipe.precision.compute, mesh.device), yardsticks)
 
 
 def _same_but_for_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
@@ -109,68 +134,78 @@ def _same_but_for_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
     return with_template(own, "").identity() == with_template(tokenizer, "").identity()
 
 
-def _check(model: Decoder, subject: Subject) -> None:
-    seq_len, ids = subject.recipe.data.seq_len, subject.tokenizer.vocab_size
-    if seq_len > model.config.max_position_embeddings:
-        raise WrongInput(f"data.seq_len {seq_len} exceeds the {model.config.max_position_embeddings} positions of {subject.folder}; lower data.seq_len")
-    if ids > model.config.vocab_size:
-        raise WrongInput(f"the tokenizer of {subject.folder} has {ids} ids, its model only {model.config.vocab_size}; use the tokenizer that it was made with")
-    check_prompts(subject.recipe.evaluate.prompts, subject.recipe.evaluate.sample_tokens, model, subject.tokenizer)
+def _yardsticks(recipe: Recipe) -> list[Baseline]:
+    return sorted({name for task in recipe.tasks if isinstance(task, LossTask) for name in task.baselines})
 
 
-def _score(model: Decoder, subject: Subject, mesh: Mesh) -> Stretches:
-    rows, recipe = subject.rows, subject.recipe
-    if mesh.is_main:
-        ranks = f"{mesh.world} x " if mesh.world > 1 else ""
-        say(f"evaluate: {subject.folder}, {len(rows):,} rows of {recipe.data.seq_len} tokens, {subject.compute} on {ranks}{device_name(mesh.device)}")
-    with Progress("evaluate", len(rows), "rows", quiet=not mesh.is_main) as progress:
-        # Rank 0 speaks for all: the shares are equal.
-        tell: Callable[[int], None] = lambda done: progress.update(min(done * mesh.world, len(rows)))  # noqa: E731
-        mine = score(model, rows, len(rows), recipe.evaluate.micro_batch, subject.compute, mesh, tell)
-    return gathered(mine, mesh)
+def _other_labels(recipe: Recipe, folder: Path) -> str:
+    """Why the classes of a classifier are not those of the recipe, which would be taken for one another; empty where they are, or have no names."""
+    if not recipe.labels or kind_of_folder(folder) != "encoder":
+        return ""
+    names = hub_config(model_config(folder), "encoder", str(folder)).labels
+    nameless = all(name == f"LABEL_{number}" for number, name in enumerate(names))
+    same = [name.casefold() for name in names] == [name.casefold() for name in recipe.labels]
+    if len(names) == len(recipe.labels) and (same or nameless):
+        return ""
+    return f"{folder} tells {', '.join(names)} apart, objective.labels are {', '.join(recipe.labels)}; give them in the model's order, or another model"
 
 
-def _report(model: Decoder, subject: Subject, losses: Stretches) -> EvaluationReport:
-    recipe, prepared, tokenizer = subject.recipe, subject.prepared, subject.tokenizer
-    if recipe.pack_held_out == "cut":
-        held_out = open_columns(recipe.folder.columns, prepared, "validation")
-        of_bytes = document_bytes(held_out, tokenizer, prepared.total("validation", "bytes"))
+def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
+    """The model that training started from, where it is to stand beside; where there is none to compare, rank 0 says why."""
+    if not recipe.evaluate.base:
+        return None
+    base = source_folder(recipe.model)
+    why = ""
+    if base is None or starts_random(recipe.model, base):
+        why = "training started from random weights"
+    elif base.resolve() == folder.resolve():
+        why = "it is the model that is evaluated"
+    elif kind_of_folder(base) != kind_of_folder(folder):
+        why = f"{base} is a {kind_of_folder(base)} and has no head for what a {kind_of_folder(folder)} does"
     else:
-        # Whole documents side by side: each stretch is one.
-        losses, of_bytes = replace(losses, ends_document=np.ones_like(losses.ends_document)), target_bytes(subject.rows, tokenizer)
-    metrics = {}
-    for task in recipe.evaluate.tasks:
-        metrics.update(loss_metrics(task.name, losses, of_bytes, documents=prepared.sets["validation"], tokenizer=prepared.tokenizer))
-    samples = complete(model, subject.folder, tokenizer, recipe.evaluate.prompts, recipe.evaluate.sample_tokens, subject.compute)
-    return EvaluationReport(model_hash(subject.folder), tokenizer.identity(), metrics, baselines(recipe, prepared, subject.baselines), samples)
+        why = _other_labels(recipe, base)
+    if why and mesh.is_main:
+        say(f"evaluate: no base model beside: {why}")
+    return None if why else base
 
 
-def _write(recipe: Recipe, subject: Subject, report: EvaluationReport) -> Outcome:
-    """The report into the run folder, and beside the model where the model is this run's own."""
+def _report(recipe: Recipe, found: Found, tokenizer: Tokenizer) -> EvaluationReport:
+    beside = {key: value for measured in found.tasks.values() for key, value in measured.baselines.items()}
+    if names := _yardsticks(recipe):
+        beside = {**baselines(recipe, prepared_for(recipe), names), **beside}
+    metrics, base = (
+        {key: metric for measured in tasks.values() for key, metric in measured.metrics.items()} for tasks in (found.tasks, found.base)
+    )
+    return EvaluationReport(_hash(found.folder), tokenizer.identity(), metrics, beside, found.samples, base)
+
+
+def _hash(folder: Path) -> str:
+    """Identity of the model; of an adapter, that of its base and of its files together."""
+    if not is_adapter(folder):
+        return model_hash(folder)
+    files = {path.name: sha256_file(path) for path in sorted(folder.glob("adapter_*"))}
+    return fingerprint({"base": model_hash(base_folder(folder)), "adapter": files})
+
+
+def _write(recipe: Recipe, found: Found, report: EvaluationReport) -> Outcome:
+    """The report into the run folder, and beside the model where the model is this run's own; the examples beside the report."""
     run = recipe.folder
-    written = [run.reports / REPORT]
-    if subject.folder == run.model:
-        written.append(run.model / REPORT)
-    for path in written:
+    reports = [run.reports / REPORT, *([run.model / REPORT] if found.folder == run.model else [])]
+    for path in reports:
         write_report(path, report)
-    _show(report)
-    task = recipe.evaluate.tasks[0].name
-    phrase = f"{report.metrics[f'{task}/bits_per_byte'].value:.2f} bits per byte, perplexity {report.metrics[f'{task}/perplexity'].value:.1f}"
-    return Outcome(phrase, str(written[0]), fingerprint(asdict(report)), sizes(run.root, written))
+    examples = [run.reports / EXAMPLES / f"{name.replace('/', '_')}{ENDING}" for name in found.tasks]
+    for path, (name, measured) in zip(examples, found.tasks.items(), strict=True):
+        write_examples(path, measured.examples, found.base[name].examples if found.base else ())
+    show_report(report, Console(file=sys.stdout, highlight=False))
+    return Outcome(_phrase(report, recipe), str(reports[0]), fingerprint(asdict(report)), sizes(run.root, [*reports, *examples]))
 
 
-def _show(report: EvaluationReport) -> None:
-    """The table on stdout: metrics, then the same bytes under other hands."""
-    table = Table("metric", "value", "95 % interval", "n", caption="lower is better")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for key, metric in report.metrics.items():
-        table.add_row(key, f"{metric.value:.4f}", f"{metric.ci_low:.4f} to {metric.ci_high:.4f}", f"{metric.n:,}")
-    if report.baselines:
-        table.add_section()
-    for name, value in sorted(report.baselines.items(), key=lambda item: item[1]):
-        table.add_row(f"bits per byte of {name}", f"{value:.4f}")
-    console = Console(file=sys.stdout, highlight=False)
-    console.print(table)
-    for sample in report.samples:
-        console.print(f"{sample['prompt']!r} goes on {sample['completion']!r}", markup=False, soft_wrap=True)
+def _phrase(report: EvaluationReport, recipe: Recipe) -> str:
+    """The result in a few words: of the first loss of a text its usual two figures, and what is gated on, or what came first."""
+    bits, perplexity = (report.metrics.get(f"{recipe.tasks[0].name}/{name}") for name in ("bits_per_byte", "perplexity"))
+    told = [f"{bits.value:.2f} bits per byte, perplexity {perplexity.value:.1f}"] if bits is not None and perplexity is not None else []
+    gated = [recipe.gate_metric] if isinstance(recipe.gate_metric, str) else recipe.gate_metric
+    others = [key for key in gated if key in report.metrics and not key.endswith("/bits_per_byte")]
+    if not told and not others:
+        others = list(report.metrics)[:2]
+    return ", ".join([*told, *(f"{key} {report.metrics[key].value:.4f}" for key in others)])

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ingot.base.errors import WrongInput
-from ingot.models.decoder import Decoder
-from ingot.models.device import Compute, computing_in
-from ingot.models.generate import Generator, Request, check, eos_ids
-from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.evaluate.subject import About, Subject
+from ingot.evaluate.writing import encode_source, write_here
+from ingot.models.architecture import DecoderConfig
+from ingot.models.generate import Request, check
+from ingot.models.hub import HubConfig
+from ingot.models.summaries import Summary, check_summary
 
 
-def check_prompts(prompts: Sequence[str], max_tokens: int, model: Decoder, tokenizer: Tokenizer) -> None:
-    """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the model for an answer."""
+def check_prompts(prompts: Sequence[str], max_tokens: int, about: About, config: DecoderConfig | HubConfig) -> None:
+    """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the model for an answer, or the model writes nothing."""
+    if prompts:
+        about.must_be("evaluate.prompts", "decoder", "seq2seq")
     for prompt in prompts:
         try:
-            check(_request(prompt, max_tokens, tokenizer), model.config)
+            if isinstance(config, DecoderConfig):
+                check(Request(about.tokenizer.encode_prompt(prompt), max_tokens), config)
+            else:
+                check_summary(Summary(encode_source(about.tokenizer, prompt, about.recipe), max_tokens), config)
         except WrongInput as error:
             raise WrongInput(f"evaluate.prompts, {prompt[:40]!r}: {error}") from None
 
 
-def complete(model: Decoder, folder: Path, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int, compute: Compute) -> list[dict[str, str]]:
-    """`{"prompt": ..., "completion": ...}` for each prompt."""
-    generator = Generator(model, eos=eos_ids(folder, tokenizer.special.eos), decode=tokenizer.decode)
-    requests = [_request(prompt, max_tokens, tokenizer) for prompt in prompts]
-    with computing_in(compute, next(model.parameters()).device):
-        answers = generator.run(requests)
-    return [{"prompt": prompt, "completion": answer.text} for prompt, answer in zip(prompts, answers, strict=True)]
-
-
-def _request(prompt: str, max_tokens: int, tokenizer: Tokenizer) -> Request:
-    return Request(tokenizer.encode_prompt(prompt), max_tokens)
+def complete(subject: Subject, prompts: Sequence[str]) -> list[dict[str, str]]:
+    """`{"prompt": ..., "completion": ...}` for each prompt, of `evaluate.sample_tokens` at most; on this rank alone."""
+    if not prompts:
+        return []
+    max_tokens = subject.recipe.evaluate.sample_tokens
+    if subject.kind == "decoder":
+        encoded = [subject.tokenizer.encode_prompt(prompt) for prompt in prompts]
+    else:
+        encoded = [encode_source(subject.tokenizer, prompt, subject.recipe) for prompt in prompts]
+    return [{"prompt": prompt, "completion": text or ""} for prompt, text in zip(prompts, write_here(subject, encoded, max_tokens), strict=True)]

@@ -1,17 +1,40 @@
-"""The one function through which all attention goes, and the masks that keep packed documents apart."""
+"""The one function through which all attention goes, and the masks: who may look at whom."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
-def document_mask(segments: Tensor) -> Tensor:
-    """Who may look at whom: bool `[B, 1, T, T]`, causal and within one document (equal `segments` `[B, T]`)."""
-    length = segments.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    return (segments[:, None, :, None] == segments[:, None, None, :]) & causal
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool `[T, T]`: each token sees those before it and itself, of them the last `window` (None: all)."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal if window is None else causal.triu(1 - window)
+
+
+def document_mask(segments: Tensor, window: int | None = None) -> Tensor:
+    """Bool `[B, 1, T, T]`: causal, within one document (equal `segments` `[B, T]`), and of it the last `window` tokens (None: all)."""
+    return (segments[:, None, :, None] == segments[:, None, None, :]) & causal_mask(segments.shape[1], window, segments.device)
+
+
+def masks(segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device) -> dict[int | None, Tensor | None]:
+    """The mask of each window, for rows of `length` tokens; None where plain causal attention says the same.
+
+    Made once for all layers; a window that holds the whole row shares the mask of those without.
+    """
+    made: dict[int | None, Tensor | None] = {}
+    answer: dict[int | None, Tensor | None] = {}
+    for window in windows:
+        reach = window if window is not None and window < length else None
+        if reach not in made and segments is None:
+            made[reach] = None if reach is None else causal_mask(length, reach, device)
+        elif reach not in made and segments is not None:
+            made[reach] = document_mask(segments, reach)
+        answer[window] = made[reach]
+    return answer
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,16 +15,16 @@ LEAST_LENGTH = 64
 
 
 class KVCache:
-    """Rows for up to `max_rows` requests of up to `max_length` tokens.
+    """Rows for up to `max_rows` requests of up to `max_length` tokens, for layers that see `windows` tokens back (None: all).
 
     Nothing is allocated before the first keys arrive: their heads, type and device decide, so that a sharded model and
     any number format are served alike. Rows and lengths double when they run out.
     """
 
-    def __init__(self, layers: int, max_rows: int, max_length: int) -> None:
-        self.max_rows, self.max_length = max_rows, max_length
+    def __init__(self, windows: Sequence[int | None], max_rows: int, max_length: int) -> None:
+        self.windows, self.max_rows, self.max_length = windows, max_rows, max_length
         self._rows, self._length = 0, 0
-        self._stores: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self._stores: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
 
     def window(self, first: int, starts: Sequence[int], time: int, device: torch.device) -> Window:
         """What one pass of the model needs: rows `first`, `first + 1`, ... each get `time` tokens from position `starts[i]` on."""
@@ -71,16 +71,22 @@ class Window:
         begin = torch.tensor(starts, device=device)
         self.positions = begin[:, None] + torch.arange(time, device=device)  # [B, T]
         self._rows = torch.arange(self._first, self._last, device=device)[:, None]  # [B, 1]
-        seen = torch.arange(self._length, device=device)
-        self._mask = seen[None, None, None, :] <= self.positions[:, None, :, None]  # [B, 1, T, S]
+        self._seen = {window: self._view(window, min(starts)) for window in set(cache.windows)}
+
+    def _view(self, window: int | None, earliest: int) -> tuple[int, Tensor]:
+        """The first stored token that any query of a layer with this window sees, and the mask `[B, 1, T, S]` from there on."""
+        begin = 0 if window is None else max(0, earliest - window + 1)
+        distance = self.positions[:, None, :, None] - torch.arange(begin, self._length, device=self.positions.device)
+        return begin, distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store new keys and values `[B, K, T, E]`; answer all of the rows' `[B, K, S, E]` and the mask `[B, 1, T, S]`."""
+        """Store new keys and values `[B, K, T, E]`; answer what the rows see, `[B, K, S, E]`, and the mask `[B, 1, T, S]`."""
         keys, values = self._cache.store(layer, k)
         keys[self._rows, :, self.positions] = k.transpose(1, 2)
         values[self._rows, :, self.positions] = v.transpose(1, 2)
         here = slice(self._first, self._last)
-        return keys[here, :, : self._length], values[here, :, : self._length], self._mask
+        begin, mask = self._seen[self._cache.windows[layer]]
+        return keys[here, :, begin : self._length], values[here, :, begin : self._length], mask
 
 
 def _room(have: int, needed: int, least: int, most: int) -> int:

@@ -6,14 +6,15 @@ Shapes: B batch, T time, D model, H query heads, K key/value heads, E head size,
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ingot.models.architecture import DecoderConfig
-from ingot.models.attention import attend, document_mask
+from ingot.models.attention import attend, masks
 from ingot.models.head import TokenFunction, apply_head
 from ingot.models.rope import angles, inverse_frequencies, rotate
 
@@ -39,16 +40,18 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions; queries and keys normed per head where the configuration says so (Qwen 3)."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
         batch, time, _ = x.shape
@@ -57,6 +60,8 @@ class Attention(nn.Module):
             projection(x).view(batch, time, -1, self.head_dim).transpose(1, 2)  # [B, H or K, T, E]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v, mask = cache.append(self.layer, k, v)
@@ -84,6 +89,7 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
+        self.window = config.windows[layer]
         self.self_attn = Attention(config, layer)
         self.mlp = FeedForward(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -131,22 +137,32 @@ class Decoder(nn.Module):
         see each other; None where each row is one document.
         """
         # The frequencies are made here rather than kept in a buffer: they cost nothing, and a model on `meta` has none to lose.
-        cos, sin = angles(positions, inverse_frequencies(self.config.rope, self.config.head_dim, positions.device))
-        mask = None if segments is None else document_mask(segments)
+        rope = self.config.rope
+        cos, sin = angles(positions, inverse_frequencies(rope, self.config.head_dim, positions.device), rope.amplitude)
+        windows = self.config.windows
+        seen = dict.fromkeys(windows) if cache is not None else masks(segments, tokens.shape[1], windows, positions.device)
         x = self.model.embed_tokens(tokens)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin, mask, cache)
+        for layer in cast("Iterable[Block]", self.model.layers):
+            x = layer(x, cos, sin, seen[layer.window], cache)
         out: Tensor = self.model.norm(x)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need them."""
-        return functional.linear(hidden, self.head_weight).float()
+        return self.project(hidden).float()
 
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor | None, labels: Tensor, token: TokenFunction) -> Tensor:
+    def project(self, hidden: Tensor) -> Tensor:
+        """`[..., D]` -> `[..., V]`: the head, in the type that it computes in."""
+        return functional.linear(hidden, self.head_weight)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, labels: Tensor, token: TokenFunction, extras: Tensor | None = None
+    ) -> Tensor:
         """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100.
 
-        `token(view, labels)` is called on chunks of tokens; see `ingot.models.head`.
+        `token(view, labels, extras)` is called on chunks of tokens, `extras` `[B, T, ...]` cut as they are; see `ingot.models.head`.
         """
         hidden = self.hidden(tokens, positions, segments)
-        return apply_head(hidden.flatten(0, 1), self.head_weight, labels.flatten(), token).view(labels.shape)
+        flat = None if extras is None else extras.flatten(0, 1)
+        values = apply_head(hidden.flatten(0, 1), self.project, self.config.vocab_size, labels.flatten(), token, flat)
+        return values.view(labels.shape)

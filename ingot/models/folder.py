@@ -15,10 +15,12 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.storage import sha256_file
+from ingot.config.family import overridden
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
+from ingot.models.names import misfits
 
-CONFIG, LINEAGE, INDEX = "config.json", "ingot.json", "model.safetensors.index.json"
+CONFIG, LINEAGE, INDEX, META = "config.json", "ingot.json", "model.safetensors.index.json", "params.json"
 SHARD_BYTES = 5_000_000_000
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -28,6 +30,8 @@ def model_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
+        if (folder / META).exists():
+            raise WrongInput(f"{folder} is in Meta's original layout; run `ingot import {folder} NEW` and give the new folder") from None
         raise WrongInput(f"{folder} is not a model folder ({CONFIG} is missing); give a Hugging Face folder") from None
     except ValueError as error:
         raise WrongInput(f"{folder / CONFIG} is not JSON ({error}); fetch the model again") from None
@@ -44,7 +48,7 @@ def load_model(
     Raises:
         WrongInput: not a model folder, an architecture that is not supported, torn files, or tensors that do not fit.
     """
-    config = DecoderConfig.from_hf({**model_config(folder), **(overrides or {})}, str(folder / CONFIG))
+    config = DecoderConfig.from_hf(overridden(model_config(folder), overrides or {}), str(folder / CONFIG))
     with torch.device("meta"):
         model = Decoder(config)
     load_weights(model, folder, device=device, dtype=dtype or torch.float32)
@@ -54,11 +58,12 @@ def load_model(
 def load_weights(model: Decoder, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
     """Give a model (on `meta`, say) the weights in `folder`, one tensor at a time."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = stored_shapes(folder)
-    _check_names(shapes, found, folder, tied=model.config.tie_word_embeddings)
+    _check_names(shapes, stored_shapes(folder), folder, tied=model.config.tie_word_embeddings)
     tensors: dict[str, Tensor] = {}
     twin: Tensor | None = None
     for name, tensor in stored_tensors(folder):
+        if not tensor.is_floating_point():
+            raise WrongInput(f"{folder}: {name} holds {str(tensor.dtype).removeprefix('torch.')}, not weights as they are; give an unquantized model")
         if name in shapes:
             tensors[name] = tensor.to(device=device, dtype=dtype)
         elif name == HEAD:
@@ -74,7 +79,7 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             raise WrongInput(f"{index} is not an index of safetensors files; fetch the model again") from None
         files = [folder / name for name in names]
     else:
@@ -82,9 +87,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         pickled = " (pickled weights are not read)" if list(folder.glob("*.bin")) else ""
         raise WrongInput(f"{folder} has no model*.safetensors{pickled}; give a folder with safetensors weights")
-    for file in files:
-        if not file.exists():
-            raise WrongInput(f"{file} is missing, though {INDEX} names it; fetch the model again")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise WrongInput(f"{folder}: {', '.join(missing)} missing, though {INDEX} names {'it' if len(missing) == 1 else 'them'}; fetch the model again")
     return files
 
 
@@ -115,15 +119,9 @@ def _opened(file: Path) -> Any:
 
 def _check_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path, *, tied: bool) -> None:
     """Name every difference. Older exports keep rotary frequencies (buffers that are computed here) and a tied head's twin."""
-    surplus = {name for name in found if name not in wanted and not name.endswith("rotary_emb.inv_freq") and not (tied and name == HEAD)}
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not part of this model" for name in sorted(surplus)]
-    problems += [
-        f"{name} is {list(found[name])}, {list(shape)} is wanted" for name, shape in wanted.items() if name in found and found[name] != shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise WrongInput(f"{folder}: weights do not fit {CONFIG}: {'; '.join(problems[:8])}{more}; check model.source and model.config")
+    passed_over = {name for name in found if name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)}
+    if trouble := misfits(wanted, found, passed_over):
+        raise WrongInput(f"{folder}: weights do not fit {CONFIG}: {trouble}; check model.source and model.config")
 
 
 def save_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:

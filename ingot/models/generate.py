@@ -99,7 +99,7 @@ class Generator:
         self._model, self._eos, self._decode = model, frozenset(eos), decode
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._positions = model.config.max_position_embeddings
-        self._cache = KVCache(model.config.num_hidden_layers, max_rows, self._positions)
+        self._cache = KVCache(model.config.windows, max_rows, self._positions)
         self._pending: deque[Job] = deque()
         self._batch = _Batch()
 
@@ -134,7 +134,7 @@ class Generator:
         """Forget every request and free the cache; what to do after `step` raised."""
         self._pending.clear()
         self._batch = _Batch()
-        self._cache = KVCache(self._model.config.num_hidden_layers, self._max_rows, self._positions)
+        self._cache = KVCache(self._model.config.windows, self._max_rows, self._positions)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Job, Piece]]:

@@ -6,6 +6,7 @@ them exists at a time, in forward and in backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -41,29 +42,38 @@ class View:
 
 
 class TokenFunction(Protocol):
-    """An objective's value per token, float32 `[N]`. Labels of -100 arrive as 0; their values are discarded."""
+    """An objective's value per token, float32 `[N]`. Labels of -100 arrive as 0; their values are discarded.
 
-    def __call__(self, view: View, labels: Tensor) -> Tensor: ...
+    `extras`: what else the objective asked for, `[N, ...]`, the tokens' own share of it; None where it asked for nothing.
+    """
+
+    def __call__(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor: ...
 
 
-def apply_head(hidden: Tensor, weight: Tensor, labels: Tensor, token: TokenFunction) -> Tensor:
+Project = Callable[[Tensor], Tensor]
+"""Hidden states `[N, D]` -> logits `[N, V]`."""
+
+
+def apply_head(hidden: Tensor, project: Project, vocab_size: int, labels: Tensor, token: TokenFunction, extras: Tensor | None = None) -> Tensor:
     """Values `[N]` of the tokens whose final hidden states are `hidden` `[N, D]`; 0 where `labels` `[N]` is -100.
 
     A single chunk keeps its logits for backward; of several, each recomputes its own, so that memory does not grow with N.
     """
 
-    def chunk_values(part: Tensor, part_labels: Tensor) -> Tensor:
+    def chunk_values(part: Tensor, part_labels: Tensor, part_extras: Tensor | None) -> Tensor:
         target = part_labels != IGNORE
-        view = View(functional.linear(part, weight).float())
-        return torch.where(target, token(view, part_labels.clamp_min(0)), 0.0)
+        values = token(View(project(part).float()), part_labels.clamp_min(0), part_extras)
+        return torch.where(target, values, 0.0)
 
-    size = max(1, CHUNK_LOGITS // weight.shape[0])
+    size = max(1, CHUNK_LOGITS // vocab_size)
     if hidden.shape[0] <= size:
-        return chunk_values(hidden, labels)
+        return chunk_values(hidden, labels, extras)
     values: list[Tensor] = []
-    for part, part_labels in zip(hidden.split(size), labels.split(size), strict=True):
+    for first in range(0, hidden.shape[0], size):
+        part, part_labels = hidden[first : first + size], labels[first : first + size]
+        part_extras = None if extras is None else extras[first : first + size]
         if torch.is_grad_enabled():
-            values.append(checkpoint(chunk_values, part, part_labels, use_reentrant=False))
+            values.append(checkpoint(chunk_values, part, part_labels, part_extras, use_reentrant=False))
         else:
-            values.append(chunk_values(part, part_labels))
+            values.append(chunk_values(part, part_labels, part_extras))
     return torch.cat(values)

@@ -7,9 +7,11 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
+from ingot.base.runfolder import RunFolder
+from ingot.config.family import overridden
 from ingot.config.presets import preset
 from ingot.config.work import Model
-from ingot.models.folder import model_config
+from ingot.models.folder import CONFIG, model_config
 
 
 def source_folder(model: Model) -> Path | None:
@@ -22,24 +24,32 @@ def source_folder(model: Model) -> Path | None:
     if scheme == "preset":
         preset(rest)
         return None
-    if scheme == "hf":
-        return fetch_model(rest, model.revision)
-    folder = Path(model.source)
+    return named_folder(model.source, "model.source", model.revision)
+
+
+def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
+    """The model folder that `hf:ORG/NAME`, a folder, or a run folder means; of a run the model that it exported.
+
+    Raises:
+        WrongInput: there is no such folder or hub model; `knob` says what asked for it.
+    """
+    if source.startswith("hf:"):
+        return fetch_model(source.removeprefix("hf:"), revision)
+    folder = Path(source)
     if not folder.is_dir():
-        raise WrongInput(f"model.source {model.source} is neither a folder nor preset:NAME nor hf:ORG/NAME; check the path")
-    return folder
+        known = "a folder nor preset:NAME nor hf:ORG/NAME" if knob == "model.source" else "a folder nor hf:ORG/NAME"
+        raise WrongInput(f"{knob} {source} is neither {known}; check the path")
+    own = RunFolder(folder).model
+    return own if not (folder / CONFIG).exists() and (own / CONFIG).exists() else folder
 
 
 def source_config(model: Model, folder: Path | None) -> dict[str, Any]:
     """The Hugging Face configuration of the source, with `model.config` laid over it."""
     config = preset(model.source.partition(":")[2]) if folder is None else model_config(folder)
-    unknown = [key for key in model.config if key not in config and key not in ("rope_scaling", "rope_theta", "head_dim")]
+    unknown = [key for key in model.config if key not in config and key not in ("rope_parameters", "rope_scaling", "rope_theta", "head_dim")]
     if unknown:
         raise WrongInput(f"model.config: {', '.join(unknown)} is not in the configuration of {model.source}; see its config.json for the names")
-    merged = {**config, **model.config}
-    if "head_dim" not in model.config and {"hidden_size", "num_attention_heads"} & model.config.keys():
-        merged.pop("head_dim", None)
-    return merged
+    return overridden(config, model.config)
 
 
 def starts_random(model: Model, folder: Path | None) -> bool:

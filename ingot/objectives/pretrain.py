@@ -1,34 +1,37 @@
-"""Next-token prediction: the negative log-likelihood of every target token, in nats."""
+"""Cross-entropy: the negative log-likelihood of every target, in nats."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import Tensor
 
 from ingot.data.loader import Batch
 from ingot.models.head import IGNORE, View
-
-AllSum = Callable[[Tensor], Tensor]
+from ingot.objectives.objective import AllSum
 
 
 class Pretrain:
-    """Cross-entropy over all tokens whose label is not -100. Can be staged: a value needs one token's logits only."""
+    """Cross-entropy over everything whose label is not -100; the labels carry the choice.
 
-    name = "pretrain"
+    All tokens of a text, what the assistant says in a chat, the target of a pair, the class of a labelled text: what is
+    counted differs, the mathematics does not.
+    """
+
     can_be_staged = True
 
-    def token(self, view: View, labels: Tensor) -> Tensor:
+    def __init__(self, name: str = "pretrain") -> None:
+        self.name = name
+
+    def token(self, view: View, labels: Tensor, extras: Tensor | None = None) -> Tensor:
         """-log p(label) for a chunk of N tokens, `[N]`."""
         return -view.log_probability(labels)
 
     def targets(self, batch: Batch) -> int:
-        """How many tokens of a batch (still on the host) the loss is taken over."""
+        """How many labels of a batch (still on the host) the loss is taken over."""
         return int((batch.labels != IGNORE).sum())
 
-    def reduce(self, values: Tensor, batch: Batch, all_sum: AllSum) -> tuple[Tensor, dict[str, Tensor]]:
-        """The *sum* of `values` `[B, T]` and further metrics; never a mean, so that any split of a batch gives one number.
+    def extras(self, batch: Batch, segments: Tensor | None) -> None:
+        return None
 
-        `all_sum` adds over the ranks that hold parts of one row; a token's value needs no other token, so it is not used.
-        """
+    def reduce(self, values: Tensor, batch: Batch, all_sum: AllSum) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of `values`. A token's value needs no other token, so `all_sum` is not used."""
         return values.sum(), {}

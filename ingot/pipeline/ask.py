@@ -53,22 +53,32 @@ def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
         answered = time.monotonic()
     if response.status_code != httpx.codes.OK:
         raise Failed(f"the server answered {response.status_code}: {response.text[:300]}; mend `serve` in the recipe")
-    answer = response.json()
-    choice = answer["choices"][0]
-    completion = choice["message"]["content"] if "message" in choice else choice["text"]
-    about = {"schema": 1, "prompt": recipe.serve.prompt, "completion": completion, "finish_reason": choice.get("finish_reason"),
-             "usage": answer.get("usage"), "seconds": {"start": round(up - began, 3), "answer": round(answered - up, 3)}}
+    completion, more = _said(response.json())
+    about = {"schema": 1, "prompt": recipe.serve.prompt, "completion": completion, **more,
+             "seconds": {"start": round(up - began, 3), "answer": round(answered - up, 3)}}
     path = run.reports / "predict.json"
     write_atomic(path, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
     return Outcome(f"answered in {answered - up:.1f} s", str(path), fingerprint([recipe.serve.prompt, completion]), sizes(run.root, [path]))
 
 
 def _question(recipe: Recipe) -> tuple[str, dict[str, Any]]:
-    """The route and the request: a model that was tuned on chats is asked as in a chat, any other one to go on."""
+    """The route and the request: a model that was tuned on chats is asked as in a chat, a decoder of texts to go on, the others for a whole text or a label."""
+    if recipe.documents in ("pair", "labelled"):
+        return "/predict", {"instances": [recipe.serve.prompt]}
     request = {"model": recipe.name, "max_tokens": recipe.serve.prompt_tokens, "temperature": 0}
-    if recipe.objective.kind == "sft":
+    if recipe.documents in ("chat", "preference"):
         return "/v1/chat/completions", {**request, "messages": [{"role": "user", "content": recipe.serve.prompt}]}
     return "/v1/completions", {**request, "prompt": recipe.serve.prompt}
+
+
+def _said(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What the server answered, as a text, and what it told beside."""
+    if "predictions" in answer:
+        prediction = answer["predictions"][0]
+        return (prediction, {}) if isinstance(prediction, str) else (prediction["label"], {"scores": prediction["scores"]})
+    choice = answer["choices"][0]
+    completion = choice["message"]["content"] if "message" in choice else choice["text"]
+    return completion, {"finish_reason": choice.get("finish_reason"), "usage": answer.get("usage")}
 
 
 @contextlib.contextmanager

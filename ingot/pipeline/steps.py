@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ingot.base.storage import find_files
 from ingot.config.data import Source
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
@@ -36,7 +37,12 @@ class Step:
 
 def _ingest(recipe: Recipe) -> Knobs:
     held_out = {"data.validation": _sources(recipe.data.validation)} if isinstance(recipe.data.validation, list) else {}
-    return {"data.train": _sources(recipe.data.train), **held_out, "data.on_bad": recipe.data.on_bad, "objective.kind": recipe.objective.kind}
+    return {"data.train": _sources(recipe.data.train), **held_out, "data.on_bad": recipe.data.on_bad, **_documents(recipe)}
+
+
+def _documents(recipe: Recipe) -> Knobs:
+    """What is read as a document."""
+    return {"objective.kind": recipe.objective.kind, "documents": recipe.documents} | ({"objective.labels": recipe.labels} if recipe.labels else {})
 
 
 def _sources(sources: list[Source]) -> Knobs:
@@ -45,7 +51,9 @@ def _sources(sources: list[Source]) -> Knobs:
 
 
 def _prepare(recipe: Recipe) -> Knobs:
-    knobs = recipe.select(("objective", "tokenizer.source", "tokenizer.template", "data.fraction", "data.clean"))
+    knobs = recipe.select(("objective.kind", "tokenizer.source", "tokenizer.template", "data.fraction", "data.clean"))
+    if recipe.documents == "pair":
+        knobs |= recipe.select(("objective.prefix", "data.target_len"))
     if recipe.pack != "cut":
         knobs |= {"data.pack": recipe.pack} | recipe.select(("data.seq_len",))
     if recipe.trains_tokenizer:
@@ -58,16 +66,18 @@ def _prepare(recipe: Recipe) -> Knobs:
 
 
 def _train(recipe: Recipe) -> Knobs:
-    return training_identity(recipe) | recipe.select(("precision.export",))
+    return training_identity(recipe) | recipe.select(("precision.export", "checkpoint.best"))
 
 
 def _evaluate(recipe: Recipe) -> Knobs:
-    tasks = {task.name: task.model_dump(mode="json") for task in recipe.evaluate.tasks}
-    knobs = recipe.select(("data.seq_len", "precision.compute", "evaluate.model", "evaluate.any_template", "evaluate.prompts"))
+    tasks = {task.name: task.model_dump(mode="json") for task in recipe.tasks}
+    knobs = recipe.select(("data.seq_len", "precision.compute", "evaluate.model", "evaluate.base", "evaluate.any_template", "evaluate.prompts"))
+    if recipe.documents == "pair":
+        knobs |= recipe.select(("data.target_len",))
     knobs |= {"data.pack": recipe.pack_held_out}
     if recipe.evaluate.prompts:
         knobs |= recipe.select(("evaluate.sample_tokens",))
-    if _evaluates_base(recipe):
+    if _evaluates_base(recipe) or recipe.evaluate.base:
         knobs |= recipe.select(("model.source", "model.revision"))
     return {"evaluate.tasks": tasks, **knobs}
 
@@ -78,11 +88,15 @@ def _evaluates_base(recipe: Recipe) -> bool:
 
 
 def _evaluated_folders(recipe: Recipe) -> list[Path]:
-    return _local(recipe.model.source if _evaluates_base(recipe) else recipe.evaluate.model)
+    """The models that are measured, and the files with the items of tasks."""
+    base = recipe.model.source if _evaluates_base(recipe) or recipe.evaluate.base else None
+    items = [getattr(task, knob, None) for task in recipe.tasks for knob in ("source", "include")]
+    files = [Path(item) for item in items if item and not item.startswith("hf:") and find_files(item)]
+    return [*_local(base), *_local(recipe.evaluate.model), *files]
 
 
 def _gate(recipe: Recipe) -> Knobs:
-    return recipe.select(("gate",)) | _register(recipe)
+    return recipe.select(("gate",)) | {"gate.metric": recipe.gate_metric} | _register(recipe)
 
 
 def _register(recipe: Recipe) -> Knobs:
@@ -106,10 +120,17 @@ def _local(source: str | None) -> list[Path]:
     return [Path(source)] if source and Path(source).is_dir() else []
 
 
+def _training_folders(recipe: Recipe) -> list[Path]:
+    """Every model that training starts from or learns from. That of `train.start_from` may itself go on meanwhile, and is not among them."""
+    objective, lora = recipe.objective, recipe.model.lora
+    others = (getattr(objective, "teacher", None), getattr(objective, "reference", None), lora.adapter if lora else None)
+    return [folder for source in (recipe.model.source, *others) for folder in _local(source)]
+
+
 STEPS = (
     Step("ingest", _ingest),
     Step("prepare", _prepare, _takes("ingest"), lambda recipe: _local(recipe.tokenizer.source)),
-    Step("train", _train, _takes("prepare"), lambda recipe: _local(recipe.model.source), distributed=True),
+    Step("train", _train, _takes("prepare"), _training_folders, distributed=True),
     Step("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
     Step("gate", _gate, _takes("evaluate")),
     Step("register", _register, _takes("train", "evaluate", "gate")),

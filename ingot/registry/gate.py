@@ -13,7 +13,7 @@ from typing import Literal
 
 from ingot.base.errors import WrongInput
 from ingot.base.evaluation import EvaluationReport, Metric
-from ingot.config.place import Gate
+from ingot.config.place import GATED, Gate
 
 Verdict = Literal["deploy", "keep"]
 _MEASURE_LIVE = "measure the live model on this set too (`ingot evaluate`, then `ingot register`, both with evaluate.model=ITS FOLDER) and run the gate again"
@@ -60,7 +60,8 @@ def decide(candidate: EvaluationReport, live: EvaluationReport | None, rule: Gat
 
 
 def _by_numbers(candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate) -> Decision:
-    names = [rule.metric] if isinstance(rule.metric, str) else rule.metric
+    asked = rule.metric or GATED
+    names = [asked] if isinstance(asked, str) else asked
     comparisons = tuple(_compare(name, candidate, live, rule) for name in names)
     if live is not None and (live.model_hash, live.tokenizer_hash) == (candidate.model_hash, candidate.tokenizer_hash):
         return Decision("deploy", "this very model is live already", comparisons, rule)

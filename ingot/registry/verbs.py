@@ -34,7 +34,7 @@ def gate(recipe: Recipe) -> Outcome:
     run = recipe.folder
     report = _report(recipe)
     live = Registry(recipe.registry_path).live(recipe.registry_name)
-    decision = decide(report, None if live is None else live.report, recipe.gate)
+    decision = decide(report, None if live is None else live.report, recipe.gate.model_copy(update={"metric": recipe.gate_metric}))
     written = _written(decision, report, live) | {"live": _compared(recipe, report, live)}
     path = run.reports / GATE
     write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")

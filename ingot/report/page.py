@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -38,7 +39,8 @@ def render(view: RunView) -> str:
     told = headline(view)
     return _template().render(
         view=view, headline=told, tiles=_tiles(view), bars=_bars(view, told), gate=_gate(view), loss=_loss(view), minis=_minis(view),
-        metrics=_metrics(view), samples=_samples(view), steps=_steps(view), events=_events(view.events), chosen=chosen(view),
+        metrics=_metrics(view), base=bool(view.evaluation and view.evaluation.base), simple=_simple(view), examples=_examples(view),
+        samples=_samples(view), steps=_steps(view), events=_events(view.events), chosen=chosen(view),
         recipe=highlighted(view.recipe_text), lineage=_lineage(view), version=ingot.__version__, written=_moment(time.time()), root=str(view.root),
     )
 
@@ -86,7 +88,7 @@ def _bars(view: RunView, told: Headline) -> Markup:
     if bits is None or view.evaluation is None:
         return Markup("")
     rows = [("this model", bits.value, short(bits.value, 3), "own")]
-    rows += [(_BASELINES.get(name, name), value, short(value, 3), "other") for name, value in view.evaluation.baselines.items()]
+    rows += [(_BASELINES.get(name, name), value, short(value, 3), "other") for name, value in view.evaluation.bits_per_byte.items()]
     return bars(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high)) if told.compared else Markup("")
 
 
@@ -143,12 +145,26 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
 def _metrics(view: RunView) -> list[dict[str, str]]:
     if view.evaluation is None:
         return []
+    base = view.evaluation.base
     rows = [
         {"name": key, "value": short(metric.value), "low": short(metric.ci_low), "high": short(metric.ci_high), "direction": metric.direction,
-         "n": f"{metric.n:,}", "set": metric.set_fingerprint}
+         "n": f"{metric.n:,}", "set": metric.set_fingerprint, "base": short(base[key].value) if key in base else ""}
         for key, metric in view.evaluation.metrics.items()
     ]
     return sorted(rows, key=lambda row: row["name"])
+
+
+def _simple(view: RunView) -> list[tuple[str, str]]:
+    """What something simple reaches in metrics other than bits per byte, which have their bars."""
+    if view.evaluation is None:
+        return []
+    bits = view.evaluation.bits_per_byte
+    return [(name, short(value)) for name, value in sorted(view.evaluation.baselines.items()) if name not in bits]
+
+
+def _examples(view: RunView) -> list[tuple[str, str]]:
+    """(task, address as seen from the page) of the files with every item."""
+    return [(path.stem, f"examples/{quote(path.name)}") for path in view.examples]
 
 
 def _samples(view: RunView) -> list[dict[str, str]]:

@@ -49,6 +49,8 @@ class RunView:
     recipe_text: str
     recipe: dict[str, Any]
     evaluation: EvaluationReport | None
+    examples: list[Path]
+    """Parquet files with what became of each item of a task, `reports/examples/TASK.parquet`."""
     gate: dict[str, Any] | None
     answer: dict[str, Any] | None
     """What the served model answered: `reports/predict.json`."""
@@ -120,6 +122,7 @@ def read_run(run: RunFolder) -> RunView:
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name), root=run.root, curves=curves, records=_records(run.steps),
         events=gently(run.events, lambda path: list(read_lines(path))) or [], recipe_text=recipe_text, recipe=recipe, evaluation=evaluation,
+        examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
         gate=gently(run.reports / "gate.json", _read_json), answer=gently(run.reports / "predict.json", _read_json),
         lineage=gently(run.model / "ingot.json", _read_json) or {},
         parameters=gently(run.model / "config.json", lambda path: parameter_count(_read_json(path))),
@@ -141,7 +144,7 @@ def _plain(report: EvaluationReport) -> EvaluationReport:
     """The report without baselines and samples of other types than they should have."""
     baselines = {str(name): float(value) for name, value in dict(report.baselines).items() if isinstance(value, int | float) and math.isfinite(value)}
     samples = [{str(key): str(text) for key, text in sample.items()} for sample in report.samples if isinstance(sample, dict)]
-    return EvaluationReport(report.model_hash, report.tokenizer_hash, report.metrics, baselines, samples, report.schema)
+    return EvaluationReport(report.model_hash, report.tokenizer_hash, report.metrics, baselines, samples, report.base, report.schema)
 
 
 def _read_curves(path: Path) -> dict[str, Series]:

@@ -25,7 +25,7 @@ class Headline:
 
 def headline(view: RunView) -> Headline:
     state, mood = _state(view)
-    beside = view.evaluation.baselines if view.evaluation else {}
+    beside = view.evaluation.bits_per_byte if view.evaluation else {}
     sentences = [sentence for sentence in (_made(view), _reached(view, beside)) if sentence]
     if not sentences:
         sentences = [Markup("Nothing was trained or measured in this run folder yet.")]

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ingot.models.generate import Completion
+from ingot.models.request import Completion
 from ingot.serve.engine import Ticket
 from ingot.serve.refused import Refused
 
+Answer = TypeVar("Answer")
+
 
 async def completions(ticket: Ticket, request: Request) -> list[Completion]:
-    """All answers of a ticket. When the client goes away first, the ticket is cancelled.
+    """All answers of a ticket; see `awaited`."""
+    return await awaited(ticket, request, ticket.completions())
+
+
+async def awaited(ticket: Ticket, request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """What `work` makes of a ticket's pieces. When the client goes away first, the ticket is cancelled.
 
     Raises:
         Refused: 499 for a client that went away, or what the engine says.
     """
-    answers = asyncio.ensure_future(ticket.completions())
+    answers = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)

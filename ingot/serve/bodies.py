@@ -15,6 +15,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Fields that describe the caller and change no answer.
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MOST_LOGPROBS = 20
+MOST_BEAMS = 16
 
 
 def _clean_text(value: Any) -> Any:
@@ -109,7 +110,6 @@ class CompletionBody(OpenAIOptions):
     """`POST /v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
-    max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
 
@@ -157,7 +157,6 @@ class Instance(Body):
 class PredictParameters(Options):
     """`parameters` of a prediction request; greedy unless told."""
 
-    max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = 64
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
 
 
@@ -166,3 +165,33 @@ class PredictBody(Body):
 
     instances: Annotated[list[Text | Instance], Field(min_length=1)]
     parameters: PredictParameters = PredictParameters()
+
+
+class SummaryParameters(PredictParameters):
+    """The same of a sequence-to-sequence model."""
+
+    beams: Annotated[WholeNumber, Field(ge=1, le=MOST_BEAMS)] = 1
+
+
+class SummaryBody(Body):
+    """Vertex AI's prediction request to a sequence-to-sequence model."""
+
+    instances: Annotated[list[Text | Instance], Field(min_length=1)]
+    parameters: SummaryParameters = SummaryParameters()
+
+
+class TextInstance(Body):
+    """One text to be classified."""
+
+    text: Text
+
+
+class NoParameters(Body):
+    """A classifier has no settings."""
+
+
+class ClassifyBody(Body):
+    """Vertex AI's prediction request to a classifier."""
+
+    instances: Annotated[list[Text | TextInstance], Field(min_length=1)]
+    parameters: NoParameters = NoParameters()

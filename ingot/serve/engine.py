@@ -14,11 +14,13 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ingot.base.progress import say
-from ingot.models.generate import Completion, Generator, Job, Piece, Request, join
+from ingot.models.request import Completion, Piece, Request, join
 from ingot.serve.metrics import Metrics
 from ingot.serve.refused import Refused
+from ingot.serve.worker import Interruptible, Worker
 
 # After this many failed steps in a row the server calls itself unhealthy, so that whoever runs it may restart it.
 FAILURES = 3
@@ -35,6 +37,8 @@ class _Entry:
     cancelled: bool = False
     done: bool = False
     started: bool = False
+    generated: int = 0
+    job: Any = None
 
 
 class Ticket:
@@ -61,12 +65,16 @@ class Ticket:
             left -= item.finish is not None
             yield index, item
 
-    async def completions(self) -> list[Completion]:
-        """All answers, in the order of the requests."""
+    async def parts(self) -> list[list[Piece]]:
+        """All pieces of each request, in the order of the requests."""
         parts: list[list[Piece]] = [[] for _ in self.entries]
         async for index, piece in self.pieces():
             parts[index].append(piece)
-        return [join(pieces) for pieces in parts]
+        return parts
+
+    async def completions(self) -> list[Completion]:
+        """All answers, in the order of the requests."""
+        return [join(pieces) for pieces in await self.parts()]
 
     def cancel(self) -> None:
         """Give up what is not finished; nothing happens when all is."""
@@ -74,14 +82,14 @@ class Ticket:
 
 
 class Engine:
-    """Owns the generator. At most `max_batch` requests run and `max_queue` wait."""
+    """Owns the worker. At most `max_batch` requests run and `max_queue` wait."""
 
-    def __init__(self, generator: Generator, metrics: Metrics, *, max_batch: int, max_queue: int) -> None:
-        self._generator, self._metrics = generator, metrics
+    def __init__(self, worker: Worker, metrics: Metrics, *, max_batch: int, max_queue: int) -> None:
+        self._worker, self._metrics = worker, metrics
         self._max_batch, self._capacity = max_batch, max_batch + max_queue
         self._changed = threading.Condition()
         self._waiting: deque[_Entry] = deque()
-        self._running: dict[Job, _Entry] = {}
+        self._running: dict[Any, _Entry] = {}
         self._stopping = False
         self._failures = 0
         self._mean_s = 1.0
@@ -95,7 +103,7 @@ class Engine:
         return self._thread.is_alive() and self._failures < FAILURES
 
     def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Queue requests, all or none; call it in an event loop. They must have passed `ingot.models.generate.check`.
+        """Queue requests, all or none; call it in an event loop. They must have passed `Loaded.check`.
 
         Raises:
             Refused: 429 when the queue is full, 400 when so many never fit, 503 when the server is stopping.
@@ -121,7 +129,7 @@ class Engine:
         with self._changed:
             dropped = [entry for entry in ticket.entries if not entry.done and not entry.cancelled]
             for entry in dropped:
-                entry.cancelled = True
+                self._give_up(entry)
                 if entry in self._waiting:
                     self._waiting.remove(entry)
             self._metrics.cancelled.inc(len(dropped))
@@ -135,7 +143,7 @@ class Engine:
             entries = [*self._waiting, *self._running.values()]
             self._waiting.clear()
             for entry in entries:
-                entry.cancelled = True
+                self._give_up(entry)
             self._changed.notify()
         self._deliver([(entry, _stopping()) for entry in entries])
 
@@ -143,6 +151,12 @@ class Engine:
         """Abort and wait for the thread to end its step."""
         self.abort()
         self._thread.join(timeout_s)
+
+    def _give_up(self, entry: _Entry) -> None:
+        """Under the lock."""
+        entry.cancelled = True
+        if entry.job is not None and isinstance(self._worker, Interruptible):
+            self._worker.interrupt(entry.job)
 
     def _work(self) -> None:
         while True:
@@ -164,11 +178,12 @@ class Engine:
     def _take(self) -> None:
         """Let go of what was cancelled, and fill the free rows from the queue. Under the lock."""
         for job in [job for job, entry in self._running.items() if entry.cancelled]:
-            self._generator.cancel(job)
+            self._worker.cancel(job)
             del self._running[job]
         while self._waiting and len(self._running) < self._max_batch:
             entry = self._waiting.popleft()
-            self._running[self._generator.add(entry.request)] = entry
+            entry.job = self._worker.add(entry.request)
+            self._running[entry.job] = entry
             self._metrics.tokens.labels("prompt").inc(len(entry.request.prompt))
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.running.set(len(self._running))
@@ -178,12 +193,14 @@ class Engine:
         if not self._running:
             return []
         self._metrics.rows.observe(len(self._running))
-        pieces = self._generator.step()
+        pieces = self._worker.step()
         now = time.monotonic()
         deliveries: list[tuple[_Entry, Piece | Refused]] = []
         with self._changed:
             for job, piece in pieces:
                 entry = self._running[job]
+                self._metrics.tokens.labels("completion").inc(piece.generated - entry.generated)
+                entry.generated = piece.generated
                 if not entry.started:
                     entry.started = True
                     self._metrics.first_token.observe(now - entry.since)
@@ -193,7 +210,6 @@ class Engine:
                     self._mean_s += 0.2 * (now - entry.since - self._mean_s)
                 deliveries.append((entry, piece))
             self._metrics.running.set(len(self._running))
-        self._metrics.tokens.labels("completion").inc(len(pieces))
         return deliveries
 
     def _drop_all(self) -> None:
@@ -203,7 +219,7 @@ class Engine:
             for entry in lost:
                 entry.done = True
             self._running.clear()
-            self._generator.clear()
+            self._worker.clear()
         failed = Refused(500, "the model failed on this batch of requests; the server's log has the reason")
         self._deliver([(entry, failed) for entry in lost if not entry.cancelled])
 

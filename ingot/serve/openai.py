@@ -10,13 +10,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ingot.models.generate import Completion, Piece
+from ingot.models.request import Completion, Piece
 from ingot.serve.answers import EventStream, completions
 from ingot.serve.bodies import ChatBody, CompletionBody
 from ingot.serve.engine import Ticket
 from ingot.serve.logprobs import LogprobWriter
 from ingot.serve.refused import Refused
 from ingot.serve.service import Service
+
+# OpenAI's own default for completions of prompts.
+COMPLETION_TOKENS = 16
 
 
 def router(service: Service) -> APIRouter:
@@ -34,9 +37,9 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
-        service.check_model(body.model)
+        service.check_writer(body.model)
         prompts = await service.encode(body.prompt)
-        ticket = service.submit(prompts, body, max_tokens=body.max_tokens, logprobs=body.logprobs)
+        ticket = service.submit(prompts, body, max_tokens=body.max_tokens or service.limit(COMPLETION_TOKENS), logprobs=body.logprobs)
         head = _head("cmpl", "text_completion", service.name)
         writers = [LogprobWriter(service.loaded.tokenizer, prompt) for prompt in prompts]
 
@@ -52,7 +55,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        service.check_model(body.model)
+        service.check_writer(body.model)
         if body.top_logprobs and not body.logprobs:
             raise Refused(400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs")
         prompt = await service.encode_chat([message.plain() for message in body.messages])
@@ -107,4 +110,5 @@ def _usage(prompts: Sequence[Sequence[int]], generated: Sequence[int]) -> dict[s
 
 def _model(service: Service) -> dict[str, Any]:
     positions = service.loaded.model.config.max_position_embeddings
-    return {"id": service.name, "object": "model", "created": service.loaded.created, "owned_by": "ingot", "max_model_len": positions}
+    about = {"owned_by": "ingot", "max_model_len": positions, "kind": service.loaded.kind}
+    return {"id": service.name, "object": "model", "created": service.loaded.created, **about}

@@ -1,63 +1,136 @@
-"""`ingot predict`: one completion, from a model folder in this process or from a running server over HTTP."""
+"""`ingot predict`: one answer, from a model folder in this process or from a running server over HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.models.generate import Request
+from ingot.base.progress import say
+from ingot.models.classifier import Classifier, Scored
+from ingot.models.request import Request
 from ingot.models.sampling import Sampling
-from ingot.serve.loaded import load
+from ingot.models.summaries import Summarizer, Summary
+from ingot.serve.loaded import Loaded, load
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+MAX_TOKENS = 64
+SUMMARY_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How to answer. `max_tokens` None: MAX_TOKENS of a decoder, of a sequence-to-sequence model the whole text."""
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    beams: int = 1
+    chat: bool = False
+
+    def check(self, kind: str) -> None:
+        """Raises WrongInput for what this kind of model cannot do."""
+        if self.chat and kind != "decoder":
+            raise WrongInput("chat is for models that were trained on chats; leave it out")
+        if self.beams != 1 and kind != "seq2seq":
+            raise WrongInput(f"beams {self.beams} is for sequence-to-sequence models; leave it out")
+        if kind == "encoder" and self != Wish():
+            raise WrongInput("a classifier writes no text, so that settings of texts (max_tokens, temperature, ...) mean nothing; leave them out")
 
 
 def predict(
-    target: str | Path, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None,
-    stop: Sequence[str] = (), chat: bool = False, api_key: str | None = None,
+    target: str | Path, prompt: str, *, max_tokens: int | None = None, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None,
+    stop: Sequence[str] = (), beams: int = 1, chat: bool = False, api_key: str | None = None,
 ) -> str:
-    """The completion of `prompt`, without the prompt. `target`: a model folder, or the URL of a server.
+    """The completion of `prompt`, without the prompt; a sequence-to-sequence model's text for it; a classifier's label, its scores on stderr.
 
-    `chat`: the prompt is a user's message, and the model's chat template is put around it.
+    `target`: a model folder, or the URL of a server. `chat`: the prompt is a user's message, and the model's chat template is put around it.
 
     Raises:
         WrongInput: no such model, a prompt that it cannot read, or a request that the server refuses.
         Failed: the server does not answer, or fails.
     """
+    wish = Wish(max_tokens, temperature, top_p, seed, tuple(stop), beams, chat)
     if str(target).startswith(("http://", "https://")):
-        sampling = {"temperature": temperature, "top_p": top_p} | ({} if seed is None else {"seed": seed})
-        return _ask(str(target), prompt, {"max_tokens": max_tokens, **sampling} | ({"stop": list(stop)} if stop else {}), chat, api_key)
+        return _ask(str(target), prompt, wish, api_key)
     loaded = load(Path(target), any_template=not chat)
-    ids = loaded.tokenizer.encode_chat([_message(prompt)]) if chat else loaded.tokenizer.encode_prompt(prompt)
-    request = Request(ids, max_tokens, Sampling(temperature, top_p, seed), tuple(stop))
-    (completion,) = loaded.generator(1).run([request])
-    if completion.finish == "error":
+    wish.check(loaded.kind)
+    text, scores = _here(loaded, prompt, wish)
+    if text is None:
         raise Failed(f"{target}: the model's numbers are not finite on this prompt; it was not trained to the end, or its weights are damaged")
-    return completion.text
+    if scores:
+        say(_spelled(scores))
+    return text
+
+
+def _here(loaded: Loaded, prompt: str, wish: Wish) -> tuple[str | None, dict[str, float]]:
+    """Text and scores by the model in this process; None for numbers that are not finite."""
+    worker, sampling = loaded.worker(1), Sampling(wish.temperature, wish.top_p, wish.seed)
+    if isinstance(worker, Classifier):
+        worker.add(Request(loaded.encode(prompt), 1))
+        ((_, verdict),) = worker.step()
+        return _text(verdict), dict(zip(loaded.labels, verdict.scores, strict=False))
+    if isinstance(worker, Summarizer):
+        whole = min(SUMMARY_TOKENS, loaded.model.config.max_position_embeddings)
+        tokens = whole if wish.max_tokens is None else wish.max_tokens
+        (answer,) = worker.run([Summary(loaded.encode(prompt), tokens, sampling, wish.stop, wish.beams)])
+    else:
+        ids = loaded.tokenizer.encode_chat([_message(prompt)]) if wish.chat else loaded.encode(prompt)
+        (answer,) = worker.run([Request(ids, MAX_TOKENS if wish.max_tokens is None else wish.max_tokens, sampling, wish.stop)])
+    return None if answer.finish == "error" else answer.text, {}
+
+
+def _text(verdict: Scored) -> str | None:
+    return None if verdict.finish == "error" else verdict.text
+
+
+def _spelled(scores: Mapping[str, float]) -> str:
+    return ", ".join(f"{label} {score:.4f}" for label, score in scores.items())
 
 
 def _message(prompt: str) -> dict[str, str]:
     return {"role": "user", "content": prompt}
 
 
-def _ask(url: str, prompt: str, options: dict[str, Any], chat: bool, api_key: str | None) -> str:
-    """Through OpenAI's routes, which other servers have too; the model is the first that the server names."""
+def _ask(url: str, prompt: str, wish: Wish, api_key: str | None) -> str:
+    """Through OpenAI's routes, which other servers have too; the model is the first that the server names. Other kinds than decoders by `/predict`."""
     base = url.rstrip("/").removesuffix("/v1")
     headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
     with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT) as client:
         models = _json(client, "GET", "/v1/models", None)
         try:
-            body = {"model": models["data"][0]["id"], **options}
-            if chat:
+            model = models["data"][0]
+            kind = model.get("kind", "decoder")
+            wish.check(kind)
+            if kind != "decoder":
+                return _predicted(client, prompt, wish, kind)
+            body = {"model": model["id"], "max_tokens": MAX_TOKENS, **_options(wish)}
+            if wish.chat:
                 answer = _json(client, "POST", "/v1/chat/completions", {**body, "messages": [_message(prompt)]})
                 return str(answer["choices"][0]["message"]["content"])
             return str(_json(client, "POST", "/v1/completions", {**body, "prompt": prompt})["choices"][0]["text"])
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise Failed(f"{base} does not answer as an OpenAI server does; check the URL") from None
+
+
+def _predicted(client: httpx.Client, prompt: str, wish: Wish, kind: str) -> str:
+    parameters = {} if kind == "encoder" else {**_options(wish), "beams": wish.beams}
+    (prediction,) = _json(client, "POST", "/predict", {"instances": [prompt], "parameters": parameters})["predictions"]
+    if kind != "encoder":
+        return str(prediction)
+    say(_spelled(prediction["scores"]))
+    return str(prediction["label"])
+
+
+def _options(wish: Wish) -> dict[str, Any]:
+    given = {"max_tokens": wish.max_tokens, "seed": wish.seed, "stop": list(wish.stop) or None}
+    return {"temperature": wish.temperature, "top_p": wish.top_p, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _json(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:

@@ -42,7 +42,7 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
     with _bound(host, port) as listener, model_folder(target_folder, os.environ) as folder:
         loaded = load(folder, any_template=settings.any_template)
         metrics = Metrics()
-        engine = Engine(loaded.generator(settings.max_batch), metrics, max_batch=settings.max_batch, max_queue=settings.max_queue)
+        engine = Engine(loaded.worker(settings.max_batch), metrics, max_batch=settings.max_batch, max_queue=settings.max_queue)
         app = create_app(Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ)
         shown = f"[{host}]" if ":" in host else host
         Server(app, engine, f"serving {name} at http://{shown}:{listener.getsockname()[1]}").run(sockets=[listener])

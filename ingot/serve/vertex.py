@@ -1,7 +1,8 @@
 """Vertex AI's contract for custom containers: where to listen, health, predictions, and where the model's files lie.
 
 Vertex sets AIP_HTTP_PORT, AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE and AIP_STORAGE_URI in the container's environment; without
-them the routes are /health and /predict. A prediction is the completion as a text, in the order of the instances.
+them the routes are /health and /predict. A prediction, in the order of the instances, is the completion as a text, or of a
+classifier the label and the probability of each.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,11 +19,15 @@ from fastapi import APIRouter, Request
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import CHUNK_BYTES, atomic_file, find_files, is_remote, open_read
 from ingot.config.place import Serve
-from ingot.serve.answers import completions
-from ingot.serve.bodies import PredictBody
+from ingot.models.classifier import Scored
+from ingot.models.kinds import Kind
+from ingot.serve.answers import awaited, completions
+from ingot.serve.bodies import ClassifyBody, PredictBody, SummaryBody
+from ingot.serve.engine import Ticket
 from ingot.serve.service import Service
 
 LOOPBACK, ANYWHERE = "127.0.0.1", "0.0.0.0"
+PREDICT_TOKENS = 64
 
 
 def address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -44,16 +49,32 @@ def health_routes(environ: Mapping[str, str]) -> list[str]:
 
 
 def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
-    """The prediction route."""
+    """The prediction route. Each kind of model takes a body of its own."""
     routes = APIRouter()
 
-    @routes.post(environ.get("AIP_PREDICT_ROUTE") or "/predict")
     async def predict(body: PredictBody, request: Request) -> dict[str, Any]:
         prompts = await service.encode([item if isinstance(item, str) else item.prompt for item in body.instances])
-        ticket = service.submit(prompts, body.parameters, max_tokens=body.parameters.max_tokens)
+        ticket = service.submit(prompts, body.parameters, max_tokens=body.parameters.max_tokens or service.limit(PREDICT_TOKENS))
         return {"predictions": [answer.text for answer in await completions(ticket, request)]}
 
+    async def write(body: SummaryBody, request: Request) -> dict[str, Any]:
+        sources = await service.encode([item if isinstance(item, str) else item.prompt for item in body.instances])
+        ticket = service.submit(sources, body.parameters, max_tokens=body.parameters.max_tokens, beams=body.parameters.beams)
+        return {"predictions": [answer.text for answer in await completions(ticket, request)]}
+
+    async def classify(body: ClassifyBody, request: Request) -> dict[str, Any]:
+        texts = await service.encode([item if isinstance(item, str) else item.text for item in body.instances])
+        ticket = service.judge(texts)
+        return {"predictions": await awaited(ticket, request, _verdicts(ticket, service.loaded.labels))}
+
+    kinds: dict[Kind, Callable[..., Any]] = {"decoder": predict, "seq2seq": write, "encoder": classify}
+    routes.add_api_route(environ.get("AIP_PREDICT_ROUTE") or "/predict", kinds[service.loaded.kind], methods=["POST"])
     return routes
+
+
+async def _verdicts(ticket: Ticket, labels: Sequence[str]) -> list[dict[str, Any]]:
+    pieces = [piece for (piece,) in await ticket.parts()]
+    return [{"label": piece.text, "scores": dict(zip(labels, piece.scores, strict=True))} for piece in pieces if isinstance(piece, Scored)]
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ PROBE = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c
 
 
 def encode_chats(
-    tokenizer: Tokenizer, chats: Sequence[Messages], encode_batch: EncodeBatch
+    tokenizer: Tokenizer, chats: Sequence[Messages], encode_batch: EncodeBatch, trained_from: Sequence[int] | None = None
 ) -> tuple[Ids, npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Ids of all chats one after the other; for each id 1 if it is trained, else 0; and how many ids each chat has.
 
@@ -35,6 +35,7 @@ def encode_chats(
 
     Args:
         encode_batch: ids of texts, the same as the tokenizer's own.
+        trained_from: for each chat the number of its first message that is trained, if the assistant's; None: all are.
 
     Raises:
         WrongInput: there is no template, it refuses a chat, or it cannot be told what of the text the assistant said.
@@ -42,7 +43,8 @@ def encode_chats(
     form = tokenizer.chat_form
     whole = not _cuts(tokenizer, form)
     plan = _Plan(tokenizer, form)
-    layouts = [plan.add(chat, whole=whole) for chat in chats]
+    firsts = [0] * len(chats) if trained_from is None else trained_from
+    layouts = [plan.add(chat, first, whole=whole) for chat, first in zip(chats, firsts, strict=True)]
     plan.encode(encode_batch)
     made = [plan.chat(layout) for layout in layouts]
     lengths = np.array([len(ids) for ids, _ in made], np.int64)
@@ -86,10 +88,10 @@ class _Plan:
         self._numbers: dict[tuple[bool, str], int] = {}
         self._ids: list[Ids] = []
 
-    def add(self, chat: Messages, *, whole: bool) -> list[_Piece]:
-        """Render a chat. `whole`: its text is encoded in one go by the reference, as long as it has no look-alikes."""
+    def add(self, chat: Messages, first: int, *, whole: bool) -> list[_Piece]:
+        """Render a chat, trained from message `first` on. `whole`: its text is encoded in one go by the reference, as long as it has no look-alikes."""
         masked, originals = mask(_checked(chat), list(self._form.special))
-        found = written(self._form, masked)
+        found = written(self._form, masked, first)
         edges = [edge for span in found.spans for edge in span]
         if whole and not originals:
             return [self._text(found.text, 0, edges, {}, control=True)]

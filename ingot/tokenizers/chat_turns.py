@@ -56,8 +56,8 @@ def _manner(template: str, special: tuple[str, ...], named: tuple[tuple[str, str
     return Manner(asked.removeprefix(bare) if asked.startswith(bare) else "", after[1] if after else None)
 
 
-def written(form: ChatForm, messages: Messages) -> Written:
-    """Render a chat, look-alikes masked already, and find the assistant's turns.
+def written(form: ChatForm, messages: Messages, first: int = 0) -> Written:
+    """Render a chat, look-alikes masked already, and find the assistant's turns from message `first` on.
 
     Raises:
         WrongInput: the template refuses the chat, or it cannot be told which part of the text a message became.
@@ -68,11 +68,28 @@ def written(form: ChatForm, messages: Messages) -> Written:
         text, found = _unmarked(marked, (BEGIN, END))
         edges = [place for _, place in found]
         spans = [_in_block(text, begin, end, how) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+        spans = spans[_blocks_before(form, messages, first, len(spans)) :]
     else:
         text = marked
-        spans = _Search(form, messages, text, how).spans()
+        spans = _Search(form, messages, text, how).spans()[_turns(messages[:first]) :]
     spans = [(begin, end) for begin, end in spans if begin < end]
     return Written(text, spans, [how.end is not None and text.endswith(how.end, begin, end) for begin, end in spans])
+
+
+def _turns(messages: Messages) -> int:
+    """How often the assistant speaks."""
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+def _blocks_before(form: ChatForm, messages: Messages, first: int, blocks: int) -> int:
+    """How many of a chat's `{% generation %}` blocks are of messages before `first`.
+
+    Raises:
+        WrongInput: there is not one for each of the assistant's turns, and the template does not take the first messages alone.
+    """
+    if not first or blocks == _turns(messages):
+        return _turns(messages[:first])
+    return render_marked(form.template, messages[:first], form.named).count(BEGIN)
 
 
 def _in_block(text: str, begin: int, end: int, how: Manner) -> tuple[int, int]:

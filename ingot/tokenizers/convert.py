@@ -50,7 +50,7 @@ def ranks_json(reference: RanksReference) -> str:
         "merges": [[spell(token[:cut]), spell(token[cut:])] for _, _, _, token, cut in merges],
     }
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
-    return _tokenizer_json(model, _specials(reference.ids), reference.before, pre_tokenizer={
+    return _tokenizer_json(model, _specials(reference.ids), (reference.before, reference.after), pre_tokenizer={
         "type": "Sequence", "pretokenizers": [split, _byte_level(use_regex=False)]
     }, decoder=_byte_level(use_regex=True))
 
@@ -74,7 +74,8 @@ def gpt2_json(vocabulary: str, merges: str, config: Mapping[str, Any], where: st
     added = added_tokens(config) or ([Added(ids[GPT2], GPT2, True)] if GPT2 in ids else [])
     prefix = bool(config.get("add_prefix_space"))
     text = _tokenizer_json(
-        {"type": "BPE", "vocab": ids, "merges": pairs}, added, [], pre_tokenizer=_byte_level(use_regex=True, prefix=prefix), decoder=_byte_level(use_regex=True)
+        {"type": "BPE", "vocab": ids, "merges": pairs}, added, ([], []),
+        pre_tokenizer=_byte_level(use_regex=True, prefix=prefix), decoder=_byte_level(use_regex=True),
     )
     own = {"bos_token": GPT2, "eos_token": GPT2, "unk_token": GPT2} if GPT2 in ids else {}
     return text, {"tokenizer_class": "GPT2Tokenizer", "clean_up_tokenization_spaces": False, **own, **config}
@@ -100,7 +101,8 @@ def pieces_json(reference: PiecesReference) -> str | None:
         }
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if model.add_dummy_prefix else []
     decoders = [_replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
-    return _tokenizer_json(body, added, reference.before, normalizer=_normalizer(model), decoder={"type": "Sequence", "decoders": decoders})
+    around = reference.before, reference.after
+    return _tokenizer_json(body, added, around, normalizer=_normalizer(model), decoder={"type": "Sequence", "decoders": decoders})
 
 
 def _merges(model: PieceModel, vocabulary: Mapping[str, int]) -> list[list[str]]:
@@ -137,19 +139,26 @@ def _specials(ids: Mapping[str, int]) -> list[Added]:
     return [Added(index, text, True) for text, index in ids.items()]
 
 
-def _tokenizer_json(model: Mapping[str, Any], added: Iterable[Added], before: Sequence[int], **parts: Any) -> str:
+def _around(before: Sequence[Added], after: Sequence[Added]) -> dict[str, Any] | None:
+    """The post-processor that puts these special tokens around a text, and around each of two."""
+    if not before and not after:
+        return None
+
+    def framed(text: str, number: int) -> list[dict[str, Any]]:
+        begin, end = ([{"SpecialToken": {"id": token.content, "type_id": number}} for token in tokens] for tokens in (before, after))
+        return [*begin, {"Sequence": {"id": text, "type_id": number}}, *end]
+
+    special = {token.content: {"id": token.content, "ids": [token.id], "tokens": [token.content]} for token in (*before, *after)}
+    return {"type": "TemplateProcessing", "single": framed("A", 0), "pair": framed("A", 0) + framed("B", 1), "special_tokens": special}
+
+
+def _tokenizer_json(model: Mapping[str, Any], added: Iterable[Added], around: tuple[Sequence[int], Sequence[int]], **parts: Any) -> str:
+    """`around`: the ids of the special tokens that stand before a text and behind it."""
     tokens = {token.id: token for token in added}
-    around = None
-    if before:
-        name = tokens[before[0]].content
-        text = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
-        begin = {"SpecialToken": {"id": name, "type_id": 0}}, {"SpecialToken": {"id": name, "type_id": 1}}
-        around = {
-            "type": "TemplateProcessing", "single": [begin[0], text[0]], "pair": [begin[0], text[0], begin[1], text[1]],
-            "special_tokens": {name: {"id": name, "ids": list(before), "tokens": [name]}},
-        }
+    before, after = ([tokens[token] for token in ids] for ids in around)
     state = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None, **parts, "post_processor": around, "model": model,
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None, **parts,
+        "post_processor": _around(before, after), "model": model,
         "added_tokens": [
             {"id": index, "content": token.content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": token.special}
             for index, token in sorted(tokens.items())

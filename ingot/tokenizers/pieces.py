@@ -19,8 +19,8 @@ from ingot.tokenizers.settings import added_tokens
 class PiecesReference:
     """The `sentencepiece` library on one of its models. Control symbols in a text are ordinary characters to it.
 
-    BOS stands before a text where the model has one. A special token that only the configuration names (T5's sentinels) has
-    its id from `added_tokens_decoder`.
+    BOS stands before a text where the model has one; where it has none but padding, as T5's, EOS stands behind it. A special
+    token that only the configuration names (T5's sentinels) has its id from `added_tokens_decoder`.
 
     Raises:
         WrongInput: the file is damaged, sentencepiece is not installed, or the configuration adds tokens that only its own
@@ -45,6 +45,7 @@ class PiecesReference:
         ids = {name: getattr(self._processor, f"{name}_id")() for name in ("bos", "eos", "pad", "unk")}
         self.named = {f"{name}_token": pieces[index].text for name, index in ids.items() if index >= 0}
         self.before = [ids["bos"]] if ids["bos"] >= 0 else []
+        self.after = [ids["eos"]] if ids["bos"] < 0 <= min(ids["eos"], ids["pad"]) else []
         self.control = Cutter(self.ids, self.encode)
 
     def encode(self, text: str) -> list[int]:

@@ -87,7 +87,7 @@ class RanksReference:
         self.special, self.added = list(self.ids), list[str]()
         self.vocab_size = max(len(self.ranks), *(index + 1 for index in self.ids.values()))
         self.named = {name: token for name, token in (("bos_token", BOS), ("eos_token", EOS)) if token in self.ids}
-        self.before = [self.ids[BOS]] if BOS in self.ids else []
+        self.before, self.after = [self.ids[BOS]] if BOS in self.ids else [], list[int]()
         self.control = Cutter(self.ids, self.encode)
         self._spelled = {index: text for text, index in self.ids.items()} | {rank: spell(token) for token, rank in self.ranks.items()}
 

@@ -44,6 +44,8 @@ class Reference(Protocol):
     vocab_size: int
     before: list[int]
     """What the reference by itself puts before a text."""
+    after: list[int]
+    """What it puts behind a text."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -86,7 +88,7 @@ class JsonReference:
         self.added = [token.content for token in known if not token.special]
         self._text = without_leaks(self._reference, self.special)
         self.vocab_size = max(self._reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.before, _ = tokens_around(self._reference)
+        self.before, self.after = tokens_around(self._reference)
         self.named = {"bos_token": str(self._reference.id_to_token(self.before[0]))} if len(self.before) == 1 else {}
 
     def encode(self, text: str) -> list[int]:
@@ -169,6 +171,8 @@ def without_leaks(reference: tokenizers.Tokenizer, special: Sequence[str]) -> to
         state["model"]["vocab"] = {rename.get(text, text): token for text, token in vocabulary.items()}
     else:
         state["model"]["vocab"] = [[rename.get(text, text), score] for text, score in vocabulary]
+    if state["model"].get("unk_token") in rename:
+        state["model"]["unk_token"] = rename[state["model"]["unk_token"]]
     for token in state["added_tokens"]:
         token["content"] = rename.get(token["content"], token["content"])
     state["post_processor"] = None

@@ -56,6 +56,9 @@ class Tokenizer:
     """What stands before every text: BOS, or nothing."""
     after: list[int]
     """What stands after every document: EOS, or nothing."""
+    frame: tuple[list[int], list[int]]
+    """What stands before and behind a text that an encoder reads or a decoder beside one writes: what the tokenizer's own post-processor
+    puts there, `[CLS]` and `[SEP]` for BERT's. Where it puts nothing behind a text EOS stands there, since a target has to end."""
     files: dict[str, str | bytes]
     """The files by name: texts, and models as bytes."""
     library: str
@@ -84,6 +87,8 @@ class Tokenizer:
         self.adds_bos = self.special.bos is not None and (asked if isinstance(asked, bool) else before == [self.special.bos])
         self.before = [self.special.bos] if self.adds_bos and self.special.bos is not None else []
         self.after = [] if self.special.eos is None else [self.special.eos]
+        around = before if not isinstance(asked, bool) else [*self.before, *(before[1:] if before[:1] == [self.special.bos] else before)]
+        self.frame = around, self._reference.after or self.after
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added. What looks like a special token stays text."""
@@ -96,6 +101,11 @@ class Tokenizer:
     def encode_document(self, text: str) -> list[int]:
         """Ids of a text to train on: BOS where the reference puts one, the text, EOS where there is one."""
         return [*self.before, *self.encode(text), *self.after]
+
+    def encode_framed(self, text: str) -> list[int]:
+        """Ids of a text as an encoder reads it, with `frame` around it."""
+        before, after = self.frame
+        return [*before, *self.encode(text), *after]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text to go on from: BOS where the reference puts one, the text."""

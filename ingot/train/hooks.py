@@ -14,11 +14,12 @@ from ingot.base.progress import Progress
 from ingot.base.runfolder import RunFolder
 from ingot.base.sinks import Guarded, JsonLines
 from ingot.checkpoints.store import retain, save_checkpoint
-from ingot.config.work import EarlyStop
 from ingot.models.device import Compute, gpu_usage, measured_peak, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
-from ingot.train.build import Plan, Trainee
+from ingot.train.build import Trainee
 from ingot.train.loop import StepInfo
+from ingot.train.plan import Plan
+from ingot.train.watch import Measured, Tracker
 
 
 class Tell(Protocol):
@@ -31,7 +32,8 @@ class Tell(Protocol):
 class Workload:
     """What a token costs and what one device could do at best; both for MFU."""
 
-    flops_per_token: float
+    flops_per_token: float | None
+    """None where there is no formula for this kind of model; then no MFU is told."""
     stated_peak: float | None
     """FLOP/s as the maker says; None where that is not known and must be measured."""
     compute: Compute
@@ -64,8 +66,10 @@ class LogHook:
         values: dict[str, float | str] = {
             "train/loss": loss, "train/lr": info.lr, "train/grad_norm": float(info.outcome.grad_norm),
             "train/tokens_per_s": rate, "train/examples_per_s": self._samples / seconds, "train/skipped_steps": float(self._skipped), **usage,
+            **{f"train/{name}": float(value) for name, value in info.outcome.metrics.items()},
         }
-        values["train/mfu"] = rate * self.work.flops_per_token / (self._peak() * self.mesh.world)
+        if self.work.flops_per_token is not None:
+            values["train/mfu"] = rate * self.work.flops_per_token / (self._peak() * self.mesh.world)
         for sink in self.sinks:
             sink.write(info.step, values)
         self._notes = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}"}
@@ -92,50 +96,75 @@ class LogHook:
 
 
 class EvaluateHook:
-    """Measures the validation loss every `every` steps, and ends training when it no longer falls."""
+    """Measures on held-out data every `every` steps, and ends training when `stopping` has seen no improvement for `patience` times."""
 
-    def __init__(self, measure: Callable[[], float], every: int | None, early_stop: EarlyStop | None, sinks: Sequence[JsonLines | Guarded]) -> None:
-        self.measure, self.every, self.early_stop, self.sinks = measure, every, early_stop, sinks
-        self.best, self.worse_in_row = math.inf, 0
+    def __init__(
+        self, measure: Callable[[], Mapping[str, Measured]], every: int | None, stopping: Tracker | None, patience: int, best: Tracker | None,
+        sinks: Sequence[JsonLines | Guarded],
+    ) -> None:
+        self.measure, self.every, self.stopping, self.patience, self.best, self.sinks = measure, every, stopping, patience, best, sinks
 
     def after_step(self, info: StepInfo) -> bool:
         if self.every is None or info.step % self.every:
             return False
         started = time.monotonic()
-        loss = self.measure()
+        measured = self.measure()
         for sink in self.sinks:
-            sink.write(info.step, {"validation/loss": loss, "validation/seconds": time.monotonic() - started})
-        margin = self.early_stop.min_delta if self.early_stop else 0.0
-        improved = loss < self.best - margin
-        self.worse_in_row = 0 if improved else self.worse_in_row + 1
-        self.best = min(self.best, loss)
+            numbers: dict[str, float | str] = {f"validation/{key}": found.value for key, found in measured.items()}
+            sink.write(info.step, {**numbers, "validation/seconds": time.monotonic() - started})
+        for tracker in (self.stopping, self.best):
+            if tracker is not None:
+                tracker.see(info.step, measured)
         return self.is_over
 
     @property
     def is_over(self) -> bool:
-        return self.early_stop is not None and self.worse_in_row >= self.early_stop.patience
+        return self.stopping is not None and self.stopping.worse_in_row >= self.patience
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation so far, where the best checkpoint is asked for."""
+        return None if self.best is None else self.best.best_step
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know to stop at the same step."""
-        return {"best": self.best if math.isfinite(self.best) else None, "worse_in_row": self.worse_in_row}
+        """What a resumed run must know to stop at the same step and to keep the same checkpoint."""
+        return {name: tracker.state() for name, tracker in (("early_stop", self.stopping), ("best", self.best)) if tracker is not None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.best = math.inf if state["best"] is None else state["best"]
-        self.worse_in_row = state["worse_in_row"]
+        for name, tracker in (("early_stop", self.stopping), ("best", self.best)):
+            if tracker is not None and name in state and state[name]["metric"] == tracker.metric:
+                tracker.restore(state[name])
+
+    def close(self) -> None:
+        pass
+
+
+class SampleHook:
+    """Writes what the model makes of the recipe's prompts, as text, every `every` steps; `complete` is called on rank 0 alone."""
+
+    def __init__(self, complete: Callable[[], list[dict[str, str]]], every: int | None, sinks: Sequence[JsonLines | Guarded], mesh: Mesh) -> None:
+        self.complete, self.every, self.sinks, self.mesh = complete, every, sinks, mesh
+
+    def after_step(self, info: StepInfo) -> bool:
+        if self.every is not None and info.step % self.every == 0:
+            samples = self.mesh.from_main(self.complete)
+            for sink in self.sinks:
+                sink.write(info.step, {f"samples/{number}": f"{one['prompt']} -> {one['completion']}" for number, one in enumerate(samples)})
+        return False
 
     def close(self) -> None:
         pass
 
 
 class CheckpointHook:
-    """Saves every `every` steps, at most `keep` of them kept; `save` is also called once after the loop."""
+    """Saves every `every` steps and at each best evaluation, at most `keep` of them kept beside the best; `save` is also called after the loop."""
 
     def __init__(self, trainee: Trainee, plan: Plan, run: RunFolder, stopper: EvaluateHook, tell: Tell, mesh: Mesh, first: int) -> None:
         self.trainee, self.plan, self.run, self.stopper, self.tell, self.mesh = trainee, plan, run, stopper, tell, mesh
         self.saved = first
 
     def after_step(self, info: StepInfo) -> bool:
-        if info.step % self.plan.recipe.checkpoint.every == 0:
+        if info.step % self.plan.recipe.checkpoint.every == 0 or self.stopper.best_step == info.step:
             self.save(info.step)
         return False
 
@@ -146,12 +175,12 @@ class CheckpointHook:
         began = time.monotonic()
         payload = {
             "samples": step * self.plan.batch.global_batch, "finished": step >= self.plan.last or self.stopper.is_over,
-            "identity": self.plan.identity, "early_stop": self.stopper.state(),
+            "identity": self.plan.identity, "watched": self.stopper.state(),
         }
         save_checkpoint(self.run.checkpoints, step, self.trainee.model, self.trainee.optimizer, payload, self.mesh)
         self.saved = step
         if self.mesh.is_main:
-            retain(self.run.checkpoints, self.plan.recipe.checkpoint.keep)
+            retain(self.run.checkpoints, self.plan.recipe.checkpoint.keep, self.stopper.best_step)
         self.tell("save", step=step, seconds=time.monotonic() - began)
 
     def close(self) -> None:

@@ -9,8 +9,9 @@ from ingot.config.work import SGD, AdamW
 
 def make_optimizer(knobs: AdamW | SGD, model: nn.Module) -> optim.Optimizer:
     """Matrices decay, vectors (norms, biases) do not. Fused, so that a non-finite step can be skipped on the device."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": knobs.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if isinstance(knobs, AdamW):

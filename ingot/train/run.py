@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ingot.base.errors import Stopped
 from ingot.base.events import read_lines, record_event
 from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import Progress, duration, say
+from ingot.base.sinks import Guarded, JsonLines
 from ingot.base.steprecord import Outcome, sizes
-from ingot.checkpoints.export import export_model, source_generation
 from ingot.config.recipe import Recipe
-from ingot.config.shape import flops_per_token, parameter_count
+from ingot.config.shape import flops_per_token
 from ingot.data.loader import Loader
 from ingot.data.order import Order
-from ingot.evaluate.loss import mean_loss
 from ingot.models.device import device_name, peak_flops
-from ingot.models.folder import LINEAGE, model_hash, weight_files
-from ingot.parallel.apply import evaluating
+from ingot.models.folder import model_hash
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.build import Plan, Trainee, build_trainee, lineage, open_sinks, plan_run
-from ingot.train.hooks import CheckpointHook, EvaluateHook, LogHook, Tell, Workload
+from ingot.train.build import Trainee, build_trainee, open_sinks
+from ingot.train.dropout import seed_dropout
+from ingot.train.finish import export_run, exported_files, take_best
+from ingot.train.hooks import CheckpointHook, EvaluateHook, LogHook, SampleHook, Tell, Workload
 from ingot.train.loop import Hook, StepInfo, Work, run_loop
+from ingot.train.measure import measuring, sample_texts
 from ingot.train.optim import set_learning_rate
+from ingot.train.plan import Plan, plan_run
+from ingot.train.reference import reference_tables
 from ingot.train.resume import find_start
 from ingot.train.schedule import learning_rate
 from ingot.train.signals import StopSignals
 from ingot.train.step import train_step
+from ingot.train.watch import Tracker
 
 
 def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
@@ -45,34 +49,36 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         mesh = closing.enter_context(running_mesh())
         plan = plan_run(recipe, mesh)
         start = mesh.from_main(lambda: find_start(run, plan.identity, fresh=fresh))
-        first = start.step if start else 0
+        first = start.step if start else plan.begin
         tell = _teller(recipe, mesh)
-        trainee = build_trainee(plan, start, mesh)
+        tables = reference_tables(plan, mesh)
+        trainee = build_trainee(plan, start, tables, mesh)
         loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights, recipe.data.skip), plan.batch, mesh.rank)
         closing.callback(loader.close)
 
         sinks = open_sinks(recipe, run, mesh, first, fingerprint(plan.identity))
         progress = closing.enter_context(Progress("train", plan.last, "steps", done=first, quiet=not mesh.is_main))
         log = LogHook(sinks, progress, recipe.track.every, plan.last, _workload(plan, mesh), mesh, gpu=recipe.track.gpu)
-        evaluation = EvaluateHook(_measure(plan, trainee, mesh), recipe.train.evaluate_every, recipe.train.early_stop, sinks)
+        evaluation = _evaluation(plan, trainee, sinks, mesh)
         if start is not None:
-            evaluation.restore(start.commit["early_stop"])
+            evaluation.restore(start.commit["watched"])
+        samples = SampleHook(lambda: sample_texts(plan, trainee, mesh), recipe.train.sample_every, sinks, mesh)
         checkpoint = CheckpointHook(trainee, plan, run, evaluation, tell, mesh, first)
         # Evaluation comes before saving, so that a checkpoint knows what was found at its own step.
-        hooks: list[Hook] = [evaluation, log, checkpoint]
+        hooks: list[Hook] = [evaluation, samples, log, checkpoint]
         for hook in hooks:
             closing.callback(hook.close)
 
         def fetch(step: int) -> Work:
             began = time.monotonic()
             batches = loader.step(step)
-            targets, asked = mesh.agree(sum(trainee.objective.targets(batch) for batch in batches), float(signals.signum != 0))
+            targets, asked = mesh.agree(sum(trainee.objectives.training.targets(batch) for batch in batches), float(signals.signum != 0))
             return Work(batches, int(targets), (signals.signum or signal.SIGTERM) if asked else 0, began)
 
         def do_step(step: int, work: Work) -> StepInfo:
             return _step(step, work, plan, trainee, mesh)
 
-        _announce(plan, mesh, first)
+        _announce(plan, trainee, mesh, first, resumed=start is not None)
         tell("start", step=first, cause="resumed" if start else "first step")
         began, reached, signum = time.monotonic(), first, 0
         if start is None or not start.commit["finished"]:
@@ -84,8 +90,9 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
             tell("stop", step=reached, seconds=seconds, cause=signal.Signals(signum).name)
             raise _stopped(recipe, reached, signum)
         tell("finish", step=reached, seconds=seconds)
-        mesh.from_main(lambda: _export(plan, trainee, reached))
-        return _outcome(recipe, first, reached, seconds)
+        chosen = take_best(plan, trainee, evaluation.best_step, reached, mesh)
+        mesh.from_main(lambda: export_run(plan, trainee, chosen))
+        return _outcome(recipe, first, reached, chosen, seconds)
 
 
 def _step(step: int, work: Work, plan: Plan, trainee: Trainee, mesh: Mesh) -> StepInfo:
@@ -94,10 +101,10 @@ def _step(step: int, work: Work, plan: Plan, trainee: Trainee, mesh: Mesh) -> St
     lr = learning_rate(knobs.schedule, knobs.optimizer.lr, step, plan.last)
     set_learning_rate(trainee.optimizer, lr)
     outcome = train_step(
-        trainee.module, trainee.objective, work.batches, trainee.optimizer,
-        targets=work.targets, clip_norm=knobs.clip_norm, compute=plan.compute, mesh=mesh,
+        trainee.module, trainee.objectives.training, work.batches, trainee.optimizer, targets=work.targets, clip_norm=knobs.clip_norm,
+        compute=plan.compute, mesh=mesh, before=lambda index, batch: seed_dropout(trainee.model, plan.recipe.seed, step, index, batch, mesh),
     )
-    tokens = knobs.global_batch * plan.recipe.data.seq_len
+    tokens = knobs.global_batch * plan.tokens_per_sample
     return StepInfo(step + 1, knobs.global_batch, tokens, outcome, lr, time.monotonic() - work.began)
 
 
@@ -114,27 +121,27 @@ def _teller(recipe: Recipe, mesh: Mesh) -> Tell:
 
 
 def _workload(plan: Plan, mesh: Mesh) -> Workload:
-    cost = flops_per_token(plan.drawing.config.to_hf(), plan.recipe.data.seq_len)
+    cost = flops_per_token(plan.drawing.config.to_hf(), plan.recipe.data.seq_len) if plan.drawing.kind == "decoder" else None
     return Workload(cost, peak_flops(mesh.device, plan.compute), plan.compute)
 
 
-def _measure(plan: Plan, trainee: Trainee, mesh: Mesh) -> Callable[[], float]:
-    """The validation loss, as a function of nothing."""
-
-    def measure() -> float:
-        with evaluating(trainee.model):
-            return mean_loss(trainee.model, plan.held_out, plan.recipe.train.evaluate_rows, plan.batch.micro_batch, plan.compute, mesh)
-
-    return measure
+def _evaluation(plan: Plan, trainee: Trainee, sinks: Sequence[JsonLines | Guarded], mesh: Mesh) -> EvaluateHook:
+    knobs, best = plan.recipe.train, plan.recipe.checkpoint.best
+    stopping = None if knobs.early_stop is None else Tracker(knobs.early_stop.metric, knobs.early_stop.min_delta)
+    patience = 0 if knobs.early_stop is None else knobs.early_stop.patience
+    measure = measuring(plan, trainee, mesh)
+    return EvaluateHook(measure, knobs.evaluate_every, stopping, patience, None if best is None else Tracker(best), sinks)
 
 
-def _announce(plan: Plan, mesh: Mesh, first: int) -> None:
+def _announce(plan: Plan, trainee: Trainee, mesh: Mesh, first: int, *, resumed: bool) -> None:
     if mesh.is_main:
-        size = parameter_count(plan.drawing.config.to_hf()) / 1e6
+        size = sum(parameter.numel() for parameter in trainee.model.parameters()) / 1e6
+        moved = sum(parameter.numel() for parameter in trainee.model.parameters() if parameter.requires_grad) / 1e6
+        of_these = f", {moved:.2f} M of them trained" if moved < size else ""
         ranks = f"{mesh.world} x " if mesh.world > 1 else ""
-        onward = f", going on after step {first:,}" if first else ""
-        say(f"train: {size:.1f} M parameters, {plan.last:,} steps of {plan.batch.global_batch} x {plan.recipe.data.seq_len} tokens, "
-            f"{plan.compute} on {ranks}{device_name(mesh.device)}{onward}")
+        onward = f", {'going on' if resumed else 'beginning'} after step {first:,}" if first else ""
+        say(f"train: {plan.recipe.objective.kind}, {size:.1f} M parameters{of_these}, {plan.last:,} steps of {plan.batch.global_batch} x "
+            f"{plan.recipe.data.seq_len} tokens, {plan.compute} on {ranks}{device_name(mesh.device)}{onward}")
 
 
 def _stopped(recipe: Recipe, step: int, signum: int) -> Stopped:
@@ -144,16 +151,12 @@ def _stopped(recipe: Recipe, step: int, signum: int) -> Stopped:
     return Stopped(f"stopped by {name} with checkpoint {step} committed; the same command goes on from there", signum=signum, committed=True)
 
 
-def _export(plan: Plan, trainee: Trainee, step: int) -> None:
-    generation = source_generation(plan.drawing.folder)
-    target, kind = plan.recipe.folder.model, plan.recipe.precision.export
-    export_model(trainee.model, plan.tokenizer, target, export_type=kind, lineage=lineage(plan, step), generation=generation)
-
-
-def _outcome(recipe: Recipe, first: int, step: int, seconds: float) -> Outcome:
+def _outcome(recipe: Recipe, first: int, step: int, chosen: int, seconds: float) -> Outcome:
     run = recipe.folder
     losses = [line["train/loss"] for line in read_lines(run.metrics) if line.get("train/loss") is not None]
     loss = f", loss {losses[-1]:.3f}" if losses else ""
-    files = sizes(run.root, [*weight_files(run.model), run.model / LINEAGE])
+    best = f", the best at step {chosen:,} exported" if chosen != step else ""
+    folders = [run.model, *([run.adapter] if recipe.model.lora is not None else [])]
+    files = sizes(run.root, [file for folder in folders for file in exported_files(folder)])
     took = f" in {duration(seconds)}" if first == 0 else f", the last {step - first:,} in {duration(seconds)}" if step > first else ""
-    return Outcome(f"{step:,} steps{took}{loss}", str(run.model), model_hash(run.model), files)
+    return Outcome(f"{step:,} steps{took}{loss}{best}", str(run.model), model_hash(run.model), files)

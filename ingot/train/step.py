@@ -6,8 +6,8 @@ once, by the target count of the whole global batch. So the split of a batch, pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ingot.data.loader import Batch
-from ingot.models.device import Compute, computing_in
-from ingot.objectives.pretrain import Pretrain
+from ingot.models.device import Compute
+from ingot.objectives.forward import forward
+from ingot.objectives.objective import Objective
 from ingot.parallel.apply import last_micro_batch, sum_factor
 from ingot.parallel.mesh import Mesh
 
@@ -31,26 +32,28 @@ class StepOutcome:
     """Norm of the whole gradient before clipping."""
     skipped: Tensor
     """1.0 when loss or gradient were not finite and no weight was changed, else 0.0."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What else the objective tells, means over the targets of the global batch."""
 
 
 def train_step(
-    module: nn.Module, objective: Pretrain, batches: Sequence[Batch], optimizer: Optimizer, *,
-    targets: int, clip_norm: float | None, compute: Compute, mesh: Mesh,
+    module: nn.Module, objective: Objective, batches: Sequence[Batch], optimizer: Optimizer, *,
+    targets: int, clip_norm: float | None, compute: Compute, mesh: Mesh, before: Callable[[int, Batch], None] = lambda index, batch: None,
 ) -> StepOutcome:
-    """Take one step over `batches`, this rank's micro-batches; `targets` counts the whole global batch, all ranks."""
+    """Take one step over `batches`, this rank's micro-batches; `targets` counts the whole global batch, all ranks.
+
+    `before` hears the number of each micro-batch before it is computed: dropout is seeded there.
+    """
     total = torch.zeros((), device=mesh.device)
+    told: dict[str, Tensor] = {}
     for index, batch in enumerate(batches):
+        before(index, batch)
         with last_micro_batch(module, is_last=index == len(batches) - 1):
-            # A row that is one document needs no mask; decided on the host, where the batch still is.
-            packed = bool((batch.segments != batch.segments[:, :1]).any())
-            on_device = batch.to(mesh.device, non_blocking=True)
-            with computing_in(compute, mesh.device):
-                segments = on_device.segments if packed else None
-                values = module(on_device.tokens, on_device.positions, segments, on_device.labels, objective.token)
-            loss_sum, _ = objective.reduce(values, on_device, mesh.all_sum)
+            loss_sum, metrics = forward(module, objective, batch, compute, mesh.device)
             loss_sum.backward()
             total += loss_sum.detach()
-    loss = mesh.all_sum(total) / targets
+            told = {name: told.get(name, 0.0) + value for name, value in metrics.items()}
+    loss, *means = (mesh.all_sum(torch.stack([total, *told.values()])) / targets).unbind()
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     per_target = sum_factor(module, mesh) / targets
     norm = get_total_norm(grads) * per_target
@@ -63,4 +66,4 @@ def train_step(
     optimizer.grad_scale, optimizer.found_inf = None, skipped  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepOutcome(loss, norm, skipped)
+    return StepOutcome(loss, norm, skipped, dict(zip(told, means, strict=True)))

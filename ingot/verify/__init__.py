@@ -1,1 +1,1 @@
-"""Proofs on the user's own recipe: tokenizer and data."""
+"""Proofs on the user's own recipe: tokenizer, data and export."""

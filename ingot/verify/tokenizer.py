@@ -12,7 +12,6 @@ from ingot.base.markers import read_marker
 from ingot.base.storage import open_read
 from ingot.config.data import Source
 from ingot.config.recipe import Recipe
-from ingot.data.chats import plain_text
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.columns import token_dtype
 from ingot.data.documents import Shares
@@ -22,6 +21,7 @@ from ingot.data.raw import open_raw
 from ingot.data.readers import read_items
 from ingot.data.sourcefile import SourceFile
 from ingot.data.sources import recipe_sources, source_files
+from ingot.data.stored import plain_text
 from ingot.data.texts import Document, sample
 from ingot.data.wanted import Wanted
 from ingot.tokenizers.batches import Batch, difference, split
@@ -37,6 +37,7 @@ SAMPLE_BYTES = 4_000_000
 FILES = 64
 REMOTE = ("hub", "bigquery", "megatron", "wikipedia")
 SHOWN = 60
+FRAMED = ("pair", "labelled")
 
 
 def verify_tokenizer(recipe: Recipe) -> Proof:
@@ -58,7 +59,7 @@ def verify_tokenizer(recipe: Recipe) -> Proof:
     name = REFERENCE if recipe.tokenizer.encoder == REFERENCE else choice.name
     checks = [
         *_encoders(choice), _fast_path(tokenizer, name, documents, wanted), _round_trip(tokenizer, documents, wanted),
-        _look_alikes(tokenizer, name), _special(tokenizer), _bos(tokenizer, texts), _fits(tokenizer, wanted),
+        _look_alikes(tokenizer, name), _special(recipe, tokenizer), _bos(tokenizer, texts), _fits(tokenizer, wanted), *_frame(recipe, tokenizer),
         _template(recipe, tokenizer), _prepared(recipe, tokenizer), *_conversion(tokenizer),
     ]
     return Proof(f"Tokenizer of {tokenizer.vocab_size:,} tokens ({tokenizer.library}) on {_amount(texts)}, identity {tokenizer.identity()}", checks)
@@ -74,12 +75,11 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def _documents(recipe: Recipe) -> Iterator[Document]:
-    chats = recipe.objective.kind != "pretrain"
     if not (recipe.folder.raw / MANIFEST).is_file():
         yield from _unread(recipe)
         return
     for document in sample(open_raw(recipe), Cleaned.nothing(), Shares.of(recipe.data), SAMPLE_BYTES):
-        yield Document(document.doc_id, plain_text(document.text)) if chats else document
+        yield Document(document.doc_id, plain_text(recipe.documents, document.text))
 
 
 def _unread(recipe: Recipe) -> Iterator[Document]:
@@ -90,17 +90,17 @@ def _unread(recipe: Recipe) -> Iterator[Document]:
         raise WrongInput("the sources of data.train are not files that can be read just so; run `ingot ingest` with this recipe first")
     files = [files[index * len(files) // FILES] for index in range(FILES)] if len(files) > FILES else files
     for source, file in files:
-        yield from _beginning(source, file, SAMPLE_BYTES // len(files), chat=recipe.objective.kind != "pretrain")
+        yield from _beginning(recipe, source, file, SAMPLE_BYTES // len(files))
 
 
-def _beginning(source: Source, file: SourceFile, most: int, *, chat: bool) -> Iterator[Document]:
-    read = 0
+def _beginning(recipe: Recipe, source: Source, file: SourceFile, most: int) -> Iterator[Document]:
+    read, wanted = 0, Wanted.of(source, recipe.documents, recipe.labels)
     with open_read(file.path) as stream:
-        for item in read_items(stream, file.path, file.format, Wanted.of(source, chat=chat)):
+        for item in read_items(stream, file.path, file.format, wanted):
             if read >= most:
                 return
             if isinstance(item, Item):
-                text = plain_text(item.text) if chat else item.text
+                text = plain_text(recipe.documents, item.text)
                 read += len(text.encode())
                 yield Document(f"{file.name}:{item.row}", text)
 
@@ -153,15 +153,23 @@ def _look_alikes(tokenizer: Tokenizer, name: str) -> Check:
     return Check("look-alikes of special tokens", True, f"{len(texts):,} special tokens, spelled out in text, stay text")
 
 
-def _special(tokenizer: Tokenizer) -> Check:
+def _special(recipe: Recipe, tokenizer: Tokenizer) -> Check:
     what, special = "BOS, EOS and padding", tokenizer.special
     missing = [f"{name} {text!r}" for name, text in tokenizer.named.items() if tokenizer.token_id(text) is None]
     if missing:
         return Check(what, False, f"the configuration names {' and '.join(missing)}, which the vocabulary does not have; mend tokenizer_config.json")
     words = [f"{name} {'none' if index is None else f'{tokenizer.token(index)} ({index})'}" for name, index in vars(special).items()]
-    if special.eos is None:
+    if special.eos is None and recipe.documents not in FRAMED:
         return Check(what, None, f"{', '.join(words)}; without EOS a model does not learn where a document ends")
     return Check(what, True, ", ".join(words))
+
+
+def _frame(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Check]:
+    """What stands around a text that an encoder reads; a target that has no end is one that a model never ends."""
+    if recipe.documents in FRAMED:
+        before, after = ([f"{tokenizer.token(token)} ({token})" for token in tokens] for tokens in tokenizer.frame)
+        passed = bool(after) or recipe.documents == "labelled"
+        yield Check("around each text", passed, f"{' '.join(before) or 'nothing'} before it, {' '.join(after) or 'nothing'} behind it")
 
 
 def _bos(tokenizer: Tokenizer, texts: Sequence[str]) -> Check:
@@ -195,7 +203,7 @@ def _fits(tokenizer: Tokenizer, wanted: Batch) -> Check:
 
 
 def _template(recipe: Recipe, tokenizer: Tokenizer) -> Check:
-    identity, needed = tokenizer.template_identity, recipe.objective.kind == "sft"
+    identity, needed = tokenizer.template_identity, recipe.documents in ("chat", "preference")
     if identity is None:
         return Check("chat template", False if needed else None, "none" + ("; set tokenizer.template to a built-in name or a file" if needed else ""))
     return Check("chat template", True, f"identity {identity}, from {recipe.tokenizer.template or 'the tokenizer itself'}")

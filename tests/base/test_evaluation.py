@@ -23,6 +23,18 @@ def test_a_report_comes_back_equal(tmp_path: Path) -> None:
     assert read_report(tmp_path / "reports" / "evaluate.json") == written
 
 
+def test_the_base_comes_back_and_older_reports_have_none(tmp_path: Path) -> None:
+    written = EvaluationReport("m", "t", {"loss/loss": LOSS}, {"gzip -9": 2.0, "loss/loss/first_line": 0.1}, [], {"loss/loss": LOSS})
+    write_report(tmp_path / "evaluate.json", written)
+    assert read_report(tmp_path / "evaluate.json") == written
+    assert written.bits_per_byte == {"gzip -9": 2.0}
+    older = {key: value for key, value in asdict(written).items() if key != "base"}
+    (tmp_path / "evaluate.json").write_text(json.dumps(older))
+    assert read_report(tmp_path / "evaluate.json").base == {}
+    with pytest.raises(Failed, match="base loss/loss is inf"):
+        write_report(tmp_path / "evaluate.json", EvaluationReport("m", "t", {}, {}, [], {"loss/loss": Metric(float("inf"), 0, 0, "lower", 1, "s")}))
+
+
 def test_a_metric_is_found_by_key_and_by_its_tail_where_that_is_unique() -> None:
     found = report(loss__perplexity=LOSS, loss__loss=LOSS, other__loss=LOSS)
     assert found.metric("loss/loss") == ("loss/loss", LOSS)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ingot.checkpoints.export import export_model
+from ingot.base.errors import WrongInput
+from ingot.checkpoints.export import copy_model, export_model
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.initial import initialise
@@ -37,3 +38,27 @@ def test_the_end_of_turn_token_is_added_to_what_was_there(tmp_path: Path, genera
         key: value for key, value in (generation or {}).items() if key != "eos_token_id"
     }
     assert load(tmp_path / "model").eos == ends | set(beside)
+
+
+def test_a_copy_wants_a_tokenizer_that_fits_and_replaces_only_models(tmp_path: Path) -> None:
+    tokenizer = chatty()
+    model = Decoder(DecoderConfig.from_hf({**CONFIG, "vocab_size": tokenizer.vocab_size - 1}))
+    initialise(model, 0)
+    source, target = tmp_path / "model", tmp_path / "copy"
+    export_model(model, tokenizer, source, export_type="fp32", lineage={})
+    with pytest.raises(WrongInput, match=rf"its tokenizer has {tokenizer.vocab_size} ids, the model only {tokenizer.vocab_size - 1}"):
+        copy_model(source, target, export_type=None, overwrite=False)
+    assert not target.exists()
+    fitting = Decoder(DecoderConfig.from_hf(CONFIG))
+    initialise(fitting, 0)
+    export_model(fitting, tokenizer, source, export_type="fp32", lineage={})
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(WrongInput, match="add --overwrite"):
+        copy_model(source, target, export_type=None, overwrite=False)
+    with pytest.raises(WrongInput, match="is no model folder"):
+        copy_model(source, target, export_type=None, overwrite=True)
+    (target / "notes.txt").unlink()
+    copy_model(source, target, export_type=None, overwrite=True)
+    copy_model(source, target, export_type=None, overwrite=True)
+    assert (target / "config.json").exists()

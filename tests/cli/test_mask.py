@@ -13,7 +13,9 @@ import yaml
 from rich.console import Console
 
 from ingot.base.errors import WrongInput
-from ingot.cli.mask import Audit, Example, audit_chats, audit_documents, in_words, show_mask, table
+from ingot.cli.audit import Audit, Example, audit_chats, audit_documents, audit_preferences, in_words, table
+from ingot.cli.mask import show_mask
+from ingot.data.preferences import Preference
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, bpe_files, chatty
@@ -25,9 +27,9 @@ CHATS = [
 ]
 
 
-def printed(audit: Audit, tokenizer: Tokenizer, seq_len: int = 512, *, chats: bool = True, colour: bool = False) -> str:
+def printed(audit: Audit, tokenizer: Tokenizer, seq_len: int = 512, *, what: str = "chats", colour: bool = False) -> str:
     out = io.StringIO()
-    Console(width=160, force_terminal=colour, color_system="standard" if colour else None, file=out).print(table(audit, tokenizer, seq_len, chats=chats))
+    Console(width=160, force_terminal=colour, color_system="standard" if colour else None, file=out).print(table(audit, tokenizer, seq_len, what=what))
     return out.getvalue()
 
 
@@ -137,4 +139,54 @@ def test_colours_and_brackets() -> None:
 
 def test_documents_end_with_eos() -> None:
     tokenizer = Tokenizer(bpe_files(CHATML, eos_token=None))
-    assert "trained in 0 of 1 documents" in printed(audit_documents(tokenizer, ["a"]), tokenizer, chats=False)
+    assert "trained in 0 of 1 documents" in printed(audit_documents(tokenizer, ["a"]), tokenizer, what="documents")
+
+
+PREFERENCE = {"prompt": [*CHATS[0][:2], {"role": "user", "content": "and?"}], "chosen": [{"role": "assistant", "content": "rings"}],
+              "rejected": [{"role": "assistant", "content": "melts melts melts"}]}
+
+
+def test_both_sides_of_preferences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, objective={"kind": "dpo"})
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(PREFERENCE)}\n" * 5, encoding="utf-8")
+    assert show_mask([path], 2) == 0
+    out = capsys.readouterr().out
+    before = "assistant\ncopper<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert out.count(f"{before}⟦rings<|im_end|>⟧") == out.count(f"{before}⟦melts melts melts<|im_end|>⟧") == 2
+    assert [line.partition(", ")[2].partition(", ")[0] for line in out.splitlines() if line.startswith("--- example")] == ["chosen", "rejected"] * 2
+    assert "<|im_end|> trained in 10 of 10 assistant turns" in out, "the turn in the prompt is not counted"
+    assert "10 sides" in out
+
+
+def test_preferences_that_the_template_refuses() -> None:
+    tokenizer = chatty("{% if 'melts' in messages[-1].content %}{{ raise_exception('no melting') }}{% endif %}" + CHATML)
+    fine = Preference(PREFERENCE["prompt"], PREFERENCE["chosen"], PREFERENCE["chosen"] * 2)
+    audit = audit_preferences(tokenizer, [fine, Preference(**PREFERENCE), fine])
+    assert [example.side for example in audit.examples] == ["chosen", "rejected"] * 2
+    assert [(count, "no melting" in reason) for reason, count in audit.refused.items()] == [(1, True)]
+    assert "of these 4 lose all" in printed(audit, tokenizer, 8, what="sides")
+
+
+def test_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, objective={"kind": "seq2seq", "prefix": "say: "}, tokenizer={"source": str(tmp_path / "tokenizer")})
+    (tmp_path / "chats.jsonl").write_text('{"source": "the copper", "target": "rings"}\n' * 4, encoding="utf-8")
+    assert show_mask([path, "data.target_len=2"], 1) == 0
+    out, tokenizer = capsys.readouterr().out, chatty()
+    assert "<|begin_of_text|>say: the copper<|end_of_text|> | ⟦<|begin_of_text|>rings<|end_of_text|>⟧" in out
+    sides = [" ".join(map(str, tokenizer.encode_framed(text))) for text in ("say: the copper", "rings")]
+    assert f"source {sides[0]} | target {sides[1]}" in out
+    assert "<|begin_of_text|> before it, <|end_of_text|> behind it" in out
+    assert "targets longer than data.target_len=2" in out
+    assert "4 of 4" in out
+
+
+def test_labelled_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, objective={"kind": "classify", "labels": ["dull", "bright", "none"]})
+    lines = [{"text": "the copper", "label": "bright"}, {"text": "rings", "label": 0}, {"text": "x", "label": 7}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert show_mask([path], 2) == 0
+    out = capsys.readouterr().out
+    assert "<|begin_of_text|>the copper<|end_of_text|> -> bright (1)" in out
+    assert "<|begin_of_text|>rings<|end_of_text|> -> dull (0)" in out
+    assert "2 labelled texts" in out
+    assert [line.split("│")[2].strip() for line in out.splitlines() if "label " in line] == ["1, 50.0%", "1, 50.0%", "0, 0.0%"]

@@ -6,17 +6,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ingot.base.errors import WrongInput
 from ingot.config.presets import PRESETS, preset
 from ingot.config.shape import batch_plan, flops_per_token, parameter_count, total_steps
 from ingot.config.work import Parallel, Train
+from ingot.models.architecture import DecoderConfig
+from ingot.models.decoder import Decoder
+from tests import tolerances
 
 
-def real_model(config: dict[str, Any]) -> LlamaForCausalLM:
+def real_model(config: dict[str, Any]) -> PreTrainedModel:
+    values = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**config))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **values))
+    return model
 
 
 def real_count(config: dict[str, Any]) -> int:
@@ -35,6 +40,46 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
 def test_parameters_are_counted_for_odd_shapes_too(change: dict[str, Any]) -> None:
     config = {**preset("llama-3m"), **change}
     assert parameter_count(config) == real_count(config)
+
+
+@pytest.mark.parametrize("change", [
+    {"model_type": "mistral"}, {"model_type": "mistral", "attention_bias": True, "mlp_bias": True}, {"model_type": "qwen2"},
+    {"model_type": "qwen2", "attention_bias": False, "tie_word_embeddings": True}, {"model_type": "qwen3"}, {"model_type": "qwen3", "attention_bias": True},
+    {"model_type": "qwen3", "head_dim": 48, "num_key_value_heads": 1}, {"model_type": "qwen3", "tie_word_embeddings": True},
+])
+def test_parameters_are_counted_for_every_model_type(change: dict[str, Any]) -> None:
+    """Here, in transformers, and in the decoder that we build."""
+    config = {**preset("llama-3m"), **change}
+    with torch.device("meta"):
+        ours = Decoder(DecoderConfig.from_hf(config))
+    assert parameter_count(config) == real_count(config) == sum(parameter.numel() for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize(("name", "count"), [
+    ("llama-1b", 1_235_814_400), ("llama-3b", 3_212_749_824), ("llama-8b", 8_030_261_248), ("mistral-7b", 7_248_023_552),
+    ("qwen2.5-0.5b", 494_032_768), ("qwen3-0.6b", 596_049_920),
+])
+def test_presets_of_published_models_have_their_number_of_parameters(name: str, count: int) -> None:
+    assert parameter_count(preset(name)) == count
+
+
+def pairs_seen(seq_len: int, window: int | None) -> int:
+    """Query and key pairs of one row, the diagonal counted half as the formula has it."""
+    return sum(2 * min(place, (window or seq_len) - 1) + 1 for place in range(seq_len))
+
+
+@pytest.mark.parametrize(("changes", "windows"), [
+    ({"model_type": "mistral", "sliding_window": 16}, [16, 16, 16]), ({"model_type": "mistral", "sliding_window": 64}, [None] * 3),
+    ({"model_type": "mistral", "sliding_window": 1000}, [None] * 3), ({"model_type": "mistral", "sliding_window": None}, [None] * 3),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, [None, 5, 5]),
+    ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 5}, [None] * 3),
+])
+def test_a_sliding_window_makes_attention_cheaper(changes: dict[str, Any], windows: list[int | None]) -> None:
+    config, seq_len = {**preset("llama-3m"), **changes}, 64
+    matrices = sum(module.weight.numel() for module in real_model(config).modules() if isinstance(module, torch.nn.Linear))
+    each = 2 * 2 * config["num_attention_heads"] * config["head_dim"]  # scores and mixing, of one pair
+    attention = sum(each * pairs_seen(seq_len, window) / 2 / seq_len for window in windows)
+    assert flops_per_token(config, seq_len) == pytest.approx(3 * (2 * matrices + attention), rel=tolerances.EXACT)
 
 
 @pytest.mark.parametrize("name", ["llama-3m", "llama-56m"])

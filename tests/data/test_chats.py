@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.data.chats import from_messages, plain_text, to_messages
+from ingot.data.chats import from_messages, to_messages
 from ingot.data.items import Bad, Item
+from ingot.data.stored import plain_text
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -122,7 +123,7 @@ def test_any_json_is_a_chat_or_bad(record: Any, layout: str) -> None:
 def test_what_cleaning_sees() -> None:
     found = to_messages(1, {"instruction": "ﬁ é", "output": "½"}, "alpaca", {})
     assert isinstance(found, Item)
-    assert plain_text(found.text) == "ﬁ é\n½"
+    assert plain_text("chat", found.text) == "ﬁ é\n½"
 
 
 @pytest.mark.parametrize("stored", ["", "plain text", "[]", "{}", "3"])

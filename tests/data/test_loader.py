@@ -150,3 +150,11 @@ def test_a_flipped_bit_ends_training_and_is_named(world: int, tmp_path: Path) ->
     content[7] ^= 1
     part.write_bytes(content)
     assert faults() == []
+
+
+def test_batches_name_their_rows(rows: Rows) -> None:
+    batches = list(fixed_batches(rows, [4, 5, 6], 2))
+    assert [batch.rows.tolist() for batch in batches] == [[4, 5], [6, -1]]
+    loader = Loader(rows, Order(rows.sizes, 3), BatchPlan(12, 5, 1), 0)
+    assert [number for batch in loader.step(2) for number in batch.rows.tolist() if number >= 0] == Order(rows.sizes, 3).rows(24, 12).tolist()
+    loader.close()

@@ -49,9 +49,9 @@ def test_report_table_and_files(root: Path, capfd: pytest.CaptureFixture[str]) -
     assert f"{bits.value:.4f}" in out
     assert "bits per byte of bigram" in out
     assert "'the ingot' goes on" in out
-    assert "rows of 32 tokens" in err
+    assert f"evaluate: {recipe.folder.model}, loss, fp32" in err
     assert outcome.result == f"{bits.value:.2f} bits per byte, perplexity {report.metrics['loss/perplexity'].value:.1f}"
-    assert set(outcome.files) == {"reports/evaluate.json", "model/evaluate.json"}
+    assert set(outcome.files) == {"reports/evaluate.json", "model/evaluate.json", "reports/examples/loss.parquet"}
 
 
 def test_bits_per_byte_are_over_the_bytes_of_the_held_out_documents(root: Path) -> None:
@@ -127,7 +127,7 @@ def test_another_model_is_read_and_left_as_it_is(root: Path) -> None:
     before = sorted(path.name for path in other.iterdir())
     outcome = evaluate(recipe)
     assert sorted(path.name for path in other.iterdir()) == before
-    assert set(outcome.files) == {"reports/evaluate.json"}
+    assert set(outcome.files) == {"reports/evaluate.json", "reports/examples/loss.parquet"}
     assert report_of(recipe).model_hash == model_hash(other)
 
 
@@ -160,8 +160,10 @@ def test_no_prepared_data(root: Path) -> None:
     assert "run `ingot prepare`" in refused(recipe)
 
 
-def test_no_task(root: Path) -> None:
-    assert "evaluate.tasks is empty" in refused(with_model(root, evaluate__tasks="[]"))
+def test_without_tasks_the_loss_is_measured(root: Path) -> None:
+    recipe = with_model(root, evaluate__tasks="[]")
+    evaluate(recipe)
+    assert set(report_of(recipe).metrics) == {"loss/loss", "loss/perplexity", "loss/bits_per_byte"}
 
 
 def test_a_model_with_another_tokenizer(root: Path) -> None:

@@ -41,6 +41,8 @@ LAZY_OWNERS = {
     "sentencepiece": {"ingot.tokenizers.pieces"}, "datasets": {"ingot.data.hubsets"}, "mwparserfromhell": {"ingot.data.wikipedia"},
     "google": {"ingot.cloud.bigquery"}, "py3langid": {"ingot.data.cleaning.languages"}, "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
+    "transformers": {"ingot.models.hub_config", "ingot.verify.theirs"}, "peft": {"ingot.verify.theirs"}, "rouge_score": {"ingot.evaluate.rouge"},
+    "lm_eval": {"ingot.evaluate.lm_eval"},
 }
 TORCH_FREE = (
     "ingot.cli.app", "ingot.cli.verbs", "ingot.data.prepare", "ingot.data.ingest", "ingot.pipeline.run", "ingot.pipeline.summary", "ingot.launch.local",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ingot.models import attention, decoder, head
+from ingot.models import attention, head
 from ingot.models.decoder import Decoder
 from ingot.models.folder import load_model
 from ingot.models.head import View
@@ -18,7 +18,7 @@ from tests.models.tiny import CASES, make_reference
 CPU = torch.device("cpu")
 
 
-def negative_log_likelihood(view: View, labels: torch.Tensor) -> torch.Tensor:
+def negative_log_likelihood(view: View, labels: torch.Tensor, extras: torch.Tensor | None = None) -> torch.Tensor:
     return view.logsumexp() - view.gather(labels)
 
 
@@ -115,10 +115,11 @@ def test_packed_documents_give_what_they_give_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leak", ["no mask", "mask without documents"])
 def test_a_leak_between_documents_would_be_seen(leak: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = both(make_reference(tmp_path))
+    right = attention.document_mask
     if leak == "no mask":
-        monkeypatch.setattr(decoder, "document_mask", lambda segments: None)
+        monkeypatch.setattr(attention, "document_mask", lambda segments, window: None)
     else:
-        monkeypatch.setattr(decoder, "document_mask", lambda segments: attention.document_mask(torch.ones_like(segments)))
+        monkeypatch.setattr(attention, "document_mask", lambda segments, window: right(torch.ones_like(segments), window))
     assert largest_packing_difference(ours) > 100 * tolerances.PACKED
 
 

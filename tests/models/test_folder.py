@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import WrongInput
 from ingot.models.architecture import DecoderConfig
-from ingot.models.folder import hash_model, load_model, model_config, save_weights, stored_shapes, weight_files
+from ingot.models.decoder import Decoder
+from ingot.models.folder import hash_model, load_model, load_weights, model_config, save_weights, stored_shapes, weight_files
 from tests.models.tiny import make_reference
 
 CPU = torch.device("cpu")
@@ -44,8 +45,10 @@ def test_sharded_weights_load_the_same(tmp_path: Path) -> None:
 
 
 def test_loaded_in_the_type_asked_for(tmp_path: Path) -> None:
-    folder = make_reference(tmp_path, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in load_model(folder, device=CPU).parameters()} == {torch.float32}
+    for dtype in (torch.float16, torch.bfloat16):
+        folder = make_reference(tmp_path, dtype=dtype)
+        assert {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()} == {str(dtype)}
+        assert {parameter.dtype for parameter in load_model(folder, device=CPU).parameters()} == {torch.float32}
     assert {parameter.dtype for parameter in load_model(folder, device=CPU, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
@@ -81,6 +84,55 @@ def test_tensors_that_do_not_fit_are_named(change: object, named: str, tmp_path:
     assert "\n" not in str(error.value)
 
 
+def test_everything_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    folder = make_reference(tmp_path, num_hidden_layers=6)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if name.endswith("self_attn.v_proj.weight"):
+                del tensors[name]
+        for layer in (0, 1, 3):
+            tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.ones(3, 4)
+        tensors["extra.weight"] = torch.ones(1)
+        del tensors["model.norm.weight"]
+
+    edit_weights(folder, spoil)
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_hf(model_config(folder)))
+    with pytest.raises(WrongInput) as error:
+        load_weights(model, folder, device=CPU, dtype=torch.float32)
+    for named in (
+        "model.layers.0-5.self_attn.v_proj.weight is missing", "model.norm.weight is missing", "extra.weight is not part of this model",
+        "model.layers.0-1,3.mlp.up_proj.weight is [3, 4], [112, 64] is wanted",
+    ):
+        assert named in str(error.value)
+    assert "\n" not in str(error.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_quantized_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
+    folder = make_reference(tmp_path)
+    edit_weights(folder, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.ones(112, 64, dtype=torch.int8)}))
+    with pytest.raises(WrongInput, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds int8"):
+        load_model(folder, device=CPU)
+
+
+def test_files_that_the_index_names_and_that_are_not_there_are_all_named(tmp_path: Path) -> None:
+    whole, folder = make_reference(tmp_path / "whole"), tmp_path / "sharded"
+    folder.mkdir()
+    (folder / "config.json").write_text((whole / "config.json").read_text())
+    files = save_weights(load_file(whole / "model.safetensors"), folder, shard_bytes=50_000)
+    for file in files[1:]:
+        file.unlink()
+    with pytest.raises(WrongInput) as error:
+        load_model(folder, device=CPU)
+    assert all(file.name in str(error.value) for file in files[1:])
+    assert files[0].name not in str(error.value)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(WrongInput, match="not an index"):
+        load_model(folder, device=CPU)
+
+
 def test_old_rotary_buffers_are_passed_over(tmp_path: Path) -> None:
     folder = make_reference(tmp_path)
     edit_weights(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
@@ -99,9 +151,11 @@ def test_a_tied_head_that_differs_is_refused_and_an_equal_one_is_not(tmp_path: P
 def test_truncated_weights_are_named(tmp_path: Path) -> None:
     folder = make_reference(tmp_path)
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(WrongInput, match=r"model\.safetensors is torn"):
-        load_model(folder, device=CPU)
+    whole = file.read_bytes()
+    for kept in (len(whole) - 1, len(whole) // 2, 100, 4, 0):
+        file.write_bytes(whole[:kept])
+        with pytest.raises(WrongInput, match=r"model\.safetensors is torn"):
+            load_model(folder, device=CPU)
 
 
 def test_folders_that_are_no_models(tmp_path: Path) -> None:
@@ -123,7 +177,7 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "does not divide"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type `yarn`"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type `longrope`"),
         ({"hidden_size": None}, "not a number"),
         ({"vocab_size": 0}, "vocab_size is 0"),
     ],

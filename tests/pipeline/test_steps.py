@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from ingot.base.fingerprint import canonical_json
@@ -13,7 +16,8 @@ from ingot.pipeline.steps import STEPS, before, step_of
 PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Knobs that change no result: where and how the work is done, saved, logged, served.
 CHANGES_NOTHING = {
-    "name", "output", "data.validation.weight", "data.engine", "tokenizer.encoder", "train.micro_batch", "train.compile", "parallel", "checkpoint",
+    "name", "output", "data.validation.weight", "data.engine", "tokenizer.encoder", "train.micro_batch", "train.compile", "parallel",
+    "checkpoint.every", "checkpoint.keep", "train.evaluate_tasks", "train.sample_every",
     "evaluate.micro_batch", "track", "launch",
     "serve.host", "serve.port", "serve.api_key", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue", "serve.max_batch",
     "serve.any_template",
@@ -60,6 +64,11 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
     ("registry.name=other", {"gate", "register"}),
     ("serve.prompt=import", {"serve"}),
     ("serve.prompt_tokens=3", {"serve"}),
+    ("objective.kind=dpo", {"ingest", "prepare", "train", "evaluate", "gate"}),
+    ("model.lora={}", {"train"}),
+    ("train.start_from=runs/other", {"train"}),
+    ("train.start_step=2", {"train"}),
+    ("evaluate.base=true", {"evaluate"}),
     ("train.evaluate_every=5", set()),
     ("train.micro_batch=2", set()),
     ("train.compile=true", set()),
@@ -92,6 +101,10 @@ def test_every_knob_is_decided() -> None:
     recipes = (
         _recipe("train.early_stop.patience=2", "train.evaluate_every=10", "evaluate.prompts=[a]"), _recipe("model.source=hf:a/b"),
         _recipe("data.validation=[{source: v.jsonl}]"), _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]"),
+        _recipe("objective.kind=dpo"), _recipe("objective={kind: distill, teacher: t}"), _recipe("objective.kind=seq2seq"),
+        _recipe("objective={kind: classify, labels: [a, b]}"), _recipe("model.lora={}"),
+        _recipe("train.start_from=runs/a", "train.reset_optimizer=true", "train.start_step=3"),
+        _recipe("evaluate.tasks=[{kind: hellaswag}, {kind: choice, source: c}, {kind: rouge}, {kind: classification}, {kind: lm_eval, tasks: [t]}]"),
     )
     read = {_plain(name) for recipe in recipes for step in STEPS for name in _names(step.knobs(recipe))}
     undecided = []
@@ -114,7 +127,14 @@ def _names(values: dict[str, object], prefix: str = "") -> list[str]:
 
 def _plain(name: str) -> str:
     """Without list numbers and task names: `data.train.0.text` is the knob `data.train.text`."""
-    return ".".join(part for part in name.replace("evaluate.tasks.loss.", "evaluate.tasks.").split(".") if not part.isdigit())
+    return ".".join(part for part in re.sub(r"^evaluate\.tasks\.\w+\.", "evaluate.tasks.", name).split(".") if not part.isdigit())
+
+
+def test_changed_items_of_a_task_are_measured_anew(tmp_path: Path) -> None:
+    items = tmp_path / "items.jsonl"
+    items.write_text("{}")
+    folders = step_of("evaluate").folders(_recipe(f"evaluate.tasks=[{{kind: choice, source: {items}}}, {{kind: hellaswag}}]"))
+    assert folders == [items]
 
 
 def test_fingerprints_can_be_made_of_all_of_them() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.base.evaluation import EvaluationReport, Metric, write_report
+from ingot.base.evaluation import EvaluationReport, Metric, read_report, write_report
 from ingot.base.events import append_line
 from ingot.base.lock import folder_lock
 from ingot.base.runfolder import RunFolder
@@ -75,7 +75,8 @@ def check_harmless(page: Page) -> None:
     for tag, name, value in page.attributes:
         assert not name.startswith("on"), (tag, name)
         if name in ("src", "href", "srcset", "action", "xlink:href", "data", "poster", "background"):
-            assert value.startswith("data:"), (tag, name, value)
+            own_file = tag == "a" and re.fullmatch(r"examples/[^/:]+\.parquet", value)
+            assert value.startswith("data:") or own_file, (tag, name, value)
         if name == "style":
             assert "url(" not in value
     style = page.source.split("<style>", 1)[1].split("</style>", 1)[0]
@@ -279,3 +280,22 @@ def test_every_prompt_is_shown_with_what_was_written(run: RunFolder) -> None:
 def test_the_page_needs_no_torch() -> None:
     code = "import sys, ingot.report.page, ingot.report.tables, ingot.registry.verbs; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolder) -> None:
+    without = Page(write_page(run))
+    assert "the model that training started from" not in without.text
+    report = read_report(run.reports / "evaluate.json")
+    base = {"rouge/rouge1": Metric(0.2125, 0.2, 0.22, "higher", 200, "s")}
+    metrics = {**report.metrics, "rouge/rouge1": Metric(0.3341, 0.3, 0.36, "higher", 200, "s")}
+    baselines = {**report.baselines, "rouge/rouge1/first_line": 0.1234}
+    write_report(run.reports / "evaluate.json", EvaluationReport("m", "t", metrics, baselines, [], base))
+    (run.reports / "examples").mkdir()
+    for name in ("loss", "odd name"):
+        (run.reports / "examples" / f"{name}.parquet").write_bytes(b"")
+    page = Page(write_page(run))
+    check_harmless(page)
+    assert "0.2125" in page.text
+    assert "rouge/rouge1/first_line 0.1234" in page.text
+    assert page.text.count("0.1234") == 1, "it is no bits per byte, and has no bar"
+    assert [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")] == ["examples/loss.parquet", "examples/odd%20name.parquet"]

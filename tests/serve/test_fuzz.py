@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 
 from ingot.config.place import Serve
 from ingot.serve.app import create_app
-from ingot.serve.bodies import IGNORED, NEUTRAL, ChatBody, CompletionBody, PredictBody
+from ingot.serve.bodies import IGNORED, NEUTRAL, Body, ChatBody, ClassifyBody, CompletionBody, PredictBody, SummaryBody
 from ingot.serve.engine import Engine
-from ingot.serve.loaded import Loaded
+from ingot.serve.loaded import Loaded, load
 from ingot.serve.metrics import Metrics
 from ingot.serve.service import Service
+from tests.serve.tiny import make_classifier, make_summarizer
 
 texts = st.text(max_size=5) | st.sampled_from(["the", "\ud800", "\x00", "tiny", "user", "text"])
 plain = st.none() | st.booleans() | st.integers(-3, 20) | st.integers() | st.floats() | texts
@@ -28,21 +30,23 @@ message = st.fixed_dictionaries({"role": texts, "content": texts}, optional={"na
 ids = st.lists(st.integers(1, 319), min_size=1, max_size=5)
 good: dict[str, st.SearchStrategy[Any]] = {
     "prompt": texts | ids | st.lists(texts | ids, min_size=1, max_size=3), "messages": st.lists(message, min_size=1, max_size=3),
-    "instances": st.lists(texts | st.fixed_dictionaries({"prompt": texts}), min_size=1, max_size=3), "model": st.just("tiny"),
-    "parameters": st.fixed_dictionaries({}, optional={"max_tokens": st.integers(1, 4) | st.just(3.0), "seed": st.integers(0, 9)}),
+    "instances": st.lists(texts | st.fixed_dictionaries({"prompt": texts}) | st.fixed_dictionaries({"text": texts}), min_size=1, max_size=3),
+    "parameters": st.fixed_dictionaries({}, optional={"max_tokens": st.integers(1, 4) | st.just(3.0), "seed": st.integers(0, 9)}) | (
+        st.fixed_dictionaries({}, optional={"beams": st.integers(0, 3), "temperature": st.floats(0, 2)})),
+    "model": st.just("tiny"),
     "max_tokens": st.integers(1, 4), "max_completion_tokens": st.integers(1, 4), "temperature": st.floats(0, 2), "top_p": st.floats(0, 1),
     "stop": texts | st.lists(texts, max_size=3), "logprobs": st.booleans() | st.integers(0, 5), "top_logprobs": st.integers(0, 3),
     "seed": st.integers(-9, 9), "stream": st.booleans(), "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     **{name: st.sampled_from(values) for name, values in NEUTRAL.items()},
 }
-routes = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/predict": PredictBody}
+routes = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[str, Any]:
+def calls(draw: st.DrawFn, predict: type[Body] = PredictBody) -> tuple[str, Any]:
     """A route and a body: mostly its own fields with values that may be right, sometimes fields of elsewhere, values of all kinds, or no object."""
     rarely = st.sampled_from([False] * 7 + [True])
-    route, kind = draw(st.sampled_from(sorted(routes.items(), key=lambda item: item[0])))
+    route, kind = draw(st.sampled_from(sorted({**routes, "/predict": predict}.items(), key=lambda item: item[0])))
     if draw(rarely):
         return route, draw(anything)
     names = [next(name for name in ("prompt", "messages", "instances") if name in kind.model_fields)]
@@ -52,21 +56,53 @@ def calls(draw: st.DrawFn) -> tuple[str, Any]:
     return route, {name: draw(anything if name not in good or draw(rarely) else good[name]) for name in names}
 
 
-@pytest.fixture(scope="module")
-def app(loaded: Loaded) -> Iterator[FastAPI]:
+@contextlib.contextmanager
+def serving(loaded: Loaded) -> Iterator[FastAPI]:
     limits = Serve(max_tokens=4, max_body_bytes=2000)
     metrics = Metrics()
-    engine = Engine(loaded.generator(4), metrics, max_batch=4, max_queue=8)
+    engine = Engine(loaded.worker(4), metrics, max_batch=4, max_queue=8)
     engine.start()
     yield create_app(Service("tiny", loaded, engine, limits), metrics, key=None, environ={})
     engine.stop()
 
 
+@pytest.fixture(scope="module")
+def app(loaded: Loaded) -> Iterator[FastAPI]:
+    with serving(loaded) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    with serving(load(make_summarizer(tmp_path_factory.mktemp("fuzz") / "summarizer"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def judging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    with serving(load(make_classifier(tmp_path_factory.mktemp("fuzz") / "classifier"))) as made:
+        yield made
+
+
 @settings(max_examples=300, deadline=None)
 @given(calls())
 def test_no_body_breaks_the_server(app: FastAPI, call: tuple[str, Any]) -> None:
-    route, body = call
+    assert_answered(app, *call)
 
+
+@settings(max_examples=100, deadline=None)
+@given(calls(SummaryBody))
+def test_no_body_breaks_a_summarizer(writing: FastAPI, call: tuple[str, Any]) -> None:
+    assert_answered(writing, *call)
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls(ClassifyBody))
+def test_no_body_breaks_a_classifier(judging: FastAPI, call: tuple[str, Any]) -> None:
+    assert_answered(judging, *call)
+
+
+def assert_answered(app: FastAPI, route: str, body: Any) -> None:
     async def send() -> httpx.Response:
         # Python's own JSON: it writes half surrogates, NaN and Infinity, which other clients may send, too.
         transport = httpx.ASGITransport(app)

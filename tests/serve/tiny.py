@@ -1,4 +1,4 @@
-"""A tiny random model with a tokenizer of its own, as a folder: answers in milliseconds, and never ends by itself."""
+"""Tiny random models with a tokenizer of their own, as folders: they answer in milliseconds; the decoder never ends by itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.folder import save_weights
+from ingot.models.hub import HubModel
 from ingot.models.initial import initialise
+from ingot.models.summaries import generate
 from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.tokenizer import Tokenizer
+from tests.models.hub_tiny import common, drawn, varied, write
 
 TEXT = "the quick brown fox jumps over the lazy dog while five wizards box quietly in the äußere Straße, naïvely \n"
 TEMPLATE = (
@@ -36,4 +42,27 @@ def make_folder(folder: Path, *, eos: list[int] | None = None, chat: bool = True
     tokenizer.save(folder)
     if chat:
         (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def make_summarizer(folder: Path) -> Path:
+    """A random T5 that reads sources behind `sum: `; some of its texts end, others never do."""
+    tokenizer = train_bpe([TEXT * 20, TEXT.title() * 20], 320)
+    model = varied("t5-1.1", vocab_size=320, eos_token_id=1, pad_token_id=2, decoder_start_token_id=2)
+    sources = [[0, *tokenizer.encode(f"sum: {word}"), 1] for word in TEXT.split()[:12]]
+    ending = common(generate(model, sources, 60, eos=[2]))
+    with torch.no_grad():  # what was that token is EOS from now on
+        model.inner.lm_head.weight[[1, ending]] = model.inner.lm_head.weight[[ending, 1]]
+    return _finish(model, folder, tokenizer, {"schema": 1, "prefix": "sum: "})
+
+
+def make_classifier(folder: Path) -> Path:
+    """A random RoBERTa for three labels and texts of up to 64 tokens."""
+    tokenizer = train_bpe([TEXT * 20, TEXT.title() * 20], 320)
+    return _finish(drawn("roberta", vocab_size=320, pad_token_id=2, max_position_embeddings=67), folder, tokenizer, {"schema": 1})
+
+
+def _finish(model: HubModel, folder: Path, tokenizer: Tokenizer, lineage: dict[str, Any]) -> Path:
+    tokenizer.save(write(model, folder))
+    (folder / "ingot.json").write_text(json.dumps(lineage))
     return folder

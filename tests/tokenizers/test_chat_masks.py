@@ -252,3 +252,22 @@ def test_look_alikes_in_real_tokenizers_stay_text(test_data: Path, name: str) ->
         counts.append([sum(token in tokenizer.special_ids.values() for token in part.tolist()) for part in (ids, ids[mask == 1])])
     assert counts[0] == counts[1]
     assert f"⟦{end}b{end}⟧" in bracketed(tokenizer, sly) or f"{end}b{end}⟧" in bracketed(tokenizer, sly)
+
+
+@pytest.mark.parametrize("template", [CHATML, BLOCKS, BARE_BLOCKS], ids=["searched", "blocks", "bare blocks"])
+def test_only_what_comes_after_the_prompt_is_trained(template: str) -> None:
+    """The assistant's turns in the prompt are not, the last end-of-turn token is."""
+    tokenizer, talk = chatty(template), turns((U, "a"), (A, "copper"), (U, "b"), (A, "the rings"), (A, "melt"))
+    ids, mask, _ = encode_chats(tokenizer, [talk, talk, talk], tokenizer.encode_batch, [0, 3, 5])
+    third = len(ids) // 3
+    said = [tokenizer.decode(ids[part : part + third][mask[part : part + third] == 1], skip_special=False) for part in (0, third, 2 * third)]
+    assert said == ["copper<|im_end|>the rings<|im_end|>melt<|im_end|>", "the rings<|im_end|>melt<|im_end|>", ""]
+
+
+def test_blocks_that_are_not_one_a_turn() -> None:
+    """A template may mark no more than some of the turns; then the first messages alone show how many are theirs."""
+    some = "{% if m.role == 'assistant' and m.content != 'copper' %}"
+    tokenizer = chatty(BLOCKS.replace("{% if m.role == 'assistant' %}", some))
+    talk = turns((U, "a"), (A, "copper"), (A, "melts"), (U, "b"), (A, "the rings"))
+    ids, mask, _ = encode_chats(tokenizer, [talk], tokenizer.encode_batch, [3])
+    assert tokenizer.decode(ids[mask == 1], skip_special=False) == "the rings<|im_end|>"

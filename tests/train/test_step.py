@@ -147,10 +147,11 @@ class Poisoned(Pretrain):
     """Multiplies every value, so that loss and gradient can be made non-finite."""
 
     def __init__(self, factor: float) -> None:
+        super().__init__()
         self.factor = factor
 
-    def token(self, view: Any, labels: torch.Tensor) -> torch.Tensor:
-        return super().token(view, labels) * self.factor
+    def token(self, view: Any, labels: torch.Tensor, extras: torch.Tensor | None = None) -> torch.Tensor:
+        return super().token(view, labels, extras) * self.factor
 
 
 def test_bf16_compute_stays_near_float32() -> None:

@@ -56,7 +56,7 @@ def asked(root: Path, **knobs: Any) -> Recipe:
 def write_columns(made: Recipe, *, chats: bool, wrong: Callable[[dict[str, Any]], None] = lambda columns: None) -> None:
     """Columns of the documents; `wrong` changes what is written into the second part of the training split."""
     tokenizer, folder = load_tokenizer(made.folder.tokenizer), made.folder.columns
-    kind, splits, entries = made.objective.kind, {}, list[FileEntry]()
+    kind, splits, entries = made.documents, {}, list[FileEntry]()
     for split, slices in {"train": [slice(0, 20), slice(20, 30)], "validation": [slice(30, 40)]}.items():
         parts = []
         for number, some in enumerate(slices):
@@ -73,8 +73,8 @@ def write_columns(made: Recipe, *, chats: bool, wrong: Callable[[dict[str, Any]]
         splits[split] = [PreparedSource("s", 1.0, sum(part.documents for part in parts), sum(part.tokens for part in parts), 0, parts)]
     identity = tokenizer.identity()
     kinds = [{"name": name, "dtype": "uint8" if name == "mask" else "uint16"} for name in COLUMNS[kind]]
-    about = Prepared(kind, kinds, splits, identity, tokenizer.template_identity, tokenizer.vocab_size, data_identity(entries, identity), {"train": "a"})  # type: ignore[arg-type]
-    write_prepared(folder, about, {}, entries)
+    about = identity, tokenizer.template_identity, tokenizer.vocab_size, data_identity(entries, identity)
+    write_prepared(folder, Prepared(made.objective.kind, kinds, splits, *about, {"train": "a"}), {}, entries)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from ingot.base.errors import WrongInput
-from ingot.data.cleaning.chat_texts import normalize_chats
 from ingot.data.cleaning.fold import check_fold
-from ingot.data.cleaning.normal import normalize
 from ingot.data.cleaning.report import KEPT, Report
 from ingot.data.cleaning.seal import fates_file
+from ingot.data.cleaning.stored_texts import normalize_stored
 from ingot.data.ranges import Range
 
 
@@ -67,7 +66,7 @@ class Cleaned:
         texts = table.column("text").combine_chunks()
         if isinstance(texts, pa.ChunkedArray):
             texts = pa.concat_arrays(texts.chunks)
-        made = normalize_chats(texts, self.form) if task.kind == "chat" else normalize(texts, self.form)
+        made = texts if task.kind == "tokens" else normalize_stored(task.kind, texts, self.form)
         return table.set_column(table.schema.get_field_index("text"), "text", made)
 
 

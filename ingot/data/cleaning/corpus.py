@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingot.base.errors import WrongInput
-from ingot.data.cleaning.chat_texts import plain_texts
 from ingot.data.cleaning.codepoints import Flags, Indices
 from ingot.data.cleaning.exchange import Columns, between, files, joined, read_rows, sorted_by
 from ingot.data.cleaning.fold import check_fold
 from ingot.data.cleaning.normal import normalize
 from ingot.data.cleaning.report import KEPT, Step
+from ingot.data.cleaning.stored_texts import plain_texts
 from ingot.data.documents import Shares
 from ingot.data.engines.engine import Advance
 from ingot.data.ranges import Range
@@ -83,7 +83,7 @@ class Corpus:
             batch = Batch(np.arange(number + here.start, number + here.stop), _whole(table, "doc_id"), _whole(table, "text"))
             if wanted is not None:
                 batch = batch.where(wanted[here])
-            texts = plain_texts(batch.texts) if task.kind == "chat" else batch.texts
+            texts = batch.texts if task.kind == "tokens" else plain_texts(task.kind, batch.texts)
             advance(batch.texts.nbytes)
             yield Batch(batch.numbers, batch.doc_ids, normalize(texts, self.form))
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import Failed
 from ingot.data.cleaning import normal
-from ingot.data.cleaning.chat_texts import normalize_chats, plain_texts
 from ingot.data.cleaning.normal import normalize
+from ingot.data.cleaning.stored_texts import normalize_stored, plain_texts
 
 TRICKY = "aéeA\u0301\u0327\u0323\u3099か가\u1100\u1161\u11a8ﬁ²Å\u0915\u093c\u09c7\u09be金\U0002f800𠀀𝐀 "
 
@@ -36,9 +36,9 @@ def test_none_leaves_texts_alone() -> None:
 
 def test_chats() -> None:
     chat = '{"messages":[{"role":"user","content":"e\u0301?"},{"role":"assistant","content":"ﬁ","tool":"e\u0301"}]}'
-    assert plain_texts(pa.array([chat])).to_pylist() == ["e\u0301?\nﬁ"]
-    assert normalize_chats(pa.array([chat]), "nfc").to_pylist() == [chat.replace("e\u0301?", "é?")]
-    assert normalize_chats(pa.array([chat]), "none").to_pylist() == [chat]
+    assert plain_texts("chat", pa.array([chat])).to_pylist() == ["e\u0301?\nﬁ"]
+    assert normalize_stored("chat", pa.array([chat]), "nfc").to_pylist() == [chat.replace("e\u0301?", "é?")]
+    assert normalize_stored("chat", pa.array([chat]), "none").to_pylist() == [chat]
 
 
 def test_a_library_that_gets_the_form_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from ingot.data.manifest import read_prepared
 from ingot.data.prepare import prepare
 from tests.data.engines.places import BEAM, SPARK, needs_beam, needs_spark
 from tests.data.small import everything, recipe, sentences, write_jsonl
+from tests.data.test_prepare_examples import records
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,51 @@ def reference(sources: list[Path], tmp_path_factory: pytest.TempPathFactory) -> 
     kept = sum(prepared.total(split, "documents") for split in prepared.splits)
     assert 100 < kept < 240 + 35 + 22 + 48, "some documents are doubles, most are not"
     return everything(made.folder.columns)
+
+
+PREFERENCES = {
+    "objective__kind": "dpo", "tokenizer__template": "chatml", "tokenizer__vocab_size": 400, "data__seq_len": 96,
+    "data__clean": {"exact": True, "fuzzy": {"similarity": 0.9}, "normalize": "nfc"},
+}
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Preferences with doubles, over several sources."""
+    folder, every = tmp_path_factory.mktemp("preferences"), records("preference", 80) + records("preference", 20, change=str.upper)
+    for number in range(4):
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in every[number::4]), encoding="utf-8")
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def reference_of_preferences(preferences: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    made = recipe(tmp_path_factory.mktemp("local"), *preferences, **PREFERENCES)
+    ingest(made)
+    prepare(made)
+    prepared = read_prepared(made.folder.columns)
+    assert prepared.documents == "preference"
+    assert 40 < sum(prepared.total(split, "documents") for split in prepared.splits) <= 80, "the doubles are gone"
+    return everything(made.folder.columns)
+
+
+@needs_spark
+def test_spark_makes_the_same_preferences(preferences: list[Path], tmp_path: Path, reference_of_preferences: dict[str, str]) -> None:
+    made = recipe(tmp_path, *preferences, data__engine__workers=None, data__engine={"kind": "spark", "master": "local[2]", "conf": SPARK}, **PREFERENCES)
+    ingest(made)
+    prepare(made)
+    assert everything(made.folder.columns) == reference_of_preferences
+
+
+@needs_beam
+def test_beam_makes_the_same_preferences(preferences: list[Path], tmp_path: Path, reference_of_preferences: dict[str, str]) -> None:
+    made = recipe(tmp_path, *preferences, data__engine__workers=None, data__engine={"kind": "beam", "python": str(BEAM)}, **PREFERENCES)
+    ingest(made)
+    written = tmp_path / "recipe.yaml"
+    written.write_text(dump_recipe(made), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "ingot", "prepare", str(written)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert everything(made.folder.columns) == reference_of_preferences
 
 
 @needs_spark

@@ -1,0 +1,132 @@
+"""The knobs of `evaluate`: one section for each task."""
+
+# ruff: noqa: RUF012 (pydantic copies a mutable default for each section)
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from ingot.config.section import Positive, Section
+
+
+class LossTask(Section):
+    """Loss, perplexity and bits per byte on the validation documents; for preference pairs also how often the chosen answer is the likelier one."""
+
+    kind: Literal["loss"] = "loss"
+    """Which evaluation."""
+    name: str = "loss"
+    """The name that its metrics carry in the report."""
+    baselines: list[Literal["gzip", "xz", "bigram"]] = []
+    """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and a smoothed `bigram` of the same tokens
+    counted on the training split."""
+
+
+class HellaSwagTask(Section):
+    """HellaSwag (Zellers et al. 2019): which of four endings is the likeliest, per character. The same figure as lm-evaluation-harness' acc_norm."""
+
+    kind: Literal["hellaswag"]
+    """Which evaluation."""
+    name: str = "hellaswag"
+    """The name that its metrics carry in the report."""
+    source: str = "hf:Rowan/hellaswag"
+    """JSONL or Parquet in HellaSwag's own columns (`ctx_a`, `ctx_b`, `activity_label`, `endings`, `label`), or `hf:NAME[:SUBSET]`."""
+    split: str = "validation"
+    """Which split of a Hugging Face data set."""
+    limit: Positive | None = None
+    """Use the first so many items; null for all."""
+
+
+class ChoiceTask(Section):
+    """Multiple choice: the likeliest of some continuations of a question, plain and per character."""
+
+    kind: Literal["choice"]
+    """Which evaluation."""
+    name: str = "choice"
+    """The name that its metrics carry in the report."""
+    source: str
+    """JSONL, Parquet or CSV, one question a record, or `hf:NAME[:SUBSET]`."""
+    split: str = "validation"
+    """Which split of a Hugging Face data set."""
+    columns: dict[str, str] = {}
+    """Names of the columns where they differ from `question`, `choices` (a list of texts) and `answer` (its number from 0, a letter, or its text)."""
+    limit: Positive | None = None
+    """Use the first so many items; null for all."""
+
+
+class RougeTask(Section):
+    """Texts generated from sources against reference texts: ROUGE-1, 2, L and Lsum (Lin 2004), by the package rouge-score; needs `ingot[rouge]`."""
+
+    kind: Literal["rouge"]
+    """Which evaluation."""
+    name: str = "rouge"
+    """The name that its metrics carry in the report."""
+    source: str | None = None
+    """JSONL, Parquet or CSV with sources and references; empty: the validation documents (pairs, or chats, whose last answer is the reference)."""
+    columns: dict[str, str] = {}
+    """Names of the columns where they differ from `source` and `target`."""
+    limit: Positive | None = 200
+    """Use the first so many items; null for all."""
+    beams: Positive = 1
+    """Width of the beam search; 1 is greedy. Wider ones for sequence-to-sequence models only."""
+    max_tokens: Positive = 128
+    """Most tokens that are generated for each source."""
+    stemmer: bool = True
+    """Compare stems rather than words, as is usual."""
+
+
+class ClassificationTask(Section):
+    """Accuracy and F1 of a classifier on labelled documents."""
+
+    kind: Literal["classification"]
+    """Which evaluation."""
+    name: str = "classification"
+    """The name that its metrics carry in the report."""
+
+
+class LMEvalTask(Section):
+    """Tasks of EleutherAI's lm-evaluation-harness, by name; needs `ingot[lm-eval]`."""
+
+    kind: Literal["lm_eval"]
+    """Which evaluation."""
+    name: str = "lm_eval"
+    """The name that its metrics carry in the report."""
+    tasks: Annotated[list[str], Field(min_length=1)]
+    """Names of tasks, as `lm_eval ls tasks` lists them."""
+    include: str | None = None
+    """Folder with task definitions of your own."""
+    shots: Annotated[int, Field(ge=0)] | None = None
+    """Examples put before each item; null for what the task says."""
+    limit: Positive | None = None
+    """Use the first so many items of each task; null for all."""
+
+
+def _kind(value: Any) -> str:
+    return str(value.get("kind", "loss")) if isinstance(value, dict) else str(getattr(value, "kind", value))
+
+
+Task = Annotated[
+    Annotated[LossTask, Tag("loss")] | Annotated[HellaSwagTask, Tag("hellaswag")] | Annotated[ChoiceTask, Tag("choice")]
+    | Annotated[RougeTask, Tag("rouge")] | Annotated[ClassificationTask, Tag("classification")] | Annotated[LMEvalTask, Tag("lm_eval")],
+    Discriminator(_kind),
+]
+
+
+class Evaluate(Section):
+    """How good the model is."""
+
+    tasks: list[Task] = []
+    """The evaluations, in order. Empty: `loss`, and for classifiers `classification`."""
+    model: str | None = None
+    """Model folder to evaluate; the run's own exported model when empty."""
+    base: bool = False
+    """Evaluate the model that training started from, too, and show it beside."""
+    any_template: bool = False
+    """Evaluate a model although its chat template is not the one that it was trained with, or that the data were prepared with."""
+    micro_batch: Positive = 8
+    """Sequences computed at once; changes speed, never the result."""
+    prompts: list[str] = []
+    """Texts to complete, shown in the report and, with `train.sample_every`, while training runs."""
+    sample_tokens: Positive = 64
+    """Tokens generated for each of `prompts`, greedily."""

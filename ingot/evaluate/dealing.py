@@ -1,0 +1,55 @@
+"""Work dealt over ranks and put together so that no split of it shows: every rank ends with the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ingot.parallel.mesh import Mesh
+
+Floats = npt.NDArray[np.float64]
+Item = TypeVar("Item")
+
+
+def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Groups of up to `size` items of about equal length, the longest first: little padding, and a lack of memory shows at once.
+
+    What lies in a group does not depend on the number of ranks, so that an item's value does not either.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    return [order[first : first + size] for first in range(0, len(order), size)]
+
+
+def share(groups: Sequence[Item], mesh: Mesh) -> Sequence[Item]:
+    """This rank's groups."""
+    return groups[mesh.rank :: mesh.world]
+
+
+def together(table: Floats, mesh: Mesh) -> Floats:
+    """One table of what the ranks filled in, each rows of its own, the others' left 0."""
+    if mesh.world == 1:
+        return table
+    whole: Floats = mesh.all_sum(torch.from_numpy(table.astype(np.float64))).numpy()
+    return whole
+
+
+def all_texts(mine: Mapping[int, str], count: int, mesh: Mesh) -> list[str]:
+    """The texts of all ranks, `count` in all, in their order; `mine` are this rank's, by their place in it."""
+    if mesh.world == 1:
+        return [mine[number] for number in range(count)]
+    data = {number: text.encode("utf-8", "surrogatepass") for number, text in mine.items()}
+    lengths = np.zeros(count, np.float64)
+    for number, text in data.items():
+        lengths[number] = len(text)
+    ends = np.cumsum(together(lengths, mesh)).astype(np.int64)
+    room = np.zeros(int(ends[-1]) if count else 0, np.uint8)
+    for number, text in data.items():
+        room[ends[number] - len(text) : ends[number]] = np.frombuffer(text, np.uint8)
+    whole = mesh.all_sum(torch.from_numpy(room)).numpy()
+    begins = [0, *ends.tolist()]
+    return [whole[begin:end].tobytes().decode("utf-8", "surrogatepass") for begin, end in itertools.pairwise(begins)]

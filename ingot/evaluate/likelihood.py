@@ -1,0 +1,131 @@
+"""How likely a decoder finds a continuation after a context: sums of log-probabilities, batched by length, dealt over ranks.
+
+Contexts and continuations become tokens as lm-evaluation-harness does it, so that numbers can be held against its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ingot.base.errors import Failed
+from ingot.evaluate.dealing import Floats, by_length, share, together
+from ingot.evaluate.subject import Subject
+from ingot.models.device import computing_in
+from ingot.models.head import IGNORE, View, apply_head
+from ingot.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens to score, after others that are given."""
+
+    context: list[int]
+    continuation: list[int]
+
+    def __len__(self) -> int:
+        """Tokens that the model reads: the last one is only predicted."""
+        return len(self.context) + len(self.continuation) - 1
+
+
+def encode_spans(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Span]:
+    """(context, continuation) as tokens.
+
+    Spaces at the end of a context go over to the continuation; then both are encoded as one text, which is cut after as many
+    tokens as the context alone has. BOS stands before where the tokenizer puts one. An empty context is BOS, or EOS where there is
+    none. Unlike the harness, text that looks like a special token stays text.
+    """
+    moved = [_moved(*pair) for pair in pairs]
+    flat, offsets = tokenizer.encode_batch([text for context, whole in moved for text in (context, whole)])
+    spans = []
+    for number, (context, _) in enumerate(moved):
+        begin, middle, end = offsets[2 * number : 2 * number + 3].tolist()
+        head, whole = flat[begin:middle].tolist(), flat[middle:end].tolist()
+        before = tokenizer.before
+        if context and (head or before):
+            spans.append(Span([*before, *head], whole[len(head) :]))
+        else:
+            spans.append(_from_start(tokenizer, whole))
+    return spans
+
+
+def _moved(context: str, continuation: str) -> tuple[str, str]:
+    """The context without the spaces at its end, and the whole text."""
+    return context.rstrip(), context + continuation
+
+
+def _from_start(tokenizer: Tokenizer, whole: list[int]) -> Span:
+    start = tokenizer.special.bos if tokenizer.special.bos is not None else tokenizer.special.eos
+    if start is None or whole[:1] == [start]:
+        return Span(whole[:1], whole[1:])
+    return Span([start], whole)
+
+
+class _Judge:
+    """log p(label) of each token and, when asked, whether the label is the likeliest token."""
+
+    def __init__(self, *, greedy: bool) -> None:
+        self.chunks: list[Tensor] | None = [] if greedy else None
+
+    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+        if self.chunks is not None:
+            self.chunks.append(view.logits().argmax(-1) == labels)
+        return view.log_probability(labels)
+
+
+def log_likelihoods(subject: Subject, spans: Sequence[Span], title: str, *, greedy: bool = False) -> Floats:
+    """For each span the sum of its continuation's log-probabilities, nats, and 1 where greedy decoding would write it (0 unless asked), [N, 2].
+
+    Collective. A span must fit into the model's positions and have a token on either side.
+
+    Raises:
+        Failed: the model gives numbers that are not finite, which no choice could be told from.
+    """
+    found = np.zeros((len(spans), 2), np.float64)
+    groups = share(by_length([len(span) for span in spans], subject.recipe.evaluate.micro_batch), subject.mesh)
+    done, waiting = 0, list[tuple[list[int], Tensor]]()
+    with subject.progress(title, len(spans), "continuations") as progress, torch.no_grad(), computing_in(subject.compute, subject.device):
+        for group in groups:
+            waiting.append((group, _sums(subject, [spans[number] for number in group], greedy=greedy)))
+            # Read one batch late, so that the device is at the next one meanwhile.
+            if len(waiting) > 1:
+                _read(*waiting.pop(0), found)
+            done += len(group)
+            progress.update(min(done * subject.mesh.world, len(spans)))
+    for pending in waiting:
+        _read(*pending, found)
+    whole = together(found, subject.mesh)
+    if np.isnan(whole).any():
+        raise Failed(f"{title}: {subject.where} gives numbers that are not finite; train it again with a lower train.optimizer.lr")
+    return whole
+
+
+def _read(group: list[int], values: Tensor, found: Floats) -> None:
+    there = values.cpu().double().numpy()  # [2, B, T]
+    found[group, 0] = there[0].sum(axis=1)
+    found[group, 1] = there[1].min(axis=1)
+
+
+def _sums(subject: Subject, spans: Sequence[Span], *, greedy: bool) -> Tensor:
+    """Log-probabilities, and whether greedy decoding agrees, of each token `[2, B, T]`; 0 and 1 where nothing is scored."""
+    time = max(len(span) for span in spans)
+    tokens = torch.zeros(len(spans), time, dtype=torch.int64)
+    labels = torch.full((len(spans), time), IGNORE)
+    for row, span in enumerate(spans):
+        whole = torch.tensor([*span.context, *span.continuation])
+        # What is padded behind is never looked at by what stands before it.
+        tokens[row, : len(span)] = whole[:-1]
+        labels[row, len(span.context) - 1 : len(span)] = whole[len(span.context) :]
+    tokens, labels = tokens.to(subject.device), labels.to(subject.device)
+    positions = torch.arange(time, device=subject.device).expand_as(tokens)
+    judge, scored, decoder = _Judge(greedy=greedy), labels != IGNORE, subject.decoder
+    # The vocabulary is looked at for the continuation's tokens alone: contexts are the longer part.
+    hidden = decoder.hidden(tokens, positions)[scored]
+    found = torch.stack((torch.zeros(labels.shape, device=subject.device), torch.ones(labels.shape, device=subject.device)))
+    found[0, scored] = apply_head(hidden, decoder.project, decoder.config.vocab_size, labels[scored], judge.token)
+    found[1, scored] = torch.cat(judge.chunks).float() if judge.chunks is not None else 0.0
+    return found

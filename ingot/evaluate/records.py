@@ -1,0 +1,97 @@
+"""Items that a task reads from files of its own, or from a data set on the hub: whole records, every column of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.base.storage import open_read
+from ingot.config.data import Source
+from ingot.config.objective import Documents
+from ingot.data.hubrows import hub_items
+from ingot.data.items import Bad, Item
+from ingot.data.readers import read_items
+from ingot.data.sourcefile import SourceFile
+from ingot.data.sources import find_source
+from ingot.data.wanted import Wanted
+
+FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow", "hub")
+
+
+@dataclass(frozen=True)
+class _Whole(Wanted):
+    """Takes a record as it is, as JSON."""
+
+    documents: Documents = "chat"
+
+    def take(self, row: int, record: Any) -> Item | Bad:
+        if not isinstance(record, dict):
+            return Bad(row, "not a JSON object", f"it is {type(record).__name__}")
+        return Item(row, json.dumps(record, ensure_ascii=False, default=str))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record; `place` (`FILE:ROW`) names it in messages and in what is kept of it."""
+
+    place: str
+    values: dict[str, Any]
+
+    def get(self, column: str) -> Any:
+        return self.values[column]
+
+    def text(self, column: str) -> str:
+        """Raises WrongInput when it is no text."""
+        value = self.values[column]
+        if not isinstance(value, str):
+            raise WrongInput(f"{self.place}: `{column}` is {type(value).__name__}, not text; mend it, or name another column")
+        return value
+
+
+def read_records(source: str, knob: str, columns: Sequence[str], *, names: Mapping[str, str] | None = None, split: str = "validation",
+                 limit: int | None = None) -> list[Record]:
+    """The first `limit` records of a source, each with `columns` under their usual names.
+
+    Args:
+        source: path, folder or glob of JSONL, JSON, Parquet, CSV, TSV or Arrow files, or `hf:NAME[:SUBSET]`.
+        names: usual name -> name in the records.
+
+    Raises:
+        WrongInput: no such source, a record that cannot be read or lacks a column, or none at all. No item is passed over in silence.
+    """
+    names = names or {}
+    if unknown := [name for name in names if name not in columns]:
+        raise WrongInput(f"{knob.rpartition('.')[0]}.columns renames {', '.join(unknown)}; the columns are {', '.join(columns)}")
+    found = [Record(place, _renamed(place, values, columns, names, knob)) for place, values in itertools.islice(_read(source, knob, split), limit)]
+    if not found:
+        raise WrongInput(f"{knob} {source} holds no record; give items to evaluate on")
+    return found
+
+
+def _renamed(place: str, values: dict[str, Any], columns: Sequence[str], names: Mapping[str, str], knob: str) -> dict[str, Any]:
+    missing = [names.get(column, column) for column in columns if names.get(column, column) not in values]
+    if missing:
+        raise WrongInput(f"{place} has no column `{missing[0]}`; it has {', '.join(values)[:300]}: set {knob.rpartition('.')[0]}.columns")
+    return {column: values[names.get(column, column)] for column in columns}
+
+
+def _read(source: str, knob: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in find_source(Source(source=source, split=split), knob):
+        if file.format not in FILES:
+            raise WrongInput(f"{knob} {file.path} is read as {file.format}; items are JSONL, JSON, Parquet, CSV, TSV, Arrow or hf:NAME")
+        for item in _items(file):
+            if isinstance(item, Bad):
+                raise WrongInput(f"{file.name}:{item.row}: {item}; mend it")
+            yield f"{file.name}:{item.row}", json.loads(item.text)
+
+
+def _items(file: SourceFile) -> Iterator[Item | Bad]:
+    if file.format == "hub":
+        yield from hub_items(file, _Whole())
+        return
+    with open_read(file.path) as stream:
+        yield from read_items(stream, file.path, file.format, _Whole())

@@ -1,0 +1,93 @@
+"""What is evaluated, and what measuring it gives. The same for a model from a folder and for one in the midst of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.base.evaluation import Metric
+from ingot.base.progress import Progress
+from ingot.config.recipe import Recipe
+from ingot.models.decoder import Decoder
+from ingot.models.device import Compute
+from ingot.models.kinds import Kind, Model
+from ingot.parallel.mesh import Mesh
+from ingot.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of a model before its weights are there: enough to refuse what cannot be measured."""
+
+    recipe: Recipe
+    kind: Kind
+    tokenizer: Tokenizer
+    positions: int
+    """Tokens that the model can read at once."""
+    where: str
+    """What to call it in messages."""
+
+    def must_be(self, what: str, *kinds: Kind) -> None:
+        """Raises WrongInput when `what` is for other kinds of models."""
+        if self.kind not in kinds:
+            raise WrongInput(f"{what} is for models of kind {' or '.join(kinds)}, {self.where} is of kind {self.kind}; remove it, or give another model")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with all that measuring it needs. `model` is in evaluation mode, and is left as it is."""
+
+    recipe: Recipe
+    model: Model
+    kind: Kind
+    tokenizer: Tokenizer
+    eos: frozenset[int]
+    """Tokens that end what it writes."""
+    compute: Compute
+    mesh: Mesh
+    where: str
+    """What to call it in messages."""
+    quiet: bool = False
+    """Show no progress: something else does."""
+
+    @property
+    def about(self) -> About:
+        return About(self.recipe, self.kind, self.tokenizer, int(self.model.config.max_position_embeddings), self.where)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model, where it must be a decoder."""
+        assert isinstance(self.model, Decoder)
+        return self.model
+
+    def progress(self, title: str, total: int, unit: str) -> Progress:
+        """Told by rank 0 for all, since shares are about equal."""
+        return Progress(title, total, unit, quiet=self.quiet or not self.mesh.is_main)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a task found."""
+
+    metrics: dict[str, Metric]
+    """By key, `TASK/metric`."""
+    examples: list[dict[str, Any]]
+    """One for each item, in the order of the items: what it was, what came of it."""
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """`TASK/metric/NAME`: what something simple reaches on the same items; to look at, never to gate on."""
+
+
+class Opened(Protocol):
+    """A task whose items have been read and checked; it may be measured again and again."""
+
+    def measure(self, subject: Subject) -> Measured:
+        """Collective: every rank calls it, and all get the same."""
+        ...

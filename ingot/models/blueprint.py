@@ -1,0 +1,96 @@
+"""Which model a recipe means, checked before anything is loaded, and built: on meta, then weights loaded, drawn, or just room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.models.architecture import DecoderConfig
+from ingot.models.decoder import Decoder
+from ingot.models.folder import load_weights
+from ingot.models.hub import draw_hub, empty_hub, load_hub
+from ingot.models.hub_config import HubConfig, hub_config
+from ingot.models.initial import initialise
+from ingot.models.kinds import TRAINED_ON, Kind, Model
+from ingot.models.source import source_config, source_folder, starts_random
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model and where its weights come from; `folder` is None for random weights of a preset."""
+
+    kind: Kind
+    config: DecoderConfig | HubConfig
+    folder: Path | None
+    random: bool
+
+
+def blueprint(recipe: Recipe, ids: int, special: Mapping[str, int | None]) -> Blueprint:
+    """The model that the recipe trains, for a tokenizer of `ids` ids, `special` ones among them by name (`bos`, `eos`, `pad`).
+
+    Raises:
+        WrongInput: another kind of model than the objective is for, rows longer than the model's positions, or more ids
+            than the model has embeddings.
+    """
+    kind, source = TRAINED_ON[recipe.documents], recipe.model.source
+    folder = source_folder(recipe.model)
+    random = starts_random(recipe.model, folder)
+    values = source_config(recipe.model, folder)
+    if random:
+        values |= {name: value for name, value in _of_tokenizer(kind, values, ids, special).items() if name not in recipe.model.config}
+    config: DecoderConfig | HubConfig
+    if kind == "decoder":
+        config = DecoderConfig.from_hf(values, f"model.source {source}")
+    else:
+        config = hub_config(values, kind, f"model.source {source}", labels=recipe.labels)
+    longest = {"data.seq_len": recipe.data.seq_len} | ({"data.target_len": recipe.data.target_len} if kind == "seq2seq" else {})
+    for knob, length in longest.items():
+        if length > config.max_position_embeddings:
+            raise WrongInput(
+                f"{knob} {length} exceeds the model's {config.max_position_embeddings} positions; lower {knob} or set model.config.max_position_embeddings"
+            )
+    if ids > config.vocab_size:
+        raise WrongInput(
+            f"the tokenizer has {ids} ids, the model {source} only {config.vocab_size}; "
+            f"use the model's own tokenizer, or random weights with model.config.vocab_size={ids}"
+        )
+    return Blueprint(kind, config, folder, random)
+
+
+def _of_tokenizer(kind: Kind, values: Mapping[str, object], ids: int, special: Mapping[str, int | None]) -> dict[str, int]:
+    """What the configuration of a model that starts from nothing takes from its tokenizer."""
+    if kind == "decoder":
+        return {"vocab_size": ids}
+    named = {f"{name}_token_id": token for name, token in special.items() if token is not None}
+    pad = named.setdefault("pad_token_id", named.get("eos_token_id", 0))
+    # T5 begins to write with padding, BART with the end of what came before.
+    start = pad if values.get("model_type") in ("t5", "mt5") else named.get("eos_token_id", pad)
+    return {"vocab_size": ids, **named, **({"decoder_start_token_id": start} if kind == "seq2seq" else {})}
+
+
+def build_model(plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> Model:
+    """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room for them, where a checkpoint follows."""
+    if isinstance(plan.config, DecoderConfig):
+        return _decoder(plan, plan.config, seed, device, filled=filled)
+    if not filled:
+        return empty_hub(plan.config, device)
+    if plan.folder is None or plan.random:
+        return draw_hub(plan.config, seed, device)
+    return load_hub(plan.config, plan.folder, device=device, dtype=torch.float32, seed=seed)
+
+
+def _decoder(plan: Blueprint, config: DecoderConfig, seed: int, device: torch.device, *, filled: bool) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(config)
+    if filled and plan.folder is not None and not plan.random:
+        load_weights(model, plan.folder, device=device, dtype=torch.float32)
+        return model
+    model.to_empty(device=device)
+    if filled:
+        initialise(model, seed)
+    return model

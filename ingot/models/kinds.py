@@ -1,0 +1,91 @@
+"""The kinds of model: a native decoder, and what comes through transformers behind the same face. Built, opened and written here alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.base.hub import fetch_model
+from ingot.config.objective import Documents
+from ingot.models import folder as folders
+from ingot.models.adapter import base_of, class_count, is_adapter, load_adapter
+from ingot.models.architecture import SUPPORTED as NATIVE
+from ingot.models.decoder import Decoder
+from ingot.models.hub import Encoder, Seq2Seq, hub_weights, load_hub
+from ingot.models.hub_config import hub_config
+from ingot.models.lora import merged_weights
+
+Kind = Literal["decoder", "seq2seq", "encoder"]
+Model = Decoder | Seq2Seq | Encoder
+
+TRAINED_ON: dict[Documents, Kind] = {"text": "decoder", "chat": "decoder", "preference": "decoder", "pair": "seq2seq", "labelled": "encoder"}
+"""The kind of model that each kind of document is for."""
+
+
+def kind_of(config: dict[str, Any]) -> Kind:
+    """What a `config.json` describes."""
+    if config.get("is_encoder_decoder"):
+        return "seq2seq"
+    classifies = any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    return "encoder" if classifies and config.get("model_type") not in NATIVE else "decoder"
+
+
+def kind_of_folder(folder: Path) -> Kind:
+    """The kind of the model in a folder; of an adapter, what it makes of its base."""
+    if not is_adapter(folder):
+        return kind_of(folders.model_config(folder))
+    return "encoder" if class_count(folder) is not None else kind_of(folders.model_config(base_folder(folder)))
+
+
+def base_folder(adapter: Path) -> Path:
+    """Where the model lies that an adapter of PEFT's belongs to.
+
+    Raises:
+        WrongInput: it is not there, neither as a folder nor on the hub.
+    """
+    base = base_of(adapter)
+    if base.startswith("hf:"):
+        return fetch_model(base.removeprefix("hf:"))
+    if Path(base).is_dir():
+        return Path(base)
+    if base.count("/") == 1 and not base.startswith((".", "/")):
+        return fetch_model(base)
+    raise WrongInput(f"{adapter} is an adapter of {base}, which is not there; put the model there, or name its folder in adapter_config.json")
+
+
+def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> Model:
+    """The model in `folder`, of whatever kind, in `dtype` (None: float32), in evaluation mode. An adapter opens merged with its base.
+
+    Raises:
+        WrongInput: not a model folder, an architecture that is not supported, torn files, or tensors that do not fit.
+    """
+    if is_adapter(folder):
+        return _with_adapter(folder, device, dtype)
+    config = folders.model_config(folder)
+    kind = kind_of(config)
+    if kind == "decoder":
+        return folders.load_model(folder, device=device, dtype=dtype)
+    return load_hub(hub_config(config, kind, str(folder)), folder, device=device, dtype=dtype or torch.float32, seed=None).eval()
+
+
+def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None) -> Model:
+    base, classes = base_folder(adapter), class_count(adapter)
+    model: Model
+    if classes is None or kind_of(folders.model_config(base)) == "encoder":
+        model = open_model(base, device=device)
+    else:
+        # The base has no classifier: the adapter brings one, and PEFT's layout has no names for its classes.
+        config = hub_config(folders.model_config(base), "encoder", str(base), labels=[str(label) for label in range(classes)])
+        model = load_hub(config, base, device=device, dtype=torch.float32, seed=0)
+    load_adapter(model, adapter, merge=True)
+    return model.to(dtype or torch.float32).eval()
+
+
+def exported_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model folder by Hugging Face's name, adapters folded in, one at a time."""
+    return merged_weights(model) if isinstance(model, Decoder) else merged_weights(model, hub_weights(model))

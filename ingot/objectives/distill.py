@@ -1,0 +1,50 @@
+"""Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531): the data's next token, and a teacher's whole distribution over it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ingot.data.loader import Batch
+from ingot.models.decoder import Decoder
+from ingot.models.head import IGNORE, View
+from ingot.objectives.objective import AllSum
+
+
+class Distill:
+    """(1 - alpha) * cross-entropy + alpha * t^2 * KL(teacher || student), both distributions softened by the temperature t.
+
+    The teacher's hidden states go along with the student's; its logits are made chunk by chunk, as the student's are.
+
+    Args:
+        teacher: in evaluation mode, of the student's vocabulary, on the student's device.
+    """
+
+    name = "distill"
+    can_be_staged = True
+
+    def __init__(self, teacher: Decoder, temperature: float, alpha: float) -> None:
+        self.teacher, self.temperature, self.alpha = teacher, temperature, alpha
+
+    def targets(self, batch: Batch) -> int:
+        """How many labels of a batch (still on the host) the loss is taken over."""
+        return int((batch.labels != IGNORE).sum())
+
+    @torch.no_grad()
+    def extras(self, batch: Batch, segments: Tensor | None) -> Tensor:
+        """The teacher's final hidden states `[B, T, D]`."""
+        return self.teacher.hidden(batch.tokens, batch.positions, segments)
+
+    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+        """The mixture for a chunk of N tokens, `[N]`; `extras` are the teacher's hidden states `[N, D]`."""
+        assert extras is not None
+        with torch.no_grad():
+            wanted = functional.log_softmax(self.teacher.logits(extras) / self.temperature, dim=-1)
+        given = functional.log_softmax(view.logits() / self.temperature, dim=-1)
+        divergence = functional.kl_div(given, wanted, reduction="none", log_target=True).sum(dim=-1)
+        return (1 - self.alpha) * -view.log_probability(labels) + self.alpha * self.temperature**2 * divergence
+
+    def reduce(self, values: Tensor, batch: Batch, all_sum: AllSum) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of `values`. A token's value needs no other token, so `all_sum` is not used."""
+        return values.sum(), {}

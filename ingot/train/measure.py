@@ -1,0 +1,47 @@
+"""What is measured while training runs: the objective on held-out rows, tasks, and texts for the eye."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ingot.evaluate.held_out import held_out_objective
+from ingot.evaluate.samples import complete
+from ingot.evaluate.subject import Subject
+from ingot.evaluate.training import Watch
+from ingot.parallel.apply import evaluating
+from ingot.parallel.mesh import Mesh
+from ingot.tokenizers.chat import stop_tokens
+from ingot.train.build import Trainee
+from ingot.train.plan import Plan
+from ingot.train.watch import Measured
+
+
+def subject_of(plan: Plan, trainee: Trainee, mesh: Mesh) -> Subject:
+    """The model in training as evaluation sees it."""
+    eos = frozenset(stop_tokens(plan.tokenizer))
+    return Subject(plan.recipe, trainee.model, plan.drawing.kind, plan.tokenizer, eos, plan.compute, mesh, "the model in training", quiet=True)
+
+
+def measuring(plan: Plan, trainee: Trainee, mesh: Mesh) -> Callable[[], dict[str, Measured]]:
+    """What every evaluation while training measures, as a function of nothing; every rank calls it.
+
+    Raises:
+        WrongInput: a task among `train.evaluate_tasks` cannot be done; before anything is trained.
+    """
+    knobs, micro_batch = plan.recipe.train, plan.batch.micro_batch
+    watch = Watch(subject_of(plan, trainee, mesh), knobs.evaluate_tasks)
+
+    def measure() -> dict[str, Measured]:
+        with evaluating(trainee.model):
+            found = held_out_objective(trainee.model, trainee.objectives.held_out, plan.held_out, knobs.evaluate_rows, micro_batch, plan.compute, mesh)
+            tasks = watch()
+        of_objective = {name: Measured(value, "lower" if name == "loss" else "higher") for name, value in found.items()}
+        return of_objective | {key: Measured(value, direction) for key, (value, direction) in tasks.items()}
+
+    return measure
+
+
+def sample_texts(plan: Plan, trainee: Trainee, mesh: Mesh) -> list[dict[str, str]]:
+    """Completions of `evaluate.prompts` by the model as it is now."""
+    with evaluating(trainee.model):
+        return complete(subject_of(plan, trainee, mesh), plan.recipe.evaluate.prompts)

@@ -1,0 +1,88 @@
+"""From the recipe's objective to the mathematics, with the other models that it needs: a teacher, a reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.config import objective as knobs
+from ingot.config.recipe import Recipe
+from ingot.models.architecture import DecoderConfig
+from ingot.models.blueprint import Blueprint
+from ingot.models.decoder import Decoder
+from ingot.models.device import Compute
+from ingot.models.folder import load_model, model_config
+from ingot.models.source import named_folder
+from ingot.objectives.distill import Distill
+from ingot.objectives.dpo import DPO
+from ingot.objectives.objective import Objective
+from ingot.objectives.pretrain import Pretrain
+from ingot.parallel.mesh import Mesh
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.templates import with_template
+from ingot.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """The objective on the rows that are trained on, and the same on those held out."""
+
+    training: Objective
+    held_out: Objective
+
+
+def teacher_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
+    """Where the teacher of a distillation lies; None for any other objective.
+
+    Raises:
+        WrongInput: there is none, or its tokenizer gives other ids than the student's.
+    """
+    if not isinstance(recipe.objective, knobs.Distill):
+        return None
+    teacher = recipe.objective.teacher
+    folder = named_folder(teacher, "objective.teacher")
+    own, theirs = (with_template(one, "").identity() for one in (tokenizer, load_tokenizer(folder)))
+    if own != theirs:
+        raise WrongInput(f"the tokenizer of objective.teacher {teacher} is not the student's, so their distributions are over other tokens; "
+                         f"set tokenizer.source to {teacher}, or choose another teacher")
+    return folder
+
+
+def teacher_vocabulary(folder: Path) -> int:
+    """The width of a teacher's logits, which a student that starts from nothing takes over."""
+    return DecoderConfig.from_hf(model_config(folder), str(folder)).vocab_size
+
+
+def check_teacher(folder: Path, student: Blueprint, recipe: Recipe) -> None:
+    """Raises WrongInput where teacher and student have vocabularies of other sizes, or the teacher fewer positions than a row has tokens."""
+    config = DecoderConfig.from_hf(model_config(folder), str(folder))
+    if config.vocab_size != student.config.vocab_size:
+        raise WrongInput(
+            f"the teacher {folder} has a vocabulary of {config.vocab_size:,} tokens, the student {recipe.model.source} one of "
+            f"{student.config.vocab_size:,}; distillation compares them token by token: choose two of the same vocabulary"
+        )
+    if config.max_position_embeddings < recipe.data.seq_len:
+        raise WrongInput(f"data.seq_len {recipe.data.seq_len} exceeds the {config.max_position_embeddings} positions of the teacher {folder}; lower it")
+
+
+def make_objectives(recipe: Recipe, teacher: Path | None, tables: tuple[Tensor, Tensor] | None, compute: Compute, mesh: Mesh) -> Objectives:
+    """The objective of the recipe. `teacher` is what `teacher_folder` gave, `tables` what `reference_tables` did."""
+    asked = recipe.objective
+    if isinstance(asked, knobs.DPO):
+        assert tables is not None
+        return Objectives(*(DPO(asked.beta, asked.label_smoothing, table.to(mesh.device)) for table in tables))
+    if isinstance(asked, knobs.Distill):
+        assert teacher is not None
+        distill = Distill(_frozen(teacher, compute, mesh), asked.temperature, asked.alpha)
+        return Objectives(distill, distill)
+    return Objectives(Pretrain(asked.kind), Pretrain(asked.kind))
+
+
+def _frozen(folder: Path, compute: Compute, mesh: Mesh) -> Decoder:
+    """A model that is only read: in the type that is computed in, without gradients."""
+    model = load_model(folder, device=mesh.device, dtype=torch.bfloat16 if compute == "bf16" else torch.float32)
+    return model.requires_grad_(False)

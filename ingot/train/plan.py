@@ -1,0 +1,96 @@
+"""All that is settled about a training before anything is loaded; making the plan checks everything against everything."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.checkpoints.store import Found, checkpoint_in
+from ingot.config.identity import training_identity
+from ingot.config.recipe import Recipe
+from ingot.config.shape import BatchPlan, batch_plan, total_steps
+from ingot.data.manifest import prepared_for
+from ingot.data.rows import Rows, open_rows
+from ingot.data.samples import Samples
+from ingot.models.blueprint import Blueprint, blueprint
+from ingot.models.device import Compute, resolve_compute
+from ingot.parallel.mesh import Mesh
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.train.objective import check_teacher, teacher_folder, teacher_vocabulary
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained on what, for how long."""
+
+    recipe: Recipe
+    batch: BatchPlan
+    tokenizer: Tokenizer
+    drawing: Blueprint
+    teacher: Path | None
+    rows: Rows | Samples
+    held_out: Rows | Samples
+    origin: Found | None
+    """The checkpoint of another run that training starts from."""
+    begin: int
+    """Step at which training begins when nothing is resumed."""
+    last: int
+    """Step at which it ends."""
+    compute: Compute
+    identity: dict[str, Any]
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Positions that one sample takes, padding included."""
+        data = self.recipe.data
+        return {"preference": 2 * data.seq_len, "pair": data.seq_len + data.target_len}.get(self.recipe.documents, data.seq_len)
+
+
+def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
+    """Raises WrongInput when recipe, data, tokenizer, model and ranks do not fit together."""
+    columns, data = recipe.folder.columns, recipe.data
+    batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
+    tokenizer = load_tokenizer(recipe.folder.tokenizer)
+    teacher = teacher_folder(recipe, tokenizer)
+    ids = tokenizer.vocab_size if teacher is None else max(tokenizer.vocab_size, teacher_vocabulary(teacher))
+    drawing = blueprint(recipe, ids, asdict(tokenizer.special))
+    if teacher is not None:
+        check_teacher(teacher, drawing, recipe)
+    prepared = prepared_for(recipe)
+    if tokenizer.identity() != prepared.tokenizer:
+        what = "chat template" if tokenizer.template_identity != prepared.template else "vocabulary or special tokens"
+        raise WrongInput(f"{columns} was prepared with another tokenizer than {recipe.folder.tokenizer} holds now: other {what}; run `ingot prepare`")
+    weights = [source.weight for source in data.train]
+    rows = open_rows(columns, "train", data.seq_len, pack=recipe.pack, pad_last=False, weights=weights, target_len=data.target_len)
+    held_out = open_rows(columns, "validation", data.seq_len, pack=recipe.pack_held_out, pad_last=True, target_len=data.target_len)
+    if len(rows) < batch.global_batch:
+        raise WrongInput(
+            f"{columns} has {len(rows)} training rows of data.seq_len={data.seq_len}, less than train.global_batch={batch.global_batch}; "
+            f"add documents, or lower one of the two"
+        )
+    if recipe.model.lora is not None and drawing.random:
+        raise WrongInput(f"model.lora trains an adapter of weights that are kept, and {recipe.model.source} starts from random ones; "
+                         f"set model.source to a model with weights, or model.lora=null")
+    origin, begin = _origin(recipe)
+    last = total_steps(recipe.train, len(rows), data.seq_len)
+    if begin >= last:
+        raise WrongInput(f"training would begin at step {begin:,} of {last:,}, and there is nothing to do; raise train.steps, or lower train.start_step")
+    compute = resolve_compute(recipe.precision.compute, mesh.device)
+    identity = {**training_identity(recipe), "precision.compute": compute, "data": rows.fingerprint, "tokenizer": tokenizer.identity()}
+    return Plan(recipe, batch, tokenizer, drawing, teacher, rows, held_out, origin, begin, last, compute, identity)
+
+
+def _origin(recipe: Recipe) -> tuple[Found | None, int]:
+    """The checkpoint to start from, and the step that training begins at."""
+    knobs = recipe.train
+    if knobs.start_from is None:
+        return None, knobs.start_step or 0
+    found = checkpoint_in(Path(knobs.start_from))
+    if found.commit["identity"].get("tokenizer") != load_tokenizer(recipe.folder.tokenizer).identity():
+        raise WrongInput(f"train.start_from {knobs.start_from} was trained with another tokenizer; take its tokenizer as tokenizer.source")
+    if knobs.start_step is not None:
+        return found, knobs.start_step
+    return found, 0 if knobs.reset_optimizer else found.step

@@ -1,0 +1,147 @@
+"""What a reference model thinks of preferences: computed once, before the policy is there, and kept beside the prepared columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.progress import Progress
+from ingot.base.storage import atomic_file
+from ingot.checkpoints.store import load_checkpoint
+from ingot.config import objective as knobs
+from ingot.data.loader import fixed_batches
+from ingot.data.order import Order
+from ingot.data.rows import Rows
+from ingot.data.samples import Samples
+from ingot.models.architecture import DecoderConfig
+from ingot.models.blueprint import Blueprint, build_model
+from ingot.models.device import computing_in
+from ingot.models.folder import model_config, model_hash
+from ingot.models.kinds import Model
+from ingot.models.source import named_folder
+from ingot.objectives.dpo import answer_log_probabilities
+from ingot.objectives.pretrain import Pretrain
+from ingot.parallel.mesh import Mesh
+from ingot.train.plan import Plan
+
+Floats = npt.NDArray[np.float32]
+
+
+class Tables(NamedTuple):
+    """Summed log-probabilities of (chosen, rejected) by row, float32 `[rows, 2]`; NaN where nobody asked."""
+
+    training: Tensor
+    held_out: Tensor
+
+
+def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
+    """The tables that this training needs, those rows only that it comes to; None unless the objective has a reference.
+
+    Every rank calls it. What was computed before, by an interrupted or a shorter training, is not computed again.
+
+    Raises:
+        WrongInput: there is no such reference, or it does not fit the tokenizer or the rows.
+        Failed: the disk is full.
+    """
+    recipe = plan.recipe
+    if not isinstance(recipe.objective, knobs.DPO):
+        return None
+    drawing = _drawing(plan, recipe.objective.reference)
+    order = Order(plan.rows.sizes, recipe.seed, plan.rows.weights, recipe.data.skip)
+    samples = order.rows(plan.begin * plan.batch.global_batch, (plan.last - plan.begin) * plan.batch.global_batch)
+    wanted = (np.unique(samples), np.arange(min(recipe.train.evaluate_rows, len(plan.held_out)) if recipe.train.evaluate_every else 0))
+    model: list[Model] = []
+
+    def opened() -> Model:
+        if not model:
+            model.append(_open(plan, drawing, mesh))
+        return model[0]
+
+    rows = (plan.rows, plan.held_out)
+    paths = [recipe.folder.reference / f"{split}-{_identity(plan, drawing)}.npy" for split in ("train", "validation")]
+    made = [_table(*each, plan, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
+    return Tables(*(torch.from_numpy(table) for table in made))
+
+
+def _drawing(plan: Plan, source: str | None) -> Blueprint:
+    if source is None:
+        return plan.drawing
+    folder = named_folder(source, "objective.reference")
+    config = DecoderConfig.from_hf(model_config(folder), str(folder))
+    if config.vocab_size < plan.tokenizer.vocab_size or config.max_position_embeddings < plan.recipe.data.seq_len:
+        raise WrongInput(
+            f"objective.reference {source} has {config.vocab_size:,} ids and {config.max_position_embeddings:,} positions, the data need "
+            f"{plan.tokenizer.vocab_size:,} and {plan.recipe.data.seq_len:,}; choose a reference of the same family"
+        )
+    return Blueprint("decoder", config, folder, random=False)
+
+
+def _starts_elsewhere(plan: Plan, drawing: Blueprint) -> bool:
+    """Whether the reference is the policy as another run left it, rather than as its source has it."""
+    return drawing is plan.drawing and plan.origin is not None and plan.recipe.model.lora is None
+
+
+def _identity(plan: Plan, drawing: Blueprint) -> str:
+    """What decides about the numbers of a table."""
+    weights: dict[str, Any]
+    if _starts_elsewhere(plan, drawing) and plan.origin is not None:
+        weights = {"checkpoint": plan.origin.commit["files"]}
+    elif drawing.random or drawing.folder is None:
+        weights = {"seed": plan.recipe.seed, "config": drawing.config.to_hf()}
+    else:
+        weights = {"model": model_hash(drawing.folder)}
+    return fingerprint({**weights, "data": plan.rows.fingerprint, "seq_len": plan.recipe.data.seq_len, "compute": plan.compute})
+
+
+def _open(plan: Plan, drawing: Blueprint, mesh: Mesh) -> Model:
+    model = build_model(drawing, plan.recipe.seed, mesh.device, filled=True)
+    if _starts_elsewhere(plan, drawing) and plan.origin is not None:
+        load_checkpoint(plan.origin, model, None, mesh)
+    return model.eval().requires_grad_(False)
+
+
+def _table(rows: Rows | Samples, wanted: npt.NDArray[np.int64], path: Path, plan: Plan, mesh: Mesh, opened: Callable[[], Model]) -> Floats:
+    """The table of one split with all `wanted` rows in it, read or computed; each rank computes a share."""
+    table = mesh.from_main(lambda: _read(path, len(rows)))
+    missing = wanted[np.isnan(table[wanted]).any(axis=1)]
+    if not len(missing):
+        return table
+    mine = missing[mesh.rank :: mesh.world]
+    found = torch.zeros(len(rows), 2, dtype=torch.float64)
+    model, done = opened(), 0
+    with torch.no_grad(), computing_in(plan.compute, mesh.device), Progress("reference", len(mine), "pairs", quiet=not mesh.is_main) as progress:
+        for batch in fixed_batches(rows, mine.tolist(), plan.batch.micro_batch):
+            there = batch.to(mesh.device)
+            values = -model(there.tokens, there.positions, there.segments, there.labels, Pretrain().token)
+            live = batch.rows >= 0
+            found[batch.rows[live]] = answer_log_probabilities(values.float(), lambda part: part).cpu()[live].double()
+            done += int(live.sum())
+            progress.update(done)
+    table[missing] = mesh.all_sum(found)[missing].float().numpy()
+    if not np.isfinite(table[missing]).all():
+        raise WrongInput("the reference gives log-probabilities that are not finite; choose another objective.reference")
+    mesh.from_main(lambda: _write(path, table))
+    return table
+
+
+def _read(path: Path, rows: int) -> Floats:
+    """A table of an earlier training; one with nothing in it where there is none."""
+    try:
+        table = np.load(path)
+    except (FileNotFoundError, ValueError, EOFError):
+        table = np.empty((0, 2))
+    return table if table.shape == (rows, 2) and table.dtype == np.float32 else np.full((rows, 2), np.nan, np.float32)
+
+
+def _write(path: Path, table: Floats) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as stream:
+        np.save(stream, table)

@@ -1,0 +1,233 @@
+"""`ingot verify export`: the exported model is the one that was trained, for every tool that reads it: files, weights, logits token by token.
+
+The trainer's model is compared with transformers' on the exported folder, and that with PEFT's on the adapter and with the server.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.progress import Progress
+from ingot.config.recipe import Recipe
+from ingot.data.examples import from_labelled, from_pair
+from ingot.data.manifest import prefix_of, prepared_for
+from ingot.data.texts import read_documents
+from ingot.models.adapter import load_adapter
+from ingot.models.device import pick_device, resolve_compute
+from ingot.models.folder import hash_model
+from ingot.models.lora import adapter_parameters
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.verify.chats import WHAT as CHATS
+from ingot.verify.chats import check_chats
+from ingot.verify.logits import LOGPROB, beginnings, bound, computed_bound, difference, merged_bound, ours, theirs
+from ingot.verify.proof import Check, Proof
+from ingot.verify.served import NEW_TOKENS, served_decoder, served_encoder, served_seq2seq, server
+from ingot.verify.served import WHAT as SERVER
+from ingot.verify.theirs import NotOpened, Theirs, open_adapter, open_theirs
+from ingot.verify.trained import AGAIN, Export, Trained, base_of, open_export, rebuild
+from ingot.verify.weights import compare_weights, differing
+
+ASKED = 4
+"""Held-out documents that the server is asked about."""
+LONGEST_PROMPT = 64
+BACK = "put back what was exported, or " + AGAIN
+
+
+def verify_export(recipe: Recipe) -> Proof:
+    """Check a trained run's `model/` (and `adapter/`) against its checkpoint, transformers, PEFT and the server.
+
+    Raises:
+        WrongInput: the run was not trained, or with another recipe.
+    """
+    export = open_export(recipe)
+    found: list[Check] = []
+    with Progress("verify export", total=None, unit="checks") as progress:
+        def add(following: str, *checks: Check) -> None:
+            found.extend(checks)
+            progress.update(len(found), now=following)
+
+        add("weights", _hash(export), _tokenizer(export))
+        trained, why = _trained(export)
+        add("logits", _weights(export, trained, why))
+        read, check = _logits(export, trained, why)
+        add("adapter" if recipe.model.lora is not None else "server", check)
+        if recipe.model.lora is not None:
+            add("server", *_adapter(export, trained, read))
+        add("chats", _served(export, trained, read))
+        add("done", _chats(export))
+    return Proof(f"Export of {recipe.name}, step {export.step:,}, {export.type}", found)
+
+
+def _hash(export: Export) -> Check:
+    """Whether config.json and weights are those that were written."""
+    what, told = "files: weights and configuration", export.lineage["model_hash"]
+    try:
+        now = hash_model(export.recipe.folder.model)
+    except WrongInput as error:
+        return Check(what, False, str(error))
+    if now != told:
+        return Check(what, False, f"config.json or the weights changed since they were exported: their hash is {now}, ingot.json says {told}; {BACK}")
+    return Check(what, True, f"hash {now}, as in ingot.json")
+
+
+def _tokenizer(export: Export) -> Check:
+    what, lineage = "files: tokenizer and template", export.lineage
+    try:
+        tokenizer = load_tokenizer(export.recipe.folder.model)
+    except WrongInput as error:
+        return Check(what, False, str(error))
+    identity, template = tokenizer.identity(), tokenizer.template_identity
+    if template != lineage.get("template"):
+        return Check(what, False, f"the chat template is {template or 'none'}, ingot.json says {lineage.get('template') or 'none'}; {BACK}")
+    told = {"ingot.json": lineage["tokenizer"]} | ({} if export.found is None else {"the checkpoint": export.found.commit["identity"]["tokenizer"]})
+    for where, other in told.items():
+        if identity != other:
+            return Check(what, False, f"the tokenizer is {identity}, {where} says {other}: other vocabulary, merges or special tokens; {BACK}")
+    return Check(what, True, f"tokenizer {identity}, template {template or 'none'}, as in {' and '.join(told)}")
+
+
+def _trained(export: Export) -> tuple[Trained | None, str]:
+    """The trainer's model, or why there is none."""
+    try:
+        return rebuild(export), export.gone
+    except WrongInput as error:
+        return None, str(error)
+
+
+def _weights(export: Export, trained: Trained | None, why: str) -> Check:
+    what = "weights"
+    if trained is None:
+        return Check(what, False, why)
+    compared = trained.compared
+    if compared is None:
+        return Check(what, None, f"{why}; keep more with checkpoint.keep")
+    if compared.wrong:
+        return Check(what, False, f"{compared.told}; {BACK}")
+    last = f"; {compared.folded:,} of folded-in layers are off by their last bit, as sums on another device are" if compared.folded else ""
+    return Check(what, True, f"{compared.tensors:,} tensors, {compared.weights:,} weights, each the trained one rounded to {export.type}{last}")
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The exported folder as transformers reads it, and its logits on the held-out records."""
+
+    model: Theirs
+    logits: torch.Tensor
+
+
+def _logits(export: Export, trained: Trained | None, why: str) -> tuple[_Read | None, Check]:
+    """What transformers makes of the folder, if it opens it, against the trainer's logits."""
+    what, held = "logits: trainer and transformers", export.held
+    try:
+        model = open_theirs(export.recipe.folder.model, export.plan.drawing.kind)
+        read = _Read(model, theirs(model, held))
+    except NotOpened as error:
+        return None, Check(what, False, f"{error}; {BACK}")
+    said = read.logits
+    if trained is None:
+        return read, Check(what, False, why)
+    if said.shape != trained.logits.shape:
+        return read, Check(what, False, f"transformers has {said.shape[1]:,} logits for each token, the trainer {trained.logits.shape[1]:,}; {BACK}")
+    gap = difference(trained.logits, said)
+    most = bound(gap.size)
+    places = f"{len(said):,} places of {len(held.records)} held-out records"
+    detail = f"{places}: largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to {gap.size:.1f}"
+    if gap.largest > most:
+        return read, Check(what, False, f"{detail}, at {held.place(gap.at, export.plan.tokenizer)}; {BACK}")
+    rounding = "" if trained.unrounded is None else f"; rounding to {export.type} moves them by up to {difference(trained.unrounded, said).largest:.1e}"
+    own = "; weights as exported, since the checkpoint is gone" if trained.compared is None else ""
+    return read, Check(what, True, f"{detail}{rounding}{own}")
+
+
+def _adapter(export: Export, trained: Trained | None, read: _Read | None) -> list[Check]:
+    """The adapter's folder on its base: its matrices, what they make of the base, and the same by PEFT."""
+    what, folder = "adapter", export.recipe.folder.adapter
+    if trained is None or read is None:
+        return [Check(what, False, f"there is no merged model to compare {folder} with; see above")]
+    beside = base_of(export.plan)
+    try:
+        load_adapter(beside, folder)
+    except WrongInput as error:
+        return [Check(what, False, str(error))]
+    matrices = dict(adapter_parameters(beside))
+    wrong = differing(matrices, trained.adapter, sorted(trained.adapter)) if trained.adapter else []
+    apart = ours(beside, export.held)
+    peft = _peft(export, apart)
+    gap, most = difference(apart, read.logits), merged_bound(export.type, trained.products)
+    merged = compare_weights(beside, export.recipe.folder.model, export.dtype)
+    detail = f"{len(matrices)} matrices; beside the base and folded into it their logits differ by {gap.relative:.1e} in norm (bound {most:.1e})"
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return [Check(what, False, f"{', '.join(wrong[:3])}{more} in {folder} are not as trained; {BACK}"), peft]
+    if merged.wrong or not gap.relative <= most:
+        return [Check(what, False, f"{folder} folded into its base is not {export.recipe.folder.model}: {merged.told or detail}; {BACK}"), peft]
+    return [Check(what, True, detail), peft]
+
+
+def _peft(export: Export, apart: torch.Tensor) -> Check:
+    what, drawing = "adapter in PEFT", export.plan.drawing
+    if drawing.folder is None or drawing.random:
+        return Check(what, None, "the base is drawn at random, so there is no folder that PEFT could open it from")
+    try:
+        model = open_adapter(open_theirs(drawing.folder, drawing.kind, labels=export.recipe.labels), export.recipe.folder.adapter)
+    except NotOpened as error:
+        return Check(what, False, f"{error}; {BACK}")
+    if model is None:
+        return Check(what, None, "PEFT is not installed; `pip install peft` to have it compared")
+    gap = difference(apart, theirs(model, export.held))
+    most, where = bound(gap.size), export.held.place(gap.at, export.plan.tokenizer)
+    detail = f"largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to {gap.size:.1f}"
+    return Check(what, gap.largest <= most, detail if gap.largest <= most else f"{detail}, at {where}; {BACK}")
+
+
+def _served(export: Export, trained: Trained | None, read: _Read | None) -> Check:
+    """The server's answers against transformers', in the type that the server computes in here."""
+    if read is None or trained is None:
+        return Check(SERVER, None, "there is nothing to compare its answers with; see above")
+    model, device = read.model, pick_device()
+    if resolve_compute("auto", device) == "bf16":
+        model = model.to(device, torch.bfloat16)
+        most = computed_bound(trained.products, float(trained.logits.square().mean().sqrt()))
+    else:
+        most = LOGPROB + bound(float(trained.logits.abs().max()))
+    try:
+        with server(export.recipe.folder.model) as url:
+            return _answers(export, url, model, most)
+    except Failed as error:
+        return Check(SERVER, False, f"{error}; {BACK}")
+
+
+def _answers(export: Export, url: str, model: Theirs, most: float) -> Check:
+    recipe, tokenizer = export.recipe, export.plan.tokenizer
+    if model.kind == "decoder":
+        room = min(LONGEST_PROMPT, export.plan.drawing.config.max_position_embeddings - NEW_TOKENS)
+        return served_decoder(url, model, tokenizer, beginnings(export.held, ASKED, max(1, room)), most)
+    try:
+        texts = _texts(recipe, tokenizer)
+    except WrongInput as error:
+        return Check(SERVER, None, f"there are no held-out texts to ask about: {error}")
+    if not texts:
+        return Check(SERVER, None, f"no held-out document fits into data.seq_len={recipe.data.seq_len}")
+    if model.kind == "seq2seq":
+        return served_seq2seq(url, model, tokenizer, texts, prefix_of(recipe))
+    return served_encoder(url, model, tokenizer, texts, most)
+
+
+def _chats(export: Export) -> Check:
+    try:
+        return check_chats(export.recipe, prepared_for(export.recipe), export.plan.tokenizer)
+    except WrongInput as error:
+        return Check(CHATS, None, f"there are no held-out chats to write: {error}")
+
+
+def _texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+    """Some held-out sources of pairs, or labelled texts, that need not be cut."""
+    documents = (document.text for document in read_documents(recipe, "validation"))
+    found = (from_pair(text).source if recipe.documents == "pair" else from_labelled(text).text for text in documents)
+    prefix, most = prefix_of(recipe), recipe.data.seq_len
+    return list(itertools.islice((text for text in found if len(tokenizer.encode_framed(prefix + text)) <= most), ASKED))

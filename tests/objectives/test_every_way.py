@@ -1,0 +1,101 @@
+"""What holds for every way of training: it learns, any split of the work gives one number, it resumes bit for bit, and its model opens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ingot.base.errors import Stopped
+from ingot.base.events import read_lines
+from ingot.config.recipe import Recipe
+from ingot.train import loop
+from ingot.train.run import train
+from tests import tolerances
+from tests.objectives.ways import WAYS, make_ready, recipe_of
+from tests.ranks import run_ranks
+
+SGD = {"train__optimizer": "{kind: sgd, lr: 0.2}", "train__clip_norm": 0.5, "precision__export": "fp32", "train__steps": 3}
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_ready(tmp_path_factory.mktemp("ways") / "root")
+
+
+def apart(ready: Path, target: Path, way: str, **knobs: Any) -> Recipe:
+    """The recipe of a way in a folder of its own, prepared as in `ready`; what it names there stays there."""
+    recipe = recipe_of(ready, way, output=str(target / "runs"), **knobs)
+    if not recipe.folder.data.exists():
+        shutil.copytree(ready / "runs" / way / "data", recipe.folder.data)
+    return recipe
+
+
+def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return load_file(recipe.folder.model / "model.safetensors")
+
+
+def logged(recipe: Recipe, key: str = "train/loss") -> list[float]:
+    return [line[key] for line in read_lines(recipe.folder.metrics) if key in line]
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    difference = sum(float((one[name] - other[name]).double().square().sum()) for name in other)
+    return float((difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5)
+
+
+def on_ranks(ready: str, target: str, way: str) -> None:
+    train(apart(Path(ready), Path(target), way, train__micro_batch=1, **SGD))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_split_of_the_work_gives_the_same_numbers(way: str, ready: Path, tmp_path: Path) -> None:
+    """Micro-batches of 4, 3 and 1, and two ranks: loss, gradient norm and weights, with clipping, unequal target counts and padding."""
+    whole = apart(ready, tmp_path / "whole", way, train__micro_batch=4, **SGD)
+    train(whole)
+    before = None
+    for name, micro_batch in (("three", 3), ("one", 1)):
+        parted = apart(ready, tmp_path / name, way, train__micro_batch=micro_batch, **SGD)
+        train(parted)
+        before = parted
+        assert logged(parted) == pytest.approx(logged(whole), rel=tolerances.SPLIT_LOSS)
+        assert logged(parted, "train/grad_norm") == pytest.approx(logged(whole, "train/grad_norm"), rel=tolerances.SPLIT_LOSS)
+        assert distance(weights(parted), weights(whole)) < tolerances.SPLIT_WEIGHTS
+    (tmp_path / "ranks").mkdir()
+    shared = apart(ready, tmp_path / "ranks", way, train__micro_batch=1, **SGD)
+    run_ranks(2, on_ranks, str(ready), str(tmp_path / "ranks"), way)
+    assert before is not None
+    assert logged(shared) == pytest.approx(logged(whole), rel=tolerances.SPLIT_LOSS)
+    assert distance(weights(shared), weights(whole)) < tolerances.SPLIT_WEIGHTS
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_learns_and_resumes_bit_for_bit(way: str, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = {"train__steps": 24, "train__evaluate_every": 12, "train__optimizer__lr": 0.01, "checkpoint__every": 9}
+    whole = apart(ready, tmp_path / "whole", way, **knobs)
+    train(whole)
+    curve = logged(whole)
+    assert sum(curve[-4:]) < sum(curve[:4]), curve
+    assert len(logged(whole, "validation/loss")) == 2
+    broken = apart(ready, tmp_path / "broken", way, **knobs)
+    original = loop.run_loop
+
+    def stop_at(*arguments: Any) -> loop.LoopEnd:
+        first, _, fetch, do_step, hooks = arguments
+        original(first, 13, fetch, do_step, hooks)
+        raise Stopped("as if killed", signum=9, committed=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ingot.train.run.run_loop", stop_at)
+        with pytest.raises(Stopped):
+            train(broken)
+    train(broken)
+    assert logged(broken) == logged(whole)
+    assert logged(broken, "validation/loss") == logged(whole, "validation/loss")
+    found, wanted = weights(broken), weights(whole)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

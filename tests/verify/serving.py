@@ -1,0 +1,47 @@
+"""A server in this process, for proofs that ask one often: the same application behind the same address, without the seconds that a process takes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.config.place import Serve
+from ingot.serve.app import create_app
+from ingot.serve.engine import Engine
+from ingot.serve.loaded import load
+from ingot.serve.metrics import Metrics
+from ingot.serve.service import Service
+
+
+@contextlib.contextmanager
+def served_here(folder: Path) -> Iterator[str]:
+    """In place of `ingot.verify.served.server`; what a process would say before it ends is raised as that does."""
+    settings = Serve(port=0)
+    try:
+        loaded = load(folder)
+    except WrongInput as error:
+        raise Failed(f"the server ended before it listened (exit 2): error: {error}") from None
+    metrics = Metrics()
+    engine = Engine(loaded.worker(settings.max_batch), metrics, max_batch=settings.max_batch, max_queue=settings.max_queue)
+    app = create_app(Service("here", loaded, engine, settings), metrics, key=None, environ={})
+    web = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]})
+        thread.start()
+        engine.start()
+        try:
+            while not web.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            web.should_exit = True
+            thread.join()
+            engine.stop()
