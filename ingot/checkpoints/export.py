@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +13,10 @@ import torch
 import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
+from ingot.models.adapter import is_adapter
 from ingot.models.decoder import Decoder
 from ingot.models.folder import CONFIG, LINEAGE, hash_model, model_config, read_lineage, save_weights
-from ingot.models.kinds import Model, exported_weights, open_model
+from ingot.models.kinds import Model, base_folder, exported_weights, open_model
 from ingot.models.meta import is_meta, load_meta
 from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
@@ -22,6 +24,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 GENERATION = "generation_config.json"
 ExportType = Literal["bf16", "fp32"]
+TOKENIZER = "tokenizer_config.json"
 GENERATED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
 DTYPES: dict[ExportType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -88,15 +91,34 @@ def copy_model(source: Path, target: Path, *, export_type: ExportType | None, ov
         raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
     if target.exists() and not (target / CONFIG).exists() and (target.is_file() or any(target.iterdir())):
         raise WrongInput(f"{target} is no model folder, and --overwrite replaces only those; choose another folder")
-    config = None if is_meta(source) else model_config(source)
-    tokenizer = load_tokenizer(source)  # before the weights, which may be many gigabytes
+    base = base_folder(source) if is_adapter(source) else source
+    config = None if is_meta(source) else model_config(base)
+    # The tokenizer before the weights, which may be many gigabytes.
+    tokenizer = load_tokenizer(base if is_adapter(source) and not (source / TOKENIZER).exists() else source)
     model, stored = _opened(source, config)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise WrongInput(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, the model only {model.config.vocab_size}; put the model's own there")
     if export_type is None:
         export_type = "bf16" if stored in ("bfloat16", "float16") else "fp32"
     lineage = {key: value for key, value in (read_lineage(source) or {"source": str(source)}).items() if key not in ("schema", "model_hash", "export_type")}
-    return export_model(model, tokenizer, target, export_type=export_type, lineage=lineage, generation=source_generation(source))
+    return export_model(model, tokenizer, target, export_type=export_type, lineage=lineage, generation=source_generation(base))
+
+
+def copy_adapter(source: Path, target: Path, *, overwrite: bool) -> None:
+    """`ingot export --format peft`: an adapter, every tensor of which is checked against its base.
+
+    Raises:
+        WrongInput: no adapter, one that does not fit, or `target` exists and `overwrite` is not set (or is no adapter).
+    """
+    if target.exists() and not overwrite:
+        raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
+    if target.exists() and not is_adapter(target):
+        raise WrongInput(f"{target} is no adapter, and --overwrite replaces only those; choose another folder")
+    open_model(source, device=torch.device("cpu"))
+    with atomic_folder(target) as partial:
+        for file in sorted(source.iterdir()):
+            if file.is_file():
+                shutil.copyfile(file, partial / file.name)
 
 
 def _opened(source: Path, config: Mapping[str, Any] | None) -> tuple[Model, str]:

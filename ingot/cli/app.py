@@ -173,7 +173,7 @@ def doctor() -> int:
 def export_(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_FOLDER", help="A run folder or a model folder.", show_default=False)],
     target: Annotated[str, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)],
-    layout: Annotated[str, typer.Option("--format", help="Only hf, a Hugging Face folder, in this version.")] = "hf",
+    layout: Annotated[str, typer.Option("--format", help="hf, a Hugging Face folder, or peft, the adapter of a LoRA run.")] = "hf",
     overwrite: Overwrite = False,
 ) -> int:
     """Check every tensor of a model and write it as a Hugging Face folder."""

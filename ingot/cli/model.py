@@ -63,10 +63,10 @@ def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
 
 def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> int:
     """`export` and `import`: check every tensor of a model and write it anew as a Hugging Face folder."""
-    if layout != "hf":
-        raise WrongInput(f"--format {layout} is not known in this version; only hf is")
+    if layout not in ("hf", "peft"):
+        raise WrongInput(f"--format {layout} is not known; it is hf, a Hugging Face folder, or peft, an adapter")
     from ingot.base.hub import fetch_model
-    from ingot.checkpoints.export import copy_model
+    from ingot.checkpoints.export import copy_adapter, copy_model
     from ingot.models.meta import is_meta
 
     folder: Path | None = Path(source)
@@ -76,7 +76,22 @@ def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> i
         folder = find_target(source).folder
     if folder is None:
         raise WrongInput(f"{source} is an address; give a model folder, a run folder or hf:ORG/NAME")
+    if layout == "peft":
+        copy_adapter(_adapter(folder), Path(target), overwrite=overwrite)
+        print(target)
+        return 0
     made = copy_model(folder, Path(target), export_type=None, overwrite=overwrite)
     say(f"{target}: every tensor checked, {made['export_type']}, model {made['model_hash']}")
     print(target)
     return 0
+
+
+def _adapter(folder: Path) -> Path:
+    """The adapter that a folder is, or that lies beside the model of a run."""
+    from ingot.base.runfolder import RunFolder
+    from ingot.models.adapter import is_adapter
+
+    for place in (folder, RunFolder(folder.parent).adapter):
+        if is_adapter(place):
+            return place
+    raise WrongInput(f"{folder} is no adapter, and has none beside it; train one with model.lora, or export it with --format hf")

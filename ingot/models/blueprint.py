@@ -30,8 +30,10 @@ class Blueprint:
     random: bool
 
 
-def blueprint(recipe: Recipe, ids: int, special: Mapping[str, int | None]) -> Blueprint:
+def blueprint(recipe: Recipe, ids: int, special: Mapping[str, int | None], least: int = 0) -> Blueprint:
     """The model that the recipe trains, for a tokenizer of `ids` ids, `special` ones among them by name (`bos`, `eos`, `pad`).
+
+    A model that starts from nothing has as many embeddings as there are ids, `least` at the least.
 
     Raises:
         WrongInput: another kind of model than the objective is for, rows longer than the model's positions, or more ids
@@ -42,7 +44,7 @@ def blueprint(recipe: Recipe, ids: int, special: Mapping[str, int | None]) -> Bl
     random = starts_random(recipe.model, folder)
     values = source_config(recipe.model, folder)
     if random:
-        values |= {name: value for name, value in _of_tokenizer(kind, values, ids, special).items() if name not in recipe.model.config}
+        values |= {name: value for name, value in _of_tokenizer(kind, values, max(ids, least), special).items() if name not in recipe.model.config}
     config: DecoderConfig | HubConfig
     if kind == "decoder":
         config = DecoderConfig.from_hf(values, f"model.source {source}")

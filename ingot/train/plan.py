@@ -55,8 +55,7 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     teacher = teacher_folder(recipe, tokenizer)
-    ids = tokenizer.vocab_size if teacher is None else max(tokenizer.vocab_size, teacher_vocabulary(teacher))
-    drawing = blueprint(recipe, ids, asdict(tokenizer.special))
+    drawing = blueprint(recipe, tokenizer.vocab_size, asdict(tokenizer.special), least=0 if teacher is None else teacher_vocabulary(teacher))
     if teacher is not None:
         check_teacher(teacher, drawing, recipe)
     prepared = prepared_for(recipe)

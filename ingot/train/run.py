@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ingot.base.errors import Stopped
+from ingot.base.errors import Stopped, WrongInput
 from ingot.base.events import read_lines, record_event
 from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import Progress, duration, say
@@ -73,6 +73,8 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
             began = time.monotonic()
             batches = loader.step(step)
             targets, asked = mesh.agree(sum(trainee.objectives.training.targets(batch) for batch in batches), float(signals.signum != 0))
+            if not targets:
+                raise WrongInput(f"step {step + 1:,} has not one target in its {plan.batch.global_batch} rows; run `ingot show mask` on the recipe")
             return Work(batches, int(targets), (signals.signum or signal.SIGTERM) if asked else 0, began)
 
         def do_step(step: int, work: Work) -> StepInfo:

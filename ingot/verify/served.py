@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import re
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
-import httpx
 import torch
 
-from ingot.base.errors import Failed
-from ingot.base.processes import tied_to_me
+from ingot.base.server import ask, running_server
 from ingot.models.request import Token
 from ingot.serve.logprobs import LogprobWriter
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -27,74 +18,15 @@ from ingot.verify.proof import Check
 from ingot.verify.theirs import Theirs
 
 WHAT = "server"
-START_TIMEOUT_S = 600.0
-ANSWER_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 15.0
 NEW_TOKENS = 16
 CANDIDATES = 32
 """Likeliest tokens among which the one that the server wrote is looked for by its text."""
-_LISTENS = re.compile(r"^serving .+ at (http://\S+)")
 
 
-@contextlib.contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """The address of a server of the model in `folder`. It is stopped at the end of the block, and by the kernel if this process is killed.
-
-    Raises:
-        Failed: it ended, or did not listen in time.
-    """
+def server(folder: Path) -> AbstractContextManager[str]:
+    """The address of a server of the model in `folder`, for the length of a block. Raises Failed where none comes up."""
     arguments = ["serve", str(folder), "serve.host=127.0.0.1", "serve.port=0", "serve.api_key=null"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("AIP_")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ingot", *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE,
-        process_group=0, preexec_fn=tied_to_me(),
-    )
-    try:
-        assert process.stderr is not None
-        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=_relay, args=(process.stderr, lines), daemon=True).start()
-        yield _address(process, lines)
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except BaseException:  # it hangs, or a second Ctrl-C: either way no server may stay
-            process.kill()
-            process.wait()
-            raise
-
-
-def _relay(stream: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:
-    """The server's messages go on to our stderr, and to whoever waits for its address."""
-    for line in stream:
-        text = line.decode(errors="replace")
-        print(text, end="", file=sys.stderr, flush=True)
-        lines.put(text)
-    lines.put(None)
-
-
-def _address(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | None]) -> str:
-    deadline, last = time.monotonic() + START_TIMEOUT_S, ""
-    while (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(queue.Empty):
-            line = lines.get(timeout=min(left, 0.5))
-            if line is None:
-                raise Failed(f"the server ended before it listened (exit {process.wait()}): {last.strip()}")
-            if match := _LISTENS.match(line):
-                return match[1]
-            last = line
-    raise Failed(f"the server did not listen within {START_TIMEOUT_S:g} s; try `ingot serve` with the same model")
-
-
-def ask(url: str, route: str, body: dict[str, Any]) -> Any:
-    """Raises Failed where the server does not answer, or refuses."""
-    try:
-        response = httpx.post(f"{url}{route}", json=body, timeout=ANSWER_TIMEOUT_S)
-    except httpx.HTTPError as error:
-        raise Failed(f"the server at {url} did not answer ({type(error).__name__}: {error}); run the same command again") from error
-    if response.status_code != httpx.codes.OK:
-        raise Failed(f"the server answers {response.status_code} on {route}: {' '.join(response.text.split())[:300]}")
-    return response.json()
+    return running_server([sys.executable, "-m", "ingot", *arguments])
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ingot.base.errors import WrongInput
-from ingot.checkpoints.export import copy_model, export_model
+from ingot.checkpoints.export import copy_adapter, copy_model, export_model
+from ingot.cli.model import copy_checked
+from ingot.config.work import Lora
+from ingot.models.adapter import is_adapter, save_adapter
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.initial import initialise
+from ingot.models.lora import add_lora
 from ingot.serve.loaded import load
+from ingot.tokenizers.load import load_tokenizer
+from tests import tolerances
 from tests.tokenizers.small import chatty
 
 CONFIG = {
@@ -62,3 +69,49 @@ def test_a_copy_wants_a_tokenizer_that_fits_and_replaces_only_models(tmp_path: P
     copy_model(source, target, export_type=None, overwrite=True)
     copy_model(source, target, export_type=None, overwrite=True)
     assert (target / "config.json").exists()
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """An adapter that changes what its base says, beside a base that has the tokenizer."""
+    base = DecoderConfig.from_hf({**CONFIG, "vocab_size": chatty().vocab_size})
+    model = Decoder(base)
+    initialise(model, 0)
+    export_model(model, chatty(), tmp_path / "base", export_type="fp32", lineage={})
+    add_lora(model, Lora(rank=2), 0)
+    torch.nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.lora_B"), std=0.5)
+    save_adapter(model, tmp_path / "run" / "adapter", base=str(tmp_path / "base"), kind="decoder")
+    return tmp_path / "run" / "adapter"
+
+
+def test_an_adapter_becomes_a_whole_model(adapter: Path, tmp_path: Path) -> None:
+    copy_model(adapter, tmp_path / "whole", export_type=None, overwrite=False)
+    tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None]
+    said = [model.logits(model.hidden(tokens, positions)) for model in (load(folder, any_template=True).model for folder in (
+        tmp_path / "whole", adapter, tmp_path / "base")) if isinstance(model, Decoder)]
+    assert torch.allclose(said[0], said[1], atol=tolerances.LOGITS_FP32)
+    assert not torch.allclose(said[0], said[2], atol=0.01)
+    assert load_tokenizer(tmp_path / "whole").identity() == chatty().identity()
+
+
+def test_an_adapter_is_copied_once_its_tensors_are_checked(adapter: Path, tmp_path: Path) -> None:
+    copy_adapter(adapter, tmp_path / "copy", overwrite=False)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "copy").iterdir()} == {file.name: file.read_bytes() for file in adapter.iterdir()}
+    with pytest.raises(WrongInput, match=r"copy exists; choose another folder, or add --overwrite"):
+        copy_adapter(adapter, tmp_path / "copy", overwrite=False)
+    with pytest.raises(WrongInput, match=r"base is no adapter, and --overwrite replaces only those"):
+        copy_adapter(adapter, tmp_path / "base", overwrite=True)
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-40])
+    with pytest.raises(WrongInput, match="adapter_model"):
+        copy_adapter(adapter, tmp_path / "copy", overwrite=True)
+    assert is_adapter(tmp_path / "copy"), "what was there stays"
+
+
+def test_the_command_exports_the_adapter_of_a_run(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy_model(adapter, tmp_path / "run" / "model", export_type=None, overwrite=False)
+    assert copy_checked(str(tmp_path / "run"), str(tmp_path / "out"), "peft", overwrite=False) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    assert is_adapter(tmp_path / "out")
+    with pytest.raises(WrongInput, match="has none beside it; train one with model.lora"):
+        copy_checked(str(tmp_path / "base"), str(tmp_path / "other"), "peft", overwrite=False)

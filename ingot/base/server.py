@@ -1,0 +1,100 @@
+"""An `ingot serve` of our own for a while: started as a process, its address read, asked, stopped. No server outlives this."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import httpx
+
+from ingot.base.errors import Failed
+from ingot.base.processes import tied_to_me
+
+_LISTENS = re.compile(r"^serving .+ at (http://\S+)")
+START_TIMEOUT_S = 600.0
+ANSWER_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 15.0
+
+
+@contextlib.contextmanager
+def running_server(command: Sequence[str]) -> Iterator[str]:
+    """The address of the server that `command` starts, once it is healthy.
+
+    It is stopped at the end of the block, and by the kernel if this process is killed.
+
+    Raises:
+        Failed: it ended, or did not listen in time.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AIP_")}
+    process = subprocess.Popen(
+        list(command), env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE,
+        process_group=0, preexec_fn=tied_to_me(),
+    )
+    try:
+        assert process.stderr is not None
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=_relay, args=(process.stderr, lines), daemon=True).start()
+        url = _address(process, lines)
+        _wait_for_health(process, url)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except BaseException:  # it hangs, or a second Ctrl-C: either way no server may stay
+            process.kill()
+            process.wait()
+            raise
+
+
+def ask(url: str, route: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
+    """What the server answers, from JSON. Raises Failed where it does not answer, or refuses."""
+    try:
+        response = httpx.post(f"{url}{route}", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise Failed(f"the server at {url} did not answer ({type(error).__name__}: {error}); run the same command again") from error
+    if response.status_code != httpx.codes.OK:
+        raise Failed(f"the server answered {response.status_code} on {route}: {' '.join(response.text.split())[:300]}; mend `serve` in the recipe")
+    return response.json()
+
+
+def _relay(stream: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:
+    """The server's messages go on to our stderr, line by line, and to whoever waits for its address."""
+    for line in stream:
+        text = line.decode(errors="replace")
+        print(text, end="", file=sys.stderr, flush=True)
+        lines.put(text)
+    lines.put(None)
+
+
+def _address(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | None]) -> str:
+    deadline, last = time.monotonic() + START_TIMEOUT_S, ""
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(queue.Empty):
+            line = lines.get(timeout=min(left, 0.5))
+            if line is None:
+                raise Failed(f"the server ended before it listened (exit {process.wait()}): {last.strip()}")
+            if match := _LISTENS.match(line):
+                return match[1]
+            last = line
+    raise Failed(f"the server did not listen within {START_TIMEOUT_S:g} s; try `ingot serve` with the same recipe")
+
+
+def _wait_for_health(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise Failed(f"the server ended (exit {process.returncode}); its message stands above")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5.0).status_code == httpx.codes.OK:
+                return
+        time.sleep(0.05)
+    raise Failed(f"the server at {url} was not ready within {START_TIMEOUT_S:g} s; try `ingot serve` with the same recipe")
