@@ -22,13 +22,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "pretrain": {},
     "pretrain-best-fit": {"data__pack": "best_fit"},
     "sft": {"objective__kind": "sft"},
+    # Dropout too: its masks depend on the sample alone.
+    "sft-lora": {"objective__kind": "sft", "model__source": "TEACHER", "model__lora": {"rank": 4, "alpha": 8, "dropout": 0.2}},
+    "dpo-lora": {"objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64, "model__source": "TEACHER", "model__lora": {"rank": 4, "dropout": 0.2}},
     "dpo": {"objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64},
     "distill": {"objective": {"kind": "distill", "teacher": "TEACHER"}},
     "distill-chats": {"objective": {"kind": "distill", "teacher": "TEACHER", "documents": "chat"}},
     "seq2seq": {"objective": {"kind": "seq2seq", "prefix": "short: "}, "data__target_len": 16},
     "classify": {"objective": {"kind": "classify", "labels": ["cold", "hot"]}},
 }
-SOURCES = {"sft": "chats", "distill-chats": "chats", "dpo": "preferences", "seq2seq": "pairs", "classify": "labelled"}
+SOURCES = {"sft": "chats", "sft-lora": "chats", "distill-chats": "chats", "dpo": "preferences", "dpo-lora": "preferences", "seq2seq": "pairs", "classify": "labelled"}
 
 
 def said(generator: random.Random, most: int = 12) -> str:
@@ -61,10 +64,13 @@ def recipe_of(root: Path, way: str, **knobs: Any) -> Recipe:
         "name": way, "data__train": [{"source": str(source)}], "data__validation__fraction": 0.2, "data__seq_len": 48, "tokenizer__template": "chatml",
         "tokenizer__vocab_size": 400, "train__optimizer__lr": 0.003, **WAYS[way], **knobs,
     }
-    if "TEACHER" in str(given.get("objective")):
+    if "TEACHER" in str(given):
         # The tokenizer that the teacher was trained with.
-        given |= {"objective": {**given["objective"], "teacher": str(root / "runs" / "teacher")}, "tokenizer__source": str(root / "runs" / "teacher" / "model"),
-                  "tokenizer__vocab_size": None}
+        given |= {"tokenizer__source": str(root / "runs" / "teacher" / "model"), "tokenizer__vocab_size": None}
+        if given.get("model__source") == "TEACHER":
+            given |= {"model__source": str(root / "runs" / "teacher"), "model__config": None}
+        else:
+            given["objective"] = {**given["objective"], "teacher": str(root / "runs" / "teacher")}
     if way in ("seq2seq", "classify") and "model__source" not in knobs:
         given |= {"model__source": str(root / ("t5" if way == "seq2seq" else "bert")), "model__init": "random", "model__config": None}
     return small_recipe(root, **given)
