@@ -24,14 +24,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "sft": {"objective__kind": "sft"},
     # Dropout too: its masks depend on the sample alone.
     "sft-lora": {"objective__kind": "sft", "model__source": "TEACHER", "model__lora": {"rank": 4, "alpha": 8, "dropout": 0.2}},
-    "dpo-lora": {"objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64, "model__source": "TEACHER", "model__lora": {"rank": 4, "dropout": 0.2}},
+    "dpo-lora": {
+        "objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64, "model__source": "TEACHER", "model__lora": {"rank": 4, "dropout": 0.2}},
     "dpo": {"objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64},
     "distill": {"objective": {"kind": "distill", "teacher": "TEACHER"}},
     "distill-chats": {"objective": {"kind": "distill", "teacher": "TEACHER", "documents": "chat"}},
     "seq2seq": {"objective": {"kind": "seq2seq", "prefix": "short: "}, "data__target_len": 16},
     "classify": {"objective": {"kind": "classify", "labels": ["cold", "hot"]}},
 }
-SOURCES = {"sft": "chats", "sft-lora": "chats", "distill-chats": "chats", "dpo": "preferences", "dpo-lora": "preferences", "seq2seq": "pairs", "classify": "labelled"}
+SOURCES = {"sft": "chats", "sft-lora": "chats", "distill-chats": "chats", "dpo": "preferences", "dpo-lora": "preferences",
+           "seq2seq": "pairs", "classify": "labelled"}
 
 
 def said(generator: random.Random, most: int = 12) -> str:
