@@ -113,5 +113,5 @@ def test_the_command_exports_the_adapter_of_a_run(adapter: Path, tmp_path: Path,
     assert copy_checked(str(tmp_path / "run"), str(tmp_path / "out"), "peft", overwrite=False) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     assert is_adapter(tmp_path / "out")
-    with pytest.raises(WrongInput, match="has none beside it; train one with model.lora"):
+    with pytest.raises(WrongInput, match=r"has none beside it; train one with model.lora"):
         copy_checked(str(tmp_path / "base"), str(tmp_path / "other"), "peft", overwrite=False)
