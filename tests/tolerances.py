@@ -34,3 +34,5 @@ MERGED_BF16 = 0.0125
 MERGED_COMPUTED_BF16 = 0.03
 # DPO's loss, rewards and gradients (relative, in norm) against TRL's on the same ids, float32.
 TRL = 1e-5
+# Relative difference of rotary frequencies, float32: the same formula with its powers taken in another order.
+FREQUENCIES = 1e-6

@@ -95,10 +95,12 @@ def _identity(plan: Plan, drawing: Blueprint) -> str:
     if _starts_elsewhere(plan, drawing) and plan.origin is not None:
         weights = {"checkpoint": plan.origin.commit["files"]}
     elif drawing.random or drawing.folder is None:
-        weights = {"seed": plan.recipe.seed, "config": drawing.config.to_hf()}
+        weights = {"seed": plan.recipe.seed}
     else:
         weights = {"model": model_hash(drawing.folder)}
-    return fingerprint({**weights, "data": plan.rows.fingerprint, "seq_len": plan.recipe.data.seq_len, "compute": plan.compute})
+    # The configuration beside it: `model.config` may have changed what the weights say.
+    about = {"config": drawing.config.to_hf(), "data": plan.rows.fingerprint, "seq_len": plan.recipe.data.seq_len, "compute": plan.compute}
+    return fingerprint({**weights, **about})
 
 
 def _open(plan: Plan, drawing: Blueprint, mesh: Mesh) -> Model:

@@ -247,7 +247,7 @@ def test_rotary_frequencies_are_transformers(scaling: dict[str, Any], spelling: 
     wanted, amplitude = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs)
     rope = DecoderConfig.from_hf({"model_type": "qwen3", **sizes}).rope
     assert rope.amplitude == pytest.approx(amplitude, rel=tolerances.EXACT)
-    torch.testing.assert_close(inverse_frequencies(rope, 64), wanted, atol=0, rtol=1e-6)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), wanted, atol=0, rtol=tolerances.FREQUENCIES)
 
 
 def test_show_models_lists_every_model_type_and_preset() -> None:

@@ -1,0 +1,102 @@
+"""The reference of preferences: computed once, for the pairs that training comes to, and never taken for another one's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ingot.config.recipe import Recipe
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
+from ingot.train import reference
+from ingot.train.run import train
+from tests import tolerances
+from tests.models.tiny import make_reference
+from tests.ranks import run_ranks
+from tests.small import small_recipe
+
+
+def recipe_of(root: Path, **knobs: Any) -> Recipe:
+    given = {
+        "objective": {"kind": "dpo"}, "data__train": [{"source": str(root / "pairs.jsonl")}], "tokenizer__template": "chatml", "tokenizer__vocab_size": 300,
+        "data__seq_len": 64, "data__validation__fraction": 0.2, "train__steps": 3, "train__evaluate_every": 3, "train__evaluate_rows": 2, **knobs,
+    }
+    return small_recipe(root, **given)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    lines = [{"prompt": f"Which way {number}?", "chosen": "left " * (number % 5 + 1), "rejected": "right"} for number in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = recipe_of(tmp_path)
+    ingest(recipe)
+    prepare(recipe)
+    return tmp_path
+
+
+def tables(recipe: Recipe) -> dict[str, np.ndarray]:
+    return {path.name: np.load(path) for path in sorted(recipe.folder.reference.glob("*.npy"))}
+
+
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which references are opened from now on."""
+    names: list[str] = []
+    original = reference.build_model
+
+    def build(drawing: Any, *arguments: Any, **more: Any) -> Any:
+        names.append(str(drawing.folder))
+        return original(drawing, *arguments, **more)
+
+    monkeypatch.setattr(reference, "build_model", build)
+    return names
+
+
+def test_it_is_computed_once_and_only_where_it_is_needed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(recipe_of(root))
+    first = tables(recipe_of(root))
+    assert len(first) == 2
+    known = {name.partition("-")[0]: int(np.isfinite(table).all(axis=1).sum()) for name, table in first.items()}
+    assert known == {"train": 12, "validation": 2}, "three steps of four pairs, and two held-out ones"
+    names = opened(monkeypatch)
+    train(recipe_of(root), fresh=True)
+    assert not names, "what is known is not computed again"
+    train(recipe_of(root, train__steps=5), fresh=True)
+    assert len(names) == 1, "a longer training needs more of it"
+    longer = tables(recipe_of(root))
+    assert longer.keys() == first.keys()
+    for name, table in first.items():
+        there = np.isfinite(table)
+        assert np.array_equal(longer[name][there], table[there])
+
+
+def test_another_reference_has_a_table_of_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(recipe_of(root))
+    names = opened(monkeypatch)
+    for seed in (1, 2):
+        folder = make_reference(root / f"reference{seed}", seed=seed, vocab_size=300)
+        train(recipe_of(root, objective={"kind": "dpo", "reference": str(folder)}), fresh=True)
+    assert names == [str(root / "reference1"), str(root / "reference2")]
+    assert len(tables(recipe_of(root))) == 6
+    (root / "reference2" / "config.json").write_text((root / "reference2" / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-3'))
+    train(recipe_of(root, objective={"kind": "dpo", "reference": str(root / "reference2")}), fresh=True)
+    assert names[2:] == [str(root / "reference2")], "the same folder with another model in it"
+
+
+def on_ranks(root: str) -> None:
+    train(recipe_of(Path(root), name="shared"))
+
+
+def test_ranks_share_the_work_and_the_table(root: Path) -> None:
+    train(recipe_of(root))
+    shared = recipe_of(root, name="shared")
+    ingest(shared)
+    prepare(shared)
+    run_ranks(2, on_ranks, str(root))
+    alone, together = tables(recipe_of(root)), tables(shared)
+    assert alone.keys() == together.keys()
+    for name, table in alone.items():
+        np.testing.assert_allclose(together[name], table, rtol=tolerances.NLL_FP32)
