@@ -113,6 +113,7 @@ def test_real_pairs_give_trls_numbers(layout: str, test_data: Path, folders: tup
     (batch,) = fixed_batches(rows, range(6), 6)
     made = [make_reference(tmp_path / str(seed), seed=seed, vocab_size=400, max_position_embeddings=256) for seed in (0, 1)]
     theirs = trainer(made[0], made[1], tmp_path, beta=0.1)
+    theirs.model.train()
     wanted = theirs.compute_loss(theirs.model, as_trl(batch))
     table = torch.zeros(len(rows), 2)
     table[:6] = log_probabilities(made[1], batch)
