@@ -74,9 +74,15 @@ def test_any_split_of_the_work_gives_the_same_numbers(way: str, ready: Path, tmp
     assert distance(weights(shared), weights(whole)) < tolerances.SPLIT_WEIGHTS
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_learns_and_resumes_bit_for_bit(way: str, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs = {"train__steps": 24, "train__evaluate_every": 12, "train__optimizer__lr": 0.01, "checkpoint__every": 9}
+@pytest.mark.parametrize(("way", "more"), [
+    *((way, {}) for way in WAYS),
+    # The models of transformers have a dropout of their own.
+    ("seq2seq", {"model__config": {"dropout_rate": 0.2}}), ("classify", {"model__config": {"hidden_dropout_prob": 0.2}}),
+], ids=[*WAYS, "seq2seq-dropout", "classify-dropout"])
+def test_it_learns_and_resumes_bit_for_bit(
+    way: str, more: dict[str, Any], ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = {"train__steps": 24, "train__evaluate_every": 12, "train__optimizer__lr": 0.01, "checkpoint__every": 9, **more}
     whole = apart(ready, tmp_path / "whole", way, **knobs)
     train(whole)
     curve = logged(whole)

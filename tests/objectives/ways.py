@@ -74,7 +74,7 @@ def recipe_of(root: Path, way: str, **knobs: Any) -> Recipe:
         else:
             given["objective"] = {**given["objective"], "teacher": str(root / "runs" / "teacher")}
     if way in ("seq2seq", "classify") and "model__source" not in knobs:
-        given |= {"model__source": str(root / ("t5" if way == "seq2seq" else "bert")), "model__init": "random", "model__config": None}
+        given |= {"model__source": str(root / ("t5" if way == "seq2seq" else "bert")), "model__init": "random", "model__config": knobs.get("model__config")}
     return small_recipe(root, **given)
 
 
