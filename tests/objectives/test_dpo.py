@@ -90,6 +90,10 @@ def test_loss_rewards_and_gradients_are_trls(folders: tuple[Path, Path], tmp_pat
     logged = {name: values[-1] for name, values in theirs._metrics["train"].items()}
     for ours, name in (("chosen", "chosen"), ("rejected", "rejected"), ("accuracy", "accuracies"), ("margin", "margins")):
         assert float(told[f"rewards/{ours}"]) / count == pytest.approx(logged[f"rewards/{name}"], abs=tolerances.TRL), name
+    assert_gradients_equal(model, theirs)
+
+
+def assert_gradients_equal(model: torch.nn.Module, theirs: DPOTrainer) -> None:
     gradients = {name.removeprefix("module."): parameter.grad for name, parameter in theirs.model.named_parameters()}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -117,7 +121,11 @@ def test_real_pairs_give_trls_numbers(layout: str, test_data: Path, folders: tup
     wanted = theirs.compute_loss(theirs.model, as_trl(batch))
     table = torch.zeros(len(rows), 2)
     table[:6] = log_probabilities(made[1], batch)
-    loss, told = forward(load_model(made[0], device=CPU), DPO(0.1, 0.0, table), batch, "fp32", CPU)
+    wanted.backward()
+    model = load_model(made[0], device=CPU).train()
+    loss, told = forward(model, DPO(0.1, 0.0, table), batch, "fp32", CPU)
+    (loss / 6).backward()
+    assert_gradients_equal(model, theirs)
     assert float(loss.detach()) / 6 == pytest.approx(float(wanted.detach()), abs=tolerances.TRL)
     logged = theirs._metrics["train"]
     assert float(told["rewards/chosen"]) / 6 == pytest.approx(logged["rewards/chosen"][-1], abs=tolerances.TRL)
