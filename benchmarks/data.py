@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path, megabytes: float, vocab_size: int) -> Path:
 
 def recipe_over(root: Path, corpus: Path, **knobs: Any) -> Recipe:
     given = {
-        "name": "bench", "output": str(root / "runs"), "data.train": [{"source": str(corpus)}], "data.validation.fraction": 0.02,
+        "name": "bench", "output": str(root / "runs"), "data.train": [{"source": str(corpus)}], "data.validation.fraction": 0.1,
         "tokenizer.source": str(root / "tokenizer"), "train.global_batch": 1, "data.seq_len": 128, **knobs,
     }
     return load_recipe((), [f"{knob}={json.dumps(value)}" for knob, value in given.items()], environ={}, dotenv=None)
@@ -184,18 +184,20 @@ def peak_memory(root: Path, megabytes: float) -> tuple[float, float, float]:
     """Run `ingest` and `prepare` on so much text: seconds, and the peak memory of the largest process and of all together, MB."""
     corpus = write_corpus(root / f"{megabytes:g}.jsonl", megabytes)
     knobs = [f"name=m{megabytes:g}", f"output={root / 'runs'}", f"data.train=[{{source: '{corpus}'}}]", f"tokenizer.source={root / 'tokenizer'}"]
-    empty = root / "empty.yaml"
-    empty.write_text("data: {seq_len: 128}\n", encoding="utf-8")
+    rest = root / "rest.yaml"
+    rest.write_text("data: {seq_len: 128, validation: {fraction: 0.1}}\n", encoding="utf-8")
     largest = together = 0.0
     began = time.monotonic()
     for verb in ("ingest", "prepare"):
-        process = subprocess.Popen([sys.executable, "-m", "ingot", verb, str(empty), *knobs], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with (root / "said.txt").open("w", encoding="utf-8") as said:
+            process = subprocess.Popen([sys.executable, "-m", "ingot", verb, str(rest), *knobs], stdout=subprocess.DEVNULL, stderr=said)
         while process.poll() is None:
             sizes = _memory(process.pid)
             largest, together = max(largest, *sizes, 0), max(together, sum(sizes))
             time.sleep(0.05)
         if process.returncode:
-            raise SystemExit(f"{verb} failed on {megabytes:g} MB")
+            said_last = (root / "said.txt").read_text(encoding="utf-8").strip().rsplit("\n", 1)[-1]
+            raise SystemExit(f"{verb} failed on {megabytes:g} MB: {said_last}")
     corpus.unlink()
     return time.monotonic() - began, largest / MB, together / MB
 

@@ -18,7 +18,9 @@ from ingot.models.decoder import Decoder
 from ingot.models.device import computing_in, resolve_compute
 from ingot.models.generate import Generator, Request
 from ingot.models.initial import initialise
-from ingot.objectives.pretrain import Pretrain
+from ingot.objectives.cross_entropy import CrossEntropy
+from ingot.parallel.apply import Wrapping, working_type
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optim import make_optimizer
 from ingot.train.step import train_step
@@ -45,14 +47,15 @@ def train_ours(name: str, rows: int, seq_len: int) -> Work:
     mesh = stack.__enter__()  # lives as long as the process
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))  # as it was asked: the mesh takes all cores
     model = random_model(name).to(mesh.device).train()
-    optimizer = make_optimizer(AdamW(), model)
+    compute = resolve_compute("auto", mesh.device)
+    masters = Masters(model, mesh, working=working_type(model, mesh, Wrapping(compute=compute)))
+    optimizer = make_optimizer(AdamW(), masters)
     tokens = random_rows(name, rows, seq_len)
     labels = torch.cat((tokens[:, 1:], torch.full((rows, 1), -100)), dim=1)
     batch = Batch(tokens, labels, torch.arange(seq_len).expand(rows, seq_len).contiguous(), torch.ones_like(tokens))
-    compute = resolve_compute("auto", mesh.device)
 
     def work() -> Turn:
-        outcome = train_step(model, Pretrain(), [batch], optimizer, targets=rows * (seq_len - 1), clip_norm=1.0, compute=compute, mesh=mesh)
+        outcome = train_step(model, CrossEntropy(), [batch], masters, optimizer, targets=rows * (seq_len - 1), clip_norm=1.0, compute=compute, mesh=mesh)
         return Turn(rows * seq_len, float(outcome.loss))  # waits for the device
 
     return work

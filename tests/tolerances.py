@@ -36,3 +36,9 @@ MERGED_COMPUTED_BF16 = 0.03
 TRL = 1e-5
 # Relative difference of rotary frequencies, float32: the same formula with its powers taken in another order.
 FREQUENCIES = 1e-6
+# Relative difference, in norm, of attention's output and gradients between rows that ranks share and whole ones, float32: the same sums
+# of a few dozen terms, taken in another order.
+SHARED_ROWS = 1e-6
+# The same in bf16, against float32 on the same rounded inputs: what enters and leaves each product is off by at most 2^-8, and by less
+# than half of that in the mean square; there are a few of them, one after the other.
+SHARED_ROWS_BF16 = 2**-8

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
 from ingot.models.adapter import is_adapter
 from ingot.models.decoder import Decoder
-from ingot.models.folder import CONFIG, LINEAGE, hash_model, model_config, read_lineage, save_weights
-from ingot.models.kinds import Model, base_folder, exported_weights, open_model
+from ingot.models.folder import CONFIG, LINEAGE, hash_model, model_config, read_lineage, stream_weights
+from ingot.models.kinds import Model, base_folder, exported_shapes, exported_weights, open_model
 from ingot.models.meta import is_meta, load_meta
+from ingot.models.tensorfile import Form
 from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -30,11 +32,13 @@ DTYPES: dict[ExportType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.f
 
 
 def export_model(
-    model: Model, tokenizer: Tokenizer, folder: Path, *, export_type: ExportType, lineage: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    model: Model, tokenizer: Tokenizer, folder: Path, *, export_type: ExportType, lineage: Mapping[str, Any], generation: Mapping[str, Any] | None = None,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Write the model folder, all at once, adapters folded in. Returns its `ingot.json`, with `model_hash` in it.
+    """Write the model folder, all at once, adapters folded in, one tensor in memory at a time. Returns its `ingot.json`, with `model_hash` in it.
 
-    `generation` is the source's generation configuration, carried over; None makes one from the tokenizer.
+    `generation` is the source's generation configuration, carried over; None makes one from the tokenizer. `tensors` are the weights of a
+    model on `meta`, in its own order.
     """
     dtype = DTYPES[export_type]
     stop = stop_tokens(tokenizer)
@@ -51,7 +55,7 @@ def export_model(
     else:
         generation = _stopping_at(generation, stop)
     with atomic_folder(folder) as partial:
-        save_weights({name: tensor.to("cpu", dtype) for name, tensor in exported_weights(model)}, partial)
+        stream_weights({name: Form(shape, dtype) for name, shape in exported_shapes(model).items()}, exported_weights(model, tensors), partial)
         _write_json(partial / CONFIG, config)
         _write_json(partial / GENERATION, generation)
         tokenizer.save(partial)

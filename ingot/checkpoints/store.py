@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import disk_errors, fsync_folder, fsync_tree
 from ingot.checkpoints.state import MODEL, make_room, training_tensors
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 
 COMMIT = "COMMIT.json"
@@ -48,7 +50,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def save_checkpoint(checkpoints: Path, step: int, model: nn.Module, optimizer: Optimizer, payload: Mapping[str, Any], mesh: Mesh) -> Path:
+def save_checkpoint(checkpoints: Path, step: int, masters: Masters, optimizer: Optimizer, payload: Mapping[str, Any], mesh: Mesh) -> Path:
     """Write and commit the state after `step` optimizer steps; all ranks call it, it returns on all when it is committed.
 
     `payload` goes into the marker: samples seen, identities, hook states.
@@ -65,14 +67,14 @@ def save_checkpoint(checkpoints: Path, step: int, model: nn.Module, optimizer: O
     with disk_errors(folder):
         try:
             with _alone_is_meant():
-                save(dict(training_tensors(model, optimizer)), checkpoint_id=folder, no_dist=mesh.world == 1)
+                save(dict(training_tensors(masters, optimizer)), checkpoint_id=folder, no_dist=mesh.world == 1)
         except CheckpointException as error:
             raise next((cause for cause, _ in error.failures.values() if isinstance(cause, OSError)), error) from error
     if mesh.is_main:
         with disk_errors(folder):
             fsync_tree(folder)
             files = [entry_of(folder, str(path.relative_to(folder))) for path in sorted(folder.rglob("*")) if path.is_file()]
-            about = {"step": step, "world": mesh.world, "torch": torch.__version__, "ingot": ingot.__version__, "time": time.time()}
+            about = {"step": step, "world": mesh.world, "layout": mesh.degrees.told(), "torch": torch.__version__, "ingot": ingot.__version__, "time": time.time()}
             write_marker(folder, COMMIT, {**about, **payload}, files)
             fsync_folder(checkpoints)
     mesh.barrier()
@@ -106,8 +108,10 @@ def newest_valid(checkpoints: Path) -> Found | None:
     return None
 
 
-def load_checkpoint(found: Found, model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> None:
-    """Fill model and optimizer in place, whatever layout wrote the checkpoint; without an optimizer, the weights alone.
+def load_checkpoint(found: Found, masters: Masters, optimizer: Optimizer | None, mesh: Mesh) -> None:
+    """Fill weights and optimizer in place, whatever layout wrote the checkpoint; without an optimizer, the weights alone.
+
+    Each rank reads its own part. All ranks call it.
 
     Raises:
         Failed: tensors are missing or of another shape; all are named, none is loaded.
@@ -115,20 +119,56 @@ def load_checkpoint(found: Found, model: nn.Module, optimizer: Optimizer | None,
     reader = FileSystemReader(str(found.folder))
     stored = reader.read_metadata().state_dict_metadata
     if optimizer is not None:
-        make_room(model, optimizer, stored)
-    tensors = training_tensors(model, optimizer)
+        make_room(masters, optimizer, stored)
+    tensors = training_tensors(masters, optimizer)
     there = {name: about for name, about in stored.items() if optimizer is not None or name.startswith(MODEL)}
-    wrong = [f"{name} is missing" for name in sorted(tensors.keys() - there.keys())]
-    wrong += [f"{name} is not part of this model" for name in sorted(there.keys() - tensors.keys())]
-    wrong += [
-        f"{name} is {list(size)}, {list(tensors[name].shape)} is wanted"
-        for name, about in sorted(there.items()) if name in tensors and (size := getattr(about, "size", None)) is not None and size != tensors[name].shape
-    ]
-    if wrong:
+    if wrong := _misfits(tensors, there, mesh):
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise Failed(f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more}; use --fresh, or the recipe that wrote it")
     with _alone_is_meant():
         load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)
+    masters.publish()
+
+
+def _misfits(tensors: Mapping[str, Tensor], there: Mapping[str, Any], mesh: Mesh) -> list[str]:
+    """What differs between the tensors of this rank and the stored ones, which all stages of a pipeline together must have."""
+    names = sorted(there)
+    wrong = [f"{name} is missing" for name in sorted(tensors.keys() - there.keys())]
+    wrong += [
+        f"{name} is {list(size)}, {list(tensors[name].shape)} is wanted"
+        for name in names if name in tensors and (size := getattr(there[name], "size", None)) is not None and size != tensors[name].shape
+    ]
+    elsewhere, *holders = mesh.pipeline.agree(len(wrong), *(float(name in tensors) for name in names))
+    unknown = [f"{name} is not part of this model" for name, count in zip(names, holders, strict=True) if not count]
+    # Where only another stage has something to tell, this one stops with it.
+    return [*wrong, *unknown] or ["another stage of the pipeline says what"] * bool(elsewhere)
+
+
+class WholeWeights:
+    """The weights in a checkpoint, each whole, one at a time and for one process alone, whatever layout wrote them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _ReadOnce(str(folder))
+        self._stored = self._reader.read_metadata().state_dict_metadata
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A parameter by its name in the model, in the type it was trained in."""
+        about: Any = self._stored[MODEL + name]
+        tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        with _alone_is_meant():
+            load({MODEL + name: tensor}, storage_reader=self._reader, no_dist=True)
+        return tensor
+
+
+class _ReadOnce(FileSystemReader):
+    """Does not read again what tells where each tensor lies: it grows with tensors times ranks."""
+
+    _kept: Metadata | None = None
+
+    def read_metadata(self, *arguments: Any, **knobs: Any) -> Metadata:
+        if self._kept is None:
+            self._kept = super().read_metadata(*arguments, **knobs)
+        return self._kept
 
 
 @contextlib.contextmanager

@@ -11,10 +11,11 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
 from ingot.config.data import Data, Pack
 from ingot.config.evaluation import ClassificationTask, Evaluate, LossTask, Task
+from ingot.config.layout import Memory, Parallel, Precision
 from ingot.config.objective import Classify, Documents, Objective, Pretrain, documents_of
 from ingot.config.place import GATED, Gate, Launch, Registry, Serve
 from ingot.config.section import Section
-from ingot.config.work import Checkpoint, Model, Parallel, Precision, Tokenizer, Track, Train
+from ingot.config.work import Checkpoint, Model, Tokenizer, Track, Train
 
 PACKS: dict[Documents, tuple[Pack, ...]] = {
     "text": ("cut", "best_fit", "none"), "chat": ("best_fit", "none"), "preference": ("none",), "pair": ("none",), "labelled": ("none",),
@@ -44,6 +45,8 @@ class Recipe(Section):
     """The loop: how long, how large a batch, which optimizer."""
     parallel: Parallel = Parallel()
     """Degrees of the device mesh."""
+    memory: Memory = Memory()
+    """Ways to make a model fit."""
     precision: Precision = Precision()
     """Number formats."""
     checkpoint: Checkpoint = Checkpoint()
@@ -75,7 +78,30 @@ class Recipe(Section):
             raise ValueError("tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a tokenizer")
         if self.data.pack not in ("auto", *PACKS[self.documents]):
             raise ValueError(f"data.pack {self.data.pack} is not for objective.kind {self.objective.kind}; set it to {' or '.join(PACKS[self.documents])}")
+        self._check_parallel()
         return self
+
+    def _check_parallel(self) -> None:
+        """What no mesh can do, whatever the model's sizes."""
+        parallel, lora = self.parallel, self.model.lora
+        beyond = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1}
+        shared = ", ".join(f"parallel.{name}={degree}" for name, degree in beyond.items())
+        if beyond and self.documents in ("pair", "labelled"):
+            raise ValueError(f"{shared}: the models of objective.kind {self.objective.kind} are shared by replicate and shard only; set parallel.shard instead")
+        if parallel.pipeline > 1 and self.objective.kind == "dpo":
+            raise ValueError("parallel.pipeline: the loss of objective.kind dpo needs all of a row at once and cannot be staged; use shard or tensor instead")
+        if parallel.pipeline > 1 and (self.train.sample_every or self.train.evaluate_tasks):
+            knob = "sample_every" if self.train.sample_every else "evaluate_tasks"
+            raise ValueError(f"train.{knob} is not possible with parallel.pipeline, whose ranks hold a part of the model each; remove it and use `ingot evaluate`")
+        if parallel.context > 1 and (self.train.sample_every or self.train.evaluate_tasks):
+            knob = "sample_every" if self.train.sample_every else "evaluate_tasks"
+            raise ValueError(f"train.{knob} is not possible with parallel.context, whose ranks hold a part of each row; remove it and use `ingot evaluate`")
+        if lora is not None and lora.dropout and (parallel.tensor > 1 or parallel.context > 1):
+            raise ValueError(f"model.lora.dropout {lora.dropout} is not possible with parallel.tensor or parallel.context; set it to 0")
+        if self.memory.offload.weights and parallel.shard == 1:
+            raise ValueError("memory.offload.weights is done by sharding; set parallel.shard above 1, or memory.offload.optimizer instead")
+        if self.precision.float8 != "none" and self.documents in ("pair", "labelled"):
+            raise ValueError(f"precision.float8 is for decoders, not for the models of objective.kind {self.objective.kind}; set it to none")
 
     def _check_metrics(self, tasks: list[str]) -> None:
         """What stops training or chooses a checkpoint must be measured while training."""

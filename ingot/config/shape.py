@@ -3,13 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.family import Sizes, sizes
-from ingot.config.work import Parallel, Train
+from ingot.config.layout import Parallel
+from ingot.config.work import Train
+
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""The axes of the device mesh, from the outermost to the innermost: neighbours in `tensor` are neighbours in rank."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks each axis of the mesh has."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.data * self.pipeline * self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Ranks, or groups of them, that take a share of the batch each."""
+        return self.replicate * self.shard
+
+    def told(self) -> str:
+        """`shard 2 x tensor 2`; empty for one process."""
+        return " x ".join(f"{axis} {degree}" for axis, degree in asdict(self).items() if degree > 1)
+
+
+def degrees_of(parallel: Parallel, world: int) -> Degrees:
+    """The mesh of `world` processes, `auto` resolved. Raises WrongInput with what would fit."""
+    given = {axis: value for axis in AXES if (value := getattr(parallel, axis)) != "auto"}
+    if "shard" not in given:
+        given.setdefault("replicate", 1)
+    product = math.prod(given.values())
+    asked = " x ".join(f"parallel.{axis} {value}" for axis, value in given.items() if value > 1) or "parallel.replicate 1"
+    free = next((axis for axis in ("replicate", "shard") if axis not in given), None)
+    if free is None and product != world:
+        raise WrongInput(f"{asked} needs {product} processes, {world} {_are(world)} running; start {product}, or set parallel.replicate to auto")
+    if world % product:
+        more = -(-world // product) * product
+        raise WrongInput(f"{asked} takes {product} processes a copy, which does not divide {world}; start {more} processes, or lower a degree")
+    return Degrees(**given, **({free: world // product} if free else {}))
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 @dataclass(frozen=True)
@@ -19,6 +68,7 @@ class BatchPlan:
     global_batch: int
     micro_batch: int
     world: int
+    """Ranks, or groups of them, that take a share of the batch each."""
 
     @property
     def per_rank(self) -> int:
@@ -29,18 +79,74 @@ class BatchPlan:
         return math.ceil(self.per_rank / self.micro_batch)
 
 
-def batch_plan(train: Train, parallel: Parallel, world: int) -> BatchPlan:
-    """Raises WrongInput, with the numbers, when the batch or the mesh does not divide."""
-    if parallel.replicate not in ("auto", world):
-        raise WrongInput(
-            f"parallel.replicate {parallel.replicate} needs {parallel.replicate} processes, {world} are running; "
-            f"set it to {world} or auto, or start {parallel.replicate} processes"
-        )
-    if train.global_batch % world:
+def batch_plan(train: Train, parallel: Parallel, world: int, found: int = 1) -> BatchPlan:
+    """Raises WrongInput, with the numbers, when the batch or the mesh does not divide.
+
+    `found`: what stands for `train.micro_batch: auto` once it is known.
+    """
+    degrees = degrees_of(parallel, world)
+    data = degrees.data
+    if train.global_batch % data:
         # The nearest divisor; 1 always is one.
-        near = next(n for distance in range(1, world) for n in (world - distance, world + distance) if train.global_batch % n == 0)
-        raise WrongInput(f"train.global_batch {train.global_batch} does not divide over {world} processes; {near} would fit")
-    return BatchPlan(train.global_batch, min(train.micro_batch, train.global_batch // world), world)
+        near = next(n for distance in range(1, data) for n in (data - distance, data + distance) if train.global_batch % n == 0)
+        over = "processes" if data == world else f"{data} shares of the batch ({degrees.told()})"
+        what = f"{world} {over}" if data == world else over
+        raise WrongInput(f"train.global_batch {train.global_batch} does not divide over {what}; {near} would fit")
+    per_rank = train.global_batch // data
+    micro_batch = min(found if train.micro_batch == "auto" else train.micro_batch, per_rank)
+    plan = BatchPlan(train.global_batch, micro_batch, data)
+    if degrees.pipeline > 1:
+        _check_stages(plan, degrees.pipeline, parallel.virtual)
+    return plan
+
+
+def _check_stages(plan: BatchPlan, pipeline: int, virtual: int) -> None:
+    """A pipeline wants micro-batches of one size, and with several stages a rank a number of them that its ranks divide."""
+    if plan.per_rank % plan.micro_batch:
+        near = max(n for n in range(1, plan.micro_batch + 1) if plan.per_rank % n == 0)
+        raise WrongInput(f"train.micro_batch {plan.micro_batch} does not divide the {plan.per_rank} rows of a rank, which a pipeline needs; {near} would fit")
+    if virtual > 1 and plan.micro_steps % pipeline:
+        raise WrongInput(
+            f"parallel.virtual {virtual} wants a multiple of parallel.pipeline {pipeline} micro-batches a step, there are {plan.micro_steps} "
+            f"({plan.per_rank} rows of a rank / train.micro_batch {plan.micro_batch}); change train.global_batch or train.micro_batch"
+        )
+
+
+def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_len: int) -> None:
+    """Whether `world` processes can share a decoder of this configuration, and rows of `seq_len` tokens, as asked.
+
+    Raises:
+        WrongInput: they cannot; says what would fit.
+    """
+    shard = degrees_of(parallel, world).shard
+    read = sizes(config)
+    wanted = [("tensor", parallel.tensor, count, what) for count, what in (
+        (read.heads, "heads"), (read.kv_heads, "key/value heads"), (read.feed_forward, "columns of the feed-forward"))]
+    heads = [(read.heads // parallel.tensor, "heads of a rank"), (read.kv_heads // parallel.tensor, "key/value heads of a rank")]
+    if parallel.context_by == "ulysses":
+        wanted += [("context", parallel.context, count, what) for count, what in heads]
+    for axis, degree, count, what in wanted:
+        if count % degree:
+            fits = [n for n in range(1, count + 1) if count % n == 0]
+            raise WrongInput(f"parallel.{axis} {degree} does not divide the model's {count} {what}; {_some(fits)} would")
+    if parallel.context > 1 and seq_len % (2 * parallel.context):
+        raise WrongInput(f"parallel.context {parallel.context} cuts a row in {2 * parallel.context} pieces, and data.seq_len {seq_len} is no multiple of that; "
+                         f"{seq_len // (2 * parallel.context) * 2 * parallel.context or 2 * parallel.context} would be")
+    pieces = parallel.context * parallel.tensor
+    if parallel.tensor > 1 and parallel.sequence and seq_len % pieces:
+        raise WrongInput(f"parallel.sequence cuts a row in {pieces} pieces, and data.seq_len {seq_len} is no multiple of that; "
+                         f"{seq_len // pieces * pieces or pieces} would be, or set parallel.sequence to false")
+    stages = parallel.pipeline * parallel.virtual
+    if stages > read.layers:
+        raise WrongInput(f"parallel.pipeline {parallel.pipeline} x parallel.virtual {parallel.virtual} makes {stages} stages, the model has only "
+                         f"{read.layers} layers; lower one of the two")
+    if shard > 1 and parallel.tensor > 1 and read.vocab % (parallel.tensor * shard) and read.hidden % shard:
+        raise WrongInput(f"parallel.shard {shard} divides neither the vocabulary of {read.vocab} (with parallel.tensor {parallel.tensor}) nor the width of "
+                         f"{read.hidden}; {_some([n for n in range(1, read.hidden + 1) if read.hidden % n == 0])} would")
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(str(number) for number in numbers[:8]) + (", ..." if len(numbers) > 8 else "")
 
 
 def total_steps(train: Train, rows: int, seq_len: int) -> int:

@@ -1,4 +1,4 @@
-"""The knobs that say what is done: model, tokenizer, training, precision, checkpoints, tracking."""
+"""The knobs that say what is done: model, tokenizer, training, checkpoints, tracking."""
 
 # ruff: noqa: RUF012 (pydantic copies a mutable default for each section)
 
@@ -119,6 +119,21 @@ class EarlyStop(Section):
     `hellaswag/accuracy_norm`."""
 
 
+class Profile(Section):
+    """Which steps are traced with torch's profiler; open the file at https://ui.perfetto.dev or chrome://tracing."""
+
+    begin: Positive = 3
+    """First step that is traced, counted from 1."""
+    end: Positive = 5
+    """Last step that is traced."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Profile:
+        if self.end < self.begin:
+            raise ValueError(f"train.profile ends with step {self.end}, before it begins with step {self.begin}; raise train.profile.end")
+        return self
+
+
 class Train(Section):
     """The loop: how long, how large a batch, which optimizer."""
 
@@ -130,8 +145,8 @@ class Train(Section):
     """Training tokens, rounded up to whole steps."""
     global_batch: Positive = 32
     """Sequences in one optimizer step, over all ranks and micro-batches."""
-    micro_batch: Positive = 8
-    """Sequences that one rank computes at once; changes memory and speed, never the result."""
+    micro_batch: Positive | Literal["auto"] = 8
+    """Sequences that one rank computes at once; changes memory and speed, never the result. `auto`: the most that fit, found by trying."""
     optimizer: Optimizer = AdamW()
     """How weights follow gradients."""
     schedule: Schedule = Schedule()
@@ -157,6 +172,8 @@ class Train(Section):
     """Step that training starts at, for schedule and data order; empty: 0, or that of `start_from`."""
     compile: bool = False
     """Compile the model with torch.compile: slower to start, faster per step on most devices."""
+    profile: Profile | None = None
+    """Write a trace of a few steps to `profile/` in the run folder; null for none."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
@@ -170,30 +187,6 @@ class Train(Section):
         if self.reset_optimizer and self.start_from is None:
             raise ValueError("train.reset_optimizer is about train.start_from; give the run to start from, or remove it")
         return self
-
-
-class Parallel(Section):
-    """Degrees of the device mesh; their product is the number of processes."""
-
-    replicate: Positive | Literal["auto"] = "auto"
-    """Copies of the model that each take a share of the batch (DDP); `auto`: as many as there are processes."""
-    shard: Literal[1] = 1
-    """Ranks that share the weights (FSDP). This version runs data parallel only."""
-    tensor: Literal[1] = 1
-    """Ranks that share each matrix. This version runs data parallel only."""
-    pipeline: Literal[1] = 1
-    """Ranks that share the layers. This version runs data parallel only."""
-    context: Literal[1] = 1
-    """Ranks that share each sequence. This version runs data parallel only."""
-
-
-class Precision(Section):
-    """Number formats. Master weights, their gradients and the optimizer's state are always float32."""
-
-    compute: Literal["auto", "fp32", "bf16"] = "auto"
-    """Format of matrix products in forward and backward; `auto`: bf16 on an accelerator that has it, fp32 on a CPU."""
-    export: Literal["bf16", "fp32"] = "bf16"
-    """Format of the weights in the exported model folder."""
 
 
 class Checkpoint(Section):

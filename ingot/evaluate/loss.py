@@ -19,7 +19,7 @@ from ingot.data.rows import Rows
 from ingot.models.device import Compute, computing_in
 from ingot.models.head import IGNORE
 from ingot.models.kinds import Model
-from ingot.objectives.pretrain import Pretrain
+from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.mesh import Mesh
 
 
@@ -62,7 +62,7 @@ def row_losses(model: Model, batches: Iterable[Batch], compute: Compute = "fp32"
             # A row that is one document needs no mask; decided on the host, where the batch still is.
             packed = bool((batch.segments != batch.segments[:, :1]).any())
             there = batch.to(device, non_blocking=True)
-            values = model(there.tokens, there.positions, there.segments if packed else None, there.labels, Pretrain().token)
+            values = model(there.tokens, there.positions, there.segments if packed else None, there.labels, CrossEntropy().token)
             if before is not None:
                 parts.append(_stretches(*before))
             # Read one batch late, so that the device is at the next one meanwhile.

@@ -16,7 +16,7 @@ from ingot.evaluate.dealing import Floats, together
 from ingot.evaluate.subject import Subject
 from ingot.models.device import computing_in
 from ingot.models.head import IGNORE, TokenFunction
-from ingot.objectives.pretrain import Pretrain
+from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.tokenizers.tokenizer import Tokenizer
 
 
@@ -46,7 +46,7 @@ def sample_sums(subject: Subject, rows: Samples, count: int, title: str) -> Samp
     """
     preference, text = subject.recipe.documents == "preference", subject.recipe.documents != "labelled"
     table = np.zeros((count, 5), np.float64)
-    for batch, values in over_samples(subject, rows, count, title, Pretrain().token):
+    for batch, values in over_samples(subject, rows, count, title, CrossEntropy().token):
         live = batch.rows >= 0
         nats = values.reshape(len(batch.labels), -1).cpu().double().sum(dim=1)
         targets = (batch.labels.reshape(len(batch.labels), -1) != IGNORE).sum(dim=1).double()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+Look = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`: who may look at whom is settled already."""
+Attention = Callable[[Tensor, Tensor | None, Iterable[int | None]], dict[int | None, Look]]
+"""positions and segments `[B, T]`, windows -> how the layers of each window look; made once for all layers."""
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -44,3 +51,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     query may look; None for plain causal attention. Returns `[B, H, T, E]`.
     """
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def dense(positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]) -> dict[int | None, Look]:
+    """Attention where every rank has whole rows."""
+    seen = masks(segments, positions.shape[1], windows, positions.device)
+    return {window: partial(attend, mask=mask) for window, mask in seen.items()}

@@ -17,6 +17,7 @@ from ingot.models.hub import draw_hub, empty_hub, load_hub
 from ingot.models.hub_config import HubConfig, hub_config
 from ingot.models.initial import initialise
 from ingot.models.kinds import TRAINED_ON, Kind, Model
+from ingot.models.placed import give_memory
 from ingot.models.source import source_config, source_folder, starts_random
 
 
@@ -75,10 +76,11 @@ def _of_tokenizer(kind: Kind, values: Mapping[str, object], ids: int, special: M
     return {"vocab_size": ids, **named, **({"decoder_start_token_id": start} if kind == "seq2seq" else {})}
 
 
-def build_model(plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> Model:
-    """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room for them, where a checkpoint follows."""
+def draft_model(plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> Model:
+    """The model before its weights: a decoder on `meta`. Models of transformers have theirs at once; not `filled`: only room for them."""
     if isinstance(plan.config, DecoderConfig):
-        return _decoder(plan, plan.config, seed, device, filled=filled)
+        with torch.device("meta"):
+            return Decoder(plan.config)
     if not filled:
         return empty_hub(plan.config, device)
     if plan.folder is None or plan.random:
@@ -86,13 +88,19 @@ def build_model(plan: Blueprint, seed: int, device: torch.device, *, filled: boo
     return load_hub(plan.config, plan.folder, device=device, dtype=torch.float32, seed=seed)
 
 
-def _decoder(plan: Blueprint, config: DecoderConfig, seed: int, device: torch.device, *, filled: bool) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(config)
-    if filled and plan.folder is not None and not plan.random:
-        load_weights(model, plan.folder, device=device, dtype=torch.float32)
-        return model
-    model.to_empty(device=device)
-    if filled:
+def fill_model(model: Model, plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> None:
+    """Give a drafted model its memory on `device`, and this rank's part of its weights, loaded or drawn; not `filled`: just room for them."""
+    give_memory(model, device)
+    if not isinstance(model, Decoder) or not filled:
+        return
+    if plan.folder is None or plan.random:
         initialise(model, seed)
+    else:
+        load_weights(model, plan.folder)
+
+
+def build_model(plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> Model:
+    """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room for them, where a checkpoint follows."""
+    model = draft_model(plan, seed, device, filled=filled)
+    fill_model(model, plan, seed, device, filled=filled)
     return model

@@ -6,16 +6,18 @@ Shapes: B batch, T time, D model, H query heads, K key/value heads, E head size,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol, cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ingot.models import attention
 from ingot.models.architecture import DecoderConfig
-from ingot.models.attention import attend, masks
-from ingot.models.head import TokenFunction, apply_head
+from ingot.models.attention import Look, attend
+from ingot.models.head import TokenFunction, Vocabulary, apply_head
 from ingot.models.rope import angles, inverse_frequencies, rotate
 
 
@@ -25,6 +27,17 @@ class Cache(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """k, v `[B, K, T, E]` -> keys and values `[B, K, S, E]` and a bool mask `[B, 1, T, S]`."""
         ...
+
+
+Through = Callable[[Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
+"""What comes out of the layers, in their order, when a tensor is handed in."""
+
+
+def in_order(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+    """One layer after the other."""
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 class RMSNorm(nn.Module):
@@ -53,7 +66,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None) -> Tensor:
         batch, time, _ = x.shape
         # The number of heads is read off the tensor: a wrapper may have left this rank a share of them.
         q, k, v = (
@@ -63,9 +76,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v, mask = cache.append(self.layer, k, v)
-        mixed = attend(q, k, v, mask)
+        if look is not None:
+            mixed = look(q, k, v)
+        else:
+            assert cache is not None
+            mixed = attend(q, *cache.append(self.layer, k, v))
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, time, -1))  # [B, T, D]
         return out
 
@@ -95,8 +110,9 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None = None) -> Tensor:
+        """`look` is how this layer attends; None where `cache` says what to attend over."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, look, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -113,10 +129,14 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model.
+    """A causal language model, or one stage of it.
 
     `forward` is the face that training uses: per-token values of an objective, full logits never existing at once.
     Built on any device, `meta` included: nothing is computed from the parameters in the constructor.
+
+    `attention`, `through` and `vocabulary` say how rows, the layers and the head are computed; wrappers put others there, that speak with
+    other ranks or do not keep all that backward needs.
+    Of a stage, only `stage` and the layers that it holds (under their own numbers) are there.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -124,6 +144,10 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.attention: attention.Attention = attention.dense
+        self.through: Through = in_order
+        self.vocabulary = Vocabulary()
+        self.stage = Stage()
 
     @property
     def head_weight(self) -> Tensor:
@@ -131,38 +155,48 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def hidden(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Final hidden states `[B, T, D]`, normed.
+        """Final hidden states `[B, T, D]`, normed; of a stage that is not the last, what the next one goes on from.
 
-        tokens, positions `[B, T]` int64. `segments` `[B, T]` numbers the documents of a packed row, which then do not
-        see each other; None where each row is one document.
+        tokens, positions `[B, T]` int64; a stage that is not the first is given hidden states for tokens. `segments` `[B, T]` numbers
+        the documents of a packed row, which then do not see each other; None where each row is one document.
         """
         # The frequencies are made here rather than kept in a buffer: they cost nothing, and a model on `meta` has none to lose.
         rope = self.config.rope
         cos, sin = angles(positions, inverse_frequencies(rope, self.config.head_dim, positions.device), rope.amplitude)
-        windows = self.config.windows
-        seen = dict.fromkeys(windows) if cache is not None else masks(segments, tokens.shape[1], windows, positions.device)
-        x = self.model.embed_tokens(tokens)
-        for layer in cast("Iterable[Block]", self.model.layers):
-            x = layer(x, cos, sin, seen[layer.window], cache)
-        out: Tensor = self.model.norm(x)
-        return out
+        looks = {} if cache is not None else self.attention(positions, segments, self.config.windows)
+        x = self.model.embed_tokens(tokens) if self.stage.first else tokens
+        layers = cast("Iterable[Block]", self.model.layers.children())
+        x = self.through(x, [partial(layer, cos=cos, sin=sin, look=looks.get(layer.window), cache=cache) for layer in layers])
+        return self.model.norm(x) if self.stage.last else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need them."""
-        return self.project(hidden).float()
+        return self.vocabulary.whole(self.project(self.vocabulary.enter(hidden))).float()
 
     def project(self, hidden: Tensor) -> Tensor:
-        """`[..., D]` -> `[..., V]`: the head, in the type that it computes in."""
-        return functional.linear(hidden, self.head_weight)
+        """`[..., D]` -> `[..., V]`: the head, in the type that it computes in; V is this rank's share of the vocabulary."""
+        return functional.linear(hidden, self.vocabulary.weight(self.head_weight))
 
     def forward(
         self, tokens: Tensor, positions: Tensor, segments: Tensor | None, labels: Tensor, token: TokenFunction, extras: Tensor | None = None
     ) -> Tensor:
-        """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100.
+        """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100. Of a stage that is not the last: hidden states.
 
         `token(view, labels, extras)` is called on chunks of tokens, `extras` `[B, T, ...]` cut as they are; see `ingot.models.head`.
         """
         hidden = self.hidden(tokens, positions, segments)
+        if not self.stage.last:
+            return hidden
         flat = None if extras is None else extras.flatten(0, 1)
-        values = apply_head(hidden.flatten(0, 1), self.project, self.config.vocab_size, labels.flatten(), token, flat)
-        return values.view(labels.shape)
+        hidden = self.vocabulary.enter(hidden)
+        values = apply_head(hidden.flatten(0, 1), self.project, self.config.vocab_size, labels.flatten(), token, flat, self.vocabulary.view)
+        return values.view(labels.shape).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
+
+
+class Stage(NamedTuple):
+    """Which ends of the model are here."""
+
+    first: bool = True
+    """The embedding is looked up."""
+    last: bool = True
+    """The last norm and the head are applied."""

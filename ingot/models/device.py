@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 Compute = Literal["fp32", "bf16"]
 
@@ -76,7 +77,7 @@ def measured_peak(device: torch.device, compute: Compute) -> float:
 
 def backend(device: torch.device) -> str:
     """Collectives: on an accelerator its own for tensors there, and gloo for the few numbers that hosts agree on."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def device_name(device: torch.device) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
@@ -19,6 +18,8 @@ from ingot.config.family import overridden
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.names import misfits
+from ingot.models.placed import box, give_memory, local
+from ingot.models.tensorfile import Form, write_tensors
 
 CONFIG, LINEAGE, INDEX, META = "config.json", "ingot.json", "model.safetensors.index.json", "params.json"
 SHARD_BYTES = 5_000_000_000
@@ -50,27 +51,34 @@ def load_model(
     """
     config = DecoderConfig.from_hf(overridden(model_config(folder), overrides or {}), str(folder / CONFIG))
     with torch.device("meta"):
-        model = Decoder(config)
-    load_weights(model, folder, device=device, dtype=dtype or torch.float32)
+        model = Decoder(config).to(dtype or torch.float32)
+    give_memory(model, device)
+    load_weights(model, folder)
     return model.eval()
 
 
-def load_weights(model: Decoder, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Give a model (on `meta`, say) the weights in `folder`, one tensor at a time."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+@torch.no_grad()
+def load_weights(model: Decoder, folder: Path) -> None:
+    """Fill the parameters of a model from `folder`, one tensor at a time; of spread ones this rank's part is all that is read."""
+    places = {name: parameter for name, parameter in model.named_parameters() if name.rpartition(".")[2] not in ("lora_A", "lora_B")}
+    shapes = {name: tuple(parameter.shape) for name, parameter in places.items()}
     _check_names(shapes, stored_shapes(folder), folder, tied=model.config.tie_word_embeddings)
-    tensors: dict[str, Tensor] = {}
     twin: Tensor | None = None
-    for name, tensor in stored_tensors(folder):
-        if not tensor.is_floating_point():
-            raise WrongInput(f"{folder}: {name} holds {str(tensor.dtype).removeprefix('torch.')}, not weights as they are; give an unquantized model")
-        if name in shapes:
-            tensors[name] = tensor.to(device=device, dtype=dtype)
-        elif name == HEAD:
-            twin = tensor.to(device=device, dtype=dtype)
-    if twin is not None and not torch.equal(twin, tensors[EMBEDDING]):
+    for file in weight_files(folder):
+        with _opened(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
+                place = places[EMBEDDING] if name == HEAD not in places and EMBEDDING in places else places.get(name)
+                if place is None:
+                    continue
+                part = reader.get_slice(name)[box(place)]
+                if not part.is_floating_point():
+                    raise WrongInput(f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not weights as they are; give an unquantized model")
+                if name in places:
+                    local(place).copy_(part)
+                else:
+                    twin = part
+    if twin is not None and not torch.equal(twin.to(places[EMBEDDING].dtype), local(places[EMBEDDING]).cpu()):
         raise WrongInput(f"{folder}: {CONFIG} ties {HEAD} to {EMBEDDING}, but the two differ; set tie_word_embeddings to false")
-    model.load_state_dict(tensors, strict=True, assign=True)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -102,6 +110,16 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def named_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those named, in that order, one at a time."""
+    holding: dict[str, Any] = {}
+    for file in weight_files(folder):
+        reader = _opened(file)
+        holding |= dict.fromkeys(reader.keys(), reader)
+    for name in names:
+        yield name, holding[name].get_tensor(name)
+
+
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors, memory-mapped, one at a time."""
     for file in weight_files(folder):
@@ -125,22 +143,28 @@ def _check_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tupl
 
 
 def save_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """Write tensors as safetensors in Hugging Face's layout: one file, or numbered shards with an index."""
-    shards: list[dict[str, Tensor]] = [{}]
+    """Write tensors as they are, in Hugging Face's layout: one file, or numbered shards with an index."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    return stream_weights({name: Form(tuple(tensor.shape), tensor.dtype) for name, tensor in ordered.items()}, ordered.items(), folder, shard_bytes)
+
+
+def stream_weights(forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """The same for tensors that come one by one, in the order of `forms`, which tells of them ahead; one of them is held at a time."""
+    shards: list[dict[str, Form]] = [{}]
     filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + size > shard_bytes:
+    for name, form in forms.items():
+        if shards[-1] and filled + form.nbytes > shard_bytes:
             shards.append({})
             filled = 0
-        shards[-1][name] = tensor.contiguous()
-        filled += size
+        shards[-1][name] = form
+        filled += form.nbytes
     names = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    coming = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, str(folder / name), metadata={"format": "pt"})
+        write_tensors(folder / name, shard, coming)
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        total = sum(form.nbytes for form in forms.values())
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
     return [folder / name for name in names]
 

@@ -37,8 +37,12 @@ class View:
         return -functional.cross_entropy(self._logits, labels, reduction="none")
 
     def logits(self) -> Tensor:
-        """All of them, float32 `[N, V]`."""
+        """Those that this rank has of them, float32 `[N, V]`; all where the vocabulary is not sharded."""
         return self._logits
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over the whole vocabulary, `[N]`, of `values` `[N, V]` that were made from `logits()`."""
+        return values.sum(dim=-1)
 
 
 class TokenFunction(Protocol):
@@ -54,7 +58,30 @@ Project = Callable[[Tensor], Tensor]
 """Hidden states `[N, D]` -> logits `[N, V]`."""
 
 
-def apply_head(hidden: Tensor, project: Project, vocab_size: int, labels: Tensor, token: TokenFunction, extras: Tensor | None = None) -> Tensor:
+class Vocabulary:
+    """How the head is computed. This is the whole of it on one rank; `ingot.parallel` has one that is shared."""
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Final hidden states as the head wants them: every token, all features."""
+        return hidden
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """The rows of the projection `[V, D]` that are here."""
+        return weight
+
+    def view(self, logits: Tensor) -> View:
+        """Float32 logits of a chunk, to be asked by an objective."""
+        return View(logits)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """`[..., V]` of what is here -> of the whole vocabulary."""
+        return logits
+
+
+def apply_head(
+    hidden: Tensor, project: Project, vocab_size: int, labels: Tensor, token: TokenFunction, extras: Tensor | None = None,
+    view: Callable[[Tensor], View] = View,
+) -> Tensor:
     """Values `[N]` of the tokens whose final hidden states are `hidden` `[N, D]`; 0 where `labels` `[N]` is -100.
 
     A single chunk keeps its logits for backward; of several, each recomputes its own, so that memory does not grow with N.
@@ -62,7 +89,7 @@ def apply_head(hidden: Tensor, project: Project, vocab_size: int, labels: Tensor
 
     def chunk_values(part: Tensor, part_labels: Tensor, part_extras: Tensor | None) -> Tensor:
         target = part_labels != IGNORE
-        values = token(View(project(part).float()), part_labels.clamp_min(0), part_extras)
+        values = token(view(project(part).float()), part_labels.clamp_min(0), part_extras)
         return torch.where(target, values, 0.0)
 
     size = max(1, CHUNK_LOGITS // vocab_size)

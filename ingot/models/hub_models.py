@@ -54,7 +54,7 @@ class Seq2Seq(nn.Module):
         hidden = self.hidden(tokens, segments, labels)
         flat = None if extras is None else extras.flatten(0, 1)
         values = apply_head(hidden.flatten(0, 1), self.project, self.inner.lm_head.out_features, labels.flatten(), token, flat)
-        return values.view(labels.shape)
+        return values.view(labels.shape).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
 
 
 class Encoder(nn.Module):

@@ -10,9 +10,10 @@ import hashlib
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ingot.models.decoder import Decoder
+from ingot.models.placed import box, local
 
 BLOCK_ELEMENTS = 2**22
 _WORDS = 4  # 64-bit words that one Philox counter yields (Salmon et al. 2011)
@@ -36,13 +37,14 @@ def normal_rows(seed: int, name: str, first: int, rows: int, columns: int) -> np
 
 
 def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
-    """Fill a matrix `[rows, columns]` in place, a block of rows at a time."""
-    rows, columns = parameter.shape
-    block = max(1, BLOCK_ELEMENTS // columns)
-    for first in range(0, rows, block):
-        count = min(block, rows - first)
-        values = torch.from_numpy(normal_rows(seed, name, first, count, columns))
-        parameter[first : first + count].copy_(values.mul_(std))
+    """Fill a matrix `[rows, columns]`, or what this rank has of it, in place, a block of rows at a time."""
+    here, (rows, columns) = local(parameter), box(parameter)
+    width = parameter.shape[1]
+    block = max(1, BLOCK_ELEMENTS // width)
+    for first in range(rows.start, rows.stop, block):
+        count = min(block, rows.stop - first)
+        values = torch.from_numpy(normal_rows(seed, name, first, count, width)[:, columns])
+        here[first - rows.start : first - rows.start + count].copy_(values).mul_(std)
 
 
 @torch.no_grad()
@@ -52,4 +54,4 @@ def initialise(model: Decoder, seed: int) -> None:
         if parameter.ndim == 2:
             fill_normal(parameter, seed, name, model.config.initializer_range)
         else:
-            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+            local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)

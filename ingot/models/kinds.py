@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from ingot.models.architecture import SUPPORTED as NATIVE
 from ingot.models.decoder import Decoder
 from ingot.models.hub import Encoder, Seq2Seq, hub_weights, load_hub
 from ingot.models.hub_config import hub_config
-from ingot.models.lora import merged_weights
+from ingot.models.lora import A, B, merged_weights
 
 Kind = Literal["decoder", "seq2seq", "encoder"]
 Model = Decoder | Seq2Seq | Encoder
@@ -86,6 +86,17 @@ def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None
     return model.to(dtype or torch.float32).eval()
 
 
-def exported_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model folder by Hugging Face's name, adapters folded in, one at a time."""
-    return merged_weights(model) if isinstance(model, Decoder) else merged_weights(model, hub_weights(model))
+def exported_weights(model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model folder by Hugging Face's name, adapters folded in, one at a time.
+
+    `tensors`: the weights by those names, in the model's order, where the model is on `meta`.
+    """
+    if tensors is None and not isinstance(model, Decoder):
+        tensors = hub_weights(model)
+    return merged_weights(model, tensors)
+
+
+def exported_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """What `exported_weights` gives, before it is there."""
+    own = model.named_parameters() if isinstance(model, Decoder) else hub_weights(model)
+    return {name: tuple(tensor.shape) for name, tensor in own if name.rpartition(".")[2] not in (A, B)}

@@ -20,6 +20,7 @@ from torch.nn import functional
 from ingot.base.errors import WrongInput
 from ingot.config.work import Lora
 from ingot.models.initial import fill_normal
+from ingot.models.placed import local
 
 META_NAMES = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Meta's names of a Llama's linear layers."""
@@ -116,9 +117,9 @@ class LoRALinear(nn.Linear):
         return (out + functional.linear(low, self.lora_B)).to(out.dtype)
 
     @torch.no_grad()
-    def merged(self) -> Tensor:
-        """The one matrix that does what weight and product do together, float32 `[out, in]`."""
-        return torch.addmm(self.weight.float(), self.lora_B, self.lora_A, alpha=self.scale)
+    def merged(self, weight: Tensor | None = None) -> Tensor:
+        """The one matrix that does what weight (this layer's, or one read elsewhere) and product do together, float32 `[out, in]`."""
+        return torch.addmm((self.weight if weight is None else weight).float(), self.lora_B, self.lora_A, alpha=self.scale)
 
 
 def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
@@ -155,7 +156,7 @@ def draw_adapter(model: nn.Module, seed: int) -> None:
     for name, layer in lora_layers(model).items():
         if not layer.lora_A.is_meta:
             fill_normal(layer.lora_A, seed, f"{name}.{A}", 1 / math.sqrt(3 * layer.in_features))
-            layer.lora_B.zero_()
+            local(layer.lora_B).zero_()
 
 
 def named_by(model: nn.Module) -> nn.Module:
@@ -247,7 +248,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def merged_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model by Hugging Face's names, products folded in (in float32), the small matrices left out; one at a time.
 
-    `tensors`: those to give, such as `hub_weights`; None for all parameters, tied ones once.
+    `tensors`: those to give, such as `hub_weights`, or weights that the model (on `meta`) does not have; None for all parameters, tied ones once.
     """
     layers = lora_layers(model)
     for name, tensor in named_by(model).named_parameters() if tensors is None else tensors:
@@ -255,7 +256,7 @@ def merged_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]] | Non
         if owner not in layers:
             yield name, tensor.detach()
         elif leaf not in (A, B):
-            yield name, layers[owner].merged() if leaf == "weight" else tensor.detach()
+            yield name, layers[owner].merged(tensor) if leaf == "weight" else tensor.detach()
 
 
 @torch.no_grad()

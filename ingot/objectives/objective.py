@@ -14,6 +14,23 @@ AllSum = Callable[[Tensor], Tensor]
 """Adds over the ranks that hold parts of one row."""
 
 
+class RowSharing(Protocol):
+    """How the ranks that share rows share them."""
+
+    @property
+    def world(self) -> int:
+        """Ranks that have a part of each row."""
+        ...
+
+    def share(self, tensor: Tensor, fill: int) -> Tensor:
+        """This rank's part of `[B, T]`, which is filled up with `fill` where it does not divide."""
+        ...
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over these ranks; gradients are summed over them going backward."""
+        ...
+
+
 class Objective(Protocol):
     """Per-token values in, (sum, metrics) out.
 

@@ -1,6 +1,7 @@
-"""Every wrapper, in one order: compile, then DDP.
+"""Every wrapper, in one order: the pipeline's cut, tensors, rows, memory, compile, then what crosses ranks with gradients.
 
-Compile comes first so that DDP's hooks stay outside the graph.
+The cut makes a model of each stage, which is then wrapped as a whole one would be. Tensor parallelism changes what a layer's parameters are, so it comes first. Recomputation is inside of what is compiled, compilation inside of
+what gathers weights, so that hooks stay outside the graph. The model may be on `meta`: nothing here needs a weight.
 """
 
 from __future__ import annotations
@@ -8,18 +9,94 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from ingot.config.layout import Memory, Parallel, Precision
+from ingot.models.decoder import Decoder
+from ingot.models.device import Compute
+from ingot.models.kinds import Model
+from ingot.parallel.context import context_attention
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.pipeline import Pipeline, parts
+from ingot.parallel.recompute import recompute_layers
+from ingot.parallel.shard import shard_weights
+from ingot.parallel.tensor import share_tensors
+
+TYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def apply_wrappers(model: nn.Module, mesh: Mesh, *, compiled: bool) -> nn.Module:
-    """The module to call in training. `model` itself stays the owner of the parameters, under their own names."""
-    if compiled:
+@dataclass(frozen=True)
+class Wrapping:
+    """What of a recipe says how a model is wrapped."""
+
+    parallel: Parallel = Parallel()
+    memory: Memory = Memory()
+    precision: Precision = Precision()
+    compute: Compute = "fp32"
+    compiled: bool = False
+
+
+def apply_wrappers(model: Model, mesh: Mesh, how: Wrapping) -> Model:
+    """Spread the model over the mesh, in place, and return it: of a pipeline this rank's stages. Parameters keep their names.
+
+    What can only be done with weights is `finish_wrapping`'s.
+    """
+    if isinstance(model, Decoder) and mesh.pipeline.world > 1:
+        model = Pipeline(model, mesh, how.parallel, TYPES[how.compute])
+    for part in parts(model):
+        _wrap(part, mesh, how)
+    return model
+
+
+def _wrap(model: nn.Module, mesh: Mesh, how: Wrapping) -> None:
+    """What is done to a model, or to a stage of it."""
+    spread = mesh.weights
+    if isinstance(model, Decoder):
+        if spread is not None and mesh.tensor.world > 1:
+            share_tensors(model, spread["tensor"], sequence=how.parallel.sequence)
+        if mesh.context.world > 1:
+            model.attention = context_attention(how.parallel.context_by, mesh.context.group, mesh.context.rank, mesh.context.world)
+    recompute_layers(model, how.memory.recompute)
+    if how.compiled:
         model.compile()
-    return model if mesh.world == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if spread is not None and _is_sharded(model, mesh, how):
+        native = isinstance(model, Decoder)
+        shard_weights(
+            model, spread["replicate", "shard"], reshard=how.parallel.reshard and how.parallel.schedule != "zero_bubble",
+            compute=TYPES[how.compute] if native else None, reduce=TYPES[how.precision.reduce], offload=how.memory.offload.weights,
+        )
+
+
+def _is_sharded(model: nn.Module, mesh: Mesh, how: Wrapping) -> bool:
+    """Plain copies whose gradients have the type of their weights are DDP's; all else that crosses ranks is FSDP's, with one shard if need be."""
+    if mesh.degrees.shard * mesh.degrees.tensor * mesh.degrees.pipeline > 1:
+        return mesh.replicas.world > 1 or (isinstance(model, Decoder) and how.compute != "fp32")
+    return isinstance(model, Decoder) and (how.compute, how.precision.reduce) != ("fp32", "fp32")
+
+
+def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """The module to call in training; `model` stays the owner of the parameters. DDP looks at the weights, so it comes when they are there."""
+    if mesh.replicas.world == 1 or isinstance(model, FSDPModule | Pipeline):
+        return model
+    return DistributedDataParallel(model, process_group=mesh.replicas.group, gradient_as_bucket_view=True)
+
+
+def working_type(model: Model, mesh: Mesh, how: Wrapping) -> torch.dtype | None:
+    """The type to put weights in that this rank holds whole, so that they need not be turned into it for each product; None to leave them."""
+    if not isinstance(model, Decoder) or how.compute == "fp32" or any(isinstance(part, FSDPModule) for part in parts(model)):
+        return None
+    return TYPES[how.compute]
+
+
+def make_masters(model: Model, mesh: Mesh, how: Wrapping) -> Masters:
+    """What the optimizer changes in place of the model's weights, which have their memory already."""
+    return Masters(model, mesh, working=working_type(model, mesh, how))
 
 
 def sum_factor(module: nn.Module, mesh: Mesh) -> float:
@@ -28,11 +105,18 @@ def sum_factor(module: nn.Module, mesh: Mesh) -> float:
     The step needs sums (a mean of means is wrong where ranks hold unequal numbers of targets), and DDP leaves averages.
     Multiplying back is exact for powers of two. A hook that sums instead would run Python in the threads of the backend.
     """
-    return float(mesh.world) if isinstance(module, DistributedDataParallel) else 1.0
+    return float(mesh.replicas.world) if isinstance(module, DistributedDataParallel) else 1.0
 
 
-def last_micro_batch(module: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-    """Gradients cross ranks with the last micro-batch only; the earlier ones add up locally."""
+def last_micro_batch(module: nn.Module, mesh: Mesh, is_last: bool) -> AbstractContextManager[None]:
+    """Copies of a gradient are summed over ranks with the last micro-batch only; the earlier ones add up locally.
+
+    Where weights are sharded, each micro-batch's gradients are brought to their shards at once: whole, they would not fit.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_last or mesh.degrees.shard > 1)
+        module.set_requires_all_reduce(is_last or mesh.degrees.replicate == 1)
+        module.set_is_last_backward(is_last)
     if isinstance(module, DistributedDataParallel) and not is_last:
         return module.no_sync()
     return contextlib.nullcontext()
@@ -47,3 +131,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what was gathered for this would be taken for the weights of the next step

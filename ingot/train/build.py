@@ -15,12 +15,14 @@ from ingot.checkpoints.store import Found, load_checkpoint
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.models.adapter import load_adapter
-from ingot.models.blueprint import build_model
+from ingot.models.blueprint import Blueprint, draft_model, fill_model
 from ingot.models.folder import model_hash
 from ingot.models.kinds import Model
-from ingot.models.lora import add_lora
-from ingot.parallel.apply import apply_wrappers
+from ingot.models.lora import add_lora, draw_adapter
+from ingot.parallel.apply import apply_wrappers, finish_wrapping, working_type
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.pipeline import twins
 from ingot.train.objective import Objectives, make_objectives
 from ingot.train.optim import make_optimizer
 from ingot.train.plan import Plan
@@ -34,26 +36,36 @@ class Trainee:
     model: Model
     module: nn.Module
     objectives: Objectives
+    masters: Masters
     optimizer: Optimizer
 
 
 def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: Mesh) -> Trainee:
-    """Model, adapter, optimizer, what a checkpoint brings, then the wrappers."""
+    """The model without weights, its adapter, the wrappers, this rank's part of the weights, the optimizer, what a checkpoint brings."""
     recipe = plan.recipe
-    lora = recipe.model.lora
-    # A checkpoint holds what is trained: of a model with an adapter, the adapter alone.
-    model = build_model(plan.drawing, recipe.seed, mesh.device, filled=start is None or lora is not None)
-    if lora is not None:
-        add_lora(model, lora, recipe.seed)
-        if lora.adapter is not None and start is None:
-            load_adapter(model, Path(lora.adapter))
-    optimizer = make_optimizer(recipe.train.optimizer, model)
+    model = wrapped_model(plan, plan.drawing, mesh, filled=start is None or recipe.model.lora is not None)
+    if recipe.model.lora is not None and recipe.model.lora.adapter is not None and start is None:
+        load_adapter(model, Path(recipe.model.lora.adapter))
+    masters = Masters(model, mesh, shared=twins(model), working=working_type(model, mesh, plan.wrapping))
+    optimizer = make_optimizer(recipe.train.optimizer, masters)
     if start is not None:
-        load_checkpoint(start, model, optimizer, mesh)
+        load_checkpoint(start, masters, optimizer, mesh)
     elif plan.origin is not None:
-        load_checkpoint(plan.origin, model, None if recipe.train.reset_optimizer else optimizer, mesh)
-    module = apply_wrappers(model.train(), mesh, compiled=recipe.train.compile)
-    return Trainee(model, module, make_objectives(recipe, plan.teacher, tables, plan.compute, mesh), optimizer)
+        load_checkpoint(plan.origin, masters, None if recipe.train.reset_optimizer else optimizer, mesh)
+    module = finish_wrapping(model.train(), mesh)
+    return Trainee(model, module, make_objectives(recipe, plan.teacher, tables, plan.compute, mesh), masters, optimizer)
+
+
+def wrapped_model(plan: Plan, drawing: Blueprint, mesh: Mesh, *, filled: bool) -> Model:
+    """The model of a blueprint, with the recipe's adapter, spread over the ranks; not `filled`: with just room for its weights."""
+    recipe = plan.recipe
+    model = draft_model(drawing, recipe.seed, mesh.device, filled=filled)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora, recipe.seed)
+    model = apply_wrappers(model, mesh, plan.wrapping)
+    fill_model(model, drawing, recipe.seed, mesh.device, filled=filled)
+    draw_adapter(model, recipe.seed)
+    return model
 
 
 def lineage(plan: Plan, step: int, parameters: int) -> dict[str, Any]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
+from ingot.base.environment import Ranks
 from ingot.base.errors import Failed
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
-from ingot.checkpoints.store import checkpoint_in, load_checkpoint, step_folder
+from ingot.checkpoints.store import WholeWeights, checkpoint_in, load_checkpoint, step_folder
 from ingot.models.adapter import is_adapter, save_adapter
-from ingot.models.folder import LINEAGE, weight_files
+from ingot.models.blueprint import draft_model
+from ingot.models.decoder import Decoder
+from ingot.models.folder import LINEAGE, named_tensors, weight_files
+from ingot.models.kinds import Model, exported_shapes
+from ingot.models.lora import A, B, add_lora, lora_layers
+from ingot.models.placed import is_spread
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import Trainee, lineage
 from ingot.train.plan import Plan
@@ -29,26 +40,59 @@ def take_best(plan: Plan, trainee: Trainee, best: int | None, reached: int, mesh
     if not folder.is_dir():
         raise Failed(f"{folder}, the best checkpoint, is gone; start over with --fresh, or set checkpoint.best=null to export the last one")
     found = mesh.from_main(lambda: checkpoint_in(folder))
-    load_checkpoint(found, trainee.model, None, mesh)
+    load_checkpoint(found, trainee.masters, None, mesh)
     if mesh.is_main:
         say(f"train: step {best:,} was the best by {plan.recipe.checkpoint.best} and is exported")
     return best
 
 
 def export_run(plan: Plan, trainee: Trainee, step: int) -> None:
-    """Write `model/`, and for an adapter `adapter/` beside it."""
+    """Write `model/`, and for an adapter `adapter/` beside it, with the weights of `step`, which is committed. One rank calls it."""
     recipe, run = plan.recipe, plan.recipe.folder
-    size = sum(tensor.numel() for tensor in trainee.model.parameters())
-    about = lineage(plan, step, size)
+    model, tensors = _to_export(plan, trainee, step)
+    about = lineage(plan, step, sum(parameter.numel() for parameter in model.parameters()))
     generation = source_generation(plan.drawing.folder)
-    export_model(trainee.model, plan.tokenizer, run.model, export_type=recipe.precision.export, lineage=about, generation=generation)
+    export_model(model, plan.tokenizer, run.model, export_type=recipe.precision.export, lineage=about, generation=generation, tensors=tensors)
     if recipe.model.lora is not None:
         # A name on the hub is found anywhere, a folder from anywhere on this machine.
         source = recipe.model.source
         base = source if source.startswith("hf:") or plan.drawing.folder is None else str(plan.drawing.folder.resolve())
-        save_adapter(trainee.model, run.adapter, base=base, kind=plan.drawing.kind)
+        save_adapter(model, run.adapter, base=base, kind=plan.drawing.kind)
         told = {"tokenizer": plan.tokenizer.identity(), "template": plan.tokenizer.template_identity, **about}
         write_atomic(run.adapter / LINEAGE, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+
+
+def _to_export(plan: Plan, trainee: Trainee, step: int) -> tuple[Model, Iterable[tuple[str, Tensor]] | None]:
+    """A model and its weights, None where it has them itself.
+
+    A model that is spread over ranks is read back from its checkpoint: a decoder tensor by tensor, so that it is never in memory as a
+    whole; one of transformers, whose names and ties are known to the built model only, is built on this host.
+    """
+    if _is_whole(trainee):
+        trainee.masters.work_in(torch.float32)
+        return trainee.model, None
+    recipe, host = plan.recipe, torch.device("cpu")
+    folder = step_folder(recipe.folder.checkpoints, step)
+    model = draft_model(plan.drawing, recipe.seed, host, filled=True)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora, recipe.seed)
+    if not isinstance(model, Decoder):
+        alone = Mesh(Ranks(), host)
+        load_checkpoint(checkpoint_in(folder), Masters(model, alone), None, alone)
+        return model, None
+    stored, names = WholeWeights(folder), exported_shapes(model)
+    if recipe.model.lora is None or plan.drawing.folder is None:
+        return model, ((name, stored[name]) for name in names)
+    for name, layer in lora_layers(model).items():
+        layer.lora_A, layer.lora_B = (nn.Parameter(stored[f"{name}.{matrix}"]) for matrix in (A, B))
+    return model, named_tensors(plan.drawing.folder, names)
+
+
+def _is_whole(trainee: Trainee) -> bool:
+    """Whether this rank has all of the model, and nothing of it in a smaller type but what has a master."""
+    model = trainee.model
+    rounded = any(parameter.dtype != torch.float32 and not parameter.requires_grad for parameter in model.parameters())
+    return not (is_spread(model) or trainee.masters.mesh.pipeline.world > 1 or rounded)
 
 
 def exported_files(folder: Path) -> list[Path]:

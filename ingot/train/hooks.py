@@ -140,14 +140,19 @@ class EvaluateHook:
 
 
 class SampleHook:
-    """Writes what the model makes of the recipe's prompts, as text, every `every` steps; `complete` is called on rank 0 alone."""
+    """Writes what the model makes of the recipe's prompts, as text, every `every` steps.
 
-    def __init__(self, complete: Callable[[], list[dict[str, str]]], every: int | None, sinks: Sequence[JsonLines | Guarded], mesh: Mesh) -> None:
-        self.complete, self.every, self.sinks, self.mesh = complete, every, sinks, mesh
+    `complete` is called on rank 0 alone, but where the model is spread over ranks: there on all of them, in lockstep.
+    """
+
+    def __init__(
+        self, complete: Callable[[], list[dict[str, str]]], every: int | None, sinks: Sequence[JsonLines | Guarded], mesh: Mesh, *, spread: bool = False
+    ) -> None:
+        self.complete, self.every, self.sinks, self.mesh, self.spread = complete, every, sinks, mesh, spread
 
     def after_step(self, info: StepInfo) -> bool:
         if self.every is not None and info.step % self.every == 0:
-            samples = self.mesh.from_main(self.complete)
+            samples = self.complete() if self.spread else self.mesh.from_main(self.complete)
             for sink in self.sinks:
                 sink.write(info.step, {f"samples/{number}": f"{one['prompt']} -> {one['completion']}" for number, one in enumerate(samples)})
         return False
@@ -177,7 +182,7 @@ class CheckpointHook:
             "samples": step * self.plan.batch.global_batch, "finished": step >= self.plan.last or self.stopper.is_over,
             "identity": self.plan.identity, "watched": self.stopper.state(),
         }
-        save_checkpoint(self.run.checkpoints, step, self.trainee.model, self.trainee.optimizer, payload, self.mesh)
+        save_checkpoint(self.run.checkpoints, step, self.trainee.masters, self.trainee.optimizer, payload, self.mesh)
         self.saved = step
         if self.mesh.is_main:
             retain(self.run.checkpoints, self.plan.recipe.checkpoint.keep, self.stopper.best_step)

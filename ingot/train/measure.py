@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch.distributed.fsdp import FSDPModule
+
+from ingot.base.environment import Ranks
 from ingot.evaluate.held_out import held_out_objective
 from ingot.evaluate.samples import complete
 from ingot.evaluate.subject import Subject
@@ -19,7 +22,12 @@ from ingot.train.watch import Measured
 def subject_of(plan: Plan, trainee: Trainee, mesh: Mesh) -> Subject:
     """The model in training as evaluation sees it."""
     eos = frozenset(stop_tokens(plan.tokenizer))
-    return Subject(plan.recipe, trainee.model, plan.drawing.kind, plan.tokenizer, eos, plan.compute, mesh, "the model in training", quiet=True)
+    return Subject(plan.recipe, trainee.model, plan.drawing.kind, plan.tokenizer, eos, plan.compute, _dealt_over(trainee, mesh), "the model in training", quiet=True)
+
+
+def _dealt_over(trainee: Trainee, mesh: Mesh) -> Mesh:
+    """The ranks that items are dealt over. Where weights are gathered for each use, all ranks must use them equally often, so each does all."""
+    return Mesh(Ranks(), mesh.device) if isinstance(trainee.model, FSDPModule) else mesh.data
 
 
 def measuring(plan: Plan, trainee: Trainee, mesh: Mesh) -> Callable[[], dict[str, Measured]]:

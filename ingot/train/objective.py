@@ -17,10 +17,10 @@ from ingot.models.decoder import Decoder
 from ingot.models.device import Compute
 from ingot.models.folder import load_model, model_config
 from ingot.models.source import named_folder
+from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.distill import Distill
 from ingot.objectives.dpo import DPO
 from ingot.objectives.objective import Objective
-from ingot.objectives.pretrain import Pretrain
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.templates import with_template
@@ -79,7 +79,7 @@ def make_objectives(recipe: Recipe, teacher: Path | None, tables: tuple[Tensor, 
         assert teacher is not None
         distill = Distill(_frozen(teacher, compute, mesh), asked.temperature, asked.alpha)
         return Objectives(distill, distill)
-    return Objectives(Pretrain(asked.kind), Pretrain(asked.kind))
+    return Objectives(CrossEntropy(asked.kind), CrossEntropy(asked.kind))
 
 
 def _frozen(folder: Path, compute: Compute, mesh: Mesh) -> Decoder:

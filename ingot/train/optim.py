@@ -1,17 +1,18 @@
-"""Optimizers over the parameters of a model: which weights decay, and the fused kernels."""
+"""Optimizers over the masters of a model: which weights decay, and the fused kernels."""
 
 from __future__ import annotations
 
-from torch import nn, optim
+from torch import optim
 
 from ingot.config.work import SGD, AdamW
+from ingot.parallel.masters import Masters
 
 
-def make_optimizer(knobs: AdamW | SGD, model: nn.Module) -> optim.Optimizer:
+def make_optimizer(knobs: AdamW | SGD, masters: Masters) -> optim.Optimizer:
     """Matrices decay, vectors (norms, biases) do not. Fused, so that a non-finite step can be skipped on the device."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    trained = [master.tensor for master in masters]
+    matrices = [tensor for tensor in trained if tensor.ndim >= 2]
+    vectors = [tensor for tensor in trained if tensor.ndim < 2]
     groups = [{"params": matrices, "weight_decay": knobs.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if isinstance(knobs, AdamW):

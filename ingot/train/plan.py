@@ -10,12 +10,13 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import Found, checkpoint_in
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
-from ingot.config.shape import BatchPlan, batch_plan, total_steps
+from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
 from ingot.data.manifest import prepared_for
 from ingot.data.rows import Rows, open_rows
 from ingot.data.samples import Samples
 from ingot.models.blueprint import Blueprint, blueprint
 from ingot.models.device import Compute, resolve_compute
+from ingot.parallel.apply import Wrapping
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -43,6 +44,12 @@ class Plan:
     identity: dict[str, Any]
 
     @property
+    def wrapping(self) -> Wrapping:
+        """How the model is spread and run."""
+        recipe = self.recipe
+        return Wrapping(recipe.parallel, recipe.memory, recipe.precision, self.compute, recipe.train.compile)
+
+    @property
     def tokens_per_sample(self) -> int:
         """Positions that one sample takes, padding included."""
         data = self.recipe.data
@@ -58,6 +65,8 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     drawing = blueprint(recipe, tokenizer.vocab_size, asdict(tokenizer.special), least=0 if teacher is None else teacher_vocabulary(teacher))
     if teacher is not None:
         check_teacher(teacher, drawing, recipe)
+    if drawing.kind == "decoder":
+        check_layout(recipe.parallel, mesh.world, drawing.config.to_hf(), data.seq_len)
     prepared = prepared_for(recipe)
     if tokenizer.identity() != prepared.tokenizer:
         what = "chat template" if tokenizer.template_identity != prepared.template else "vocabulary or special tokens"

@@ -27,8 +27,9 @@ from ingot.models.device import computing_in
 from ingot.models.folder import model_config, model_hash
 from ingot.models.kinds import Model
 from ingot.models.source import named_folder
+from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.dpo import answer_log_probabilities
-from ingot.objectives.pretrain import Pretrain
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.plan import Plan
 
@@ -106,7 +107,7 @@ def _identity(plan: Plan, drawing: Blueprint) -> str:
 def _open(plan: Plan, drawing: Blueprint, mesh: Mesh) -> Model:
     model = build_model(drawing, plan.recipe.seed, mesh.device, filled=True)
     if _starts_elsewhere(plan, drawing) and plan.origin is not None:
-        load_checkpoint(plan.origin, model, None, mesh)
+        load_checkpoint(plan.origin, Masters(model, mesh), None, mesh)
     return model.eval().requires_grad_(False)
 
 
@@ -122,7 +123,7 @@ def _table(rows: Rows | Samples, wanted: npt.NDArray[np.int64], path: Path, plan
     with torch.no_grad(), computing_in(plan.compute, mesh.device), Progress("reference", len(mine), "pairs", quiet=not mesh.is_main) as progress:
         for batch in fixed_batches(rows, mine.tolist(), plan.batch.micro_batch):
             there = batch.to(mesh.device)
-            values = -model(there.tokens, there.positions, there.segments, there.labels, Pretrain().token)
+            values = -model(there.tokens, there.positions, there.segments, there.labels, CrossEntropy().token)
             live = batch.rows >= 0
             found[batch.rows[live]] = answer_log_probabilities(values.float(), lambda part: part).cpu()[live].double()
             done += int(live.sum())

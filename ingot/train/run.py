@@ -19,6 +19,7 @@ from ingot.data.loader import Loader
 from ingot.data.order import Order
 from ingot.models.device import device_name, peak_flops
 from ingot.models.folder import model_hash
+from ingot.models.placed import is_spread
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.build import Trainee, build_trainee, open_sinks
 from ingot.train.dropout import seed_dropout
@@ -46,14 +47,14 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
     run = recipe.folder
     with ExitStack() as closing:
         signals = closing.enter_context(StopSignals())
-        mesh = closing.enter_context(running_mesh())
+        mesh = closing.enter_context(running_mesh(recipe.parallel))
         plan = plan_run(recipe, mesh)
         start = mesh.from_main(lambda: find_start(run, plan.identity, fresh=fresh))
         first = start.step if start else plan.begin
         tell = _teller(recipe, mesh)
         tables = reference_tables(plan, mesh)
         trainee = build_trainee(plan, start, tables, mesh)
-        loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights, recipe.data.skip), plan.batch, mesh.rank)
+        loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights, recipe.data.skip), plan.batch, mesh.data.rank)
         closing.callback(loader.close)
 
         sinks = open_sinks(recipe, run, mesh, first, fingerprint(plan.identity))
@@ -62,7 +63,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         evaluation = _evaluation(plan, trainee, sinks, mesh)
         if start is not None:
             evaluation.restore(start.commit["watched"])
-        samples = SampleHook(lambda: sample_texts(plan, trainee, mesh), recipe.train.sample_every, sinks, mesh)
+        samples = SampleHook(lambda: sample_texts(plan, trainee, mesh), recipe.train.sample_every, sinks, mesh, spread=is_spread(trainee.model))
         checkpoint = CheckpointHook(trainee, plan, run, evaluation, tell, mesh, first)
         # Evaluation comes before saving, so that a checkpoint knows what was found at its own step.
         hooks: list[Hook] = [evaluation, samples, log, checkpoint]
@@ -72,7 +73,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         def fetch(step: int) -> Work:
             began = time.monotonic()
             batches = loader.step(step)
-            targets, asked = mesh.agree(sum(trainee.objectives.training.targets(batch) for batch in batches), float(signals.signum != 0))
+            targets, asked = _agreed(mesh, sum(trainee.objectives.training.targets(batch) for batch in batches), signals.signum != 0)
             if not targets:
                 raise WrongInput(f"step {step + 1:,} has not one target in its {plan.batch.global_batch} rows; run `ingot show mask` on the recipe")
             return Work(batches, int(targets), (signals.signum or signal.SIGTERM) if asked else 0, began)
@@ -97,13 +98,20 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         return _outcome(recipe, first, reached, chosen, seconds)
 
 
+def _agreed(mesh: Mesh, targets: int, asked: bool) -> tuple[float, float]:
+    """Targets of the global batch, each counted once, and whether any rank was asked to stop; the same on all ranks."""
+    alike = mesh.world / mesh.data.world  # ranks that have the same rows
+    total, stop = mesh.agree(targets, float(asked))
+    return total / alike, stop
+
+
 def _step(step: int, work: Work, plan: Plan, trainee: Trainee, mesh: Mesh) -> StepInfo:
     """Optimizer step `step` (from 0)."""
     knobs = plan.recipe.train
     lr = learning_rate(knobs.schedule, knobs.optimizer.lr, step, plan.last)
     set_learning_rate(trainee.optimizer, lr)
     outcome = train_step(
-        trainee.module, trainee.objectives.training, work.batches, trainee.optimizer, targets=work.targets, clip_norm=knobs.clip_norm,
+        trainee.module, trainee.objectives.training, work.batches, trainee.masters, trainee.optimizer, targets=work.targets, clip_norm=knobs.clip_norm,
         compute=plan.compute, mesh=mesh, before=lambda index, batch: seed_dropout(trainee.model, plan.recipe.seed, step, index, batch, mesh),
     )
     tokens = knobs.global_batch * plan.tokens_per_sample

@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ingot.data.loader import Batch
 from ingot.models.device import Compute
 from ingot.objectives.forward import forward
 from ingot.objectives.objective import Objective
+from ingot.objectives.staged import StagedBatches
 from ingot.parallel.apply import last_micro_batch, sum_factor
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.pipeline import Pipeline
+from ingot.parallel.sharing import row_sharing
 
 
 @dataclass(frozen=True)
@@ -37,33 +40,48 @@ class StepOutcome:
 
 
 def train_step(
-    module: nn.Module, objective: Objective, batches: Sequence[Batch], optimizer: Optimizer, *,
+    module: nn.Module, objective: Objective, batches: Sequence[Batch], masters: Masters, optimizer: Optimizer, *,
     targets: int, clip_norm: float | None, compute: Compute, mesh: Mesh, before: Callable[[int, Batch], None] = lambda index, batch: None,
 ) -> StepOutcome:
     """Take one step over `batches`, this rank's micro-batches; `targets` counts the whole global batch, all ranks.
 
     `before` hears the number of each micro-batch before it is computed: dropout is seeded there.
     """
-    total = torch.zeros((), device=mesh.device)
-    told: dict[str, Tensor] = {}
-    for index, batch in enumerate(batches):
-        before(index, batch)
-        with last_micro_batch(module, is_last=index == len(batches) - 1):
-            loss_sum, metrics = forward(module, objective, batch, compute, mesh.device)
-            loss_sum.backward()
-            total += loss_sum.detach()
-            told = {name: told.get(name, 0.0) + value for name, value in metrics.items()}
-    loss, *means = (mesh.all_sum(torch.stack([total, *told.values()])) / targets).unbind()
-    grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    total, told = _backward(module, objective, batches, masters, compute, mesh, before)
+    loss, *means = (mesh.losses.all_sum(torch.stack([total, *told.values()])) / targets).unbind()
+    masters.collect()
     per_target = sum_factor(module, mesh) / targets
-    norm = get_total_norm(grads) * per_target
+    norm = masters.norm() * per_target
     skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
     scale = torch.full_like(norm, per_target)
     if clip_norm is not None:
         scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, scale)
+    if gradients := masters.gradients:  # a stage may have nothing that is trained
+        torch._foreach_mul_(gradients, scale)
     # Fused kernels leave weights and state alone where this is 1; nothing waits for the device.
     optimizer.grad_scale, optimizer.found_inf = None, skipped  # type: ignore[attr-defined]
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    masters.publish()
     return StepOutcome(loss, norm, skipped, dict(zip(told, means, strict=True)))
+
+
+def _backward(
+    module: nn.Module, objective: Objective, batches: Sequence[Batch], masters: Masters, compute: Compute, mesh: Mesh, before: Callable[[int, Batch], None]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sums of loss and metrics over this rank's micro-batches; their gradients are left with the parameters."""
+    if isinstance(module, Pipeline):
+        work = StagedBatches(objective, batches, compute, mesh.device, row_sharing(mesh), before)
+        module.run(work, backward=True)
+        return work.sums()
+    total = torch.zeros((), device=mesh.device)
+    told: dict[str, Tensor] = {}
+    sharing = row_sharing(mesh)
+    for index, batch in enumerate(batches):
+        before(index, batch)
+        with last_micro_batch(module, mesh, is_last=index == len(batches) - 1):
+            loss_sum, metrics = forward(module, objective, batch, compute, mesh.device, sharing)
+            loss_sum.backward()
+        masters.accumulate()
+        total += loss_sum.detach()
+        told = {name: told.get(name, 0.0) + value for name, value in metrics.items()}
+    return total, told

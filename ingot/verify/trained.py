@@ -15,11 +15,13 @@ from ingot.base.markers import problems, read_marker
 from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.store import COMMIT, Found, committed, load_checkpoint, step_folder
 from ingot.config.identity import changes
+from ingot.config.layout import Parallel
 from ingot.config.recipe import Recipe
 from ingot.models.blueprint import build_model
 from ingot.models.folder import CONFIG, LINEAGE, read_lineage
 from ingot.models.kinds import Model
 from ingot.models.lora import adapter_parameters, add_lora
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.plan import Plan, plan_run
 from ingot.verify.logits import HeldOut, held_out, ours
@@ -71,7 +73,7 @@ def open_export(recipe: Recipe) -> Export:
     if missing := [key for key in TOLD if key not in lineage]:
         raise WrongInput(f"{run.model / LINEAGE} lacks {', '.join(missing)}, so it is not what training wrote; {AGAIN}")
     # One process rebuilds it, however many trained it.
-    alone = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"replicate": "auto"})})
+    alone = recipe.model_copy(update={"parallel": Parallel()})
     plan = plan_run(alone, alone_on_cpu())
     found, gone = _checkpoint(recipe, int(lineage["step"]))
     if found is not None:
@@ -129,7 +131,7 @@ def rebuild(export: Export) -> Trained:
     model = build_model(plan.drawing, plan.recipe.seed, CPU, filled=lora is not None)
     if lora is not None:
         add_lora(model, lora, plan.recipe.seed)
-    load_checkpoint(export.found, model, None, alone_on_cpu())
+    load_checkpoint(export.found, Masters(model, alone_on_cpu()), None, alone_on_cpu())
     unrounded = ours(model.eval(), export.held)
     adapter = {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()} if lora is not None else {}
     compared = compare_weights(model, export.recipe.folder.model, export.dtype)

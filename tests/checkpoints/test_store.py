@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ingot.base.environment import Ranks
 from ingot.base.errors import Failed
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import COMMIT, committed, load_checkpoint, newest_valid, retain, save_checkpoint, step_folder
@@ -18,7 +19,8 @@ from ingot.config.work import SGD, AdamW
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.initial import initialise
-from ingot.parallel.mesh import running_mesh
+from ingot.parallel.masters import Masters
+from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optim import make_optimizer
 from tests.ranks import run_ranks
 
@@ -28,35 +30,36 @@ CONFIG = {
 }
 
 
-def trained(seed: int, kind: str = "adamw", tied: bool = False) -> tuple[Decoder, torch.optim.Optimizer]:
+def trained(seed: int, kind: str = "adamw", tied: bool = False) -> tuple[Masters, torch.optim.Optimizer]:
     """A model whose optimizer has state, as after a few steps; gradients are made up."""
     model = Decoder(DecoderConfig.from_hf({**CONFIG, "tie_word_embeddings": tied}))
     initialise(model, seed)
-    optimizer = make_optimizer(AdamW(lr=1e-2) if kind == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), model)
+    masters = Masters(model, Mesh(Ranks(), torch.device("cpu")))
+    optimizer = make_optimizer(AdamW(lr=1e-2) if kind == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), masters)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(3):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
-    return model, optimizer
+    return masters, optimizer
 
 
 def save(folder: Path, step: int, seed: int = 0, **kinds: Any) -> dict[str, torch.Tensor]:
     with running_mesh() as mesh:
-        model, optimizer = trained(seed, **kinds)
-        save_checkpoint(folder, step, model, optimizer, {"samples": step}, mesh)
-        return {name: tensor.clone() for name, tensor in training_tensors(model, optimizer).items()}
+        masters, optimizer = trained(seed, **kinds)
+        save_checkpoint(folder, step, masters, optimizer, {"samples": step}, mesh)
+        return {name: tensor.clone() for name, tensor in training_tensors(masters, optimizer).items()}
 
 
 def load(folder: Path, **kinds: Any) -> dict[str, torch.Tensor]:
     """Into a fresh model with other weights and an optimizer without state."""
     with running_mesh() as mesh:
-        model, _ = trained(99, **kinds)
-        optimizer = make_optimizer(AdamW(lr=1e-2) if kinds.get("kind", "adamw") == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), model)
+        masters, _ = trained(99, **kinds)
+        optimizer = make_optimizer(AdamW(lr=1e-2) if kinds.get("kind", "adamw") == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), masters)
         found = newest_valid(folder)
         assert found is not None
-        load_checkpoint(found, model, optimizer, mesh)
-        return training_tensors(model, optimizer)
+        load_checkpoint(found, masters, optimizer, mesh)
+        return training_tensors(masters, optimizer)
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

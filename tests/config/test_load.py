@@ -53,7 +53,11 @@ BAD = {
         "precision: {compute: fp8}",
         "r.yaml:5: `precision.compute` is 'fp8'; it should be 'auto', 'fp32' or 'bf16' (see `ingot explain precision.compute`)",
     ),
-    "not of this version": ("parallel: {tensor: 2}", "r.yaml:5: `parallel.tensor` is 2; it should be 1 (see `ingot explain parallel.tensor`)"),
+    "not one of them either": (
+        "parallel: {schedule: 2f2b}",
+        "r.yaml:5: `parallel.schedule` is '2f2b'; it should be 'auto', 'gpipe', '1f1b', 'interleaved' or 'zero_bubble' "
+        "(see `ingot explain parallel.schedule`)",
+    ),
     "two types, neither": (
         "parallel: {replicate: x}",
         "r.yaml:5: `parallel.replicate` is 'x'; it should be a valid integer, or be 'auto' (see `ingot explain parallel.replicate`)",

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ingot.base.errors import WrongInput
 from ingot.config.presets import PRESETS, preset
 from ingot.config.shape import batch_plan, flops_per_token, parameter_count, total_steps
-from ingot.config.work import Parallel, Train
+from ingot.config.layout import Parallel
+from ingot.config.work import Train
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from tests import tolerances
@@ -123,7 +124,7 @@ def test_a_batch_is_dealt_whole_or_refused_with_a_number_that_fits(global_batch:
 
 def test_another_number_of_processes_than_asked_for_is_refused() -> None:
     assert batch_plan(Train(), Parallel(replicate=2), 2).world == 2
-    with pytest.raises(WrongInput, match=r"parallel.replicate 4 needs 4 processes, 2 are running; set it to 2 or auto, or start 4"):
+    with pytest.raises(WrongInput, match=r"parallel.replicate 4 needs 4 processes, 2 are running; start 4, or set parallel.replicate to auto"):
         batch_plan(Train(), Parallel(replicate=4), 2)
 
 

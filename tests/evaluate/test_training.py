@@ -16,8 +16,8 @@ from ingot.evaluate.loss import mean_loss
 from ingot.evaluate.samples import complete
 from ingot.evaluate.tasks import open_task
 from ingot.evaluate.training import Found, Watch
-from ingot.objectives.pretrain import Pretrain
-from ingot.parallel.apply import apply_wrappers, evaluating
+from ingot.objectives.cross_entropy import CrossEntropy
+from ingot.parallel.apply import evaluating, finish_wrapping
 from ingot.parallel.mesh import running_mesh
 from tests import tolerances
 from tests.evaluate.kinds import prepared
@@ -30,7 +30,7 @@ def watched(recipe: Recipe, names: list[str]) -> Found:
     with running_mesh() as mesh:
         subject = subject_in(recipe.folder.model, recipe, mesh)
         subject.model.train()
-        apply_wrappers(subject.model, mesh, compiled=False)
+        finish_wrapping(subject.model, mesh)
         watch = Watch(subject, names)
         with evaluating(subject.model):
             first, second = watch(), watch()
@@ -68,7 +68,7 @@ def objective_of(recipe: Recipe, count: int) -> dict[str, float]:
     rows = open_rows(recipe.folder.columns, "validation", recipe.data.seq_len, pack=recipe.pack_held_out, pad_last=True, target_len=recipe.data.target_len)
     with running_mesh() as mesh:
         model = subject_in(recipe.folder.model, recipe, mesh).model
-        return held_out_objective(model, Pretrain(), rows, count, 2, "fp32", mesh)
+        return held_out_objective(model, CrossEntropy(), rows, count, 2, "fp32", mesh)
 
 
 def test_the_objective_on_held_out_rows(root: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ingot.checkpoints.export import copy_model
 from ingot.models.folder import hash_model, load_model
-from ingot.objectives.pretrain import Pretrain
+from ingot.objectives.cross_entropy import CrossEntropy
 from tests import tolerances
 
 pytestmark = [pytest.mark.xdist_group("smollm2"), pytest.mark.timeout(900)]
@@ -34,7 +34,7 @@ def test_logits_and_loss_on_real_text(smollm2: Path, test_data: Path) -> None:
         with torch.no_grad():
             reference = theirs(tokens, labels=tokens)
             mine = ours.logits(ours.hidden(tokens, positions))
-            values = ours(tokens, positions, None, labels, Pretrain().token)
+            values = ours(tokens, positions, None, labels, CrossEntropy().token)
         torch.testing.assert_close(mine, reference.logits, atol=tolerances.LOGITS_FP32, rtol=0)
         assert float(values.sum() / (labels != -100).sum()) == pytest.approx(float(reference.loss), rel=tolerances.LOSS_FP32)
 

@@ -16,9 +16,9 @@ from ingot.data.loader import Batch, fixed_batches
 from ingot.data.prepare import prepare
 from ingot.data.rows import open_rows
 from ingot.models.folder import load_model
+from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.dpo import DPO, answer_log_probabilities
 from ingot.objectives.forward import forward
-from ingot.objectives.pretrain import Pretrain
 from tests import tolerances
 from tests.models.tiny import make_reference
 from tests.small import small_recipe
@@ -65,7 +65,7 @@ def trainer(folder: Path, reference: Path, tmp_path: Path, **knobs: Any) -> DPOT
 def log_probabilities(folder: Path, batch: Batch) -> torch.Tensor:
     model = load_model(folder, device=CPU)
     with torch.no_grad():
-        return answer_log_probabilities(-model(batch.tokens, batch.positions, batch.segments, batch.labels, Pretrain().token), lambda part: part)
+        return answer_log_probabilities(-model(batch.tokens, batch.positions, batch.segments, batch.labels, CrossEntropy().token), lambda part: part)
 
 
 @pytest.fixture(scope="module")

@@ -12,23 +12,17 @@ from typing import Any
 import pytest
 
 from ingot.base.evaluation import EvaluationReport, read_report
-from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.evaluate.rouge import first_line
 from ingot.evaluate.run import evaluate
 from ingot.serve.predict import predict
 from ingot.train.run import train
-from tests.house.source import PROJECT
+from tests.train.shipped import shipped
 
 FEW = {"train.epochs": "null", "track.every": 10, "track.tensorboard": False, "track.gpu": False, "data.engine.workers": 1, "checkpoint.best": "null",
        "train.early_stop": "null", "train.evaluate_tasks": [], "train.evaluate_every": "null", "evaluate.base": False}
-
-
-def shipped(file: str, root: Path, **knobs: Any) -> Recipe:
-    """A recipe of the project with a few knobs changed, `__` for dots."""
-    values = {**FEW, "output": str(root / "runs"), **{key.replace("__", "."): value for key, value in knobs.items()}}
-    return load_recipe([PROJECT / "recipes" / file], [f"{key}={value}" for key, value in values.items()], environ={}, dotenv=None)
 
 
 def measured(recipe: Recipe) -> EvaluationReport:
@@ -52,7 +46,7 @@ def minilm() -> Path:
 def sentiment(root: Path, minilm: Path, test_data: Path, **knobs: Any) -> Recipe:
     tables = {split: [{"source": str(test_data / "sst2" / f"{split}.tsv"), "names": ["text", "label"]}] for split in ("train", "test")}
     return shipped(
-        "roberta_large.yaml", root, model__source=minilm, data__train=tables["train"], data__validation=tables["test"], data__seq_len=64,
+        "roberta_large.yaml", root, FEW, model__source=minilm, data__train=tables["train"], data__validation=tables["test"], data__seq_len=64,
         train__optimizer__lr=2e-4, **knobs,
     )
 
@@ -84,7 +78,7 @@ def test_a_t5_learns_to_name_emails(test_data: Path, tmp_path: Path) -> None:
     (tmp_path / "emails.jsonl").write_text("".join(json.dumps(email) + "\n" for email in emails))
     columns = {"source": "email_body", "target": "subject_line"}
     recipe = shipped(
-        "t5_small.yaml", tmp_path, model__source="preset:t5-mini", model__config=TINY_T5, tokenizer__source="train", tokenizer__vocab_size=1000,
+        "t5_small.yaml", tmp_path, FEW, model__source="preset:t5-mini", model__config=TINY_T5, tokenizer__source="train", tokenizer__vocab_size=1000,
         data__train=[{"source": str(tmp_path / "emails.jsonl"), "columns": columns}], data__validation="{fraction: 0.1}", data__seq_len=64,
         data__target_len=16, train__steps=40, train__global_batch=16, train__micro_batch=16, train__optimizer__lr=5e-3,
         evaluate__tasks=[{"kind": "loss"}, {"kind": "rouge", "limit": 20, "max_tokens": 16}],
@@ -104,14 +98,9 @@ CHAIN = {"copy": 3500, "headline": 1000, "subjects": 2500}
 """Steps of each stage."""
 
 
-def opening(body: str) -> str:
-    """The first line that is not empty."""
-    return next((line.strip() for line in body.splitlines() if line.strip()), "")
-
-
 def headline(body: str) -> str:
     """Eight words of the opening that mean something, without its greeting."""
-    words = re.sub(r"^[A-Z]\w+( \w+)?\s*[,;:-]+\s+", "", opening(body)).split()
+    words = re.sub(r"^[A-Z]\w+( \w+)?\s*[,;:-]+\s+", "", first_line(body)).split()
     return " ".join([word for word in words if word.lower().strip(",.;:") not in SMALL_WORDS][:8])
 
 
@@ -131,7 +120,7 @@ def test_a_t5_from_nothing_names_emails_better_than_their_first_line(test_data: 
     """
     emails = test_data / "aeslc"
     columns = {"source": "email_body", "target": "subject_line"}
-    copies, headlines = (write_pairs(emails / "train.jsonl", tmp_path / f"{write.__name__}.jsonl", write) for write in (opening, headline))
+    copies, headlines = (write_pairs(emails / "train.jsonl", tmp_path / f"{write.__name__}.jsonl", write) for write in (first_line, headline))
     subjects = {"source": str(emails / "train.jsonl"), "columns": columns}
     sources: dict[str, list[dict[str, Any]]] = {
         "copy": [{"source": str(copies)}], "headline": [{"source": str(headlines)}],
@@ -142,7 +131,7 @@ def test_a_t5_from_nothing_names_emails_better_than_their_first_line(test_data: 
     before = dict[str, Any](model__source="preset:t5-mini", model__config=size, tokenizer__source="train")
     for stage, steps in CHAIN.items():
         recipe = shipped(
-            "t5_small.yaml", tmp_path, name=stage, data__train=sources[stage], data__validation=[{**subjects, "source": str(emails / "dev.jsonl")}],
+            "t5_small.yaml", tmp_path, FEW, name=stage, data__train=sources[stage], data__validation=[{**subjects, "source": str(emails / "dev.jsonl")}],
             data__seq_len=96, data__target_len=16 if stage == "copy" else 32, train__steps=steps, train__global_batch=32, train__micro_batch=32,
             train__optimizer__lr={"copy": 2e-3, "headline": 1e-3, "subjects": 1.5e-3}[stage],
             train__schedule="{kind: linear, warmup: 0.05, min_ratio: 0.02}", evaluate__tasks=[rouge], **before,

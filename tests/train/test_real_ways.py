@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ingot.base.events import read_lines
 from ingot.base.runfolder import RunFolder
 from ingot.checkpoints.store import committed
-from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.adapter import is_adapter
 from ingot.train.run import train
-from tests.house.source import PROJECT
+from tests.train.shipped import shipped
 
 FEW = {"train.epochs": "null", "train.global_batch": 2, "train.micro_batch": 2, "data.seq_len": 128, "track.every": 1, "track.tensorboard": False,
        "track.gpu": False, "data.engine.workers": 1, "data.validation": "{fraction: 0.1}", "train.early_stop": "null", "checkpoint.best": "null"}
 
 
-def shipped(name: str, root: Path, **knobs: Any) -> Recipe:
-    """A recipe of the project with a few knobs changed, `__` for dots."""
-    values = {**FEW, "output": str(root / "runs"), **{key.replace("__", "."): value for key, value in knobs.items()}}
-    return load_recipe([PROJECT / "recipes" / name], [f"{key}={value}" for key, value in values.items()], environ={}, dotenv=None)
-
-
 def trained(recipe: Recipe) -> list[float]:
-    """The held-out objective before... and after the steps: of the rows that are trained on, seen again and again."""
+    """The loss of every step of a run from its sources on."""
     ingest(recipe)
     prepare(recipe)
     train(recipe)
@@ -50,7 +42,7 @@ def test_chats_are_learnt(name: str, smollm2: Path, test_data: Path, tmp_path: P
     """Few chats again and again: the first loss is that of the loaded model, or of the base under its adapter."""
     chats = some(test_data / "llamafactory_demo" / "alpaca_en_demo.json", tmp_path / "chats.jsonl", 12, 400)
     recipe = shipped(
-        name, tmp_path, model__source=smollm2, tokenizer__template="chatml", data__train=[{"source": str(chats)}], train__steps=6, train__evaluate_every=6,
+        name, tmp_path, FEW, model__source=smollm2, tokenizer__template="chatml", data__train=[{"source": str(chats)}], train__steps=6, train__evaluate_every=6,
         train__evaluate_rows=1, train__optimizer__lr=2e-4 if name.startswith("sft") else 2e-3, train__schedule="{kind: constant, warmup: 0}",
     )
     losses = trained(recipe)
@@ -65,7 +57,7 @@ def test_chats_are_learnt(name: str, smollm2: Path, test_data: Path, tmp_path: P
 def test_preferences_are_learnt(smollm2: Path, test_data: Path, tmp_path: Path) -> None:
     pairs = some(test_data / "llamafactory_demo" / "dpo_en_demo.json", tmp_path / "pairs.jsonl", 8, 1200)
     recipe = shipped(
-        "dpo_llama.yaml", tmp_path, model__source=smollm2, data__train=[{"source": str(pairs)}], train__steps=5, train__evaluate_every="null",
+        "dpo_llama.yaml", tmp_path, FEW, model__source=smollm2, data__train=[{"source": str(pairs)}], train__steps=5, train__evaluate_every="null",
         train__optimizer__lr=1e-3, train__schedule="{kind: constant, warmup: 0}", data__seq_len=192, data__validation="{fraction: 0.2}",
     )
     losses = trained(recipe)
@@ -78,7 +70,7 @@ def test_preferences_are_learnt(smollm2: Path, test_data: Path, tmp_path: Path) 
 def test_a_small_student_learns_from_smollm2(smollm2: Path, test_data: Path, tmp_path: Path) -> None:
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
     recipe = shipped(
-        "distill_llama.yaml", tmp_path, model__source="preset:llama-135m", model__config=size, tokenizer__source=smollm2,
+        "distill_llama.yaml", tmp_path, FEW, model__source="preset:llama-135m", model__config=size, tokenizer__source=smollm2,
         objective__teacher=smollm2, data__train=[{"source": str(test_data / "tiny_shakespeare" / "input.txt")}], data__fraction=1.0, train__steps=6,
         train__evaluate_every="null", train__optimizer__lr=1e-2, train__schedule="{kind: constant, warmup: 0}",
         data__validation=[{"source": str(test_data / "tiny_shakespeare" / "input.txt")}],

@@ -114,5 +114,5 @@ def test_preferences_without_room_for_an_answer_are_refused(tmp_path: Path) -> N
 
 def test_a_batch_without_a_target_ends_training_in_words(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows without one are left out when rows are planned; should a batch have none all the same, no loss of 0.0 is told."""
-    monkeypatch.setattr("ingot.objectives.pretrain.Pretrain.targets", lambda self, batch: 0)
+    monkeypatch.setattr("ingot.objectives.cross_entropy.CrossEntropy.targets", lambda self, batch: 0)
     assert "has not one target" in refused(small_recipe(copy_of(root, root.parent / "other")))

@@ -15,8 +15,9 @@ from ingot.data.loader import Batch
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.initial import initialise
-from ingot.objectives.pretrain import Pretrain
-from ingot.parallel.apply import apply_wrappers
+from ingot.objectives.cross_entropy import CrossEntropy
+from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping
+from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train import step
 from ingot.train.optim import make_optimizer
@@ -65,15 +66,17 @@ def train_a_little(micro_batch: int, kind: str, clip_norm: float | None = None) 
         model = Decoder(DecoderConfig.from_hf(CONFIG))
         initialise(model, 0)
         knobs = SGD(kind="sgd", lr=1.0) if kind == "sgd" else AdamW(lr=1e-2)
-        optimizer = make_optimizer(knobs, model)
-        module = apply_wrappers(model, mesh, compiled=False)
-        objective = Pretrain()
+        apply_wrappers(model, mesh, Wrapping())
+        masters = Masters(model, mesh)
+        optimizer = make_optimizer(knobs, masters)
+        module = finish_wrapping(model, mesh)
+        objective = CrossEntropy()
         share = ROWS // mesh.world
         losses, norms = [], []
         for number in range(STEPS):
             whole = global_batch(number % 2)
             outcome = train_step(
-                module, objective, rows_of(whole, mesh.rank * share, share, micro_batch), optimizer,
+                module, objective, rows_of(whole, mesh.rank * share, share, micro_batch), masters, optimizer,
                 targets=objective.targets(whole), clip_norm=clip_norm, compute="fp32", mesh=mesh,
             )
             losses.append(float(outcome.loss))
@@ -123,12 +126,13 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
     with running_mesh() as mesh:
         model = Decoder(DecoderConfig.from_hf(CONFIG))
         initialise(model, 0)
-        optimizer = make_optimizer(SGD(kind="sgd", lr=1.0, momentum=0.9) if kind == "sgd" else AdamW(lr=1e-2), model)
+        masters = Masters(model, mesh)
+        optimizer = make_optimizer(SGD(kind="sgd", lr=1.0, momentum=0.9) if kind == "sgd" else AdamW(lr=1e-2), masters)
 
         def poisoned(poison: float) -> float:
             batch = global_batch(0)
             outcome = train_step(
-                model, Poisoned(poison), [batch], optimizer, targets=80, clip_norm=1.0, compute="fp32", mesh=mesh)
+                model, Poisoned(poison), [batch], masters, optimizer, targets=80, clip_norm=1.0, compute="fp32", mesh=mesh)
             return float(outcome.skipped)
 
         assert poisoned(1.0) == 0.0
@@ -143,7 +147,7 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
         assert any(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
-class Poisoned(Pretrain):
+class Poisoned(CrossEntropy):
     """Multiplies every value, so that loss and gradient can be made non-finite."""
 
     def __init__(self, factor: float) -> None:
@@ -160,11 +164,15 @@ def test_bf16_compute_stays_near_float32() -> None:
         for compute in ("fp32", "bf16"):
             model = Decoder(DecoderConfig.from_hf(CONFIG))
             initialise(model, 0)
-            optimizer = make_optimizer(AdamW(lr=1e-2), model)
+            masters = Masters(model, mesh, working=torch.bfloat16 if compute == "bf16" else None)
+            optimizer = make_optimizer(AdamW(lr=1e-2), masters)
             for _ in range(8):
-                outcome = train_step(model, Pretrain(), [global_batch(0)], optimizer, targets=80, clip_norm=1.0, compute=compute, mesh=mesh)  # type: ignore[arg-type]
+                outcome = train_step(
+                    model, CrossEntropy(), [global_batch(0)], masters, optimizer, targets=80, clip_norm=1.0, compute=compute, mesh=mesh)  # type: ignore[arg-type]
             losses[compute] = float(outcome.loss)
-            assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+            assert all(master.tensor.dtype == torch.float32 for master in masters)
+            if compute == "bf16":
+                assert all(torch.equal(master.parameter, master.tensor.bfloat16()) for master in masters)
         assert losses["bf16"] != losses["fp32"]
         assert losses["bf16"] == pytest.approx(losses["fp32"], abs=tolerances.BF16_LOSS)
 

@@ -9,7 +9,7 @@ from ingot.models.head import IGNORE, View
 from ingot.objectives.objective import AllSum
 
 
-class Pretrain:
+class CrossEntropy:
     """Cross-entropy over everything whose label is not -100; the labels carry the choice.
 
     All tokens of a text, what the assistant says in a chat, the target of a pair, the class of a labelled text: what is

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from ingot.data.loader import Batch
 from ingot.models.folder import load_model
+from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.forward import forward
-from ingot.objectives.pretrain import Pretrain
 from tests import tolerances
 from tests.models.tiny import make_reference
 
@@ -36,9 +36,9 @@ def batch(lengths: tuple[int, ...], trained_from: tuple[int, ...]) -> Batch:
 def test_the_loss_of_chats_and_texts_is_transformers(tmp_path: Path, trained_from: tuple[int, ...]) -> None:
     folder = make_reference(tmp_path / "model")
     given = batch((TIME, 7, 13), trained_from)
-    loss, _ = forward(load_model(folder, device=CPU), Pretrain(), given, "fp32", CPU)
+    loss, _ = forward(load_model(folder, device=CPU), CrossEntropy(), given, "fp32", CPU)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     labels = torch.full_like(given.labels, -100)
     labels[:, 1:] = given.labels[:, :-1]  # transformers shifts by itself
     wanted = theirs(input_ids=given.tokens, attention_mask=given.segments, labels=labels).loss
-    assert float(loss) / Pretrain().targets(given) == pytest.approx(float(wanted), rel=tolerances.REAL_LOSS)
+    assert float(loss) / CrossEntropy().targets(given) == pytest.approx(float(wanted), rel=tolerances.REAL_LOSS)

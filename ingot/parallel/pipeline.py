@@ -1,0 +1,183 @@
+"""Pipeline parallelism by torch's schedules: GPipe (Huang et al. 2019), 1F1B and its interleaved form (Narayanan et al. 2021), and
+zero bubble (Qi et al. 2023), whose backward pass computes gradients of activations first and those of weights where a gap is left.
+
+Every rank of a pipeline has the same micro-batches and only hidden states cross ranks, so a schedule is handed numbers of micro-batches.
+The loss is a sum, and nothing is scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+from ingot.base.errors import WrongInput
+from ingot.config.layout import Memory, Parallel, PipelineSchedule
+from ingot.models.decoder import Decoder
+from ingot.parallel.mesh import Mesh
+from ingot.parallel.stages import cut_stages
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Work(Protocol):
+    """The micro-batches of a step, all of one shape, and what is computed of them; the same on each rank of a pipeline."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Their number, and of each its rows and tokens a row, as the model is given them."""
+        ...
+
+    def values(self, stage: Decoder, number: int, hidden: Tensor | None) -> Tensor:
+        """What a stage makes of micro-batch `number` from the hidden states of the one before; None for the first."""
+        ...
+
+    def loss(self, values: Tensor, number: int) -> Tensor:
+        """The sum that is differentiated, from what the last stage made."""
+        ...
+
+
+class _NumberedStage(PipelineStage):
+    """A stage that looks up its micro-batch."""
+
+    work: Work
+    hidden: torch.dtype
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert isinstance(self.submod, Decoder)
+        out = self.work.values(self.submod, int(kwargs["number"]), None if self.is_first else args[0])
+        if self.is_last:
+            return out
+        out = out.to(self.hidden).contiguous()
+        # Whoever has nothing to train before it is sent a gradient all the same.
+        return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        if isinstance(self.submod, FSDPModule):
+            # FSDP adds up in the type that it sums in when backward has gone through a layer, which was before these gradients came.
+            for state in fully_shard.state(self.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
+                for parameter in (parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
+class Pipeline(Decoder):
+    """The stages of a decoder that one rank holds, in the order of the model, each a `Decoder` of its own; and how they run.
+
+    Modules and parameters go by their names in the whole model, so that weights, checkpoints and adapters need no map. It is not called
+    itself: `run` calls the stages.
+
+    Args:
+        model: the whole of it, on `meta`, adapters included; what does not belong to this rank is let go.
+        hidden: type of the hidden states that go from stage to stage.
+    """
+
+    def __init__(self, model: Decoder, mesh: Mesh, parallel: Parallel, hidden: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.config, self._mesh, self._parallel, self._hidden = model.config, mesh, parallel, hidden
+        self.degree, self.total = mesh.pipeline.world, mesh.pipeline.world * parallel.virtual
+        self.stages = nn.ModuleList(cut_stages(model, mesh.pipeline.rank, self.degree, parallel.virtual))
+        self._made: dict[tuple[tuple[int, int, int], bool], tuple[_PipelineSchedule, list[_NumberedStage]]] = {}
+
+    def __iter__(self) -> Iterator[Decoder]:
+        for stage in self.stages:
+            assert isinstance(stage, Decoder)
+            yield stage
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the stages as if they were this module's own; what holds the layers comes once for each stage."""
+        seen: set[nn.Module] = set() if memo is None else memo
+        if self not in seen:
+            seen.add(self)
+            yield prefix, self
+            for stage in self:
+                yield from stage.named_modules(seen, prefix, remove_duplicate)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise TypeError("a rank of a pipeline has no model to call; use `run`")
+
+    def run(self, work: Work, *, backward: bool) -> None:
+        """All micro-batches forward, and backward too: gradients are left with the parameters, summed over them (and over ranks by FSDP)."""
+        key = (work.shape, backward)
+        if key not in self._made:
+            self._made[key] = self._make(*work.shape)
+        schedule, stages = self._made[key]
+        for stage in stages:
+            stage.work = work
+        schedule._loss_fn = lambda values, number: work.loss(values, int(number))
+        numbers = torch.arange(work.shape[0])
+        call: Callable[..., Any] = schedule.step if backward else schedule.eval
+        call(numbers, number=numbers, target=numbers, return_outputs=False)
+
+    def _make(self, count: int, rows: int, tokens: int) -> tuple[_PipelineSchedule, list[_NumberedStage]]:
+        """A schedule keeps buffers for what arrives, so there is one for each shape, and for evaluation."""
+        cut = self._mesh.tensor.world if self._parallel.sequence else 1
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        hidden = torch.empty(rows, tokens // cut, self.config.hidden_size, dtype=self._hidden, device="meta", requires_grad=True)
+        values = torch.empty(rows, tokens, device="meta", requires_grad=True)
+        stages = []
+        for place, module in enumerate(self):
+            first, last = module.stage
+            stage = _NumberedStage(
+                module, self._mesh.pipeline.rank + place * self.degree, self.total, self._mesh.device,
+                input_args=number if first else hidden, output_args=values if last else hidden, group=self._mesh.pipeline.group,
+            )
+            stage.hidden = self._hidden
+            stages.append(stage)
+        kind = resolved_schedule(self._parallel, count)
+        if kind in ("gpipe", "1f1b"):
+            single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
+            return single(stages[0], count, loss_fn=_never, scale_grads=False), stages
+        looped = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleInterleavedZeroBubble
+        return looped(list(stages), count, loss_fn=_never, scale_grads=False), stages
+
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    """What wrappers are put around: the stages that this rank holds, or the model itself where it is not cut."""
+    return list(model) if isinstance(model, Pipeline) else [model]
+
+
+def twins(model: nn.Module) -> frozenset[str]:
+    """Names of parameters that the first and the last stage both hold: a tied embedding. Their gradients are summed, and counted once."""
+    return frozenset({EMBEDDING}) if isinstance(model, Pipeline) and model.config.tie_word_embeddings else frozenset()
+
+
+def whole_size(model: nn.Module, mesh: Mesh) -> tuple[int, int]:
+    """Parameters of the whole model, and how many of them are trained. Collective where the model is cut."""
+    elsewhere = frozenset() if mesh.ends.is_main else twins(model)
+    here = [parameter for name, parameter in model.named_parameters() if name not in elsewhere]
+    total, trained = mesh.pipeline.agree(sum(one.numel() for one in here), sum(one.numel() for one in here if one.requires_grad))
+    return int(total), int(trained)
+
+
+def resolved_schedule(parallel: Parallel, count: int) -> PipelineSchedule:
+    """The schedule of a step of `count` micro-batches. With fewer than stages 1F1B is all warm-up, which is GPipe."""
+    kind = parallel.schedule
+    if kind == "auto":
+        kind = "1f1b" if parallel.virtual == 1 else "interleaved"
+    return "gpipe" if kind == "1f1b" and count < parallel.pipeline else kind
+
+
+def check_pipeline(parallel: Parallel, memory: Memory, *, compiled: bool, dropout: float) -> None:
+    """What a pipeline cannot do, whatever the model. `dropout` is the adapter's. Raises WrongInput."""
+    if parallel.pipeline == 1:
+        return
+    if parallel.schedule == "zero_bubble":
+        if compiled:
+            raise WrongInput("parallel.schedule zero_bubble takes the backward pass apart, which train.compile cannot; set it to interleaved, or compile to false")
+        if parallel.reshard and parallel.shard != 1:
+            raise WrongInput(f"parallel.schedule zero_bubble needs the gathered weights of parallel.shard {parallel.shard} until the end of backward; "
+                             f"set parallel.reshard to false, or schedule to interleaved")
+    if dropout and memory.recompute.kind != "none":
+        raise WrongInput(f"model.lora.dropout {dropout} with parallel.pipeline and memory.recompute.kind {memory.recompute.kind} would be drawn for another "
+                         f"micro-batch when it is computed again; set the dropout to 0, or recompute to none")
+
+
+def _never(values: Tensor, number: Tensor) -> Tensor:
+    raise AssertionError("a schedule is given its loss when it runs")

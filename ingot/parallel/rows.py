@@ -1,0 +1,50 @@
+"""How a row is shared by the ranks of the context axis: who holds which of its tokens.
+
+A row is cut in 2W pieces for W ranks, and rank r holds pieces r and 2W-1-r: under a causal mask the work of a piece grows with its
+number, and each such pair has the same work. Labels were shifted before, so that nothing crosses the cuts but attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ingot.base.errors import WrongInput
+
+
+def share(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int = 1) -> Tensor:
+    """What rank `rank` of `world` holds of `row`: `[B, T, ...]` -> `[B, S, ...]`.
+
+    S is T / world, T being filled up on the right with `fill` where it does not divide into pieces, or where S is no multiple of
+    `multiple` (sequence parallelism shares S further). With a world of 1 only that is done.
+    """
+    pieces = 2 * world if world > 1 else 1
+    missing = -row.shape[1] % math.lcm(pieces, world * multiple)
+    if missing:
+        row = functional.pad(row, (0, 0) * (row.dim() - 2) + (0, missing), value=fill)
+    return row if world == 1 else pair(row, rank, world, dim=1)
+
+
+def piece_size(share_length: int) -> int:
+    """Tokens of one piece, where a share has so many. Raises WrongInput for what `share` did not cut."""
+    if share_length % 2:
+        raise WrongInput(f"a part of {share_length} tokens a row is not two pieces of one size; cut rows with ingot.parallel.rows.share")
+    return share_length // 2
+
+
+def pair(row: Tensor, rank: int, world: int, dim: int) -> Tensor:
+    """Pieces `rank` and 2 `world` - 1 - `rank` of a row along `dim`, one behind the other."""
+    pieces = row.chunk(2 * world, dim)
+    return torch.cat((pieces[rank], pieces[2 * world - 1 - rank]), dim)
+
+
+def whole(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """The row again, from the shares of all ranks in their order: what `share` did, undone (but for what was filled up)."""
+    if len(shares) == 1:
+        return shares[0]
+    first, second = zip(*(each.chunk(2, dim) for each in shares), strict=True)
+    return torch.cat((*first, *reversed(second)), dim)

@@ -1,0 +1,134 @@
+"""Rows of random tokens in the place of prepared data: full, packed as the recipe packs, for measuring what a step takes and never for training."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from ingot.config import objective as knobs
+from ingot.config.objective import Documents
+from ingot.config.recipe import Recipe
+from ingot.config.shape import batch_plan, total_steps
+from ingot.data.opened import IGNORE, Ids, Opened
+from ingot.data.rows import Row, Rows
+from ingot.data.samples import Fields, Samples
+from ingot.models.blueprint import blueprint
+from ingot.models.device import resolve_compute
+from ingot.models.source import named_folder, source_config, source_folder
+from ingot.parallel.mesh import Mesh
+from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.train.objective import check_teacher, teacher_vocabulary
+from ingot.train.plan import Plan
+
+COUNT = 1 << 16
+"""Rows that there are made up; more than any measurement asks for."""
+DOCUMENTS = 4
+"""Documents in a packed row: enough that attention must keep them apart."""
+
+
+class MadeUpRows(Rows):
+    """Rows of texts and chats; `documents` in each, of one length."""
+
+    def __init__(self, seq_len: int, vocab_size: int, documents: int) -> None:
+        _without_files(self, seq_len)
+        self._vocab_size, self._documents = vocab_size, documents
+
+    def batch(self, ids: Sequence[int], out: Ids | None = None) -> Row:
+        shape = (len(ids), self.seq_len)
+        made = Row(*(np.empty((4, *shape), np.int64) if out is None else out))
+        length = -(-self.seq_len // self._documents)
+        place = np.arange(self.seq_len)
+        made.tokens[:] = _random(ids, self._vocab_size, shape)
+        made.positions[:] = place % length
+        made.segments[:] = place // length + 1
+        made.labels[:, :-1] = made.tokens[:, 1:]
+        made.labels[:, length - 1 :: length] = IGNORE
+        made.labels[:, -1] = IGNORE
+        return made
+
+
+class MadeUpSamples(Samples):
+    """Preferences, pairs and labelled texts, all as long as they may be."""
+
+    def __init__(self, kind: Documents, seq_len: int, target_len: int, vocab_size: int, classes: int) -> None:
+        _without_files(self, seq_len)
+        self.kind, self.target_len = kind, target_len
+        self._vocab_size, self._classes = vocab_size, classes
+
+    def fields(self, ids: Sequence[int], count: int | None = None) -> Fields:
+        count = len(ids) if count is None else count
+        sides = 2 if self.kind == "preference" else 1
+        live = np.zeros((sides * count, self.seq_len), np.int64)
+        live[: sides * len(ids)] = 1
+        tokens = _random(ids, self._vocab_size, live.shape) * live
+        if self.kind == "preference":
+            # The first half is what was asked.
+            labels = np.full_like(tokens, IGNORE)
+            half = self.seq_len // 2
+            labels[:, half:-1] = np.where(live[:, half:-1] == 1, tokens[:, half + 1 :], IGNORE)
+        else:
+            shape = (count, self.target_len) if self.kind == "pair" else (count,)
+            labels = _random(ids, self._vocab_size if self.kind == "pair" else self._classes, shape)
+            labels[len(ids) :] = IGNORE
+        return Fields(tokens, labels, np.arange(self.seq_len) * live, live)
+
+
+def _without_files(rows: Opened, seq_len: int) -> None:
+    """What is known of prepared data, of data that no file holds."""
+    rows.columns, rows.seq_len, rows.markers, rows.touched = Path("made up"), seq_len, [], queue.SimpleQueue()
+    rows.fingerprint = rows.set_fingerprint = rows.tokenizer = "made up"
+    rows.documents, rows.tokens, rows.bytes, rows.left_out, rows.weights = COUNT, COUNT * seq_len, 0, 0, None
+    rows._sized([COUNT])
+
+
+def _random(ids: Sequence[int], below: int, shape: tuple[int, ...]) -> Ids:
+    """The same for the same rows."""
+    return np.random.default_rng(list(ids)).integers(0, below, shape)
+
+
+def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
+    """Rows of the kind that the recipe trains on."""
+    data = recipe.data
+    if recipe.documents in ("text", "chat"):
+        return MadeUpRows(data.seq_len, vocab_size, 1 if recipe.pack == "none" else min(DOCUMENTS, data.seq_len))
+    return MadeUpSamples(recipe.documents, data.seq_len, data.target_len, vocab_size, max(1, len(recipe.labels)))
+
+
+def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
+    """A plan without prepared data and without weights: the recipe's model, drawn at random, its batch, made-up rows.
+
+    Raises:
+        WrongInput: recipe, model and ranks do not fit together.
+    """
+    drawn = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init": "random"})})
+    batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
+    tokenizer, ids = _tokenizer(recipe)
+    asked = recipe.objective
+    teacher = named_folder(asked.teacher, "objective.teacher") if isinstance(asked, knobs.Distill) else None
+    drawing = blueprint(drawn, ids, asdict(tokenizer.special), least=0 if teacher is None else teacher_vocabulary(teacher))
+    if teacher is not None:
+        check_teacher(teacher, drawing, recipe)
+    rows = made_up_rows(recipe, drawing.config.vocab_size)
+    last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
+    return Plan(drawn, batch, tokenizer, drawing, teacher, rows, rows, None, 0, last, resolve_compute(recipe.precision.compute, mesh.device), {})
+
+
+def with_made_up_rows(plan: Plan) -> Plan:
+    """The same plan over made-up rows; it begins with the model's own weights, not with another run's."""
+    rows = made_up_rows(plan.recipe, plan.drawing.config.vocab_size)
+    return replace(plan, rows=rows, held_out=rows, origin=None)
+
+
+def _tokenizer(recipe: Recipe) -> tuple[Tokenizer, int]:
+    """The run's tokenizer where it is there, else one that stands for it, and how many ids there will be."""
+    if recipe.folder.tokenizer.is_dir():
+        tokenizer = load_tokenizer(recipe.folder.tokenizer)
+        return tokenizer, tokenizer.vocab_size
+    ids = recipe.tokenizer.vocab_size if recipe.trains_tokenizer else source_config(recipe.model, source_folder(recipe.model))["vocab_size"]
+    return train_bpe(["made up"], 260), int(ids)

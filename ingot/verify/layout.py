@@ -1,0 +1,201 @@
+"""`ingot verify layout`: the user's own training, made small, gives in every layout what it gives on one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ingot.base.errors import IngotError, WrongInput
+from ingot.base.progress import Progress, say
+from ingot.base.storage import write_atomic
+from ingot.config.recipe import Recipe
+from ingot.config.shape import batch_plan, check_layout, degrees_of
+from ingot.models.architecture import DecoderConfig
+from ingot.verify.layouts import AXES, Layout, for_recipe, parsed
+from ingot.verify.measured import Difference, Measured, compare, measure, measure_alone
+from ingot.verify.ranks import LocalRanks, RankFailed
+from ingot.verify.shrunk import BATCH, STEPS, Shrunk, shrunk
+
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.distributed.fsdp", "ingot.verify.measured")
+CASE_S = 120.0
+"""A layout that takes longer hangs: each is a few steps of a model of a few thousand weights."""
+CLIP = 0.5
+"""Largest norm of a gradient; lower where the gradients are small, so that clipping always acts."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What two orders of adding the same float32 numbers may differ by, and no fault stays within."""
+
+    loss: float = 1e-5
+    """Nats."""
+    norm: float = 1e-5
+    """Of the gradient, relative."""
+    weights: float = 1e-6
+    """Of all updated weights in norm, relative."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One layout and what it gave. Without a difference there is a reason: it failed, or (`possible` false) cannot be."""
+
+    layout: Layout
+    difference: Difference | None = None
+    reason: str = ""
+    possible: bool = True
+    seconds: float = 0.0
+    bounds: Bounds = Bounds()
+
+    @property
+    def holds(self) -> bool | None:
+        """None where the layout cannot be."""
+        if self.difference is None:
+            return False if self.possible else None
+        return not self.beyond
+
+    @property
+    def beyond(self) -> list[str]:
+        """What is beyond its bound."""
+        found, bounds = self.difference, self.bounds
+        if found is None:
+            return []
+        values = {"loss": (found.loss, bounds.loss), "norm": (found.norm, bounds.norm), "weights": (found.weights, bounds.weights),
+                  "share": (found.share, found.share_bound)}
+        return [f"{name} {value:.2g} > {bound:.2g}" for name, (value, bound) in values.items() if not value <= bound]
+
+    @property
+    def told(self) -> str:
+        """One line: where the first difference lies, or why there is none."""
+        if self.difference is None:
+            return f"{self.layout.name}: {self.reason}"
+        return f"{self.layout.name}: {', '.join(self.beyond)}; {self.difference.where}"
+
+
+class Prover:
+    """Compares layouts with one process. The ranks live from case to case; one that fails ends those of its number only."""
+
+    def __init__(self, preload: Sequence[str] = PRELOAD, case_s: float = CASE_S, bounds: Bounds = Bounds()) -> None:  # noqa: B008 (frozen)
+        self._crews: dict[int, LocalRanks] = {}
+        self._preload, self._case_s, self._bounds = preload, case_s, bounds
+        self._folder = tempfile.TemporaryDirectory(prefix="ingot-layouts-")
+        self._cases = 0
+
+    def __enter__(self) -> Prover:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        for crew in self._crews.values():
+            crew.close()
+        self._folder.cleanup()
+
+    def shrunk(self, recipe: Recipe) -> Reference:
+        """The recipe made small, and what one process makes of it. Raises WrongInput where recipe and prepared data do not fit together."""
+        small = shrunk(recipe, self._next_folder())
+        alone = Layout(small.small.parallel.model_copy(update={"replicate": 1}))
+        # All rows at once: accumulation is compared as well.
+        laid_out = small.laid_out(alone.parallel, alone.memory, self._next_folder()).with_train(micro_batch=BATCH)
+        free = measure_alone(laid_out)
+        if not all(math.isfinite(number) for number in (*free.losses, *free.norms)):
+            raise WrongInput(f"the small model of {recipe.name} does not learn on one process (losses {free.losses}); try another seed")
+        clip_norm = min(CLIP, min(free.norms) / 2)
+        return Reference(small.with_train(clip_norm=clip_norm), measure_alone(laid_out.with_train(clip_norm=clip_norm)))
+
+    def finding(self, reference: Reference, layout: Layout, how: Callable[..., Measured] = measure, *arguments: Any) -> Finding:
+        """One layout beside one process. `how` is called on each rank with the recipe in this layout and `arguments`."""
+        began = time.monotonic()
+        try:
+            laid_out = reference.shrunk.laid_out(layout.parallel, layout.memory, self._next_folder())
+            _check(laid_out, layout)
+        except (WrongInput, ValueError) as error:
+            return Finding(layout, reason=_one_line(error), possible=False)
+        try:
+            found = self._measured(laid_out, layout, how, *arguments)
+        except RankFailed as error:
+            return Finding(layout, reason=str(error), seconds=time.monotonic() - began, bounds=self._bounds)
+        degrees = degrees_of(layout.parallel, layout.processes)
+        difference = compare(found, reference.alone, degrees, layout.parallel)
+        return Finding(layout, difference, seconds=time.monotonic() - began, bounds=self._bounds)
+
+    def _measured(self, laid_out: Shrunk, layout: Layout, how: Callable[..., Measured], *arguments: Any) -> list[Measured]:
+        crew = self._crews.setdefault(layout.processes, LocalRanks(layout.processes, self._preload))
+        return crew.run_named(layout.name, self._case_s, how, laid_out, *arguments)
+
+    def _next_folder(self) -> Path:
+        self._cases += 1
+        return Path(self._folder.name) / f"case-{self._cases}"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What layouts are compared with."""
+
+    shrunk: Shrunk
+    alone: Measured
+
+
+def _check(laid_out: Shrunk, layout: Layout) -> None:
+    """Raises WrongInput where this layout cannot be."""
+    batch_plan(laid_out.small.train, layout.parallel, layout.processes)
+    if isinstance(laid_out.drawing.config, DecoderConfig):
+        check_layout(layout.parallel, laid_out.drawing.config.to_hf(), laid_out.seq_len)
+
+
+def _one_line(error: Exception) -> str:
+    """An IngotError is one already; pydantic's says which section, and that a value error is one."""
+    if isinstance(error, IngotError):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "further information" not in line]
+    return lines[-1].partition(" [type=")[0].removeprefix("Value error, ")
+
+
+@dataclass(frozen=True)
+class LayoutProof:
+    """What `ingot verify layout` found, in the order in which it was tried."""
+
+    title: str
+    findings: list[Finding]
+    path: Path
+
+    @property
+    def holds(self) -> bool:
+        return all(one.holds is not False for one in self.findings) and any(one.holds for one in self.findings)
+
+
+def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
+    """Try `layouts` (see `layouts.parsed`), or the recipe's own, each mode alone and the pairs of those it uses; `reports/layout.json` keeps it.
+
+    Raises:
+        WrongInput: recipe, prepared data and model do not fit together, or an unknown layout.
+    """
+    tried = for_recipe(recipe) if layouts is None else parsed(layouts)
+    if layouts is None and tried[0].name != "one process":
+        say(f"verify layout: the recipe's own layout is tried as {tried[0].name} on {tried[0].processes} processes")
+    findings: list[Finding] = []
+    with Prover() as prover, Progress("verify layout", len(tried), "layouts") as progress:
+        reference = prover.shrunk(recipe)
+        for number, layout in enumerate(tried):
+            progress.update(number, layout=layout.name)
+            findings.append(prover.finding(reference, layout))
+    path = recipe.folder.reports / "layout.json"
+    write_atomic(path, json.dumps({"schema": 1, **_report(recipe, findings)}, indent=1) + "\n")
+    return LayoutProof(f"verify layout {recipe.name}", findings, path)
+
+
+def _report(recipe: Recipe, findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "recipe": recipe.name, "objective": recipe.objective.kind, "steps": STEPS, "global_batch": BATCH, "bounds": asdict(Bounds()),
+        "layouts": [
+            {
+                "layout": one.layout.name, "processes": one.layout.processes, "degrees": {axis: one.layout.degree(axis) for axis in AXES},
+                "holds": one.holds, "reason": one.reason or None, "seconds": round(one.seconds, 2), "difference": one.difference and asdict(one.difference),
+            }
+            for one in findings
+        ],
+    }

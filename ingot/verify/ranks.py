@@ -1,0 +1,200 @@
+"""Processes of this machine that have met over gloo and run one function after the other together. Starting torch is paid once.
+
+No pool of workers: all ranks do each call, and one that fails or hangs ends them all, since the others wait for it. The next
+call starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ingot.base.errors import Failed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+GRACE_S = 3.0
+"""How long the other ranks may take to tell what they think of it when one has failed."""
+SLACK_S = 15.0
+"""A rank that hangs ends itself, and says where it stood; so much later it is ended from here."""
+NAMED = 5
+"""Frames of a stack that an error names."""
+
+
+class RankFailed(Failed):
+    """A call that did not come to its end on every rank. `trace` is the traceback of the first that failed, or where each one stood."""
+
+    def __init__(self, message: str, trace: str) -> None:
+        super().__init__(message)
+        self.trace = trace
+        self.add_note(trace)
+
+
+class LocalRanks:
+    """`world` ranks, started with the first call.
+
+    Args:
+        preload: modules that the calls need; imported once, in the process that all ranks are forked from.
+    """
+
+    def __init__(self, world: int, preload: Sequence[str] = ("torch", "torch.distributed")) -> None:
+        self.world, self._preload = world, tuple(preload)
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> list[T]:
+        """`function(*arguments)` on every rank (a function of a module, picklable arguments); results in the order of ranks."""
+        return self.run_named(function.__name__, 60.0, function, *arguments, **named)
+
+    def run_named(self, what: str, timeout_s: float, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> list[T]:
+        """The same under a name of its own, in `timeout_s` seconds.
+
+        Raises:
+            RankFailed: a rank raised, died, or was not done in time; names `what` and the rank, and holds its stack.
+        """
+        if not self._processes:
+            self._start()
+        call = pickle.dumps((timeout_s, function, arguments, named))
+        for pipe in self._pipes:
+            pipe.send_bytes(call)
+        answers: dict[int, Any] = {}
+        try:
+            self._listen(what, timeout_s, answers)
+        except BaseException:
+            self.close()
+            raise
+        return [answers[rank] for rank in range(self.world)]
+
+    def _listen(self, what: str, timeout_s: float, answers: dict[int, Any]) -> None:
+        deadline, failed = time.monotonic() + timeout_s + SLACK_S, dict[int, str]()
+        silent = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while silent and time.monotonic() < deadline:
+            for ready in wait(list(silent), timeout=0.5):
+                assert isinstance(ready, Connection)
+                rank = silent.pop(ready)
+                try:
+                    done, value = pickle.loads(ready.recv_bytes())
+                except (EOFError, ConnectionError):
+                    done, value = False, self._last_words(rank)
+                if done:
+                    answers[rank] = value
+                    continue
+                if not failed:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                failed[rank] = value
+        for pipe, rank in silent.items():
+            if not failed or pipe.closed:
+                failed[rank] = self._last_words(rank)
+        if failed:
+            rank, trace = next(iter(failed.items()))
+            raise RankFailed(f"{what}: rank {rank} of {self.world} {_told(trace, timeout_s)}", "\n".join(f"rank {r}:\n{t}" for r, t in failed.items()))
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ingot-ranks-")
+        context, port = multiprocessing.get_context("forkserver"), _free_port()
+        context.set_forkserver_preload(list(self._preload))
+        with _without_main():
+            forkserver.ensure_running()
+            for rank in range(self.world):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, self.world, port, theirs, str(self._stack(rank))), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+
+    def _stack(self, rank: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name) / f"rank-{rank}.txt"
+
+    def _last_words(self, rank: int) -> str:
+        """Where a rank stood that ended without an answer."""
+        with contextlib.suppress(OSError):
+            if text := self._stack(rank).read_text(encoding="utf-8", errors="replace"):
+                return text
+        return "the process died, perhaps for want of memory"
+
+    def close(self) -> None:
+        """End the processes. A call after that starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _told(trace: str, timeout_s: float) -> str:
+    """One line on why a rank gave no result: the last line of a traceback, or the innermost frames where it hung."""
+    if not trace.startswith("Timeout"):
+        return f"failed: {trace.strip().splitlines()[-1]}"
+    # faulthandler names the thread that called for help last.
+    frames = [line.strip() for line in trace.rpartition("Thread ")[2].splitlines()[1 : 1 + NAMED]]
+    return f"was not done in {timeout_s:g} s; it stood in {' < '.join(frames)}"
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes are started without the caller's script, which they would import once more: all that it imports, and all that it does."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection, stack: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)  # the server that this process was forked from had read the environment before
+    if world > 1:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    with Path(stack).open("w", encoding="utf-8") as file:
+        while True:
+            try:
+                call = pipe.recv_bytes()
+            except (EOFError, ConnectionError):
+                # No clean end: gloo's threads would be waited for.
+                os._exit(0)
+            try:
+                timeout_s, function, arguments, named = pickle.loads(call)
+                faulthandler.dump_traceback_later(timeout_s, exit=True, file=file)
+                # As bytes: tensors sent as they are would be shared memory that ends with this process.
+                answer = pickle.dumps((True, function(*arguments, **named)))
+            except BaseException:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send_bytes(answer)

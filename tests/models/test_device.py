@@ -1,0 +1,60 @@
+"""The one device file: what is asked of an accelerator that is not here, a TPU above all. Its own kernels are not run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ingot.models import device as devices
+from tests.house.source import modules
+
+TPU = torch.device("privateuseone", 3)
+
+
+@pytest.fixture
+def an_accelerator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As torch says of a backend that registered itself, such as torch_tpu: four devices, of which one is made this process's own."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("privateuseone"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen[-1])
+    return chosen
+
+
+def test_each_rank_takes_a_device_of_its_own(an_accelerator: list[int]) -> None:
+    assert devices.pick_device(3) == TPU
+    assert devices.pick_device(5) == torch.device("privateuseone", 1)
+    assert an_accelerator == [3, 1]
+
+
+def test_without_an_accelerator_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert devices.pick_device(3) == torch.device("cpu")
+
+
+def test_an_accelerator_computes_in_bf16_and_a_cpu_in_fp32_unless_told() -> None:
+    assert devices.resolve_compute("auto", TPU) == "bf16"
+    assert devices.resolve_compute("auto", torch.device("cpu")) == "fp32"
+    assert devices.resolve_compute("fp32", TPU) == "fp32"
+
+
+def test_collectives_are_the_devices_own_and_gloo_for_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.backend(torch.device("cpu")) == "gloo"
+    assert devices.backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr(torch.distributed, "get_default_backend_for_device", lambda device: "tpu_dist")
+    assert devices.backend(TPU) == "cpu:gloo,privateuseone:tpu_dist"
+
+
+def test_no_share_of_a_peak_is_claimed_that_nobody_knows() -> None:
+    assert devices.peak_flops(TPU, "bf16") is None
+    assert devices.gpu_usage(TPU) == {}
+    assert devices.device_name(TPU) == "privateuseone"
+
+
+def test_nothing_else_asks_for_cuda() -> None:
+    """Every other file goes through this one, so that another device is one file's work."""
+    allowed = {"ingot/models/device.py", "ingot/cli/doctor.py"}  # the doctor tells what torch sees
+    found = [module.where for module in modules() if "torch.cuda" in module.path.read_text(encoding="utf-8")]
+    assert set(found) <= allowed, found

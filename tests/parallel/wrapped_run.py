@@ -1,0 +1,99 @@
+"""A few training steps of a tiny model in any layout, memory and precision, to be held against those of a plain one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ingot.config.layout import Memory, Parallel, Precision
+from ingot.config.work import SGD, AdamW, Lora
+from ingot.models.architecture import DecoderConfig
+from ingot.models.blueprint import Blueprint, draft_model, fill_model
+from ingot.models.device import Compute
+from ingot.models.initial import fill_normal
+from ingot.models.lora import add_lora, draw_adapter, lora_state
+from ingot.objectives.cross_entropy import CrossEntropy
+from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
+from ingot.parallel.mesh import running_mesh
+from ingot.train.optim import make_optimizer
+from ingot.train.step import train_step
+from tests.train.test_step import CONFIG, ROWS, global_batch, rows_of
+
+MODEL = {**CONFIG, "num_hidden_layers": 5, "num_key_value_heads": 4, "max_window_layers": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a run differs in; sections of a recipe as mappings."""
+
+    parallel: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    precision: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=lambda: MODEL)
+    compute: Compute = "fp32"
+    compiled: bool = False
+    lora: bool = False
+    adam: bool = False
+    micro_batch: int = 2
+    steps: int = 3
+
+    @property
+    def how(self) -> Wrapping:
+        return Wrapping(Parallel(**self.parallel), Memory(**self.memory), Precision(**self.precision), self.compute, self.compiled)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one rank; the weights are whole."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    types: set[torch.dtype]
+    """Of the model's own parameters."""
+    names: list[str]
+
+
+def run_case(case: Case) -> Result:
+    """Every rank calls it."""
+    torch.manual_seed(0)
+    with running_mesh(Parallel(**case.parallel)) as mesh:
+        drawing = Blueprint("decoder", DecoderConfig.from_hf(case.model), None, True)
+        model = draft_model(drawing, 0, mesh.device, filled=True)
+        if case.lora:
+            add_lora(model, Lora(rank=4, dropout=0.3), 0)
+        apply_wrappers(model, mesh, case.how)
+        fill_model(model, drawing, 0, mesh.device, filled=True)
+        draw_adapter(model, 0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                with torch.no_grad():
+                    fill_normal(parameter, 1, name, 0.1)  # as it starts, half of the gradients would be 0
+        masters = make_masters(model, mesh, case.how)
+        optimizer = make_optimizer(AdamW(lr=1e-2) if case.adam else SGD(kind="sgd", lr=1.0), masters)
+        module = finish_wrapping(model.train(), mesh)
+        objective, share, state = CrossEntropy(), ROWS // mesh.data.world, lora_state(model)
+        losses, norms = [], []
+        for step in range(case.steps):
+            whole, first = global_batch(step % 2), mesh.data.rank * share
+
+            def before(index: int, batch: Any, step: int = step, first: int = first) -> None:
+                if state is not None:
+                    state.begin_batch(step, first + index * case.micro_batch + torch.arange(len(batch.tokens)))
+
+            outcome = train_step(
+                module, objective, rows_of(whole, first, share, case.micro_batch), masters, optimizer, targets=objective.targets(whole), clip_norm=0.5,
+                compute=case.compute, mesh=mesh, before=before,
+            )
+            losses.append(float(outcome.loss))
+            norms.append(float(outcome.grad_norm))
+        weights = {master.name: _whole(master.spread(master.tensor.detach())) for master in masters}
+        return Result(losses, norms, weights, {parameter.dtype for parameter in model.parameters()}, [name for name, _ in model.named_parameters()])
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
