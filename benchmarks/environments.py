@@ -35,8 +35,9 @@ def make_environment(folder: Path, name: str) -> Path:
     venv.create(folder / name, with_pip=True, clear=True)
     python = python_of(folder, name)
     # torch alone first: a peer's own bound would otherwise choose the version.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for packages in ([TORCH], wanted):
-        done = subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=False)
+        done = subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], env=environment, check=False)
         if done.returncode:
             raise SystemExit(f"{', '.join(packages)} could not be installed into {folder / name}; see pip's message above")
     marker.write_text(json.dumps(wanted), encoding="utf-8")

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ingot.parallel.masters import Masters
+from ingot.models.placed import local
+from ingot.parallel.masters import Master, Masters
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 def training_tensors(masters: Masters, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """`model.NAME` for every parameter that is trained, `optimizer.NAME.KEY` for its state (`exp_avg`, ...). Memory is shared, not copied.
+    """`model.NAME` for every parameter that is trained, `optimizer.NAME.KEY` for its state (`exp_avg`, ...).
 
-    Each is spread over ranks as the parameter is. What is frozen (the base under an adapter) is not training's to save: it comes
-    from where the run started.
+    Each is spread over ranks as the parameter is. Memory is shared, not copied, but where it is on the host and the parameter is not:
+    `settle` brings what was loaded there. What is frozen (the base under an adapter) is not training's to save: it comes from where the
+    run started.
     """
-    tensors: dict[str, Tensor] = {}
+    return {name: tensor if master is None else master.spread(tensor) for name, tensor, master in _mine(masters, optimizer)}
+
+
+def settle(masters: Masters, optimizer: Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
+    """After loading into what `training_tensors` gave."""
+    for name, tensor, _ in _mine(masters, optimizer):
+        loaded = local(tensors[name])
+        if loaded.device != tensor.device or loaded.data_ptr() != tensor.data_ptr():
+            tensor.copy_(loaded)
+
+
+def _mine(masters: Masters, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor, Master | None]]:
+    """This rank's tensors by their names, each with the master that it is spread as; None for one number for all of a parameter."""
     for master in masters:
-        tensors[MODEL + master.name] = master.spread(master.tensor.detach())
+        yield MODEL + master.name, master.tensor.detach(), master
         for key, value in sorted(optimizer.state.get(master.tensor, {}).items()) if optimizer is not None else ():
             if isinstance(value, Tensor):
-                tensors[f"{OPTIMIZER}{master.name}.{key}"] = master.spread(value) if value.ndim or not master.tensor.ndim else value
-    return tensors
+                yield f"{OPTIMIZER}{master.name}.{key}", value, master if value.ndim or not master.tensor.ndim else None
 
 
 def make_room(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> None:
@@ -34,6 +47,7 @@ def make_room(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> 
     for master in masters:
         prefix = f"{OPTIMIZER}{master.name}."
         for key in sorted(full.removeprefix(prefix) for full in stored if full.startswith(prefix) and "." not in full.removeprefix(prefix)):
-            # Adam's step counter is one number a parameter, and fused kernels want it beside the parameter.
+            # Adam's step counter is one number a parameter, and fused kernels want it beside the parameter. State is float32, whatever weights are.
             tensor = master.tensor
-            optimizer.state[tensor][key] = torch.zeros((), dtype=torch.float32, device=tensor.device) if key == "step" else torch.zeros_like(tensor.detach())
+            shape = () if key == "step" else tensor.shape
+            optimizer.state[tensor][key] = torch.zeros(shape, dtype=torch.float32, device=tensor.device)

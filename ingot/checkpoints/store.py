@@ -30,7 +30,7 @@ from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import disk_errors, fsync_folder, fsync_tree
-from ingot.checkpoints.state import MODEL, make_room, training_tensors
+from ingot.checkpoints.state import MODEL, make_room, settle, training_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 
@@ -74,7 +74,9 @@ def save_checkpoint(checkpoints: Path, step: int, masters: Masters, optimizer: O
         with disk_errors(folder):
             fsync_tree(folder)
             files = [entry_of(folder, str(path.relative_to(folder))) for path in sorted(folder.rglob("*")) if path.is_file()]
-            about = {"step": step, "world": mesh.world, "layout": mesh.degrees.told(), "torch": torch.__version__, "ingot": ingot.__version__, "time": time.time()}
+            about = {
+                "step": step, "world": mesh.world, "layout": mesh.degrees.told(), "torch": torch.__version__, "ingot": ingot.__version__, "time": time.time(),
+            }
             write_marker(folder, COMMIT, {**about, **payload}, files)
             fsync_folder(checkpoints)
     mesh.barrier()
@@ -127,6 +129,7 @@ def load_checkpoint(found: Found, masters: Masters, optimizer: Optimizer | None,
         raise Failed(f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more}; use --fresh, or the recipe that wrote it")
     with _alone_is_meant():
         load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)
+    settle(masters, optimizer, tensors)
     masters.publish()
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import ingot
+from ingot.cli.bench import bench
 from ingot.cli.guard import guarded, listen_to_signals
 from ingot.cli.show import show
 from ingot.cli.verify import verify
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(show, name="show", rich_help_panel=LOOK)
 app.add_typer(verify, name="verify", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK, epilog="Example: ingot bench recipes/quickstart.yaml --micro-batch 1,2,4 --precision fp32,bf16")(bench)
 
 Arguments = Annotated[
     list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)

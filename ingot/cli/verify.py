@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from ingot.verify.layout import Finding, LayoutProof
     from ingot.verify.proof import Proof
 
-verify = typer.Typer(no_args_is_help=True, help="Prove things on your own recipe: tokenizer, data, export.")
+verify = typer.Typer(no_args_is_help=True, help="Prove things on your own recipe: tokenizer, data, export, layout.")
 
 Recipes = Annotated[
     list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
@@ -41,6 +42,54 @@ def export(recipe: Recipes) -> int:
     from ingot.verify.export import verify_export
 
     return _shown(verify_export(read_recipe(recipe)))
+
+
+@verify.command(epilog="Example: ingot verify layout recipes/quickstart.yaml --layouts 'shard=2,tensor=2;pipeline=2,virtual=2'")
+def layout(
+    recipe: Recipes,
+    layouts: Annotated[str | None, typer.Option(
+        "--layouts", metavar="KNOB=N,...;...", help="Layouts to try, apart by `;`, each as knobs of `parallel` (and recompute=full). "
+        "Without it: the recipe's own on at most 8 processes, each mode alone, and the pairs of those that the recipe uses.", show_default=False,
+    )] = None,
+) -> int:
+    """The recipe made small, trained in many layouts on this CPU: losses, gradient norms and weights against one process.
+
+    Needs prepared data. Degrees of the recipe's own layout are divided until 8 processes suffice; `auto` counts as 2.
+    """
+    from ingot.cli.arguments import read_recipe
+    from ingot.verify.layout import verify_layout
+
+    return _compared(verify_layout(read_recipe(recipe), layouts))
+
+
+def _compared(proof: LayoutProof) -> int:
+    """The table on stdout; 0 where every layout that can be equals one process."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ingot.base.errors import EXIT_DONE, EXIT_FAILED
+    from ingot.cli.look import console
+
+    table = Table("layout", "processes", "loss", "gradient norm", "weights", "share of weights", "", title=proof.title, title_justify="left")
+    for one in proof.findings:
+        table.add_row(Text(one.layout.name), str(one.layout.processes), *_differences(one), MARKS[one.holds])
+    console().print(table)
+    for one in proof.findings:
+        if one.holds is None:
+            print(f"no case: {one.told}")
+    failed = [one for one in proof.findings if one.holds is False]
+    tried = sum(one.holds is not None for one in proof.findings)
+    if failed:
+        print(f"{proof.title}: {len(failed)} of {tried} layouts differ from one process; the first is {failed[0].told}")
+    else:
+        print(f"{proof.title}: " + (f"all {tried} layouts equal one process" if tried else "not one of these layouts can be"))
+    return EXIT_DONE if proof.holds else EXIT_FAILED
+
+
+def _differences(one: Finding) -> list[str]:
+    """The differences to one process: of the loss in nats, the others relative; and what a rank holds of all weights."""
+    found = one.difference
+    return ["", "", "", ""] if found is None else [f"{found.loss:.1e}", f"{found.norm:.1e}", f"{found.weights:.1e}", f"{found.share:.2f}"]
 
 
 def _shown(proof: Proof) -> int:

@@ -90,12 +90,13 @@ class Recipe(Section):
             raise ValueError(f"{shared}: the models of objective.kind {self.objective.kind} are shared by replicate and shard only; set parallel.shard instead")
         if parallel.pipeline > 1 and self.objective.kind == "dpo":
             raise ValueError("parallel.pipeline: the loss of objective.kind dpo needs all of a row at once and cannot be staged; use shard or tensor instead")
-        if parallel.pipeline > 1 and (self.train.sample_every or self.train.evaluate_tasks):
-            knob = "sample_every" if self.train.sample_every else "evaluate_tasks"
-            raise ValueError(f"train.{knob} is not possible with parallel.pipeline, whose ranks hold a part of the model each; remove it and use `ingot evaluate`")
-        if parallel.context > 1 and (self.train.sample_every or self.train.evaluate_tasks):
-            knob = "sample_every" if self.train.sample_every else "evaluate_tasks"
-            raise ValueError(f"train.{knob} is not possible with parallel.context, whose ranks hold a part of each row; remove it and use `ingot evaluate`")
+        odd = next((f"train.{knob}" for knob in ("sample_every", "evaluate_tasks") if getattr(self.train, knob)), None)
+        if odd and parallel.pipeline > 1:
+            raise ValueError(f"{odd} is not possible with parallel.pipeline, whose ranks hold a part of the model each; remove it and use `ingot evaluate`")
+        if odd and parallel.context > 1:
+            raise ValueError(f"{odd} is not possible with parallel.context, whose ranks hold a part of each row; remove it and use `ingot evaluate`")
+        if odd and parallel.tensor > 1 and parallel.sequence:
+            raise ValueError(f"{odd} reads rows of any length, which parallel.sequence cannot cut evenly; set parallel.sequence to false, or remove it")
         if lora is not None and lora.dropout and (parallel.tensor > 1 or parallel.context > 1):
             raise ValueError(f"model.lora.dropout {lora.dropout} is not possible with parallel.tensor or parallel.context; set it to 0")
         if self.memory.offload.weights and parallel.shard == 1:

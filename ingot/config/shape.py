@@ -9,7 +9,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.family import Sizes, sizes
-from ingot.config.layout import Parallel
+from ingot.config.layout import Memory, Parallel
 from ingot.config.work import Train
 
 
@@ -143,6 +143,25 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
     if shard > 1 and parallel.tensor > 1 and read.vocab % (parallel.tensor * shard) and read.hidden % shard:
         raise WrongInput(f"parallel.shard {shard} divides neither the vocabulary of {read.vocab} (with parallel.tensor {parallel.tensor}) nor the width of "
                          f"{read.hidden}; {_some([n for n in range(1, read.hidden + 1) if read.hidden % n == 0])} would")
+
+
+def check_pipeline(parallel: Parallel, memory: Memory, *, compiled: bool, dropout: float) -> None:
+    """What a pipeline cannot do, whatever the model. `dropout` is the adapter's. Raises WrongInput."""
+    if parallel.pipeline == 1:
+        return
+    if parallel.schedule == "zero_bubble":
+        if compiled:
+            raise WrongInput("parallel.schedule zero_bubble takes the backward pass apart, which train.compile cannot; "
+                             "set it to interleaved, or train.compile to false")
+        if memory.recompute.kind == "selective":
+            raise WrongInput("parallel.schedule zero_bubble goes backward twice, which memory.recompute.kind selective does not keep enough for; "
+                             "set it to full or none, or schedule to interleaved")
+        if parallel.reshard and parallel.shard != 1:
+            raise WrongInput(f"parallel.schedule zero_bubble needs the gathered weights of parallel.shard {parallel.shard} until the end of backward; "
+                             f"set parallel.reshard to false, or schedule to interleaved")
+    if dropout and memory.recompute.kind != "none":
+        raise WrongInput(f"model.lora.dropout {dropout} with parallel.pipeline and memory.recompute.kind {memory.recompute.kind} would be drawn for another "
+                         f"micro-batch when it is computed again; set the dropout to 0, or recompute to none")
 
 
 def _some(numbers: Sequence[int]) -> str:

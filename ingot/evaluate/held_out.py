@@ -17,8 +17,13 @@ from ingot.data.samples import Samples
 from ingot.models.device import Compute
 from ingot.objectives.forward import forward
 from ingot.objectives.objective import Objective
+from ingot.objectives.staged import StagedBatches
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.sharing import row_sharing
+
+GROUP = 2
+"""Micro-batches for each rank of a pipeline that go through it together. It keeps room for what arrives of all of them."""
 
 
 def held_out_objective(
@@ -35,15 +40,22 @@ def held_out_objective(
     device, targets = mesh.device, 0.0
     sums: dict[str, float] = defaultdict(float)
     with torch.no_grad():
-        # All ranks look equally often: a model that is spread over them is gathered for each look.
-        looks = math.ceil(math.ceil(count / data.world) / micro_batch)
+        # All ranks look equally often: a model that is spread over them is gathered for each look, and a pipeline is filled by several.
+        size = GROUP * mesh.pipeline.world if isinstance(model, Pipeline) else 1
+        looks = math.ceil(math.ceil(count / data.world) / (micro_batch * size))
         batches = itertools.chain(fixed_batches(rows, mine, micro_batch), itertools.repeat(_nothing(rows, micro_batch)))
-        for batch in itertools.islice(batches, looks):
-            total, metrics = forward(model, objective, batch, compute, device, sharing)
+        for _ in range(looks):
+            look = list(itertools.islice(batches, size))
+            if isinstance(model, Pipeline):
+                work = StagedBatches(objective, look, compute, device, sharing)
+                model.run(work, backward=False)
+                total, metrics = work.sums()
+            else:
+                total, metrics = forward(model, objective, look[0], compute, device, sharing)
             for name, value in {"loss": total, **metrics}.items():
                 sums[name] += float(value)
-            # Ranks that share rows share the count, too.
-            targets += objective.targets(batch) / mesh.context.world
+            # Ranks that share rows, or the layers that they go through, share the count, too.
+            targets += sum(objective.targets(batch) for batch in look) / (mesh.context.world * mesh.pipeline.world)
     names = list(sums)
     *found, whole = mesh.losses.agree(*(sums[name] for name in names), targets)
     if not whole:

@@ -16,7 +16,7 @@ from ingot.base.errors import Failed
 from ingot.evaluate.dealing import Floats, by_length, share, together
 from ingot.evaluate.subject import Subject
 from ingot.models.device import computing_in
-from ingot.models.head import IGNORE, View, apply_head
+from ingot.models.head import IGNORE, View, Vocabulary, apply_head
 from ingot.tokenizers.tokenizer import Tokenizer
 
 
@@ -68,12 +68,13 @@ def _from_start(tokenizer: Tokenizer, whole: list[int]) -> Span:
 class _Judge:
     """log p(label) of each token and, when asked, whether the label is the likeliest token."""
 
-    def __init__(self, *, greedy: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, greedy: bool) -> None:
+        self.vocabulary = vocabulary
         self.chunks: list[Tensor] | None = [] if greedy else None
 
     def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
         if self.chunks is not None:
-            self.chunks.append(view.logits().argmax(-1) == labels)
+            self.chunks.append(self.vocabulary.whole(view.logits()).argmax(-1) == labels)
         return view.log_probability(labels)
 
 
@@ -122,10 +123,11 @@ def _sums(subject: Subject, spans: Sequence[Span], *, greedy: bool) -> Tensor:
         labels[row, len(span.context) - 1 : len(span)] = whole[len(span.context) :]
     tokens, labels = tokens.to(subject.device), labels.to(subject.device)
     positions = torch.arange(time, device=subject.device).expand_as(tokens)
-    judge, scored, decoder = _Judge(greedy=greedy), labels != IGNORE, subject.decoder
+    decoder, scored = subject.decoder, labels != IGNORE
+    judge, vocabulary = _Judge(decoder.vocabulary, greedy=greedy), decoder.vocabulary
     # The vocabulary is looked at for the continuation's tokens alone: contexts are the longer part.
-    hidden = decoder.hidden(tokens, positions)[scored]
+    hidden = vocabulary.enter(decoder.hidden(tokens, positions))[scored]
     found = torch.stack((torch.zeros(labels.shape, device=subject.device), torch.ones(labels.shape, device=subject.device)))
-    found[0, scored] = apply_head(hidden, decoder.project, decoder.config.vocab_size, labels[scored], judge.token)
+    found[0, scored] = apply_head(hidden, decoder.project, decoder.config.vocab_size, labels[scored], judge.token, view=vocabulary.view)
     found[1, scored] = torch.cat(judge.chunks).float() if judge.chunks is not None else 0.0
     return found

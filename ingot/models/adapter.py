@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
+from ingot.models.decoder import Decoder
 from ingot.models.lora import A, B, LoRALinear, Size, attach, fold, head_modules, linear_layers, lora_layers, lora_state, named_by
+from ingot.models.placed import box, local
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASKS = {"decoder": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "encoder": "SEQ_CLS"}
@@ -169,22 +171,34 @@ def _places(model: nn.Module, layers: Mapping[str, LoRALinear], heads: tuple[str
 def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool = False) -> None:
     """Give a model the adapter in `folder`: into the one that it has (to go on training), else beside it, or folded in (`merge`).
 
+    Of a model that is spread over ranks, or cut, and has its adapter, this rank's part is filled.
+
     Raises:
         WrongInput: not an adapter, one of another kind, or one that does not fit this model (or its adapter); nothing is changed then.
     """
     config, path = read_adapter_config(folder), folder / CONFIG
-    heads = _heads(model, config, path)
-    sizes = _sizes(model, config, heads, path)
+    whole = _whole(model)
+    heads = _heads(whole, config, path)
+    sizes = _sizes(whole, config, heads, path)
     if present := lora_layers(model):
-        _compare(sizes, {name: Size(layer.rank, layer.scale) for name, layer in present.items()}, path)
+        here = {name: sizes[name] for name in linear_layers(model, heads) if name in sizes}
+        _compare(here, {name: Size(layer.rank, layer.scale) for name, layer in present.items()}, path)
     tensors = _read(folder)
-    _check(_shapes(model, sizes, heads), tensors, folder / WEIGHTS)
+    _check(_shapes(whole, sizes, heads), tensors, folder / WEIGHTS)
     if not present:
         attach(model, sizes, dropout=config.dropout, seed=seed)
     for key, place in _places(model, lora_layers(model), heads).items():
-        place.copy_(tensors[key])
+        local(place).copy_(tensors[key][box(place)])
     if merge:
         fold(model)
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    """All layers that a model has, if only on `meta`, where the model itself may be the part of a decoder that is on this rank."""
+    if not isinstance(model, Decoder):
+        return model
+    with torch.device("meta"):
+        return Decoder(model.config)
 
 
 def _sizes(model: nn.Module, config: AdapterConfig, heads: tuple[str, ...], path: Path) -> dict[str, Size]:

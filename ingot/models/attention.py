@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ingot.models.cpu_attention import cpu_attention
+from ingot.models.gpu_attention import flexible
 
 Look = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`: who may look at whom is settled already."""
@@ -48,12 +50,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Scaled dot-product attention.
 
     q `[B, H, T, E]`; k, v `[B, K, S, E]` with H a multiple of K; `mask` bool, broadcast to `[B, H, T, S]`, True where a
-    query may look; None for plain causal attention. Returns `[B, H, T, E]`.
+    query may look; None for plain causal attention. Returns `[B, H, T, E]`. In training, a query may look at itself at least.
     """
+    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if training and q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] == k.shape[2]:
+        mixed: Tensor = cpu_attention(q, k, v, None if mask is None else mask.view(-1, 1, *mask.shape[-2:]))
+        return mixed
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def dense(positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]) -> dict[int | None, Look]:
     """Attention where every rank has whole rows."""
-    seen = masks(segments, positions.shape[1], windows, positions.device)
+    windows, length = set(windows), positions.shape[1]
+    if positions.device.type == "cuda" and (segments is not None or any(window is not None and window < length for window in windows)):
+        return flexible(segments, length, windows, positions.device)
+    seen = masks(segments, length, windows, positions.device)
     return {window: partial(attend, mask=mask) for window, mask in seen.items()}

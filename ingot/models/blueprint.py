@@ -13,11 +13,11 @@ from ingot.config.recipe import Recipe
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.folder import load_weights
-from ingot.models.hub import draw_hub, empty_hub, load_hub
+from ingot.models.hub import draw_hub, load_hub
 from ingot.models.hub_config import HubConfig, hub_config
 from ingot.models.initial import initialise
 from ingot.models.kinds import TRAINED_ON, Kind, Model
-from ingot.models.placed import give_memory
+from ingot.models.placed import give_memory, is_spread
 from ingot.models.source import source_config, source_folder, starts_random
 
 
@@ -76,22 +76,30 @@ def _of_tokenizer(kind: Kind, values: Mapping[str, object], ids: int, special: M
     return {"vocab_size": ids, **named, **({"decoder_start_token_id": start} if kind == "seq2seq" else {})}
 
 
-def draft_model(plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> Model:
-    """The model before its weights: a decoder on `meta`. Models of transformers have theirs at once; not `filled`: only room for them."""
+def draft_model(plan: Blueprint, seed: int) -> Model:
+    """The model before wrappers: a decoder on `meta`.
+
+    One of transformers has its weights at once, all of them in this host's memory: what its constructors compute cannot be told from what is
+    learnt without them. Sharding brings a layer at a time to the device. It is filled even where a checkpoint follows, which holds what is
+    trained and nothing else: not Marian's bias of each token, nor embeddings that nobody reads.
+    """
     if isinstance(plan.config, DecoderConfig):
         with torch.device("meta"):
             return Decoder(plan.config)
-    if not filled:
-        return empty_hub(plan.config, device)
+    host = torch.device("cpu")
     if plan.folder is None or plan.random:
-        return draw_hub(plan.config, seed, device)
-    return load_hub(plan.config, plan.folder, device=device, dtype=torch.float32, seed=seed)
+        return draw_hub(plan.config, seed, host)
+    return load_hub(plan.config, plan.folder, device=host, dtype=torch.float32, seed=seed)
 
 
 def fill_model(model: Model, plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> None:
     """Give a drafted model its memory on `device`, and this rank's part of its weights, loaded or drawn; not `filled`: just room for them."""
+    if not isinstance(model, Decoder):
+        if not is_spread(model):
+            model.to(device)
+        return
     give_memory(model, device)
-    if not isinstance(model, Decoder) or not filled:
+    if not filled:
         return
     if plan.folder is None or plan.random:
         initialise(model, seed)
@@ -101,6 +109,6 @@ def fill_model(model: Model, plan: Blueprint, seed: int, device: torch.device, *
 
 def build_model(plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> Model:
     """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room for them, where a checkpoint follows."""
-    model = draft_model(plan, seed, device, filled=filled)
+    model = draft_model(plan, seed)
     fill_model(model, plan, seed, device, filled=filled)
     return model

@@ -160,6 +160,10 @@ class Decoder(nn.Module):
         tokens, positions `[B, T]` int64; a stage that is not the first is given hidden states for tokens. `segments` `[B, T]` numbers
         the documents of a packed row, which then do not see each other; None where each row is one document.
         """
+        return self._hidden(tokens, positions, segments, cache)
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, segments: Tensor | None, cache: Cache | None = None) -> Tensor:
+        # What is called from outside (`hidden`, `logits`, `project`) is where a wrapper gathers weights and gives them back: not from within `forward`.
         # The frequencies are made here rather than kept in a buffer: they cost nothing, and a model on `meta` has none to lose.
         rope = self.config.rope
         cos, sin = angles(positions, inverse_frequencies(rope, self.config.head_dim, positions.device), rope.amplitude)
@@ -171,10 +175,13 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need them."""
-        return self.vocabulary.whole(self.project(self.vocabulary.enter(hidden))).float()
+        return self.vocabulary.whole(self._project(self.vocabulary.enter(hidden))).float()
 
     def project(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> `[..., V]`: the head, in the type that it computes in; V is this rank's share of the vocabulary."""
+        return self._project(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
         return functional.linear(hidden, self.vocabulary.weight(self.head_weight))
 
     def forward(
@@ -184,12 +191,13 @@ class Decoder(nn.Module):
 
         `token(view, labels, extras)` is called on chunks of tokens, `extras` `[B, T, ...]` cut as they are; see `ingot.models.head`.
         """
-        hidden = self.hidden(tokens, positions, segments)
+        hidden = self._hidden(tokens, positions, segments)
         if not self.stage.last:
             return hidden
         flat = None if extras is None else extras.flatten(0, 1)
         hidden = self.vocabulary.enter(hidden)
-        values = apply_head(hidden.flatten(0, 1), self.project, self.config.vocab_size, labels.flatten(), token, flat, self.vocabulary.view)
+        weight = self.vocabulary.weight(self.head_weight)
+        values = apply_head(hidden.flatten(0, 1), self._project, self.config.vocab_size, labels.flatten(), token, flat, self.vocabulary.view, weight)
         return values.view(labels.shape).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
 
 

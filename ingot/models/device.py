@@ -80,6 +80,11 @@ def backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
+def has_float8(device: torch.device) -> bool:
+    """Whether there are float8 matrix products: Ada, Hopper and newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -18,7 +18,7 @@ from ingot.config.family import overridden
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.names import misfits
-from ingot.models.placed import box, give_memory, local
+from ingot.models.placed import Box, box, give_memory, local
 from ingot.models.tensorfile import Form, write_tensors
 
 CONFIG, LINEAGE, INDEX, META = "config.json", "ingot.json", "model.safetensors.index.json", "params.json"
@@ -59,18 +59,20 @@ def load_model(
 
 @torch.no_grad()
 def load_weights(model: Decoder, folder: Path) -> None:
-    """Fill the parameters of a model from `folder`, one tensor at a time; of spread ones this rank's part is all that is read."""
-    places = {name: parameter for name, parameter in model.named_parameters() if name.rpartition(".")[2] not in ("lora_A", "lora_B")}
-    shapes = {name: tuple(parameter.shape) for name, parameter in places.items()}
-    _check_names(shapes, stored_shapes(folder), folder, tied=model.config.tie_word_embeddings)
+    """Fill the parameters of a model from `folder`, one tensor at a time; of what is spread or cut this rank's part is all that is read."""
+    with torch.device("meta"):
+        whole = {name: tuple(parameter.shape) for name, parameter in Decoder(model.config).named_parameters()}
+    tied = model.config.tie_word_embeddings
+    _check_names(whole, stored_shapes(folder), folder, tied=tied)
+    places = {name: parameter for name, parameter in model.named_parameters() if name in whole}
     twin: Tensor | None = None
     for file in weight_files(folder):
         with _opened(file) as reader:
             for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
-                place = places[EMBEDDING] if name == HEAD not in places and EMBEDDING in places else places.get(name)
+                place = places.get(EMBEDDING if tied and name == HEAD else name)
                 if place is None:
                     continue
-                part = reader.get_slice(name)[box(place)]
+                part = _part(reader.get_slice(name), box(place))
                 if not part.is_floating_point():
                     raise WrongInput(f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not weights as they are; give an unquantized model")
                 if name in places:
@@ -79,6 +81,12 @@ def load_weights(model: Decoder, folder: Path) -> None:
                     twin = part
     if twin is not None and not torch.equal(twin.to(places[EMBEDDING].dtype), local(places[EMBEDDING]).cpu()):
         raise WrongInput(f"{folder}: {CONFIG} ties {HEAD} to {EMBEDDING}, but the two differ; set tie_word_embeddings to false")
+
+
+def _part(stored: Any, wanted: Box) -> Tensor:
+    """A box of a stored tensor; of one that has no rows, as its last ranks have of a short one, nothing is asked."""
+    part: Tensor = stored[tuple(slice(0, 1) if side.start == side.stop else side for side in wanted)]
+    return part[tuple(slice(0, 0) if side.start == side.stop else slice(None) for side in wanted)]
 
 
 def weight_files(folder: Path) -> list[Path]:

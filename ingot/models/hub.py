@@ -19,7 +19,7 @@ from ingot.models.hub_models import Encoder, HubModel, Seq2Seq
 
 __all__ = [
     "SUPPORTED", "Encoder", "HubConfig", "HubKind", "HubModel", "Seq2Seq",
-    "draw_hub", "empty_hub", "generation_settings", "hub_config", "hub_weights", "load_hub",
+    "draw_hub", "generation_settings", "hub_config", "hub_weights", "load_hub",
 ]
 
 GENERATION = "generation_config.json"
@@ -42,11 +42,6 @@ def draw_hub(config: HubConfig, seed: int, device: torch.device) -> HubModel:
     if shared is not None and shared.weight is not inner.model.encoder.embed_tokens.weight:
         shared.weight.requires_grad_(False)  # nothing reads it where embeddings are not tied, and data parallel would wait for its gradient
     return (Seq2Seq(config, inner) if config.kind == "seq2seq" else Encoder(config, inner)).to(device)
-
-
-def empty_hub(config: HubConfig, device: torch.device) -> HubModel:
-    """Room for weights that come from a checkpoint. What is computed rather than learnt is in it already."""
-    return draw_hub(config, 0, device)
 
 
 def load_hub(config: HubConfig, folder: Path, *, device: torch.device, dtype: torch.dtype, seed: int | None) -> HubModel:

@@ -52,6 +52,20 @@ class LoraState:
         if self.dropout:
             self._rows = _mix(rows.long() * _GOLDEN + _signed(f"{self.seed}/lora/{step}"))
 
+    @property
+    def rows(self) -> Tensor | None:
+        """The rows of the batch that is computed now; None where nobody has said, or there is no dropout."""
+        return self._rows
+
+    @contextlib.contextmanager
+    def back_at(self, rows: Tensor | None) -> Iterator[None]:
+        """Compute a batch once more for a while, whose `rows` were remembered."""
+        now, self._rows = self._rows, rows
+        try:
+            yield
+        finally:
+            self._rows = now
+
     def drop(self, x: Tensor, layer: int) -> Tensor:
         """x `[R, ..., in]` with a share of its elements 0, the others scaled up so that the mean stays.
 

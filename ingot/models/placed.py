@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Box = tuple[slice, ...]
@@ -27,7 +28,9 @@ def spread_as(like: Tensor, mine: Tensor) -> Tensor:
     """This rank's part `mine` as a tensor that is spread as `like` is."""
     if not isinstance(like, DTensor):
         return mine
-    return DTensor.from_local(mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    # Not `from_local`: what waits on the host would be copied to the mesh's device, and what is loaded into the copy would be lost.
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(like.shape, like.stride(), mine.dtype))
+    return DTensor(mine, spec, requires_grad=mine.requires_grad)
 
 
 def is_spread(model: nn.Module) -> bool:

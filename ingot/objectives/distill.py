@@ -34,15 +34,17 @@ class Distill:
     @torch.no_grad()
     def extras(self, batch: Batch, segments: Tensor | None) -> Tensor:
         """The teacher's final hidden states `[B, T, D]`."""
-        return self.teacher.hidden(batch.tokens, batch.positions, segments)
+        return self.teacher.vocabulary.enter(self.teacher.hidden(batch.tokens, batch.positions, segments))
 
     def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
         """The mixture for a chunk of N tokens, `[N]`; `extras` are the teacher's hidden states `[N, D]`."""
         assert extras is not None
         with torch.no_grad():
-            wanted = functional.log_softmax(self.teacher.logits(extras) / self.temperature, dim=-1)
-        given = functional.log_softmax(view.logits() / self.temperature, dim=-1)
-        divergence = functional.kl_div(given, wanted, reduction="none", log_target=True).sum(dim=-1)
+            theirs = self.teacher.vocabulary.view(self.teacher.project(extras).float())
+            wanted = theirs.log_probabilities(self.temperature)
+        given = view.log_probabilities(self.temperature)
+        # Of the vocabulary both models have the same share here.
+        divergence = view.total(functional.kl_div(given, wanted, reduction="none", log_target=True))
         return (1 - self.alpha) * -view.log_probability(labels) + self.alpha * self.temperature**2 * divergence
 
     def reduce(self, values: Tensor, batch: Batch, all_sum: AllSum) -> tuple[Tensor, dict[str, Tensor]]:

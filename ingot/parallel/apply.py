@@ -1,7 +1,8 @@
 """Every wrapper, in one order: the pipeline's cut, tensors, rows, memory, compile, then what crosses ranks with gradients.
 
-The cut makes a model of each stage, which is then wrapped as a whole one would be. Tensor parallelism changes what a layer's parameters are, so it comes first. Recomputation is inside of what is compiled, compilation inside of
-what gathers weights, so that hooks stay outside the graph. The model may be on `meta`: nothing here needs a weight.
+The cut makes a model of each stage, which is then wrapped as a whole one would be. Tensor parallelism changes what a layer's parameters are,
+so it comes before the rest. Recomputation is inside of what is compiled, compilation inside of what gathers weights, so that hooks stay
+outside the graph. The model may be on `meta`: nothing here needs a weight.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from ingot.config.layout import Memory, Parallel, Precision
 from ingot.models.decoder import Decoder
 from ingot.models.device import Compute
 from ingot.models.kinds import Model
+from ingot.parallel.compiled import compile_layers
 from ingot.parallel.context import context_attention
+from ingot.parallel.float8 import use_float8
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.pipeline import Pipeline, parts
+from ingot.parallel.offload import offload_activations
+from ingot.parallel.pipeline import Pipeline, parts, twins
 from ingot.parallel.recompute import recompute_layers
 from ingot.parallel.shard import shard_weights
 from ingot.parallel.tensor import share_tensors
@@ -57,14 +61,20 @@ def apply_wrappers(model: Model, mesh: Mesh, how: Wrapping) -> Model:
 def _wrap(model: nn.Module, mesh: Mesh, how: Wrapping) -> None:
     """What is done to a model, or to a stage of it."""
     spread = mesh.weights
+    if how.precision.master == "stochastic":
+        hold_in(model, torch.bfloat16)
+    if how.precision.float8 != "none":
+        use_float8(model, how.precision.float8, tensor=mesh.tensor.world, loud=mesh.is_main)
     if isinstance(model, Decoder):
         if spread is not None and mesh.tensor.world > 1:
             share_tensors(model, spread["tensor"], sequence=how.parallel.sequence)
         if mesh.context.world > 1:
             model.attention = context_attention(how.parallel.context_by, mesh.context.group, mesh.context.rank, mesh.context.world)
     recompute_layers(model, how.memory.recompute)
+    if how.memory.offload.activations:
+        offload_activations(model)
     if how.compiled:
-        model.compile()
+        compile_layers(model)
     if spread is not None and _is_sharded(model, mesh, how):
         native = isinstance(model, Decoder)
         shard_weights(
@@ -73,11 +83,18 @@ def _wrap(model: nn.Module, mesh: Mesh, how: Wrapping) -> None:
         )
 
 
+def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Weights in another type, frozen ones too; what a model of transformers computes and keeps beside them stays."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def _is_sharded(model: nn.Module, mesh: Mesh, how: Wrapping) -> bool:
     """Plain copies whose gradients have the type of their weights are DDP's; all else that crosses ranks is FSDP's, with one shard if need be."""
+    narrow = isinstance(model, Decoder) and how.compute != "fp32"
     if mesh.degrees.shard * mesh.degrees.tensor * mesh.degrees.pipeline > 1:
-        return mesh.replicas.world > 1 or (isinstance(model, Decoder) and how.compute != "fp32")
-    return isinstance(model, Decoder) and (how.compute, how.precision.reduce) != ("fp32", "fp32")
+        return mesh.replicas.world > 1 or narrow
+    return narrow or how.precision.reduce != "fp32" or how.precision.master == "stochastic"
 
 
 def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
@@ -89,14 +106,23 @@ def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 def working_type(model: Model, mesh: Mesh, how: Wrapping) -> torch.dtype | None:
     """The type to put weights in that this rank holds whole, so that they need not be turned into it for each product; None to leave them."""
-    if not isinstance(model, Decoder) or how.compute == "fp32" or any(isinstance(part, FSDPModule) for part in parts(model)):
+    sharded = any(isinstance(part, FSDPModule) for part in parts(model))
+    if sharded or how.precision.master == "stochastic" or not isinstance(model, Decoder) or how.compute == "fp32":
         return None
     return TYPES[how.compute]
 
 
+def home_of_weights(mesh: Mesh, how: Wrapping) -> torch.device:
+    """Where a wrapped model is given its memory."""
+    return torch.device("cpu") if how.memory.offload.weights else mesh.device
+
+
 def make_masters(model: Model, mesh: Mesh, how: Wrapping) -> Masters:
     """What the optimizer changes in place of the model's weights, which have their memory already."""
-    return Masters(model, mesh, working=working_type(model, mesh, how))
+    return Masters(
+        model, mesh, shared=twins(model), working=working_type(model, mesh, how), stochastic=how.precision.master == "stochastic",
+        on_host=how.memory.offload.optimizer,
+    )
 
 
 def sum_factor(module: nn.Module, mesh: Mesh) -> float:
@@ -127,6 +153,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while."""
     was_training = model.training
     model.eval()
+    for part in parts(model):
+        if isinstance(part, FSDPModule):
+            part.unshard()  # transformers' generation calls what is inside of the model, whose own weights would not be gathered for that
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""The weights as the optimizer knows them: plain local float32 tensors, however the model's own are spread over ranks.
+"""The weights as the optimizer knows them: plain local tensors, however the model's own are spread over ranks.
+
+They are float32; with stochastic rounding the model's own bf16, with float32 gradients. A share of them may live on the host.
 
 So the optimizer, clipping and the finite check are the same on one process and in every layout, and no kernel has to know a DTensor.
 A gradient is a *sum* over ranks and micro-batches all the way; the step divides once.
@@ -6,7 +8,8 @@ A gradient is a *sum* over ranks and micro-batches all the way; the step divides
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +22,7 @@ from torch.nn.utils import get_total_norm
 from ingot.models.placed import local, spread_as
 from ingot.parallel.mesh import Mesh
 
+HOST = torch.device("cpu")
 Axes = tuple[tuple[DeviceMesh, int], ...]
 """The axes of meshes along which a parameter is cut."""
 
@@ -30,7 +34,7 @@ class Master:
     name: str
     parameter: nn.Parameter
     tensor: nn.Parameter
-    """This rank's part of it: the parameter itself or a view of its memory; a copy where the parameter has another type."""
+    """This rank's part of it: the parameter itself or a view of its memory; a copy where the parameter has another type or device."""
     counted: bool = True
     """Whether the gradient's norm counts it here, and not with its twin on another stage."""
 
@@ -46,22 +50,33 @@ class Masters:
         model: has its memory already, its weights and its wrappers.
         shared: names of parameters that both ends of a pipeline hold: a tied embedding.
         working: type that the model's own weights are put in where this rank holds them whole; the masters stay float32. None: as they are.
+        stochastic: keep no float32 copies; the optimizer rounds what it makes of bf16 weights.
+        on_host: share of the trained numbers whose masters, and so the optimizer's state and work, are the host's.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, shared: Iterable[str] = (), working: torch.dtype | None = None) -> None:
-        self.mesh, self._shared, self._model, self._working = mesh, frozenset(shared), model, working
-        self._masters = [self._of(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, shared: Iterable[str] = (), working: torch.dtype | None = None, *, stochastic: bool = False, on_host: float = 0.0
+    ) -> None:
+        self.mesh, self.stochastic, self._shared, self._model, self._working = mesh, stochastic, frozenset(shared), model, working
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        away = _share(trained, on_host)
+        self._masters = [self._of(name, parameter, exact=not stochastic, away=name in away) for name, parameter in trained.items()]
         self.work_in(working)
 
     def __iter__(self) -> Iterator[Master]:
         return iter(self._masters)
 
-    def _of(self, name: str, parameter: nn.Parameter) -> Master:
+    def _of(self, name: str, parameter: nn.Parameter, *, exact: bool, away: bool) -> Master:
         here = local(parameter.detach())
-        if not isinstance(parameter, DTensor) and parameter.dtype == torch.float32 == (self._working or torch.float32):
+        dtype = torch.float32 if exact else here.dtype
+        if away:
+            tensor = nn.Parameter(here.to(HOST, dtype, copy=True))
+        elif not isinstance(parameter, DTensor) and parameter.dtype == torch.float32 == (self._working or torch.float32):
             tensor = parameter
         else:
-            tensor = nn.Parameter(here.float())  # the same memory where it is float32 already
+            tensor = nn.Parameter(here.to(dtype))  # the same memory where it has that type already
+        if dtype != torch.float32:
+            tensor.grad_dtype = torch.float32
         return Master(name, parameter, tensor, counted=name not in self._shared or self.mesh.ends.is_main)
 
     def work_in(self, dtype: torch.dtype | None) -> None:
@@ -91,7 +106,7 @@ class Masters:
                 _add(master, local(_whole(master.parameter)))
             if master.name in self._shared and self.mesh.ends.world > 1:
                 if master.tensor.grad is None:
-                    master.tensor.grad = torch.zeros_like(master.tensor)
+                    master.tensor.grad = torch.zeros_like(master.tensor, dtype=torch.float32)
                 self.mesh.ends.all_sum(master.tensor.grad)
 
     def norm(self) -> Tensor:
@@ -102,18 +117,31 @@ class Masters:
                 groups.setdefault(_cut_along(master.parameter), []).append(master.tensor.grad)
         total = torch.zeros((), device=self.mesh.device)
         for axes, gradients in groups.items():
-            square = get_total_norm(gradients).square()
+            square = get_total_norm(gradients).square().to(self.mesh.device)
             for mesh, axis in axes:
                 dist.all_reduce(square, group=mesh.get_group(axis))
             total += square
         return self.mesh.pipeline.all_sum(total).sqrt()
 
+    def scale(self, by: Tensor) -> None:
+        """Multiply all gradients, in place."""
+        groups: dict[torch.device, list[Tensor]] = {}
+        for gradient in self.gradients:
+            groups.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in groups.items():
+            torch._foreach_mul_(gradients, by.to(device))
+
+    def told(self, flag: Tensor) -> Tensor:
+        """A flag where the optimizer may read it: on the host, which is waited for, if any of its work is done there."""
+        return flag.to(HOST) if any(master.tensor.device == HOST for master in self._masters) else flag
+
     @torch.no_grad()
     def publish(self) -> None:
         """After the optimizer: the model's weights are what the masters are now, and gradients are gone."""
         for master in self._masters:
-            if master.parameter.dtype != master.tensor.dtype:
-                local(master.parameter.detach()).copy_(master.tensor)
+            here = local(master.parameter.detach())
+            if here.data_ptr() != master.tensor.data_ptr() or here.device != master.tensor.device:
+                here.copy_(master.tensor)
             master.parameter.grad = master.tensor.grad = None
 
 
@@ -129,9 +157,16 @@ def _whole(parameter: nn.Parameter) -> Tensor:
 def _add(master: Master, grad: Tensor) -> None:
     master.parameter.grad = None
     if master.tensor.grad is None:
-        master.tensor.grad = grad.to(master.tensor.dtype)
+        master.tensor.grad = grad.to(master.tensor.device, torch.float32)
     else:
-        master.tensor.grad += grad
+        master.tensor.grad += grad.to(master.tensor.device)
+
+
+def _share(trained: Mapping[str, Tensor], share: float) -> set[str]:
+    """Names of parameters, the first ones, that hold as nearly as can be this share of all numbers; the same on all ranks that hold them."""
+    sizes = {name: parameter.numel() for name, parameter in trained.items()}
+    before = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    return {name for name, size in sizes.items() if before[name] + size / 2 < share * sum(sizes.values())}
 
 
 def _cut_along(parameter: Tensor) -> Axes:

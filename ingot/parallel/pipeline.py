@@ -2,7 +2,7 @@
 zero bubble (Qi et al. 2023), whose backward pass computes gradients of activations first and those of weights where a gap is left.
 
 Every rank of a pipeline has the same micro-batches and only hidden states cross ranks, so a schedule is handed numbers of micro-batches.
-The loss is a sum, and nothing is scaled.
+The loss is a sum, and nothing is scaled. Where weights are sharded, torch keeps a stage's gradients whole until the last micro-batch is done.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from ingot.base.errors import WrongInput
-from ingot.config.layout import Memory, Parallel, PipelineSchedule
+from ingot.config.layout import Parallel, PipelineSchedule
 from ingot.models.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.stages import cut_stages
 
 EMBEDDING = "model.embed_tokens.weight"
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 class Work(Protocol):
@@ -51,11 +51,7 @@ class _NumberedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         assert isinstance(self.submod, Decoder)
         out = self.work.values(self.submod, int(kwargs["number"]), None if self.is_first else args[0])
-        if self.is_last:
-            return out
-        out = out.to(self.hidden).contiguous()
-        # Whoever has nothing to train before it is sent a gradient all the same.
-        return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_()
+        return out if self.is_last else out.to(self.hidden).contiguous()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
@@ -80,10 +76,10 @@ class Pipeline(Decoder):
 
     def __init__(self, model: Decoder, mesh: Mesh, parallel: Parallel, hidden: torch.dtype) -> None:
         nn.Module.__init__(self)
-        self.config, self._mesh, self._parallel, self._hidden = model.config, mesh, parallel, hidden
+        self.config, self._mesh, self._parallel, self._sent = model.config, mesh, parallel, hidden
         self.degree, self.total = mesh.pipeline.world, mesh.pipeline.world * parallel.virtual
         self.stages = nn.ModuleList(cut_stages(model, mesh.pipeline.rank, self.degree, parallel.virtual))
-        self._made: dict[tuple[tuple[int, int, int], bool], tuple[_PipelineSchedule, list[_NumberedStage]]] = {}
+        self._made: dict[tuple[tuple[int, int, int], bool], tuple[Schedule, list[_NumberedStage]]] = {}
 
     def __iter__(self) -> Iterator[Decoder]:
         for stage in self.stages:
@@ -110,16 +106,15 @@ class Pipeline(Decoder):
         schedule, stages = self._made[key]
         for stage in stages:
             stage.work = work
-        schedule._loss_fn = lambda values, number: work.loss(values, int(number))
         numbers = torch.arange(work.shape[0])
         call: Callable[..., Any] = schedule.step if backward else schedule.eval
         call(numbers, number=numbers, target=numbers, return_outputs=False)
 
-    def _make(self, count: int, rows: int, tokens: int) -> tuple[_PipelineSchedule, list[_NumberedStage]]:
+    def _make(self, count: int, rows: int, tokens: int) -> tuple[Schedule, list[_NumberedStage]]:
         """A schedule keeps buffers for what arrives, so there is one for each shape, and for evaluation."""
         cut = self._mesh.tensor.world if self._parallel.sequence else 1
         number = torch.empty(1, dtype=torch.int64, device="meta")
-        hidden = torch.empty(rows, tokens // cut, self.config.hidden_size, dtype=self._hidden, device="meta", requires_grad=True)
+        hidden = torch.empty(rows, tokens // cut, self.config.hidden_size, dtype=self._sent, device="meta", requires_grad=True)
         values = torch.empty(rows, tokens, device="meta", requires_grad=True)
         stages = []
         for place, module in enumerate(self):
@@ -128,14 +123,18 @@ class Pipeline(Decoder):
                 module, self._mesh.pipeline.rank + place * self.degree, self.total, self._mesh.device,
                 input_args=number if first else hidden, output_args=values if last else hidden, group=self._mesh.pipeline.group,
             )
-            stage.hidden = self._hidden
+            stage.hidden = self._sent
             stages.append(stage)
+
+        def loss(values: Tensor, number: Tensor) -> Tensor:
+            return stages[-1].work.loss(values, int(number))
+
         kind = resolved_schedule(self._parallel, count)
         if kind in ("gpipe", "1f1b"):
             single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
-            return single(stages[0], count, loss_fn=_never, scale_grads=False), stages
+            return single(stages[0], count, loss_fn=loss, scale_grads=False), stages
         looped = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleInterleavedZeroBubble
-        return looped(list(stages), count, loss_fn=_never, scale_grads=False), stages
+        return looped(list(stages), count, loss_fn=loss, scale_grads=False), stages
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
@@ -162,22 +161,3 @@ def resolved_schedule(parallel: Parallel, count: int) -> PipelineSchedule:
     if kind == "auto":
         kind = "1f1b" if parallel.virtual == 1 else "interleaved"
     return "gpipe" if kind == "1f1b" and count < parallel.pipeline else kind
-
-
-def check_pipeline(parallel: Parallel, memory: Memory, *, compiled: bool, dropout: float) -> None:
-    """What a pipeline cannot do, whatever the model. `dropout` is the adapter's. Raises WrongInput."""
-    if parallel.pipeline == 1:
-        return
-    if parallel.schedule == "zero_bubble":
-        if compiled:
-            raise WrongInput("parallel.schedule zero_bubble takes the backward pass apart, which train.compile cannot; set it to interleaved, or compile to false")
-        if parallel.reshard and parallel.shard != 1:
-            raise WrongInput(f"parallel.schedule zero_bubble needs the gathered weights of parallel.shard {parallel.shard} until the end of backward; "
-                             f"set parallel.reshard to false, or schedule to interleaved")
-    if dropout and memory.recompute.kind != "none":
-        raise WrongInput(f"model.lora.dropout {dropout} with parallel.pipeline and memory.recompute.kind {memory.recompute.kind} would be drawn for another "
-                         f"micro-batch when it is computed again; set the dropout to 0, or recompute to none")
-
-
-def _never(values: Tensor, number: Tensor) -> Tensor:
-    raise AssertionError("a schedule is given its loss when it runs")

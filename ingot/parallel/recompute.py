@@ -17,7 +17,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ingot.base.errors import WrongInput
 from ingot.config.layout import Recompute
 from ingot.models.decoder import Decoder, in_order
+from ingot.models.hub import Seq2Seq
+from ingot.models.kinds import Kind
+from ingot.models.lora import LoraState, lora_state
 from ingot.parallel.shard import stacks
+
+Checkpoint = Callable[..., Any]
+"""A function and what it is given -> what it makes of that, now and again in backward."""
 
 KEPT = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm",
@@ -37,13 +43,13 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
     """
     if knobs.kind == "none":
         return
-    if knobs.method == "uniform" and knobs.layers > 1:
-        check_runs(model, knobs)
-        assert isinstance(model, Decoder)
-        model.through = partial(in_runs, knobs.layers)
-        return
     # The native decoder draws nothing at random in its layers: masks of adapters are a hash of the sample.
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=not isinstance(model, Decoder))
+    again: Checkpoint = partial(_checkpoint, lora_state(model), use_reentrant=False, preserve_rng_state=not isinstance(model, Decoder))
+    if knobs.method == "uniform" and knobs.layers > 1:
+        check_runs("decoder" if isinstance(model, Decoder) else "seq2seq" if isinstance(model, Seq2Seq) else "encoder", knobs)
+        assert isinstance(model, Decoder)
+        model.through = partial(in_runs, again, knobs.layers)
+        return
     if knobs.kind == "selective":
         again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
     made: dict[type, type] = {}
@@ -53,18 +59,31 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
             layer.__class__ = made.setdefault(kind, _recomputed(kind, again))
 
 
-def check_runs(model: nn.Module, knobs: Recompute) -> None:
-    """Raises WrongInput where runs of several layers cannot be recomputed as one."""
-    if knobs.method == "uniform" and knobs.layers > 1 and not isinstance(model, Decoder):
-        raise WrongInput(f"memory.recompute.layers {knobs.layers} with method=uniform is for decoders: layers of a {type(model).__name__} hand on more "
+def check_runs(kind: Kind, knobs: Recompute) -> None:
+    """Raises WrongInput where runs of several layers of this kind of model cannot be recomputed as one."""
+    if knobs.method == "uniform" and knobs.layers > 1 and kind != "decoder":
+        raise WrongInput(f"memory.recompute.layers {knobs.layers} with method=uniform is for decoders: the layers of a model of kind {kind} hand on more "
                          f"than one tensor; set it to 1, or method to block")
 
 
-def in_runs(size: int, x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+def in_runs(again: Checkpoint, size: int, x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
     """`size` layers at a time, of which only the first one's input is kept."""
     for first in range(0, len(layers), size):
-        x = checkpoint(in_order, x, layers[first : first + size], use_reentrant=False, preserve_rng_state=False)
+        x = again(in_order, x, layers[first : first + size])
     return x
+
+
+def _checkpoint(state: LoraState | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's, of a batch that is remembered: in a pipeline another one has begun before backward comes."""
+    if state is None or not state.dropout or torch.compiler.is_compiling():
+        return checkpoint(function, *args, **kwargs)
+    rows = state.rows
+
+    def on_the_same_rows(*inputs: Any, **named: Any) -> Any:
+        with state.back_at(rows):
+            return function(*inputs, **named)
+
+    return checkpoint(on_the_same_rows, *args, **kwargs)
 
 
 def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -73,7 +92,7 @@ def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if name.partition(".")[0] in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _recomputed(kind: type, again: Callable[..., Any]) -> type:
+def _recomputed(kind: type, again: Checkpoint) -> type:
     """A subclass that recomputes. A subclass and not a wrapper of each layer: equal layers then are compiled once."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

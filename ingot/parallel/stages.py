@@ -45,7 +45,7 @@ def _stage(model: Decoder, which: Stage, first: int, count: int) -> Decoder:
     layers = dict(whole.layers.named_children())
     trunk.layers = nn.ModuleDict({str(number): layers[str(number)] for number in range(first, first + count)})  # type: ignore[assignment]
     tied = which.last and model.lm_head is None
-    trunk.embed_tokens = whole.embed_tokens if which.first or tied else None  # type: ignore[assignment]
+    trunk.embed_tokens = whole.embed_tokens if which.first or tied else None
     trunk.norm = whole.norm if which.last else None  # type: ignore[assignment]
     stage.lm_head = model.lm_head if which.last else None
     stage.stage = which

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ingot.models.head import View, Vocabulary
-from ingot.parallel.collectives import sum_forward
+from ingot.parallel.collectives import sum_backward, sum_forward
 
 
 class SharedView(View):
@@ -20,9 +20,12 @@ class SharedView(View):
         self._group, self._first = group, first
 
     def logsumexp(self) -> Tensor:
-        largest = self._logits.detach().amax(dim=-1)
+        return self._logsumexp(self._logits)
+
+    def _logsumexp(self, logits: Tensor) -> Tensor:
+        largest = logits.detach().amax(dim=-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return self.total((self._logits - largest[:, None]).exp()).log() + largest
+        return self.total((logits - largest[:, None]).exp()).log() + largest
 
     def gather(self, labels: Tensor) -> Tensor:
         place = labels - self._first
@@ -32,6 +35,11 @@ class SharedView(View):
 
     def log_probability(self, labels: Tensor) -> Tensor:
         return self.gather(labels) - self.logsumexp()
+
+    def log_probabilities(self, temperature: float = 1.0) -> Tensor:
+        softened = self._logits / temperature
+        # Every rank goes on with the sum in its own way, with the tokens that it has.
+        return softened - sum_backward(self._logsumexp(softened), self._group)[:, None]
 
     def total(self, values: Tensor) -> Tensor:
         return sum_forward(values.sum(dim=-1), self._group)

@@ -19,10 +19,9 @@ from ingot.models.blueprint import Blueprint, draft_model, fill_model
 from ingot.models.folder import model_hash
 from ingot.models.kinds import Model
 from ingot.models.lora import add_lora, draw_adapter
-from ingot.parallel.apply import apply_wrappers, finish_wrapping, working_type
+from ingot.parallel.apply import apply_wrappers, finish_wrapping, home_of_weights, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.pipeline import twins
 from ingot.train.objective import Objectives, make_objectives
 from ingot.train.optim import make_optimizer
 from ingot.train.plan import Plan
@@ -46,8 +45,8 @@ def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: 
     model = wrapped_model(plan, plan.drawing, mesh, filled=start is None or recipe.model.lora is not None)
     if recipe.model.lora is not None and recipe.model.lora.adapter is not None and start is None:
         load_adapter(model, Path(recipe.model.lora.adapter))
-    masters = Masters(model, mesh, shared=twins(model), working=working_type(model, mesh, plan.wrapping))
-    optimizer = make_optimizer(recipe.train.optimizer, masters)
+    masters = make_masters(model, mesh, plan.wrapping)
+    optimizer = make_optimizer(recipe.train.optimizer, masters, recipe.seed)
     if start is not None:
         load_checkpoint(start, masters, optimizer, mesh)
     elif plan.origin is not None:
@@ -59,11 +58,11 @@ def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: 
 def wrapped_model(plan: Plan, drawing: Blueprint, mesh: Mesh, *, filled: bool) -> Model:
     """The model of a blueprint, with the recipe's adapter, spread over the ranks; not `filled`: with just room for its weights."""
     recipe = plan.recipe
-    model = draft_model(drawing, recipe.seed, mesh.device, filled=filled)
+    model = draft_model(drawing, recipe.seed)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     model = apply_wrappers(model, mesh, plan.wrapping)
-    fill_model(model, drawing, recipe.seed, mesh.device, filled=filled)
+    fill_model(model, drawing, recipe.seed, home_of_weights(mesh, plan.wrapping), filled=filled)
     draw_adapter(model, recipe.seed)
     return model
 

@@ -73,7 +73,7 @@ def _to_export(plan: Plan, trainee: Trainee, step: int) -> tuple[Model, Iterable
         return trainee.model, None
     recipe, host = plan.recipe, torch.device("cpu")
     folder = step_folder(recipe.folder.checkpoints, step)
-    model = draft_model(plan.drawing, recipe.seed, host, filled=True)
+    model = draft_model(plan.drawing, recipe.seed)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     if not isinstance(model, Decoder):

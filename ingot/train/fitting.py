@@ -7,7 +7,6 @@ not fit: a rank that runs out of memory leaves the others waiting.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import time
@@ -134,7 +133,7 @@ def search(sizes: Sequence[int], probe: Callable[[int], Tried], most: float, *, 
             break
         tried.append(probe(size))
         if tried[-1].share > most:
-            end = f"{size} {_took(tried[-1])} of the memory, and {most:.0%} may be taken"
+            end = f"{size} ran out of memory" if tried[-1].share > 1 else f"{size} took {tried[-1].share:.0%} of the memory, and {most:.0%} may be taken"
             break
         if not largest and _no_gain(tried):
             end = f"larger ones were not faster, up to {size}"
@@ -147,12 +146,9 @@ def search(sizes: Sequence[int], probe: Callable[[int], Tried], most: float, *, 
         return Found(chosen.micro_batch, f"the largest that fits, with {chosen.share:.0%} of the memory; {end}", tried)
     best = max(one.rows_per_s for one in fitting)
     chosen = next(one for one in fitting if one.rows_per_s >= AS_FAST * best)
-    speeds = ", ".join(f"{one.micro_batch}: {one.rows_per_s:.3g}" for one in fitting)
-    return Found(chosen.micro_batch, f"the smallest of the fastest (rows a second of a process with {speeds}), {chosen.share:.0%} of the memory; {end}", tried)
-
-
-def _took(one: Tried) -> str:
-    return "ran out" if one.share > 1 else f"took {one.share:.0%}"
+    speeds = ", ".join(f"{one.rows_per_s:.3g} with {one.micro_batch}" for one in fitting)
+    why = f"the fastest, or the smallest of equals (rows a second of a process: {speeds}), with {chosen.share:.0%} of the memory; {end}"
+    return Found(chosen.micro_batch, why, tried)
 
 
 def _predicted(tried: Sequence[Tried], size: int) -> float:
@@ -212,8 +208,6 @@ def _seconds(trial: Trial, batch: BatchPlan) -> float | None:
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0]
-    trial.trainee.module.zero_grad(set_to_none=True)
-    gc.collect()
     if trial.mesh.world > 1:
         raise Failed(f"out of memory with {batch.micro_batch} rows at once, while train.micro_batch: auto was tried ({reason}); set a smaller number")
     return None

@@ -12,12 +12,11 @@ import numpy as np
 from ingot.config import objective as knobs
 from ingot.config.objective import Documents
 from ingot.config.recipe import Recipe
-from ingot.config.shape import batch_plan, total_steps
+from ingot.config.shape import batch_plan, check_layout, total_steps
 from ingot.data.opened import IGNORE, Ids, Opened
 from ingot.data.rows import Row, Rows
 from ingot.data.samples import Fields, Samples
 from ingot.models.blueprint import blueprint
-from ingot.models.device import resolve_compute
 from ingot.models.source import named_folder, source_config, source_folder
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
@@ -25,6 +24,7 @@ from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.objective import check_teacher, teacher_vocabulary
 from ingot.train.plan import Plan
+from ingot.train.possible import computing_type
 
 COUNT = 1 << 16
 """Rows that there are made up; more than any measurement asks for."""
@@ -40,11 +40,10 @@ class MadeUpRows(Rows):
         self._vocab_size, self._documents = vocab_size, documents
 
     def batch(self, ids: Sequence[int], out: Ids | None = None) -> Row:
-        shape = (len(ids), self.seq_len)
-        made = Row(*(np.empty((4, *shape), np.int64) if out is None else out))
+        made = Row(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
         length = -(-self.seq_len // self._documents)
         place = np.arange(self.seq_len)
-        made.tokens[:] = _random(ids, self._vocab_size, shape)
+        made.tokens[:] = _random(ids, self._vocab_size, self.seq_len)
         made.positions[:] = place % length
         made.segments[:] = place // length + 1
         made.labels[:, :-1] = made.tokens[:, 1:]
@@ -66,16 +65,17 @@ class MadeUpSamples(Samples):
         sides = 2 if self.kind == "preference" else 1
         live = np.zeros((sides * count, self.seq_len), np.int64)
         live[: sides * len(ids)] = 1
-        tokens = _random(ids, self._vocab_size, live.shape) * live
+        tokens = np.zeros_like(live)
+        tokens[: sides * len(ids)] = _random(ids, self._vocab_size, sides, self.seq_len).reshape(-1, self.seq_len)
         if self.kind == "preference":
             # The first half is what was asked.
             labels = np.full_like(tokens, IGNORE)
             half = self.seq_len // 2
             labels[:, half:-1] = np.where(live[:, half:-1] == 1, tokens[:, half + 1 :], IGNORE)
         else:
-            shape = (count, self.target_len) if self.kind == "pair" else (count,)
-            labels = _random(ids, self._vocab_size if self.kind == "pair" else self._classes, shape)
-            labels[len(ids) :] = IGNORE
+            shape = (self.target_len,) if self.kind == "pair" else ()
+            labels = np.full((count, *shape), IGNORE, np.int64)
+            labels[: len(ids)] = _random(ids, self._vocab_size if self.kind == "pair" else self._classes, *shape)
         return Fields(tokens, labels, np.arange(self.seq_len) * live, live)
 
 
@@ -87,9 +87,9 @@ def _without_files(rows: Opened, seq_len: int) -> None:
     rows._sized([COUNT])
 
 
-def _random(ids: Sequence[int], below: int, shape: tuple[int, ...]) -> Ids:
-    """The same for the same rows."""
-    return np.random.default_rng(list(ids)).integers(0, below, shape)
+def _random(ids: Sequence[int], below: int, *shape: int) -> Ids:
+    """Numbers of `shape` for each row, the same wherever it is computed."""
+    return np.stack([np.random.default_rng(i).integers(0, below, shape) for i in ids])
 
 
 def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
@@ -114,9 +114,11 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
     drawing = blueprint(drawn, ids, asdict(tokenizer.special), least=0 if teacher is None else teacher_vocabulary(teacher))
     if teacher is not None:
         check_teacher(teacher, drawing, recipe)
+    if drawing.kind == "decoder":
+        check_layout(recipe.parallel, mesh.world, drawing.config.to_hf(), recipe.data.seq_len)
     rows = made_up_rows(recipe, drawing.config.vocab_size)
     last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
-    return Plan(drawn, batch, tokenizer, drawing, teacher, rows, rows, None, 0, last, resolve_compute(recipe.precision.compute, mesh.device), {})
+    return Plan(drawn, batch, tokenizer, drawing, teacher, rows, rows, None, 0, last, computing_type(recipe, mesh.device), {})
 
 
 def with_made_up_rows(plan: Plan) -> Plan:

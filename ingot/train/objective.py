@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,12 +15,14 @@ from ingot.models.architecture import DecoderConfig
 from ingot.models.blueprint import Blueprint
 from ingot.models.decoder import Decoder
 from ingot.models.device import Compute
-from ingot.models.folder import load_model, model_config
+from ingot.models.folder import CONFIG, load_model, load_weights, model_config
+from ingot.models.placed import give_memory
 from ingot.models.source import named_folder
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.distill import Distill
 from ingot.objectives.dpo import DPO
 from ingot.objectives.objective import Objective
+from ingot.parallel.apply import TYPES, Wrapping, apply_wrappers
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.templates import with_template
@@ -77,12 +79,28 @@ def make_objectives(recipe: Recipe, teacher: Path | None, tables: tuple[Tensor, 
         return Objectives(*(DPO(asked.beta, asked.label_smoothing, table.to(mesh.device)) for table in tables))
     if isinstance(asked, knobs.Distill):
         assert teacher is not None
-        distill = Distill(_frozen(teacher, compute, mesh), asked.temperature, asked.alpha)
+        distill = Distill(_frozen(teacher, recipe, compute, mesh), asked.temperature, asked.alpha)
         return Objectives(distill, distill)
     return Objectives(CrossEntropy(asked.kind), CrossEntropy(asked.kind))
 
 
-def _frozen(folder: Path, compute: Compute, mesh: Mesh) -> Decoder:
-    """A model that is only read: in the type that is computed in, without gradients."""
-    model = load_model(folder, device=mesh.device, dtype=torch.bfloat16 if compute == "bf16" else torch.float32)
-    return model.requires_grad_(False)
+def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decoder:
+    """A model that is only read: in the type that is computed in, without gradients, spread as the student is.
+
+    A pipeline's stages are the student's alone: the teacher's hidden states are wanted where its last layers and the head are.
+    """
+    if mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
+        return load_model(folder, device=mesh.device, dtype=TYPES[compute]).requires_grad_(False)
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_hf(model_config(folder), str(folder / CONFIG))).to(TYPES[compute])
+    model.requires_grad_(False).eval()
+    apply_wrappers(model, _stage_of(mesh), Wrapping(recipe.parallel, compute=compute))
+    give_memory(model, mesh.device)
+    load_weights(model, folder)
+    return model
+
+
+def _stage_of(mesh: Mesh) -> Mesh:
+    """The ranks that hold the same layers, as if there were no others."""
+    parts = {name: part for name, part in mesh.parts.items() if name not in ("pipeline", "ends")}
+    return replace(mesh, degrees=replace(mesh.degrees, pipeline=1), parts=parts)

@@ -10,17 +10,18 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import Found, checkpoint_in
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
-from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
+from ingot.config.shape import BatchPlan, batch_plan, check_layout, check_pipeline, total_steps
 from ingot.data.manifest import prepared_for
 from ingot.data.rows import Rows, open_rows
 from ingot.data.samples import Samples
 from ingot.models.blueprint import Blueprint, blueprint
-from ingot.models.device import Compute, resolve_compute
+from ingot.models.device import Compute
 from ingot.parallel.apply import Wrapping
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.objective import check_teacher, teacher_folder, teacher_vocabulary
+from ingot.train.possible import check_formats, check_memory, computing_type
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
         check_teacher(teacher, drawing, recipe)
     if drawing.kind == "decoder":
         check_layout(recipe.parallel, mesh.world, drawing.config.to_hf(), data.seq_len)
+    check_pipeline(recipe.parallel, recipe.memory, compiled=recipe.train.compile, dropout=recipe.model.lora.dropout if recipe.model.lora else 0.0)
+    check_memory(recipe, drawing.kind, mesh.degrees)
     prepared = prepared_for(recipe)
     if tokenizer.identity() != prepared.tokenizer:
         what = "chat template" if tokenizer.template_identity != prepared.template else "vocabulary or special tokens"
@@ -86,7 +89,10 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     last = total_steps(recipe.train, len(rows), data.seq_len)
     if begin >= last:
         raise WrongInput(f"training would begin at step {begin:,} of {last:,}, and there is nothing to do; raise train.steps, or lower train.start_step")
-    compute = resolve_compute(recipe.precision.compute, mesh.device)
+    if recipe.train.profile is not None and recipe.train.profile.begin > last:
+        raise WrongInput(f"train.profile begins with step {recipe.train.profile.begin:,}, and training ends with step {last:,}; lower train.profile.begin")
+    compute = computing_type(recipe, mesh.device)
+    check_formats(recipe, drawing.kind, batch, mesh.degrees, compute, mesh.device)
     identity = {**training_identity(recipe), "precision.compute": compute, "data": rows.fingerprint, "tokenizer": tokenizer.identity()}
     return Plan(recipe, batch, tokenizer, drawing, teacher, rows, held_out, origin, begin, last, compute, identity)
 

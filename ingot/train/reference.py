@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +26,18 @@ from ingot.data.order import Order
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples
 from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint, build_model
+from ingot.models.blueprint import Blueprint, draft_model, fill_model
 from ingot.models.device import computing_in
 from ingot.models.folder import model_config, model_hash
 from ingot.models.kinds import Model
 from ingot.models.source import named_folder
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.dpo import answer_log_probabilities
+from ingot.objectives.forward import cut
+from ingot.parallel.apply import Wrapping, apply_wrappers
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.sharing import row_sharing
 from ingot.train.plan import Plan
 
 Floats = npt.NDArray[np.float32]
@@ -69,6 +76,8 @@ def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
     rows = (plan.rows, plan.held_out)
     paths = [recipe.folder.reference / f"{split}-{_identity(plan, drawing)}.npy" for split in ("train", "validation")]
     made = [_table(*each, plan, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
+    model.clear()
+    gc.collect()  # a sharded model and its hooks hold each other; without this it would lie beside the policy for a while
     return Tables(*(torch.from_numpy(table) for table in made))
 
 
@@ -105,30 +114,39 @@ def _identity(plan: Plan, drawing: Blueprint) -> str:
 
 
 def _open(plan: Plan, drawing: Blueprint, mesh: Mesh) -> Model:
-    model = build_model(drawing, plan.recipe.seed, mesh.device, filled=True)
+    """The reference, spread over the ranks as the policy is going to be."""
+    model = apply_wrappers(draft_model(drawing, plan.recipe.seed), mesh, Wrapping(plan.recipe.parallel, compute=plan.compute))
+    fill_model(model, drawing, plan.recipe.seed, mesh.device, filled=True)
     if _starts_elsewhere(plan, drawing) and plan.origin is not None:
         load_checkpoint(plan.origin, Masters(model, mesh), None, mesh)
     return model.eval().requires_grad_(False)
 
 
 def _table(rows: Rows | Samples, wanted: npt.NDArray[np.int64], path: Path, plan: Plan, mesh: Mesh, opened: Callable[[], Model]) -> Floats:
-    """The table of one split with all `wanted` rows in it, read or computed; each rank computes a share."""
+    """The table of one split with all `wanted` rows in it, read or computed; each share of the ranks that share batches computes a share."""
     table = mesh.from_main(lambda: _read(path, len(rows)))
     missing = wanted[np.isnan(table[wanted]).any(axis=1)]
     if not len(missing):
         return table
-    mine = missing[mesh.rank :: mesh.world]
+    data, micro_batch = mesh.data, plan.batch.micro_batch
+    mine = missing[data.rank :: data.world].tolist()
+    # All ranks look equally often: a model that is spread over them is gathered for each look.
+    looks = math.ceil(math.ceil(len(missing) / data.world) / micro_batch)
+    nothing = next(fixed_batches(rows, [0], micro_batch))
+    nothing = replace(nothing, rows=torch.full_like(nothing.rows, -1))
+    batches = itertools.islice(itertools.chain(fixed_batches(rows, mine, micro_batch), itertools.repeat(nothing)), looks)
     found = torch.zeros(len(rows), 2, dtype=torch.float64)
-    model, done = opened(), 0
+    model, sharing, done = opened(), row_sharing(mesh), 0
     with torch.no_grad(), computing_in(plan.compute, mesh.device), Progress("reference", len(mine), "pairs", quiet=not mesh.is_main) as progress:
-        for batch in fixed_batches(rows, mine.tolist(), plan.batch.micro_batch):
-            there = batch.to(mesh.device)
+        for batch in batches:
+            there = (batch if sharing is None else cut(batch, sharing)).to(mesh.device)
             values = -model(there.tokens, there.positions, there.segments, there.labels, CrossEntropy().token)
+            sums = answer_log_probabilities(values.float(), (lambda part: part) if sharing is None else sharing.total)
             live = batch.rows >= 0
-            found[batch.rows[live]] = answer_log_probabilities(values.float(), lambda part: part).cpu()[live].double()
+            found[batch.rows[live]] = sums.cpu()[live].double()
             done += int(live.sum())
             progress.update(done)
-    table[missing] = mesh.all_sum(found)[missing].float().numpy()
+    table[missing] = data.all_sum(found)[missing].float().numpy()
     if not np.isfinite(table[missing]).all():
         raise WrongInput("the reference gives log-probabilities that are not finite; choose another objective.reference")
     mesh.from_main(lambda: _write(path, table))

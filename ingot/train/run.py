@@ -21,14 +21,17 @@ from ingot.models.device import device_name, peak_flops
 from ingot.models.folder import model_hash
 from ingot.models.placed import is_spread
 from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.parallel.pipeline import whole_size
 from ingot.train.build import Trainee, build_trainee, open_sinks
 from ingot.train.dropout import seed_dropout
+from ingot.train.fitting import with_fitting_micro_batch
 from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.hooks import CheckpointHook, EvaluateHook, LogHook, SampleHook, Tell, Workload
 from ingot.train.loop import Hook, StepInfo, Work, run_loop
 from ingot.train.measure import measuring, sample_texts
 from ingot.train.optim import set_learning_rate
 from ingot.train.plan import Plan, plan_run
+from ingot.train.profile import ProfileHook
 from ingot.train.reference import reference_tables
 from ingot.train.resume import find_start
 from ingot.train.schedule import learning_rate
@@ -48,6 +51,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
     with ExitStack() as closing:
         signals = closing.enter_context(StopSignals())
         mesh = closing.enter_context(running_mesh(recipe.parallel))
+        recipe = with_fitting_micro_batch(recipe, mesh)
         plan = plan_run(recipe, mesh)
         start = mesh.from_main(lambda: find_start(run, plan.identity, fresh=fresh))
         first = start.step if start else plan.begin
@@ -67,6 +71,8 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         checkpoint = CheckpointHook(trainee, plan, run, evaluation, tell, mesh, first)
         # Evaluation comes before saving, so that a checkpoint knows what was found at its own step.
         hooks: list[Hook] = [evaluation, samples, log, checkpoint]
+        if recipe.train.profile is not None:
+            hooks.append(ProfileHook(recipe.train.profile, run.root / "profile", mesh, done=first, last=plan.last))
         for hook in hooks:
             closing.callback(hook.close)
 
@@ -144,9 +150,8 @@ def _evaluation(plan: Plan, trainee: Trainee, sinks: Sequence[JsonLines | Guarde
 
 
 def _announce(plan: Plan, trainee: Trainee, mesh: Mesh, first: int, *, resumed: bool) -> None:
+    size, moved = (count / 1e6 for count in whole_size(trainee.model, mesh))
     if mesh.is_main:
-        size = sum(parameter.numel() for parameter in trainee.model.parameters()) / 1e6
-        moved = sum(parameter.numel() for parameter in trainee.model.parameters() if parameter.requires_grad) / 1e6
         of_these = f", {moved:.2f} M of them trained" if moved < size else ""
         ranks = f"{mesh.world} x " if mesh.world > 1 else ""
         onward = f", {'going on' if resumed else 'beginning'} after step {first:,}" if first else ""

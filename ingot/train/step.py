@@ -56,10 +56,9 @@ def train_step(
     scale = torch.full_like(norm, per_target)
     if clip_norm is not None:
         scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    if gradients := masters.gradients:  # a stage may have nothing that is trained
-        torch._foreach_mul_(gradients, scale)
+    masters.scale(scale)
     # Fused kernels leave weights and state alone where this is 1; nothing waits for the device.
-    optimizer.grad_scale, optimizer.found_inf = None, skipped  # type: ignore[attr-defined]
+    optimizer.grad_scale, optimizer.found_inf = None, masters.told(skipped)  # type: ignore[attr-defined]
     optimizer.step()
     masters.publish()
     return StepOutcome(loss, norm, skipped, dict(zip(told, means, strict=True)))

@@ -10,8 +10,12 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import batch_plan
 from ingot.config.work import Train
 
+WARM_UP = 2
+"""Steps that are not counted: memory is taken, kernels are chosen, models compiled."""
+OWN = "recipe"
+"""The number format that the recipe asks for."""
 PRECISIONS: dict[str, Mapping[str, str]] = {
-    "recipe": {},
+    OWN: {},
     "fp32": {"precision.compute": "fp32", "precision.float8": "none"},
     "bf16": {"precision.compute": "bf16", "precision.float8": "none"},
     "float8": {"precision.compute": "bf16", "precision.float8": "tensorwise"},
@@ -35,7 +39,7 @@ class Case:
         return [f"{knob}={value}" for knob, value in knobs.items()]
 
     def told(self) -> str:
-        form = "" if self.precision == "recipe" else f", {self.precision}"
+        form = "" if self.precision == OWN else f", {self.precision}"
         return f"{self.devices} {'process' if self.devices == 1 else 'processes'}, micro-batch {self.micro_batch}{form}"
 
 
@@ -46,7 +50,7 @@ def cases_of(recipe: Recipe, devices: str | None, micro_batches: str | None, pre
         WrongInput: a list holds what is no positive number, or no known format.
     """
     counts = _numbers("--devices", devices) if devices else [recipe.launch.processes]
-    formats = [part.strip() for part in precisions.split(",")] if precisions else ["recipe"]
+    formats = [part.strip() for part in precisions.split(",")] if precisions else [OWN]
     if unknown := [name for name in formats if name not in PRECISIONS]:
         raise WrongInput(f"--precision {unknown[0]} is not known; choose among {', '.join(PRECISIONS)}")
     found = []

@@ -11,32 +11,34 @@ import json
 import os
 import resource
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
-from ingot.config.shape import flops_per_token
+from ingot.config.shape import flops_per_token, parameter_count
 from ingot.models.device import device_name, gpu_usage, measured_peak, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.made_up import made_up_plan
 from ingot.train.plan import Plan, plan_run
 from ingot.train.room import forget_peak, host_memory, is_out_of_memory
 from ingot.train.trial import Trial, trying
+from ingot.verify.bench_cases import WARM_UP
 
-WARM_UP = 2
-"""Steps that are not counted: memory is taken, kernels are chosen, models compiled."""
 PEAK_TIMES = 3
 """How often the peak is measured before and after the steps; the best counts, since a machine that is shared is slow now and then."""
 SAMPLE_EVERY_S = 0.2
-DATA, SCORE = resource.RLIMIT_DATA, Path("/proc/self/oom_score_adj")
+MOST_WORDS = 200
+KILL_FIRST = Path("/proc/self/oom_score_adj")
 
 
 def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> None:
@@ -49,42 +51,58 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
     here = ranks()
     if torch.accelerator.is_available() and (there := torch.accelerator.device_count()) < here.local_world:
         raise WrongInput(f"{here.local_world} processes want a device each, and this machine has {there}; ask for --devices {there}")
-    _die_first()
     try:
         with running_mesh(recipe.parallel) as mesh, _bounded(mesh):
-            plan = made_up_plan(recipe, mesh) if synthetic else plan_run(recipe, mesh)
-            row = _measure(plan, mesh, steps)
+            row = _measure(made_up_plan(recipe, mesh) if synthetic else plan_run(recipe, mesh), mesh, steps)
             if mesh.is_main:
                 write_atomic(into, json.dumps(row))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).strip().partition("\n")[0][:200] or "no more memory from the system"
+        # torch puts the place in its own source first.
+        reason = str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2][:MOST_WORDS] or "the system has no more"
         write_atomic(into, json.dumps({"status": "out of memory", "reason": reason}))
         raise Failed(f"out of memory: {reason}") from None
 
 
+@contextlib.contextmanager
+def _bounded(mesh: Mesh) -> Iterator[None]:
+    """On a CPU: an allocation beyond what is free is refused, rather than granted and paid with swapping or somebody's life; ours comes first."""
+    if mesh.device.type != "cpu" or sys.platform != "linux":
+        yield
+        return
+    with contextlib.suppress(OSError):
+        KILL_FIRST.write_text("1000")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    most = int(psutil.Process().memory_info().data) + host_memory().free // mesh.ranks.local_world
+    limits = [most, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def _measure(plan: Plan, mesh: Mesh, steps: int) -> dict[str, Any]:
+    """The row; collective. Figures of memory and use are those of the rank that has most, GPUs' use the mean."""
     with trying(plan, mesh) as trial:
-        peaks = [_peak(mesh, plan)]
-        with _sampling(mesh) as samples:
-            seconds, processor = _steps(trial, steps)
-        peaks.append(_peak(mesh, plan))
-        usage = [samples.mean("util"), samples.most("memory"), samples.most("host"), peak_memory_bytes(mesh.device), processor]
-        everyone = mesh.gather(usage)
-        sizes = [float(sum(parameter.numel() for parameter in trial.trainee.model.parameters()))]
-    batch, per_step = plan.batch.global_batch, plan.batch.global_batch * plan.tokens_per_sample
-    best = max(peaks)
-    cost = flops_per_token(plan.drawing.config.to_hf(), plan.recipe.data.seq_len) if plan.drawing.kind == "decoder" else None
-    gpus = mesh.device.type != "cpu"
+        best = _peak(mesh, plan)
+        with Samples(mesh.device) as samples:
+            seconds, cores = _steps(trial, steps)
+        mine = [samples.mean("util"), samples.most("memory"), samples.most("host"), peak_memory_bytes(mesh.device), cores]
+        best = max(best, _peak(mesh, plan))
+        counted = sum(parameter.numel() for parameter in trial.trainee.model.parameters())
+    util, memory, host, process, busy = zip(*mesh.gather(mine), strict=True)
+    config, native, on_gpu = plan.drawing.config.to_hf(), plan.drawing.kind == "decoder", mesh.device.type != "cpu"
+    tokens = plan.batch.global_batch * plan.tokens_per_sample
+    cost = flops_per_token(config, plan.recipe.data.seq_len) if native else None
     return {
-        "status": "measured", "compute": plan.compute, "tokens_per_s": per_step / seconds, "examples_per_s": batch / seconds, "seconds_per_step": seconds,
-        "share_of_peak": None if cost is None else per_step / seconds * cost / best, "peak_flops": best,
-        "stated_peak_flops": peak_flops(mesh.device, plan.compute), "flops_per_token": cost,
-        "cpu": sum(row[4] for row in everyone) / _cores(mesh), "host_memory": max(row[2] for row in everyone),
-        "gpu": statistics.mean(row[0] for row in everyone) if gpus else None, "gpu_memory": max(row[1] for row in everyone) if gpus else None,
-        "process_memory_bytes": int(max(row[3] for row in everyone)), "micro_steps": plan.batch.micro_steps,
-        "tokens_per_step": per_step, "parameters": int(sizes[0]), "device": device_name(mesh.device), "kind": mesh.device.type,
+        "status": "measured", "compute": plan.compute, "tokens_per_s": tokens / seconds, "examples_per_s": plan.batch.global_batch / seconds,
+        "seconds_per_step": seconds, "tokens_per_step": tokens, "flops_per_token": cost, "peak_flops": best,
+        "stated_peak_flops": peak_flops(mesh.device, plan.compute), "share_of_peak": None if cost is None else tokens / seconds * cost / best,
+        "cpu": sum(busy) / _cores(), "host_memory": max(host), "gpu": statistics.mean(util) if on_gpu else None, "gpu_memory": max(memory) if on_gpu else None,
+        "process_memory_bytes": int(max(process)), "parameters": parameter_count(config) if native else counted,
+        "device": device_name(mesh.device), "device_kind": mesh.device.type,
     }
 
 
@@ -127,6 +145,40 @@ def _peak(mesh: Mesh, plan: Plan) -> float:
     return together
 
 
-def _cores(mesh: Mesh) -> int:
-    """What the processes of this machine may use."""
+def _cores() -> int:
+    """How many cores the processes of this machine may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Samples:
+    """Shares of 1 seen now and then by a thread: `host`, the host's memory; `util` and `memory`, those of this rank's GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._over = device, threading.Event()
+        self._seen: list[dict[str, float]] = []
+        self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+
+    def __enter__(self) -> Samples:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+    def _run(self) -> None:
+        while not self._over.wait(SAMPLE_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        host = host_memory()
+        self._seen.append({"host": host.used / host.total, **gpu_usage(self._device)})
+
+    def mean(self, name: str) -> float:
+        """0 where there is no such thing."""
+        return statistics.mean([seen.get(name, 0.0) for seen in self._seen])
+
+    def most(self, name: str) -> float:
+        """0 where there is no such thing."""
+        return max(seen.get(name, 0.0) for seen in self._seen)

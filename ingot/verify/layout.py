@@ -12,22 +12,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.progress import Progress, say
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
-from ingot.config.shape import batch_plan, check_layout, degrees_of
+from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees_of
+from ingot.config.work import SGD
+from ingot.data.manifest import prepared_for
 from ingot.models.architecture import DecoderConfig
+from ingot.verify.difference import Difference, compare
 from ingot.verify.layouts import AXES, Layout, for_recipe, parsed
-from ingot.verify.measured import Difference, Measured, compare, measure, measure_alone
+from ingot.verify.measured import Measured, measure, measure_alone
 from ingot.verify.ranks import LocalRanks, RankFailed
 from ingot.verify.shrunk import BATCH, STEPS, Shrunk, shrunk
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.distributed.fsdp", "ingot.verify.measured")
 CASE_S = 120.0
 """A layout that takes longer hangs: each is a few steps of a model of a few thousand weights."""
-CLIP = 0.5
-"""Largest norm of a gradient; lower where the gradients are small, so that clipping always acts."""
+START_S = 300.0
+MOVE = 1.0
+"""How far a step may move the weights, in norm: enough to see, too little to make rounding grow."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Finding:
     layout: Layout
     difference: Difference | None = None
     reason: str = ""
+    trace: str = ""
+    """Where the ranks stood when it failed."""
     possible: bool = True
     seconds: float = 0.0
     bounds: Bounds = Bounds()
@@ -74,16 +82,16 @@ class Finding:
     def told(self) -> str:
         """One line: where the first difference lies, or why there is none."""
         if self.difference is None:
-            return f"{self.layout.name}: {self.reason}"
+            return self.reason if self.reason.startswith(self.layout.name) else f"{self.layout.name}: {self.reason}"
         return f"{self.layout.name}: {', '.join(self.beyond)}; {self.difference.where}"
 
 
 class Prover:
     """Compares layouts with one process. The ranks live from case to case; one that fails ends those of its number only."""
 
-    def __init__(self, preload: Sequence[str] = PRELOAD, case_s: float = CASE_S, bounds: Bounds = Bounds()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, preload: Sequence[str] = PRELOAD, case_s: float = CASE_S, bounds: Bounds = Bounds()) -> None:
         self._crews: dict[int, LocalRanks] = {}
-        self._preload, self._case_s, self._bounds = preload, case_s, bounds
+        self._preload, self._case_s, self._bounds = tuple(preload), case_s, bounds
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-layouts-")
         self._cases = 0
 
@@ -95,17 +103,26 @@ class Prover:
             crew.close()
         self._folder.cleanup()
 
-    def shrunk(self, recipe: Recipe) -> Reference:
+    def reference(self, recipe: Recipe) -> Reference:
         """The recipe made small, and what one process makes of it. Raises WrongInput where recipe and prepared data do not fit together."""
         small = shrunk(recipe, self._next_folder())
+        if small.drawing.kind != "decoder":
+            name = small.drawing.config.to_hf()["model_type"].replace("-", "_")
+            self._preload = (*self._preload, f"transformers.models.{name}.modeling_{name}")
         alone = Layout(small.small.parallel.model_copy(update={"replicate": 1}))
         # All rows at once: accumulation is compared as well.
         laid_out = small.laid_out(alone.parallel, alone.memory, self._next_folder()).with_train(micro_batch=BATCH)
-        free = measure_alone(laid_out)
-        if not all(math.isfinite(number) for number in (*free.losses, *free.norms)):
-            raise WrongInput(f"the small model of {recipe.name} does not learn on one process (losses {free.losses}); try another seed")
-        clip_norm = min(CLIP, min(free.norms) / 2)
-        return Reference(small.with_train(clip_norm=clip_norm), measure_alone(laid_out.with_train(clip_norm=clip_norm)))
+        still = measure_alone(laid_out.with_train(optimizer=SGD(kind="sgd", lr=1e-6)))
+        if not all(math.isfinite(number) and number > 0 for number in still.norms):
+            raise WrongInput(f"the small model of {recipe.name} has gradients of norm {still.norms} on one process; try another seed")
+        # No momentum and no second moment: an update is the gradient times a number, and shows a wrong scale.
+        knobs = {"optimizer": SGD(kind="sgd", lr=min(1.0, MOVE / max(still.norms))), "clip_norm": min(still.norms) / 2}
+        return Reference(small.with_train(**knobs), measure_alone(laid_out.with_train(**knobs)))
+
+    def start(self, layouts: Sequence[Layout]) -> None:
+        """Start the processes that these layouts need. Otherwise they start with the first that needs them."""
+        for processes in sorted({layout.processes for layout in layouts}):
+            self._crew(processes).run_named("starting the processes", START_S, torch.get_num_threads)
 
     def finding(self, reference: Reference, layout: Layout, how: Callable[..., Measured] = measure, *arguments: Any) -> Finding:
         """One layout beside one process. `how` is called on each rank with the recipe in this layout and `arguments`."""
@@ -118,14 +135,16 @@ class Prover:
         try:
             found = self._measured(laid_out, layout, how, *arguments)
         except RankFailed as error:
-            return Finding(layout, reason=str(error), seconds=time.monotonic() - began, bounds=self._bounds)
+            return Finding(layout, reason=str(error), trace=error.trace, seconds=time.monotonic() - began, bounds=self._bounds)
         degrees = degrees_of(layout.parallel, layout.processes)
-        difference = compare(found, reference.alone, degrees, layout.parallel)
+        difference = compare(found, reference.alone, degrees, layout.parallel.virtual)
         return Finding(layout, difference, seconds=time.monotonic() - began, bounds=self._bounds)
 
     def _measured(self, laid_out: Shrunk, layout: Layout, how: Callable[..., Measured], *arguments: Any) -> list[Measured]:
-        crew = self._crews.setdefault(layout.processes, LocalRanks(layout.processes, self._preload))
-        return crew.run_named(layout.name, self._case_s, how, laid_out, *arguments)
+        return self._crew(layout.processes).run_named(layout.name, self._case_s, how, laid_out, *arguments)
+
+    def _crew(self, processes: int) -> LocalRanks:
+        return self._crews.setdefault(processes, LocalRanks(processes, self._preload))
 
     def _next_folder(self) -> Path:
         self._cases += 1
@@ -142,9 +161,10 @@ class Reference:
 
 def _check(laid_out: Shrunk, layout: Layout) -> None:
     """Raises WrongInput where this layout cannot be."""
+    check_pipeline(layout.parallel, layout.memory, compiled=False, dropout=0.0)
     batch_plan(laid_out.small.train, layout.parallel, layout.processes)
     if isinstance(laid_out.drawing.config, DecoderConfig):
-        check_layout(layout.parallel, laid_out.drawing.config.to_hf(), laid_out.seq_len)
+        check_layout(layout.parallel, layout.processes, laid_out.drawing.config.to_hf(), laid_out.seq_len)
 
 
 def _one_line(error: Exception) -> str:
@@ -175,14 +195,19 @@ def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
         WrongInput: recipe, prepared data and model do not fit together, or an unknown layout.
     """
     tried = for_recipe(recipe) if layouts is None else parsed(layouts)
+    prepared_for(recipe)
     if layouts is None and tried[0].name != "one process":
         say(f"verify layout: the recipe's own layout is tried as {tried[0].name} on {tried[0].processes} processes")
     findings: list[Finding] = []
-    with Prover() as prover, Progress("verify layout", len(tried), "layouts") as progress:
-        reference = prover.shrunk(recipe)
-        for number, layout in enumerate(tried):
-            progress.update(number, layout=layout.name)
-            findings.append(prover.finding(reference, layout))
+    with Prover() as prover:
+        reference = prover.reference(recipe)
+        weights = sum(reference.alone.holds.values())
+        say(f"verify layout: {len(tried)} layouts of a model of {weights:,} weights, {STEPS} steps each; starting the processes first")
+        prover.start(tried)
+        with Progress("verify layout", len(tried), "layouts") as progress:
+            for number, layout in enumerate(tried):
+                progress.update(number, layout=layout.name)
+                findings.append(prover.finding(reference, layout))
     path = recipe.folder.reports / "layout.json"
     write_atomic(path, json.dumps({"schema": 1, **_report(recipe, findings)}, indent=1) + "\n")
     return LayoutProof(f"verify layout {recipe.name}", findings, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -29,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
     "gpipe":          {"pipeline": 2, "schedule": "gpipe"},
     "1f1b":           {"pipeline": 2, "schedule": "1f1b"},
     "interleaved":    {"pipeline": 2, "virtual": 2, "schedule": "interleaved"},
-    "zero bubble":    {"pipeline": 2, "virtual": 2, "schedule": "zero_bubble"},
+    "zero bubble":    {"pipeline": 2, "virtual": 2, "schedule": "zero_bubble", "reshard": False},
     "ring":           {"context": 2},
     "ulysses":        {"context": 2, "context_by": "ulysses"},
     "full":           {"recompute": "full"},
@@ -54,7 +54,7 @@ PRODUCTS: tuple[dict[str, Any], ...] = (
     {"replicate": 2, "shard": 2, "pipeline": 2, "schedule": "gpipe"},
     {"tensor": 2, "context": 2, "pipeline": 2, "schedule": "1f1b"},
     {"shard": 2, "context": 2, "pipeline": 2, "virtual": 2, "schedule": "interleaved"},
-    {"shard": 2, "tensor": 2, "pipeline": 2, "virtual": 2, "schedule": "zero_bubble", "recompute": "full"},
+    {"shard": 2, "tensor": 2, "pipeline": 2, "virtual": 2, "schedule": "zero_bubble", "reshard": False},
     {"shard": 2, "reshard": False, "tensor": 2, "sequence": False, "recompute": "selective"},
     {"shard": 2, "tensor": 4},
 )
@@ -69,7 +69,7 @@ class Layout:
     """How a training is spread, with every degree a number, and how it saves memory."""
 
     parallel: Parallel
-    memory: Memory = Memory()
+    memory: Memory = field(default_factory=Memory)
 
     @property
     def processes(self) -> int:

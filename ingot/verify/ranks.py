@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -42,7 +43,7 @@ NAMED = 5
 
 
 class RankFailed(Failed):
-    """A call that did not come to its end on every rank. `trace` is the traceback of the first that failed, or where each one stood."""
+    """A call that did not come to its end on every rank. `trace` is the traceback of the first that failed, and a line for each other one."""
 
     def __init__(self, message: str, trace: str) -> None:
         super().__init__(message)
@@ -103,12 +104,11 @@ class LocalRanks:
                 if not failed:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 failed[rank] = value
-        for pipe, rank in silent.items():
-            if not failed or pipe.closed:
-                failed[rank] = self._last_words(rank)
+        if not failed:
+            failed = {rank: self._last_words(rank) for rank in silent.values()}
         if failed:
-            rank, trace = next(iter(failed.items()))
-            raise RankFailed(f"{what}: rank {rank} of {self.world} {_told(trace, timeout_s)}", "\n".join(f"rank {r}:\n{t}" for r, t in failed.items()))
+            told = [f"rank {rank} of {self.world} {_told(trace, timeout_s)}" for rank, trace in failed.items()]
+            raise RankFailed(f"{what}: {told[0]}", "\n".join([next(iter(failed.values())), *told[1:]]))
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-ranks-")
@@ -179,6 +179,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stack: str) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    warnings.simplefilter("ignore")  # each would come from every rank
     torch.set_num_threads(1)  # the server that this process was forked from had read the environment before
     if world > 1:
         dist.init_process_group("gloo", timeout=timedelta(minutes=30))

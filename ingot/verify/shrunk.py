@@ -48,8 +48,9 @@ _STD = 0.1
 _NARROW: dict[str, int | float] = {
     **dict.fromkeys(("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "num_hidden_layers", "n_layers"), 2),
     **dict.fromkeys(("num_heads", "encoder_attention_heads", "decoder_attention_heads", "num_attention_heads", "n_heads"), 4),
-    **dict.fromkeys(("d_model", "hidden_size", "dim"), 32), **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size", "hidden_dim"), 48),
-    "d_kv": 8, "embedding_size": 16, "pooler_hidden_size": 32, "vocab_size": VOCABULARY, "initializer_range": _STD, "init_std": _STD, "initializer_factor": 1.0,
+    **dict.fromkeys(("d_model", "hidden_size", "dim", "pooler_hidden_size"), 32),
+    **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size", "hidden_dim"), 48),
+    "d_kv": 8, "embedding_size": 16, "vocab_size": VOCABULARY, "initializer_range": _STD, "init_std": _STD, "initializer_factor": 1.0,
 }
 """Sizes of transformers' models by the names in their configurations."""
 
@@ -67,10 +68,10 @@ class Shrunk:
 
     def laid_out(self, parallel: Parallel, memory: Memory, folder: Path) -> Shrunk:
         """The same in another layout; what it writes goes into `folder`. Raises ValueError for a layout that the recipe rules out."""
-        values = self.small.model_dump(mode="json")
+        values = as_given(self.small)
         data = degrees_of(parallel, _world(parallel)).data
-        # Three rows at once leave the last micro-batch half empty, which no pipeline takes.
-        size = 1 if parallel.pipeline > 1 or data > 2 else 3
+        # Several micro-batches, the last one with dead rows in it, which no pipeline takes.
+        size = BATCH // data // 4 or 1 if parallel.pipeline > 1 else {1: 5, 2: 3}.get(data, 1)
         values |= {"parallel": parallel.model_dump(mode="json"), "memory": memory.model_dump(mode="json"), "output": str(folder), "name": "small"}
         values["train"] |= {"micro_batch": size}
         return replace(self, small=Recipe.model_validate(values))
@@ -81,7 +82,7 @@ class Shrunk:
 
     def plan(self, mesh: Mesh) -> Plan:
         """What this rank trains."""
-        plan = _planned(self.asked.model_dump_json())
+        plan = _planned(json.dumps(as_given(self.asked)))
         rows, held_out = (_small_rows(rows, self.seq_len) for rows in (plan.rows, plan.held_out))
         return replace(
             plan, recipe=self.small, batch=batch_plan(self.small.train, self.small.parallel, mesh.world), drawing=self.drawing, teacher=self.teacher,
@@ -91,8 +92,8 @@ class Shrunk:
 
 def shrunk(recipe: Recipe, folder: Path) -> Shrunk:
     """Raises WrongInput where recipe, prepared data and model do not fit together. A small teacher is written into `folder`."""
-    asked = recipe.model_copy(update={"parallel": Parallel()})
-    plan = _planned(asked.model_dump_json())
+    asked = recipe.model_copy(update={"parallel": Parallel(), "memory": Memory()})
+    plan = _planned(json.dumps(as_given(asked)))
     seq_len = min(SEQ_LEN, recipe.data.seq_len // 16 * 16 or recipe.data.seq_len)
     teacher = None if plan.teacher is None else _small_teacher(plan.teacher, folder / "teacher", seq_len)
     return Shrunk(asked, _small_recipe(asked, seq_len, teacher), _small_drawing(plan.drawing, seq_len), teacher, seq_len)
@@ -104,14 +105,20 @@ def _planned(recipe: str) -> Plan:
     return plan_run(Recipe.model_validate_json(recipe), Mesh(Ranks(), torch.device("cpu")))
 
 
+def as_given(recipe: Recipe) -> dict[str, Any]:
+    """The knobs that are set, those of the sections as they are: whether one was given decides whether some recipes are right."""
+    values: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
+    return {**{section: {} for section in ("train", "precision", "checkpoint", "data")}, **values}
+
+
 def _world(parallel: Parallel) -> int:
     """Processes that a layout without `auto` needs."""
     return math.prod(int(getattr(parallel, axis)) for axis in ("pipeline", "replicate", "shard", "context", "tensor"))
 
 
 def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
-    """Float32, plain gradient descent with a rate of 1 (Adam would hide a wrong scale), no dropout."""
-    values = recipe.model_dump(mode="json")
+    """Float32, plain gradient descent (Adam would hide a wrong scale), no dropout."""
+    values = as_given(recipe)
     values["train"] |= {
         "steps": STEPS, "epochs": None, "tokens": None, "global_batch": BATCH, "micro_batch": BATCH, "optimizer": {"kind": "sgd", "lr": 1.0}, "clip_norm": None,
         "early_stop": None, "evaluate_every": None, "evaluate_tasks": [], "sample_every": None, "start_from": None, "reset_optimizer": False,
@@ -120,8 +127,8 @@ def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     values["precision"] |= {"compute": "fp32", "master": "fp32", "reduce": "fp32", "float8": "none"}
     values["checkpoint"] |= {"best": None}
     values["data"] |= {"seq_len": seq_len}
-    if (lora := values["model"]["lora"]) is not None:
-        values["model"]["lora"] = {**lora, "rank": min(lora["rank"], 4), "dropout": 0.0, "adapter": None}
+    if (lora := recipe.model.lora) is not None:
+        values["model"]["lora"] |= {"rank": min(lora.rank, 4), "dropout": 0.0, "adapter": None}
     if isinstance(recipe.objective, knobs.Distill):
         values["objective"] |= {"teacher": str(teacher)}
     if isinstance(recipe.objective, knobs.DPO):

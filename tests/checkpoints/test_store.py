@@ -19,7 +19,7 @@ from ingot.config.work import SGD, AdamW
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
 from ingot.models.initial import initialise
-from ingot.parallel.masters import Masters
+from ingot.parallel.masters import Master, Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optim import make_optimizer
 from tests.ranks import run_ranks
@@ -195,3 +195,17 @@ def test_a_full_disk_is_said_in_one_line_and_earlier_checkpoints_stay(tmp_path: 
         assert [found.step for found in committed(disk / "checkpoints")] == [2, 1]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_what_is_loaded_into_a_copy_is_brought_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where masters are on the host and parameters on a device: what torch spreads is a copy of them."""
+    written = save(tmp_path, 3)
+    monkeypatch.setattr(Master, "spread", lambda self, tensor: tensor.clone())
+    with running_mesh() as mesh:
+        masters, _ = trained(99)
+        optimizer = make_optimizer(AdamW(lr=1e-2), masters)
+        found = newest_valid(tmp_path)
+        assert found is not None
+        load_checkpoint(found, masters, optimizer, mesh)
+    monkeypatch.undo()
+    assert_equal(training_tensors(masters, optimizer), written)

@@ -99,6 +99,7 @@ def test_a_batch_is_dealt_over_its_shares_and_not_over_processes() -> None:
     (("parallel.context=2", "objective={kind: classify, labels: [a, b]}"), "parallel.context=2"),
     (("parallel.pipeline=2", "train.sample_every=5"), "train.sample_every is not possible with parallel.pipeline"),
     (("parallel.context=2", "train.evaluate_every=5", "train.evaluate_tasks=[loss]"), "train.evaluate_tasks is not possible with parallel.context"),
+    (("parallel.tensor=2", "train.sample_every=5"), "set parallel.sequence to false"),
     (("parallel.tensor=2", "model.source=hf:a/b", "model.lora={dropout: 0.1}"), "model.lora.dropout 0.1 is not possible"),
     (("parallel.virtual=2",), "parallel.virtual 2 is about parallel.pipeline, which is 1"),
     (("parallel.pipeline=2", "parallel.virtual=2", "parallel.schedule=1f1b"), "has one stage a rank"),

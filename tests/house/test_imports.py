@@ -42,7 +42,7 @@ LAZY_OWNERS = {
     "google": {"ingot.cloud.bigquery"}, "py3langid": {"ingot.data.cleaning.languages"}, "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
     "transformers": {"ingot.models.hub_config", "ingot.verify.theirs"}, "peft": {"ingot.verify.theirs"}, "rouge_score": {"ingot.evaluate.rouge"},
-    "lm_eval": {"ingot.evaluate.lm_eval"},
+    "lm_eval": {"ingot.evaluate.lm_eval"}, "torchao": {"ingot.parallel.float8"},
 }
 TORCH_FREE = (
     "ingot.cli.app", "ingot.cli.verbs", "ingot.data.prepare", "ingot.data.ingest", "ingot.pipeline.run", "ingot.pipeline.summary", "ingot.launch.local",

@@ -100,7 +100,7 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: P
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_hf(model_config(folder)))
     with pytest.raises(WrongInput) as error:
-        load_weights(model, folder, device=CPU, dtype=torch.float32)
+        load_weights(model, folder)
     for named in (
         "model.layers.0-5.self_attn.v_proj.weight is missing", "model.norm.weight is missing", "extra.weight is not part of this model",
         "model.layers.0-1,3.mlp.up_proj.weight is [3, 4], [112, 64] is wanted",

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.hub import Encoder, HubModel, Seq2Seq, draw_hub, empty_hub, generation_settings, hub_weights, load_hub
+from ingot.models.blueprint import Blueprint, build_model
+from ingot.models.hub import Encoder, HubModel, Seq2Seq, draw_hub, generation_settings, hub_weights, load_hub
 from tests.models.hub_tiny import ALL, CPU, ENCODERS, SEQ2SEQ, config, drawn, reference, write
 from tests.models.test_hub import POSITIONS, nll, sources, targets
 
@@ -86,15 +87,27 @@ def test_random_weights_are_transformers_own_for_a_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_empty_model_becomes_the_one_of_the_checkpoint(name: str) -> None:
+def test_another_model_becomes_the_one_of_the_checkpoint(name: str) -> None:
     """What the constructor computes is there; two heads that are one stay one, and two stay two."""
-    model, empty = drawn(name), empty_hub(config(name), CPU).eval()
+    model, empty = drawn(name), draw_hub(config(name), 0, CPU).eval()
     empty.load_state_dict(model.state_dict())
     assert_equal(empty, model)
     assert len(list(empty.parameters())) == len(list(model.parameters()))
     (tokens, segments), labels = sources(), targets() if name in SEQ2SEQ else torch.zeros(4, dtype=torch.int64)
     with torch.no_grad():
         assert torch.equal(empty(tokens, POSITIONS, segments, labels, nll), model(tokens, POSITIONS, segments, labels, nll))
+
+
+@pytest.mark.parametrize("name", ["marian", "bart", "bart-untied"])
+def test_what_a_checkpoint_does_not_hold_comes_from_the_source(name: str, tmp_path: Path) -> None:
+    """A resumed training gets its weights from a checkpoint, and these from nowhere else: a bias that is a buffer, embeddings that nobody reads."""
+    model = drawn(name)
+    trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    resumed = build_model(Blueprint("seq2seq", model.config, write(model, tmp_path), random=False), 99, CPU, filled=False)
+    left = {key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if key not in trained and id(tensor) not in {
+        id(parameter) for parameter in model.parameters() if parameter.requires_grad}}
+    assert any(key.endswith("final_logits_bias") and bool(left[key].any()) for key in left)
+    assert all(torch.equal(resumed.state_dict()[key], tensor) for key, tensor in left.items())
 
 
 def test_tied_tensors_are_one_and_untied_ones_are_two() -> None:

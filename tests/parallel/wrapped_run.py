@@ -23,7 +23,7 @@ from ingot.train.optim import make_optimizer
 from ingot.train.step import train_step
 from tests.train.test_step import CONFIG, ROWS, global_batch, rows_of
 
-MODEL = {**CONFIG, "num_hidden_layers": 5, "num_key_value_heads": 4, "max_window_layers": 2}
+MODEL = {**CONFIG, "num_hidden_layers": 5, "num_key_value_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def run_case(case: Case) -> Result:
     torch.manual_seed(0)
     with running_mesh(Parallel(**case.parallel)) as mesh:
         drawing = Blueprint("decoder", DecoderConfig.from_hf(case.model), None, True)
-        model = draft_model(drawing, 0, mesh.device, filled=True)
+        model = draft_model(drawing, 0)
         if case.lora:
             add_lora(model, Lora(rank=4, dropout=0.3), 0)
-        apply_wrappers(model, mesh, case.how)
+        model = apply_wrappers(model, mesh, case.how)
         fill_model(model, drawing, 0, mesh.device, filled=True)
         draw_adapter(model, 0)
         for name, parameter in model.named_parameters():
@@ -97,3 +97,9 @@ def run_case(case: Case) -> Result:
 
 def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def run_cases(cases: list[Case]) -> list[Result]:
+    """Several, in processes that are started, and meet, once."""
+    with running_mesh():
+        return [run_case(case) for case in cases]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,12 @@ def test_running_out_is_no_error_where_a_smaller_one_fits() -> None:
     device = Device(weights=20, row=50)
     found = search([1, 2, 4], device, 0.9, largest=True)
     assert (found.micro_batch, device.asked) == (1, [1, 2])
-    assert "2 ran out of the memory" in found.why
+    assert "2 ran out of memory" in found.why
 
 
 def test_the_smallest_may_take_more_than_the_margin_but_not_run_out() -> None:
     assert search([1, 2], Device(weights=85, row=10), 0.9, largest=True).micro_batch == 1
-    with pytest.raises(Failed, match="out of memory with 1 rows at once; lower data.seq_len"):
+    with pytest.raises(Failed, match=r"out of memory with 1 rows at once; lower data.seq_len"):
         search([1, 2], Device(weights=95, row=10), 0.9, largest=True)
 
 
@@ -85,7 +86,7 @@ def test_sizes_to_try(knobs: dict[str, Any], world: int, sizes: list[int], tmp_p
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match="train.global_batch 4 does not divide over 3 processes"):
+    with pytest.raises(WrongInput, match=r"train.global_batch 4 does not divide over 3 processes"):
         micro_batches(small_recipe(tmp_path), 3)
 
 
@@ -93,7 +94,7 @@ def test_a_number_is_left_as_it_is(tmp_path: Path) -> None:
     assert fitting_micro_batch(small_recipe(tmp_path, train__micro_batch=3), ALONE) == 3
 
 
-def searched(root: Path, **knobs: Any) -> tuple[int, int]:
+def searched(root: Path, knobs: Mapping[str, Any] = {}) -> tuple[int, int]:
     """What a rank found for the small recipe, and how many sizes it tried."""
     recipe = small_recipe(root, **{"train__micro_batch": "auto", "train__global_batch": 8, **knobs})
     tried = []
@@ -112,7 +113,7 @@ def test_it_is_found_on_the_real_trainee_told_and_kept(root: Path, capsys: pytes
     size, tried = searched(root)
     assert tried >= 2
     assert torch.equal(before, torch.get_rng_state())
-    assert f"train.micro_batch: auto is {size}: the smallest of the fastest" in capsys.readouterr().err
+    assert f"train.micro_batch: auto is {size}: the fastest, or the smallest of equals" in capsys.readouterr().err
     kept = json.loads((recipe.folder.reports / "micro_batch.json").read_text())
     assert kept["micro_batch"] == size
     assert [one["micro_batch"] for one in kept["tried"]] == [1, 2, 4, 8][:tried]
@@ -146,7 +147,7 @@ def test_running_out_of_memory_in_a_step_ends_the_search(error: Exception, root:
     monkeypatch.setattr(trial, "train_step", fails)
     monkeypatch.setattr(fitting, "AS_FAST", 0.0)  # the smallest counts as fastest
     assert searched(root) == (1, 3)
-    assert "4 ran out of the memory" in json.loads((root / "runs/small/reports/micro_batch.json").read_text())["why"]
+    assert "4 ran out of memory" in json.loads((root / "runs/small/reports/micro_batch.json").read_text())["why"]
 
 
 def test_another_error_is_none_of_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +165,13 @@ def test_ranks_agree_on_the_one_where_memory_is_tightest(root: Path) -> None:
     assert found[0] == found[1]
     kept = json.loads((root / "runs/small/reports/micro_batch.json").read_text())
     assert all(one["share"] > 0.5 for one in kept["tried"])
+
+
+def test_a_pipeline_is_tried_with_whole_batches_and_divisors(root: Path) -> None:
+    found = run_ranks(2, searched, root, {"parallel__pipeline": 2, "train__global_batch": 6})
+    assert found[0] == found[1]
+    kept = json.loads((root / "runs/small/reports/micro_batch.json").read_text())
+    assert [one["micro_batch"] for one in kept["tried"]] == [1, 2, 3, 6][: found[0][1]]
 
 
 def searched_with_uneven_room(root: Path) -> tuple[int, int]:
@@ -186,6 +194,6 @@ def test_its_choice_changes_no_result(root: Path) -> None:
 
 
 def test_prepared_data_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match="tokenizer .* does not exist"):
+    with pytest.raises(WrongInput, match=r"tokenizer .* does not exist"):
         fitting_micro_batch(small_recipe(tmp_path, train__micro_batch="auto"), ALONE)
 

@@ -1,0 +1,143 @@
+"""Faults that trainers have had, each planted in the ranks of one case: the project's own code, changed in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ingot.data.loader import Batch
+from ingot.models.placed import local
+from ingot.objectives import forward
+from ingot.parallel import apply, masters, sharing, vocabulary
+from ingot.parallel.masters import Masters
+from ingot.train import step
+from ingot.verify.measured import Measured, UnevenLoader, measure
+from ingot.verify.shrunk import Shrunk
+
+
+def measure_with(shrunk: Shrunk, fault: str) -> Measured:
+    with FAULTS[fault]():
+        return measure(shrunk)
+
+
+def divided_twice() -> AbstractContextManager[Any]:
+    """Summed gradients are averaged over the ranks that have other rows, once more than they should be."""
+    collect = Masters.collect
+
+    def wrong(self: Masters) -> None:
+        collect(self)
+        torch._foreach_div_(self.gradients, float(self.mesh.replicas.world))
+
+    return patch.object(Masters, "collect", wrong)
+
+
+def averages_taken_for_sums() -> AbstractContextManager[Any]:
+    """DDP leaves averages; the factor that makes them sums is forgotten."""
+    return patch.object(step, "sum_factor", lambda *given: 1.0)
+
+
+def averaging_shards() -> AbstractContextManager[Any]:
+    """FSDP averages as it does unless told otherwise."""
+    return patch.multiple(FSDPModule, set_force_sum_reduction_for_comms=lambda self, on: None, set_gradient_divide_factor=lambda self, factor: None)
+
+
+def norm_of_this_rank() -> AbstractContextManager[Any]:
+    """The norm counts what is here, not what the other ranks hold."""
+    return patch.object(masters, "_cut_along", lambda parameter: ())
+
+
+def norm_without_the_last_group() -> AbstractContextManager[Any]:
+    """Of a parameter that is cut twice, the norm adds up along one axis only."""
+    cut_along = masters._cut_along
+    return patch.object(masters, "_cut_along", lambda parameter: cut_along(parameter)[:-1])
+
+
+def partial_taken_for_whole() -> AbstractContextManager[Any]:
+    """A rank's part of the sum (of a norm's weight, under sequence parallelism) is taken for the sum."""
+    whole = masters._whole
+
+    def wrong(parameter: Any) -> Tensor:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and grad.placements != parameter.placements and local(grad).shape == local(parameter).shape:
+            return DTensor.from_local(local(grad), parameter.device_mesh, parameter.placements, run_check=False)
+        return whole(parameter)
+
+    return patch.object(masters, "_whole", wrong)
+
+
+def twins_apart() -> AbstractContextManager[Any]:
+    """The two copies of a tied embedding, at the ends of a pipeline, each keep their own gradient."""
+    collect = Masters.collect
+
+    def wrong(self: Masters) -> None:
+        shared, self._shared = self._shared, frozenset()
+        collect(self)
+        self._shared = shared
+
+    return patch.object(Masters, "collect", wrong)
+
+
+def positions_anew() -> AbstractContextManager[Any]:
+    """A rank numbers the tokens of its part of a row from 0."""
+    cut = forward.cut
+
+    def wrong(batch: Batch, share: Any) -> Batch:
+        mine = cut(batch, share)
+        return replace(mine, positions=torch.arange(mine.positions.shape[1]).expand_as(mine.positions).contiguous())
+
+    return patch.object(forward, "cut", wrong)
+
+
+def segments_whole() -> AbstractContextManager[Any]:
+    """Ranks that share rows forget that a row holds several documents."""
+    cut = forward.cut
+    return patch.object(forward, "cut", lambda batch, share: replace(mine := cut(batch, share), segments=torch.ones_like(mine.segments)))
+
+
+def rows_counted_twice() -> AbstractContextManager[Any]:
+    """Ranks that share rows each train on the first part."""
+    share = sharing.share
+    return patch.object(sharing, "share", lambda tensor, rank, world, fill, **more: share(tensor, 0, world, fill, **more))
+
+
+def one_rank_s_vocabulary() -> AbstractContextManager[Any]:
+    """The normaliser of the softmax is made from this rank's share of the vocabulary."""
+    return patch.object(vocabulary.SharedView, "logsumexp", lambda self: self._logits.logsumexp(dim=-1))
+
+
+def nothing_sharded() -> AbstractContextManager[Any]:
+    """Every rank keeps all weights: the numbers are right, and nothing is saved."""
+    return patch.object(apply, "_is_sharded", lambda *given: False)
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    fault.__name__: fault for fault in (
+        divided_twice, averages_taken_for_sums, averaging_shards, norm_of_this_rank, norm_without_the_last_group, partial_taken_for_whole, twins_apart,
+        positions_anew, segments_whole, rows_counted_twice, one_rank_s_vocabulary, nothing_sharded,
+    )
+}
+
+
+def looked_at(shrunk: Shrunk) -> dict[str, Any]:
+    """What a rank is given to train on."""
+    seen: list[list[Batch]] = []
+    taken = UnevenLoader.step
+
+    def looking(self: UnevenLoader, i: int) -> list[Batch]:
+        seen.append(taken(self, i))
+        return seen[-1]
+
+    with patch.object(UnevenLoader, "step", looking):
+        measured = measure(shrunk)
+    return {
+        "targets": measured.targets, "micro_batches": len(seen[0]),
+        "documents": max(int(batch.segments.max()) for batches in seen for batch in batches),
+    }
