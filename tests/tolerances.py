@@ -42,3 +42,9 @@ SHARED_ROWS = 1e-6
 # The same in bf16, against float32 on the same rounded inputs: what enters and leaves each product is off by at most 2^-8, and by less
 # than half of that in the mean square; there are a few of them, one after the other.
 SHARED_ROWS_BF16 = 2**-8
+# Mean loss over an overfit of a batch, float8 products against float32 ones: a float8 number has 4 significant bits, errors of products
+# are independent of each other, and a layer's output is a sum of dozens of them.
+FLOAT8_LOSS = 0.02
+# Relative difference, in norm, of a gradient that ranks summed in bf16 from one summed in float32: each part and each sum is rounded to
+# 8 significant bits.
+REDUCED_BF16 = 2**-8

@@ -12,7 +12,6 @@ from ingot.config.family import Sizes, sizes
 from ingot.config.layout import Memory, Parallel
 from ingot.config.work import Train
 
-
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """The axes of the device mesh, from the outermost to the innermost: neighbours in `tensor` are neighbours in rank."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -39,9 +39,9 @@ TYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Wrapping:
     """What of a recipe says how a model is wrapped."""
 
-    parallel: Parallel = Parallel()
-    memory: Memory = Memory()
-    precision: Precision = Precision()
+    parallel: Parallel = field(default_factory=Parallel)
+    memory: Memory = field(default_factory=Memory)
+    precision: Precision = field(default_factory=Precision)
     compute: Compute = "fp32"
     compiled: bool = False
 

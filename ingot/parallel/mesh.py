@@ -35,7 +35,7 @@ class Mesh:
 
     ranks: Ranks
     device: torch.device
-    degrees: Degrees = Degrees()
+    degrees: Degrees = field(default_factory=Degrees)
     group: dist.ProcessGroup | None = None
     """Those who are spoken to; None where there is but one, or for the whole job."""
     parts: Mapping[str, Mesh] = field(default_factory=dict)

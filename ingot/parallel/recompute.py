@@ -30,7 +30,7 @@ KEPT = (
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable", "aten::_flash_attention_forward", "aten::_efficient_attention_forward",
-    "flex_attention", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce",
+    "ingot::cpu_attention", "flex_attention", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce",
 )
 """What `selective` keeps: matrix products, with their sums over ranks, and attention, by the names that they have on CPUs and accelerators."""
 

@@ -22,7 +22,8 @@ from ingot.train.watch import Measured
 def subject_of(plan: Plan, trainee: Trainee, mesh: Mesh) -> Subject:
     """The model in training as evaluation sees it."""
     eos = frozenset(stop_tokens(plan.tokenizer))
-    return Subject(plan.recipe, trainee.model, plan.drawing.kind, plan.tokenizer, eos, plan.compute, _dealt_over(trainee, mesh), "the model in training", quiet=True)
+    dealt = _dealt_over(trainee, mesh)
+    return Subject(plan.recipe, trainee.model, plan.drawing.kind, plan.tokenizer, eos, plan.compute, dealt, "the model in training", quiet=True)
 
 
 def _dealt_over(trainee: Trainee, mesh: Mesh) -> Mesh:

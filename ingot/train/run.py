@@ -24,8 +24,8 @@ from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import whole_size
 from ingot.train.build import Trainee, build_trainee, open_sinks
 from ingot.train.dropout import seed_dropout
-from ingot.train.fitting import with_fitting_micro_batch
 from ingot.train.finish import export_run, exported_files, take_best
+from ingot.train.fitting import with_fitting_micro_batch
 from ingot.train.hooks import CheckpointHook, EvaluateHook, LogHook, SampleHook, Tell, Workload
 from ingot.train.loop import Hook, StepInfo, Work, run_loop
 from ingot.train.measure import measuring, sample_texts
@@ -36,7 +36,7 @@ from ingot.train.reference import reference_tables
 from ingot.train.resume import find_start
 from ingot.train.schedule import learning_rate
 from ingot.train.signals import StopSignals
-from ingot.train.step import train_step
+from ingot.train.step import global_targets, train_step
 from ingot.train.watch import Tracker
 
 
@@ -70,19 +70,17 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         samples = SampleHook(lambda: sample_texts(plan, trainee, mesh), recipe.train.sample_every, sinks, mesh, spread=is_spread(trainee.model))
         checkpoint = CheckpointHook(trainee, plan, run, evaluation, tell, mesh, first)
         # Evaluation comes before saving, so that a checkpoint knows what was found at its own step.
-        hooks: list[Hook] = [evaluation, samples, log, checkpoint]
-        if recipe.train.profile is not None:
-            hooks.append(ProfileHook(recipe.train.profile, run.root / "profile", mesh, done=first, last=plan.last))
+        hooks: list[Hook] = [evaluation, samples, log, checkpoint, *_tracing(plan, mesh, first)]
         for hook in hooks:
             closing.callback(hook.close)
 
         def fetch(step: int) -> Work:
             began = time.monotonic()
             batches = loader.step(step)
-            targets, asked = _agreed(mesh, sum(trainee.objectives.training.targets(batch) for batch in batches), signals.signum != 0)
+            targets, asked = global_targets(trainee.objectives.training, batches, mesh, asked=signals.signum != 0)
             if not targets:
                 raise WrongInput(f"step {step + 1:,} has not one target in its {plan.batch.global_batch} rows; run `ingot show mask` on the recipe")
-            return Work(batches, int(targets), (signals.signum or signal.SIGTERM) if asked else 0, began)
+            return Work(batches, targets, (signals.signum or signal.SIGTERM) if asked else 0, began)
 
         def do_step(step: int, work: Work) -> StepInfo:
             return _step(step, work, plan, trainee, mesh)
@@ -102,13 +100,6 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         chosen = take_best(plan, trainee, evaluation.best_step, reached, mesh)
         mesh.from_main(lambda: export_run(plan, trainee, chosen))
         return _outcome(recipe, first, reached, chosen, seconds)
-
-
-def _agreed(mesh: Mesh, targets: int, asked: bool) -> tuple[float, float]:
-    """Targets of the global batch, each counted once, and whether any rank was asked to stop; the same on all ranks."""
-    alike = mesh.world / mesh.data.world  # ranks that have the same rows
-    total, stop = mesh.agree(targets, float(asked))
-    return total / alike, stop
 
 
 def _step(step: int, work: Work, plan: Plan, trainee: Trainee, mesh: Mesh) -> StepInfo:
@@ -139,6 +130,12 @@ def _teller(recipe: Recipe, mesh: Mesh) -> Tell:
 def _workload(plan: Plan, mesh: Mesh) -> Workload:
     cost = flops_per_token(plan.drawing.config.to_hf(), plan.recipe.data.seq_len) if plan.drawing.kind == "decoder" else None
     return Workload(cost, peak_flops(mesh.device, plan.compute), plan.compute)
+
+
+def _tracing(plan: Plan, mesh: Mesh, first: int) -> list[Hook]:
+    """The profiler, where it is asked for."""
+    knobs = plan.recipe.train.profile
+    return [] if knobs is None else [ProfileHook(knobs, plan.recipe.folder.root / "profile", mesh, done=first, last=plan.last)]
 
 
 def _evaluation(plan: Plan, trainee: Trainee, sinks: Sequence[JsonLines | Guarded], mesh: Mesh) -> EvaluateHook:

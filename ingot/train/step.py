@@ -39,6 +39,12 @@ class StepOutcome:
     """What else the objective tells, means over the targets of the global batch."""
 
 
+def global_targets(objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, asked: bool = False) -> tuple[int, bool]:
+    """Targets of the global batch, each counted once, and whether any rank was `asked` (to stop). Between hosts; the same on all ranks."""
+    total, votes = mesh.agree(sum(objective.targets(batch) for batch in batches), float(asked))
+    return round(total * mesh.data.world / mesh.world), votes > 0  # ranks that are no share of the batch of their own have the same rows as others
+
+
 def train_step(
     module: nn.Module, objective: Objective, batches: Sequence[Batch], masters: Masters, optimizer: Optimizer, *,
     targets: int, clip_norm: float | None, compute: Compute, mesh: Mesh, before: Callable[[int, Batch], None] = lambda index, batch: None,

@@ -17,7 +17,7 @@ from ingot.train.build import Trainee, build_trainee
 from ingot.train.dropout import seed_dropout
 from ingot.train.plan import Plan
 from ingot.train.reference import Tables
-from ingot.train.step import StepOutcome, train_step
+from ingot.train.step import StepOutcome, global_targets, train_step
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class Trial:
 
             def take(step: int) -> StepOutcome:
                 batches = loader.step(step)
-                [targets] = mesh.agree(sum(trainee.objectives.training.targets(one) for one in batches))
-                alike = mesh.world // mesh.data.world  # ranks that have the same rows
+                targets, _ = global_targets(trainee.objectives.training, batches, mesh)
                 return train_step(
-                    trainee.module, trainee.objectives.training, batches, trainee.masters, trainee.optimizer, targets=max(1, int(targets) // alike),
+                    trainee.module, trainee.objectives.training, batches, trainee.masters, trainee.optimizer, targets=max(1, targets),
                     clip_norm=plan.recipe.train.clip_norm, compute=plan.compute, mesh=mesh,
                     before=lambda index, one: seed_dropout(trainee.model, plan.recipe.seed, step, index, one, mesh),
                 )

@@ -23,7 +23,7 @@ from ingot.train.build import Trainee, build_trainee
 from ingot.train.dropout import seed_dropout
 from ingot.train.plan import Plan
 from ingot.train.reference import reference_tables
-from ingot.train.step import train_step
+from ingot.train.step import global_targets, train_step
 from ingot.verify.shrunk import STEPS, Shrunk
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def _steps(plan: Plan, mesh: Mesh) -> Measured:
             batches = loader.step(step)
             targets.append(sum(objective.targets(batch) for batch in batches))
             outcome = train_step(
-                trainee.module, objective, batches, trainee.masters, trainee.optimizer, targets=_agreed(mesh, targets[-1]),
+                trainee.module, objective, batches, trainee.masters, trainee.optimizer, targets=global_targets(objective, batches, mesh)[0],
                 # Clipping takes a wrong scale away, and is itself wrong where the norm is: with and without it, in turns.
                 clip_norm=plan.recipe.train.clip_norm if step % 2 else None, compute=plan.compute, mesh=mesh, before=_seeding(trainee, plan, step, mesh),
             )
@@ -93,12 +93,6 @@ def _steps(plan: Plan, mesh: Mesh) -> Measured:
         loader.close()
     held = {name: local(parameter).numel() for name, parameter in trainee.model.named_parameters()}
     return Measured(losses, norms, weights, held, targets)
-
-
-def _agreed(mesh: Mesh, targets: int) -> int:
-    """Targets of the global batch, each counted once."""
-    [total] = mesh.agree(targets)
-    return round(total * mesh.data.world / mesh.world)
 
 
 def _seeding(trainee: Trainee, plan: Plan, step: int, mesh: Mesh) -> Any:

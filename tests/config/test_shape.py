@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ingot.base.errors import WrongInput
+from ingot.config.layout import Parallel
 from ingot.config.presets import PRESETS, preset
 from ingot.config.shape import batch_plan, flops_per_token, parameter_count, total_steps
-from ingot.config.layout import Parallel
 from ingot.config.work import Train
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder

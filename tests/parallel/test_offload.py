@@ -146,7 +146,7 @@ def test_what_is_on_the_host_is_published() -> None:
     for master in masters:
         assert master.tensor.grad is not None
         with torch.no_grad():
-            master.tensor -= master.tensor.grad
+            master.tensor.sub_(master.tensor.grad)
     assert all((master.parameter == 1).all() for master in masters)
     masters.publish()
     assert all((master.parameter == -0.5).all() for master in masters)
@@ -167,7 +167,7 @@ def test_a_spread_part_is_the_part_itself() -> None:
 
 
 def test_what_excludes_each_other_is_refused() -> None:
-    with pytest.raises(ValidationError, match="memory.offload.weights takes the whole optimizer along"):
+    with pytest.raises(ValidationError, match=r"memory\.offload\.weights takes the whole optimizer along"):
         Memory(offload=Offload(weights=True, optimizer=0.5))
-    with pytest.raises(ValidationError, match="memory.offload.activations keeps what memory.recompute.kind=full"):
+    with pytest.raises(ValidationError, match=r"memory\.offload\.activations keeps what memory\.recompute\.kind=full"):
         Memory(**{"offload": {"activations": True}, "recompute": {"kind": "full"}})
