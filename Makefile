@@ -15,13 +15,15 @@ WORK := $(VENV)/.ingot-work
 BEAM ?= .venv-beam
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint bench beam clean
+.PHONY: help setup run test test-all lint bench peers gpu beam clean
 
 help:
 	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
 	@echo "make test      the tests (ARGS=... goes to pytest); make test-all: the slow ones too"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     speed against the usual libraries, on this machine (ARGS=...)"
+	@echo "make peers     a training step beside transformers, Lightning and litgpt, each in its own environment (ARGS=...)"
+	@echo "make gpu       the tests and benchmarks that need a GPU, in one call (ARGS=...)"
 	@echo "make beam      an environment for prepare on Apache Beam in $(BEAM)"
 	@echo "make setup     only set up $(VENV) for work on ingot"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
@@ -43,6 +45,13 @@ lint: $(WORK)
 
 bench: $(WORK)
 	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+peers: $(WORK)
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+gpu: $(WORK)
+	@$(BIN)/python -m pytest -q -m gpu tests
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 beam: $(BEAM)/.ingot-beam
 

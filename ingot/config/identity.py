@@ -12,7 +12,7 @@ from ingot.config.recipe import Recipe
 TRAINING_KNOBS = (
     "seed", "model", "data.seq_len", "objective", "train.steps", "train.epochs", "train.tokens", "train.global_batch",
     "train.optimizer", "train.schedule", "train.clip_norm", "train.early_stop", "precision.compute", "precision.master",
-    "precision.float8",
+    "precision.reduce", "precision.float8",
 )
 ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
 """Where training starts if not at nothing; named only where they are set."""

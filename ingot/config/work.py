@@ -171,7 +171,7 @@ class Train(Section):
     start_step: Annotated[int, Field(ge=0)] | None = None
     """Step that training starts at, for schedule and data order; empty: 0, or that of `start_from`."""
     compile: bool = False
-    """Compile the model with torch.compile: slower to start, faster per step on most devices."""
+    """Compile the model's layers with torch.compile: slower to start, faster per step on most devices."""
     profile: Profile | None = None
     """Write a trace of a few steps to `profile/` in the run folder; null for none."""
 

@@ -44,7 +44,7 @@ def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
     for first in range(rows.start, rows.stop, block):
         count = min(block, rows.stop - first)
         values = torch.from_numpy(normal_rows(seed, name, first, count, width)[:, columns])
-        here[first - rows.start : first - rows.start + count].copy_(values).mul_(std)
+        here[first - rows.start : first - rows.start + count].copy_(values.mul_(std))
 
 
 @torch.no_grad()

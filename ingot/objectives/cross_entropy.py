@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ingot.data.loader import Batch
-from ingot.models.head import IGNORE, View
+from ingot.models.head import IGNORE, View, summed
 from ingot.objectives.objective import AllSum
 
 
@@ -21,6 +21,7 @@ class CrossEntropy:
     def __init__(self, name: str = "pretrain") -> None:
         self.name = name
 
+    @summed
     def token(self, view: View, labels: Tensor, extras: Tensor | None = None) -> Tensor:
         """-log p(label) for a chunk of N tokens, `[N]`."""
         return -view.log_probability(labels)

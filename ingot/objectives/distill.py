@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ingot.data.loader import Batch
 from ingot.models.decoder import Decoder
-from ingot.models.head import IGNORE, View
+from ingot.models.head import IGNORE, View, summed
 from ingot.objectives.objective import AllSum
 
 
@@ -36,6 +36,7 @@ class Distill:
         """The teacher's final hidden states `[B, T, D]`."""
         return self.teacher.vocabulary.enter(self.teacher.hidden(batch.tokens, batch.positions, segments))
 
+    @summed
     def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
         """The mixture for a chunk of N tokens, `[N]`; `extras` are the teacher's hidden states `[N, D]`."""
         assert extras is not None

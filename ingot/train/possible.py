@@ -24,8 +24,11 @@ def computing_type(recipe: Recipe, device: torch.device) -> Compute:
 
 
 def check_memory(recipe: Recipe, kind: Kind, degrees: Degrees) -> None:
-    """Raises WrongInput where activations or weights cannot be kept as asked."""
+    """Raises WrongInput where activations or weights cannot be kept, or layers not be compiled, as asked."""
     memory, parallel = recipe.memory, recipe.parallel
+    if recipe.train.compile and degrees.tensor > 1:
+        raise WrongInput(f"train.compile gives wrong types of gradients where parallel.tensor, {degrees.tensor}, shares matrices (torch 2.13); "
+                         f"set train.compile to false, or parallel.tensor to 1")
     check_runs(kind, memory.recompute)
     if memory.offload.weights and degrees.shard == 1:
         raise WrongInput("memory.offload.weights keeps a rank's share of sharded weights on the host, and parallel.shard is 1; "

@@ -17,7 +17,6 @@ PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Knobs that change no result: where and how the work is done, saved, logged, served.
 CHANGES_NOTHING = {
     "name", "output", "data.validation.weight", "data.engine", "tokenizer.encoder", "train.micro_batch", "train.compile", "train.profile", "parallel", "memory",
-    "precision.reduce",
     "checkpoint.every", "checkpoint.keep", "train.evaluate_tasks", "train.sample_every",
     "evaluate.micro_batch", "track", "launch",
     "serve.host", "serve.port", "serve.api_key", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue", "serve.max_batch",
