@@ -271,7 +271,7 @@ def test_a_signal_before_the_first_step_says_that_nothing_was_saved(root: Path) 
         ({"model__source": "nowhere"}, "neither a folder nor preset"),
         ({"model__init": "weights"}, "is a preset and has none"),
         ({"train__global_batch": 512}, "training rows of data.seq_len=32, less than train.global_batch=512"),
-        ({"parallel__replicate": 2}, "parallel.replicate 2 needs 2 processes, 1 are running"),
+        ({"parallel__replicate": 2}, "parallel.replicate 2 needs 2 processes, 1 is running"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_trained(overrides: dict[str, Any], named: str, root: Path) -> None:
