@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 
 import psutil
 
@@ -43,3 +45,14 @@ def started_at(pid: int) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
     except psutil.NoSuchProcess:
         return None
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Processes are started without the caller's script, which they would import once more: all that it imports, and all that it does."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -25,7 +25,7 @@ def computing_type(recipe: Recipe, device: torch.device) -> Compute:
 
 def check_memory(recipe: Recipe, kind: Kind, degrees: Degrees) -> None:
     """Raises WrongInput where activations or weights cannot be kept, or layers not be compiled, as asked."""
-    memory, parallel = recipe.memory, recipe.parallel
+    memory = recipe.memory
     if recipe.train.compile and degrees.tensor > 1:
         raise WrongInput(f"train.compile gives wrong types of gradients where parallel.tensor, {degrees.tensor}, shares matrices (torch 2.13); "
                          f"set train.compile to false, or parallel.tensor to 1")
@@ -33,9 +33,6 @@ def check_memory(recipe: Recipe, kind: Kind, degrees: Degrees) -> None:
     if memory.offload.weights and degrees.shard == 1:
         raise WrongInput("memory.offload.weights keeps a rank's share of sharded weights on the host, and parallel.shard is 1; "
                          "set shard to 2 or more, or take memory.offload.optimizer=1.0")
-    if memory.recompute.kind == "selective" and parallel.pipeline > 1 and parallel.schedule == "zero_bubble":
-        raise WrongInput("memory.recompute.kind selective keeps results for one backward pass, and parallel.schedule zero_bubble takes two; "
-                         "set kind to full, or schedule to interleaved")
 
 
 def check_formats(recipe: Recipe, kind: Kind, batch: BatchPlan, degrees: Degrees, compute: Compute, device: torch.device) -> None:

@@ -13,13 +13,11 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
-import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -31,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ingot.base.errors import Failed
+from ingot.base.processes import without_main
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,7 +113,7 @@ class LocalRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-ranks-")
         context, port = multiprocessing.get_context("forkserver"), _free_port()
         context.set_forkserver_preload(list(self._preload))
-        with _without_main():
+        with without_main():
             forkserver.ensure_running()
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
@@ -156,17 +155,6 @@ def _told(trace: str, timeout_s: float) -> str:
     # faulthandler names the thread that called for help last.
     frames = [line.strip() for line in trace.rpartition("Thread ")[2].splitlines()[1 : 1 + NAMED]]
     return f"was not done in {timeout_s:g} s; it stood in {' < '.join(frames)}"
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Processes are started without the caller's script, which they would import once more: all that it imports, and all that it does."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _free_port() -> int:

@@ -255,9 +255,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     check_memory(offloaded, "decoder", Degrees(shard=2))
     with pytest.raises(WrongInput, match=r"train\.compile gives wrong types of gradients where parallel\.tensor, 2, .*set train\.compile to false"):
         check_memory(small_recipe(tmp_path, train__compile=True, parallel__tensor=2), "decoder", Degrees(tensor=2))
-    two_passes = small_recipe(tmp_path, memory__recompute__kind="selective", parallel__pipeline=2, parallel__virtual=2, parallel__schedule="zero_bubble")
-    with pytest.raises(WrongInput, match=r"memory\.recompute\.kind selective keeps results for one backward pass.*set kind to full"):
-        check_memory(two_passes, "decoder", Degrees(pipeline=2))
     runs = small_recipe(tmp_path, memory__recompute__kind="full", memory__recompute__layers=2)
     check_memory(runs, "decoder", Degrees())
     with pytest.raises(WrongInput, match=r"memory\.recompute\.layers 2 with method=uniform is for decoders.*kind encoder"):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
@@ -17,6 +14,7 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 
 from ingot.base.errors import Failed
+from ingot.base.processes import without_main
 from ingot.base.progress import Progress
 from ingot.data.engines.engine import Result, Task, Work
 from ingot.data.engines.outcome import opened
@@ -35,7 +33,7 @@ class LocalEngine:
         """Import what the workers will need in the process that they are forked from, while this one goes on."""
         if self._workers > 1:
             multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
-            with _without_main():
+            with without_main():
                 forkserver.ensure_running()
 
     def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
@@ -69,7 +67,7 @@ class _Pool:
     def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
         began, self._advanced.value = progress.done, 0
         try:
-            with _without_main():
+            with without_main():
                 futures: list[Future[Result]] = [self._pool.submit(_do, work, task) for task in tasks]
             waiting = set(futures)
             while waiting:
@@ -84,17 +82,6 @@ class _Pool:
     def close(self) -> None:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Processes are started without the caller's script, which they would import once more: all that it imports, and all that it does."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def cores() -> int:
