@@ -15,11 +15,12 @@ WORK := $(VENV)/.ingot-work
 BEAM ?= .venv-beam
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint bench peers gpu beam clean
+.PHONY: help setup run test test-all chaos lint bench peers gpu beam clean
 
 help:
 	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
 	@echo "make test      the tests (ARGS=... goes to pytest); make test-all: the slow ones too"
+	@echo "make chaos     kills, crashes, damage and full disks, the long versions too (needs strace and root)"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     speed against the usual libraries, on this machine (ARGS=...)"
 	@echo "make peers     a training step beside transformers, Lightning and litgpt, each in its own environment (ARGS=...)"
@@ -38,6 +39,9 @@ test: $(WORK)
 
 test-all: $(WORK)
 	@$(PYTEST) $(ARGS)
+
+chaos: $(WORK)
+	@$(PYTEST) tests/chaos tests/train/test_signals.py tests/verify/test_resume.py $(ARGS)
 
 lint: $(WORK)
 	@$(BIN)/python -m ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ingot.base.errors import Failed
@@ -33,6 +33,26 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def shared_lock(folder: Path, name: str, when_alone: Callable[[], None]) -> Iterator[None]:
+    """Hold `folder/.name` together with any number of others.
+
+    Where nobody else holds it `when_alone` is called first, and nobody begins until it is done: what lies there then is of the dead.
+    On a disk that knows no locks it is never called.
+    """
+    with disk_errors(folder):
+        descriptor = os.open(folder / f".{name}", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            when_alone()
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
         os.close(descriptor)

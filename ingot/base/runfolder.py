@@ -77,5 +77,10 @@ class RunFolder:
         return self.root / "events.jsonl"
 
     @property
+    def heartbeats(self) -> Path:
+        """One small file per node with its ranks' signs of life."""
+        return self.root / "heartbeats"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"

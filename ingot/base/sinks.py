@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,12 +23,19 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line per logged step. What was logged beyond `resume_step` is cut off, so that a resumed run shows no step twice."""
+    """One line per logged step. What was logged beyond `resume_step` is cut off, so that a resumed run shows no step twice.
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
+    So are lines of that very step whose keys begin with one of `owed`: they are written once more.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0, owed: Collection[str] = ()) -> None:
         self.path = path
         if path.exists():
-            kept = [line for line in read_lines(path) if line.get("step", 0) <= resume_step]
+            again = tuple(f"{name}/" for name in owed)
+            kept = [
+                line for line in read_lines(path)
+                if (step := line.get("step", 0)) <= resume_step and not (step == resume_step and any(key.startswith(again) for key in line))
+            ]
             write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from ingot.models.placed import local
 from ingot.parallel.masters import Master, Masters
+from ingot.parallel.mesh import Mesh
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -51,3 +53,17 @@ def make_room(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> 
             tensor = master.tensor
             shape = () if key == "step" else tensor.shape
             optimizer.state[tensor][key] = torch.zeros(shape, dtype=torch.float32, device=tensor.device)
+
+
+def misfits(tensors: Mapping[str, Tensor], there: Mapping[str, Any], mesh: Mesh) -> list[str]:
+    """What differs between the tensors of this rank and the stored ones, which all stages of a pipeline together must have."""
+    names = sorted(there)
+    wrong = [f"{name} is missing" for name in sorted(tensors.keys() - there.keys())]
+    wrong += [
+        f"{name} is {list(size)}, {list(tensors[name].shape)} is wanted"
+        for name in names if name in tensors and (size := getattr(there[name], "size", None)) is not None and size != tensors[name].shape
+    ]
+    elsewhere, *holders = mesh.pipeline.agree(len(wrong), *(float(name in tensors) for name in names))
+    unknown = [f"{name} is not part of this model" for name, count in zip(names, holders, strict=True) if not count]
+    # Where only another stage has something to tell, this one stops with it.
+    return [*wrong, *unknown] or ["another stage of the pipeline says what"] * bool(elsewhere)

@@ -12,6 +12,7 @@ import typer
 import ingot
 from ingot.cli.bench import bench
 from ingot.cli.guard import guarded, listen_to_signals
+from ingot.cli.launch import launch
 from ingot.cli.show import show
 from ingot.cli.verify import verify
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(show, name="show", rich_help_panel=LOOK)
 app.add_typer(verify, name="verify", rich_help_panel=LOOK)
+app.add_typer(launch, name="launch", rich_help_panel=WORK)
 app.command(rich_help_panel=LOOK, epilog="Example: ingot bench recipes/quickstart.yaml --micro-batch 1,2,4 --precision fp32,bf16")(bench)
 
 Arguments = Annotated[
@@ -41,7 +43,7 @@ Again = Annotated[bool, typer.Option("--again", help="Do it although nothing cha
 def main() -> None:
     """The entry point: what anything below raises becomes one line and an exit code here."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun puts its ranks into sessions of their own, where nothing ends them when torchrun itself is killed.
+        # torchrun puts its ranks into sessions of their own, where nothing ends them when torchrun itself is killed. Our own are tied when started.
         from ingot.base.processes import die_with_parent
 
         die_with_parent(os.getppid(), signal.SIGKILL)

@@ -37,7 +37,7 @@ def knobs() -> int:
 
 @show.command(epilog="Example: ingot show run runs/quickstart")
 def run(run: RunOrRecipe) -> int:
-    """Steps, results, the last metrics and the last events of one run."""
+    """Steps, results, the last metrics, where the time of training went and what was lost, and the last events of one run."""
     from ingot.cli.look import run_folder
     from ingot.report.tables import show_run
 

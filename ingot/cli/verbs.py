@@ -27,7 +27,7 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
         options = [*(["--again"] if again else []), *(["--debug"] if debug else [])]
         return subprocess.run([elsewhere, "-m", "ingot", verb, *arguments, *options], check=False).returncode
-    if step.distributed and recipe.launch.processes > 1 and not under_torchrun():
+    if step.distributed and recipe.launch.processes > 1 and not is_rank():
         options = [*([AGAIN[verb]] if again else []), *(["--debug"] if debug else [])]
         return foreground(Job(verb, (verb, *arguments, *options), recipe.launch.processes), results=sys.stdout).code
     done: list[Outcome] = []
@@ -58,9 +58,9 @@ def other_interpreter(recipe: Recipe) -> str | None:
     return os.path.abspath(engine.python)
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun started this process, and the ranks are there already."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+def is_rank() -> bool:
+    """Whether this process is one of several that somebody has started already: we ourselves, torchrun, a cluster."""
+    return "LOCAL_RANK" in os.environ
 
 
 def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ingot.verify.layout import Finding, LayoutProof
     from ingot.verify.proof import Proof
 
-verify = typer.Typer(no_args_is_help=True, help="Prove things on your own recipe: tokenizer, data, export, layout.")
+verify = typer.Typer(no_args_is_help=True, help="Prove things on your own recipe: tokenizer, data, export, resume, layout.")
 
 Recipes = Annotated[
     list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
@@ -42,6 +42,18 @@ def export(recipe: Recipes) -> int:
     from ingot.verify.export import verify_export
 
     return _shown(verify_export(read_recipe(recipe)))
+
+
+@verify.command(epilog="Example: ingot verify resume recipes/quickstart.yaml")
+def resume(recipe: Recipes) -> int:
+    """A few steps of the recipe in one go, against the same killed twice and resumed: metrics, weights, optimizer, bit for bit.
+
+    Needs prepared data. Trains on this machine as `ingot train` does, in a folder of its own inside the run folder, which goes afterwards.
+    """
+    from ingot.cli.arguments import read_recipe
+    from ingot.verify.resume import verify_resume
+
+    return _shown(verify_resume(read_recipe(recipe)))
 
 
 @verify.command(epilog="Example: ingot verify layout recipes/quickstart.yaml --layouts 'shard=2,tensor=2;pipeline=2,virtual=2'")

@@ -113,7 +113,7 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(str(argument) for argument in arguments)
     if origin in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(_type_name(argument) for argument in arguments))
-    if origin is list:
+    if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
         return f"list of {_type_name(arguments[0])}"
     if origin is tuple:
         return f"[{', '.join(_type_name(argument) for argument in arguments)}]"

@@ -14,6 +14,9 @@ GATED = "loss/bits_per_byte"
 """What the gate compares unless the kind of documents or the recipe says otherwise."""
 
 
+Victim = Literal["rank", "group", "supervisor"]
+
+
 class Gate(Section):
     """Decides whether a new model replaces the live one."""
 
@@ -76,4 +79,25 @@ class Launch(Section):
     kind: Literal["local"] = "local"
     """Where: on this machine."""
     processes: Positive = 1
-    """Processes of a training or evaluation step on this machine; above 1 torchrun starts them."""
+    """Processes of a training or evaluation step on this machine."""
+    detach: bool = False
+    """`ingot launch` comes back at once and the job goes on without a terminal; follow it with `ingot launch logs RUN`."""
+    restarts: Annotated[int, Field(ge=0)] = 100
+    """How often a training that failed is started again from its newest checkpoint. Two failures without progress between them end it before."""
+    hang_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Seconds without a sign of life while steps are done after which a rank counts as hanging; `auto`: 30 and three times the usual step."""
+    start_s: Positive = 1800
+    """The same while a rank loads, compiles, evaluates, saves or exports."""
+
+
+class Chaos(Section):
+    """Failures on purpose, to see that nothing is lost: for `ingot launch`, and for proofs."""
+
+    kill_every_s: Annotated[float, Field(gt=0)] | None = None
+    """Mean seconds between kills (SIGKILL, at random moments); null for none."""
+    what: Annotated[tuple[Victim, ...], Field(min_length=1)] = ("rank",)
+    """What is killed, one of these at a time: a rank, all ranks, or the supervisor with all ranks."""
+    seed: int = 0
+    """Seeds the choice of moments and victims."""
+    kill_at: Positive | None = None
+    """The training process kills itself once so many steps are done; null for never."""

@@ -13,9 +13,9 @@ from ingot.config.data import Data, Pack
 from ingot.config.evaluation import ClassificationTask, Evaluate, LossTask, Task
 from ingot.config.layout import Memory, Parallel, Precision
 from ingot.config.objective import Classify, Documents, Objective, Pretrain, documents_of
-from ingot.config.place import GATED, Gate, Launch, Registry, Serve
+from ingot.config.place import GATED, Chaos, Gate, Launch, Registry, Serve
 from ingot.config.section import Section
-from ingot.config.work import Checkpoint, Model, Tokenizer, Track, Train
+from ingot.config.work import Checkpoint, Model, Resume, Tokenizer, Track, Train
 
 PACKS: dict[Documents, tuple[Pack, ...]] = {
     "text": ("cut", "best_fit", "none"), "chat": ("best_fit", "none"), "preference": ("none",), "pair": ("none",), "labelled": ("none",),
@@ -51,6 +51,8 @@ class Recipe(Section):
     """Number formats."""
     checkpoint: Checkpoint = Checkpoint()
     """What is kept so that nothing is lost."""
+    resume: Resume = Resume()
+    """What may differ from the training that is gone on with."""
     evaluate: Evaluate = Evaluate()
     """How good the model is."""
     track: Track = Track()
@@ -63,6 +65,8 @@ class Recipe(Section):
     """The HTTP server."""
     launch: Launch = Launch()
     """Where verbs run."""
+    chaos: Chaos = Chaos()
+    """Failures on purpose."""
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Recipe:

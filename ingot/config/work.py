@@ -119,6 +119,19 @@ class EarlyStop(Section):
     `hellaswag/accuracy_norm`."""
 
 
+class Skip(Section):
+    """Steps that would do harm are not taken: those whose loss or gradient is not finite, and spikes."""
+
+    spike: Annotated[float, Field(gt=1)] | None = None
+    """A step whose gradient norm is more than this many times its running mean is not taken either; null for non-finite ones only."""
+    in_row: Positive = 10
+    """Steps not taken, one after the other, that are too many."""
+    then: Literal["stop", "roll_back"] = "stop"
+    """What too many lead to: training ends and says so, or goes back to the newest checkpoint and leaves out the data of those steps."""
+    rollbacks: Positive = 3
+    """How often a training goes back; then it ends."""
+
+
 class Profile(Section):
     """Which steps are traced with torch's profiler; open the file at https://ui.perfetto.dev or chrome://tracing."""
 
@@ -153,6 +166,8 @@ class Train(Section):
     """Learning rate over the steps."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the whole gradient; null for no clipping."""
+    skip: Skip = Skip()
+    """Which steps are not taken, and what too many of them lead to."""
     early_stop: EarlyStop | None = None
     """Stop early; needs `evaluate_every`."""
     evaluate_every: Positive | None = None
@@ -199,6 +214,28 @@ class Checkpoint(Section):
     best: str | None = None
     """Metric whose best checkpoint is kept beside the newest and exported in the end: `loss`, or one of `train.evaluate_tasks`, such as
     `rouge/rougeL`. One is saved at each evaluation that is the best so far. Empty exports the last one."""
+    asynchronous: bool = True
+    """Write checkpoints while training goes on, from a copy of the state in the host's memory (12 bytes a trained parameter with Adam). Without
+    it training waits for the disk."""
+    upload: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
+    """`gs://BUCKET/FOLDER` that each checkpoint is copied to once it is committed here, and fetched from where this machine has none."""
+    grace_s: Positive = 300
+    """Seconds that a signal to stop gives for the step at hand and its checkpoint; a process that is not done then is ended."""
+    notice: str | None = None
+    """What says that this machine will be taken away, which stops training as a signal does: `gce` asks the metadata server, anything else is
+    the path of a file that appears."""
+
+
+Changeable = Literal[
+    "train.steps", "train.epochs", "train.tokens", "train.optimizer", "train.schedule", "train.clip_norm", "train.skip", "train.early_stop"
+]
+
+
+class Resume(Section):
+    """What may differ from the training that is gone on with."""
+
+    allow: list[Changeable] = []
+    """Knobs whose change is meant, such as `train.steps` or `train.optimizer`; any other change refuses to go on."""
 
 
 class WandB(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from ingot.base.errors import WrongInput
 from ingot.data.loader import Batch, fixed_batches
 from ingot.data.rows import IGNORE, Rows
 from ingot.data.samples import Samples
+from ingot.evaluate.subject import Interrupted
 from ingot.models.device import Compute
 from ingot.objectives.forward import forward
 from ingot.objectives.objective import Objective
@@ -27,12 +29,14 @@ GROUP = 2
 
 
 def held_out_objective(
-    model: nn.Module, objective: Objective, rows: Rows | Samples, count: int, micro_batch: int, compute: Compute, mesh: Mesh
+    model: nn.Module, objective: Objective, rows: Rows | Samples, count: int, micro_batch: int, compute: Compute, mesh: Mesh,
+    asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """`loss` and the objective's further metrics, each a mean over the targets of the first `count` rows. Collective, the same on every rank.
 
     Raises:
         WrongInput: the rows have no target at all.
+        Interrupted: `asked` says to break off, on every rank alike.
     """
     count = min(count, len(rows))
     data, sharing = mesh.data, row_sharing(mesh)
@@ -45,6 +49,8 @@ def held_out_objective(
         looks = math.ceil(math.ceil(count / data.world) / (micro_batch * size))
         batches = itertools.chain(fixed_batches(rows, mine, micro_batch), itertools.repeat(_nothing(rows, micro_batch)))
         for _ in range(looks):
+            if asked():
+                raise Interrupted
             look = list(itertools.islice(batches, size))
             if isinstance(model, Pipeline):
                 work = StagedBatches(objective, look, compute, device, sharing)

@@ -90,7 +90,7 @@ def log_likelihoods(subject: Subject, spans: Sequence[Span], title: str, *, gree
     groups = share(by_length([len(span) for span in spans], subject.recipe.evaluate.micro_batch), subject.mesh)
     done, waiting = 0, list[tuple[list[int], Tensor]]()
     with subject.progress(title, len(spans), "continuations") as progress, torch.no_grad(), computing_in(subject.compute, subject.device):
-        for group in groups:
+        for group in subject.pieces(groups):
             waiting.append((group, _sums(subject, [spans[number] for number in group], greedy=greedy)))
             # Read one batch late, so that the device is at the next one meanwhile.
             if len(waiting) > 1:

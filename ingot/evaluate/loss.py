@@ -95,13 +95,17 @@ def _joined(parts: list[Stretches]) -> Stretches:
 
 
 def score(
-    model: Model, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh, tell: Callable[[int], None] = lambda rows: None
+    model: Model, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh, tell: Callable[[int], None] = lambda rows: None,
+    pieces: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> Stretches:
-    """The loss of the first `count` rows, each rank scoring its share; this rank's stretches. `tell` hears how many rows are done."""
+    """The loss of the first `count` rows, each rank scoring its share; this rank's stretches.
+
+    `tell` hears how many rows are done; `pieces` may break off between batches.
+    """
     indices = range(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
 
     def told() -> Iterable[Batch]:
-        for number, batch in enumerate(fixed_batches(rows, indices, micro_batch), start=1):
+        for number, batch in enumerate(pieces(fixed_batches(rows, indices, micro_batch)), start=1):
             yield batch
             tell(min(number * micro_batch, len(indices)))
 

@@ -76,7 +76,8 @@ class StreamLoss:
     def measure(self, subject: Subject) -> Measured:
         with subject.progress(self.task.name, self.count, "rows") as progress:
             tell: Callable[[int], None] = lambda done: progress.update(min(done * subject.mesh.world, self.count))  # noqa: E731
-            mine = score(subject.model, self.rows, self.count, subject.recipe.evaluate.micro_batch, subject.compute, subject.mesh, tell)
+            micro_batch = subject.recipe.evaluate.micro_batch
+            mine = score(subject.model, self.rows, self.count, micro_batch, subject.compute, subject.mesh, tell, subject.pieces)
         losses = gathered(mine, subject.mesh)
         return subject.mesh.from_main(lambda: self._report(losses, subject.recipe))
 

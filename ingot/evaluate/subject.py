@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +17,12 @@ from ingot.models.device import Compute
 from ingot.models.kinds import Kind, Model
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.tokenizer import Tokenizer
+
+Item = TypeVar("Item")
+
+
+class Interrupted(Exception):
+    """Measuring was broken off, on every rank: one of them was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Subject:
     """What to call it in messages."""
     quiet: bool = False
     """Show no progress: something else does."""
+    asked: Callable[[], bool] | None = None
+    """Whether to break off, asked before each piece of work; None: never. Where all ranks do the same work in lockstep, all must hear the same."""
 
     @property
     def about(self) -> About:
@@ -67,6 +75,23 @@ class Subject:
         """The model, where it must be a decoder."""
         assert isinstance(self.model, Decoder)
         return self.model
+
+    def pieces(self, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, as long as nobody is asked to stop. Every rank goes through its own to their end, where all of them meet.
+
+        Raises:
+            Interrupted: some rank was asked; on all of them, so that none waits for the others' results.
+        """
+        if self.asked is None:
+            yield from items
+            return
+        cut = False
+        for item in items:
+            if cut := self.asked():
+                break
+            yield item
+        if any(self.mesh.agree(float(cut))):
+            raise Interrupted
 
     def progress(self, title: str, total: int, unit: str) -> Progress:
         """Told by rank 0 for all, since shares are about equal."""

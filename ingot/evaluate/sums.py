@@ -69,7 +69,7 @@ def over_samples(subject: Subject, rows: Samples, count: int, title: str, token:
     mesh, micro_batch = subject.mesh, subject.recipe.evaluate.micro_batch
     mine = range(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
     with subject.progress(title, count, "samples") as progress:
-        for number, batch in enumerate(fixed_batches(rows, mine, micro_batch), start=1):
+        for number, batch in enumerate(subject.pieces(fixed_batches(rows, mine, micro_batch)), start=1):
             there = batch.to(subject.device, non_blocking=True)
             # A row that is one document needs no mask; decided on the host, where the batch still is.
             segments = None if bool((batch.segments == 1).all()) else there.segments

@@ -49,7 +49,7 @@ def _dealt(subject: Subject, lengths: Sequence[int], micro_batches: int, title: 
     groups = share(by_length(lengths, subject.recipe.evaluate.micro_batch * micro_batches), subject.mesh)
     mine, broken, done = dict[int, str](), 0, 0
     with subject.progress(title, len(lengths), "texts") as progress:
-        for group in groups:
+        for group in subject.pieces(groups):
             for number, text in zip(group, make(group), strict=True):
                 mine[number] = text or ""
                 broken += text is None

@@ -17,7 +17,7 @@ class Job:
     """One command and the place it needs.
 
     `argv` is what stands after `ingot` (`("train", "recipe.yaml", "train.steps=10")`), the same wherever it runs.
-    `processes` is processes (devices) per node; above 1, torchrun starts them. `environment` is added to what the
+    `processes` is processes (devices) per node. `environment` is added to what the
     launcher's machine has; `secrets` are names of variables whose values must never be written down.
     """
 

@@ -9,37 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
-from ingot.base.errors import EXIT_DONE, EXIT_STOPPED, Failed, WrongInput
-from ingot.base.processes import started_at, tied_to_me
+from ingot.base.errors import EXIT_DONE, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, WrongInput
+from ingot.base.processes import started_at
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
+from ingot.launch.attempt import WELL, follow
 from ingot.launch.job import Handle, Job, State
+from ingot.launch.ranks import LocalRanks, python
+from ingot.launch.ranks import environment as environment
+from ingot.launch.stops import Stops
 
 KIND = "local"
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def command(job: Job) -> list[str]:
-    """The command line of a job on one node: `python -m ingot ...`, through torchrun where it has several processes."""
-    if job.processes == 1:
-        return [sys.executable, "-m", "ingot", *job.argv]
-    # The address is given, so that a machine whose own name does not resolve can still run two processes.
-    torchrun = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={job.processes}", "--max-restarts=0"]
-    return [sys.executable, "-m", "ingot.launch.elastic", *torchrun, "-m", "ingot", *job.argv]
-
-
-def environment(job: Job) -> dict[str, str]:
-    """What is added to this process's environment. The cores are shared out, which torchrun would not do."""
-    added = dict(job.environment)
-    if job.processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        added.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.processes)))
-    return added
+    """The command line of a job on one node: `python -m ingot ...`, or what starts as many of them as it has processes."""
+    return python(job) if job.processes == 1 else [sys.executable, "-m", "ingot.launch", str(job.processes), *job.argv]
 
 
 @dataclass(frozen=True)
@@ -51,47 +40,19 @@ class Ended:
 
 
 def foreground(job: Job, *, results: TextIO | None = None) -> Ended:
-    """Run `job` and wait. Its messages go to our stderr, and so do its results unless `results` says where to.
+    """Run `job` once and wait. Its messages go to our stderr, and so do its results unless `results` says where to.
 
-    SIGINT, SIGTERM and SIGHUP are handed on and waited for; the second one kills. The job has a process group of its
-    own, so that Ctrl-C reaches it once (from here) and not twice; when we are killed, the kernel ends it.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handed on and waited for; another one after a while kills. When we are killed,
+    the kernel ends the job.
     """
     if reasons := LocalLauncher(Path()).can(job):
         raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
-    received: list[int] = []
-    child: subprocess.Popen[bytes] | None = None
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if child is not None and child.poll() is None:
-            child.send_signal(_translated(number) if len(received) == 1 else signal.SIGKILL)
-
-    with _handling(hand_on):
-        child = subprocess.Popen(
-            command(job), env={**os.environ, **environment(job)}, stdin=subprocess.DEVNULL, stdout=(results or sys.stderr).fileno(),
-            process_group=0, preexec_fn=tied_to_me(),
-        )
-        if received:
-            child.send_signal(_translated(received[0]))
-        code = child.wait()
-    return Ended(128 - code if code < 0 else code, received[0] if received else 0)
-
-
-def _translated(number: int) -> int:
-    """A closed terminal is a request to stop in good order."""
-    return signal.SIGTERM if number == signal.SIGHUP else number
-
-
-@contextlib.contextmanager
-def _handling(handler: signal._HANDLER) -> Iterator[None]:
-    # What was ignored stays so: `nohup ingot run` goes on when the terminal is closed.
-    heard = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    with Stops() as stops:
+        end = follow(LocalRanks(job, results=results), stops)
+    # An exit code of 2 has been explained by each rank; what else went wrong is told by the rank that was first, or by nobody.
+    if job.processes > 1 and not stops.first and end.code not in (*WELL, EXIT_WRONG_INPUT):
+        say(f"{end.told()} and the others were ended")
+    return Ended(end.shown, stops.first)
 
 
 class LocalLauncher:
@@ -131,10 +92,7 @@ class LocalLauncher:
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
-        if (old := self.find(job.name)) is not None and self.status(old) == "running":
-            raise Failed(f"{job.name} is running already (process {old.id}); cancel it, or wait for it")
-        for ending in ("exit", "cancelled"):
-            self._path(job.name, "jobs", ending).unlink(missing_ok=True)
+        self._clear(job)
         log, script = self._path(job.name, "logs", "log"), self._path(job.name, "jobs", "sh")
         log.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(script, self.render(job))
@@ -142,9 +100,37 @@ class LocalLauncher:
             process = subprocess.Popen(
                 ["sh", str(script)], env={**os.environ, **job.environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
-        handle = Handle(job.name, KIND, str(process.pid), job.argv, started_at(process.pid) or time.time(), str(log))
+        return self._note(job, process.pid, str(log))
+
+    def begin(self, job: Job) -> Handle:
+        """A handle for this very process, which does the job itself; its messages go where they always go, so that there is no log.
+
+        Raises:
+            Failed: a job of this name is running already.
+        """
+        self._clear(job)
+        return self._note(job, os.getpid(), "")
+
+    def end(self, handle: Handle, code: int) -> None:
+        """Note how a job that this process did itself ended."""
+        write_atomic(self._path(handle.name, "jobs", "exit"), f"{code}\n")
+
+    def _clear(self, job: Job) -> None:
+        if (old := self.find(job.name)) is not None and self.status(old) == "running":
+            raise Failed(f"{job.name} is running already (process {old.id}); cancel it, or wait for it")
+        for ending in ("exit", "cancelled"):
+            self._path(job.name, "jobs", ending).unlink(missing_ok=True)
+
+    def _note(self, job: Job, process: int, log: str) -> Handle:
+        handle = Handle(job.name, KIND, str(process), job.argv, started_at(process) or time.time(), log)
         write_atomic(self._path(job.name, "jobs", "json"), handle.to_json())
         return handle
+
+    def handles(self) -> list[Handle]:
+        """Of all jobs that were started in this run folder, the last one first."""
+        names = [path.stem for path in (self.folder / "jobs").glob("*.json")]
+        found = [handle for name in names if (handle := self.find(name)) is not None]
+        return sorted(found, key=lambda handle: handle.started, reverse=True)
 
     def find(self, name: str) -> Handle | None:
         """The handle of the job that was last submitted under `name`."""
@@ -178,9 +164,17 @@ class LocalLauncher:
         while self._alive(handle):
             if time.monotonic() > deadline:
                 say(f"{handle.name} did not stop in {grace_s:g} s and is killed")
-                os.killpg(int(handle.id), signal.SIGKILL)
+                self._kill(int(handle.id))
                 return
             time.sleep(0.05)
+
+    @staticmethod
+    def _kill(process: int) -> None:
+        """With all that it leads; one in a terminal has no group of its own, and its ranks die with it."""
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process) == process:
+                os.killpg(process, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
     def _path(self, name: str, folder: str, ending: str) -> Path:
         return self.folder / folder / f"{name}.{ending}"

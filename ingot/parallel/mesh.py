@@ -133,6 +133,17 @@ class Mesh:
     def barrier(self) -> None:
         self.agree(0.0)
 
+    def aside(self) -> Mesh:
+        """The same ranks with a line of their own, on which a thread may speak beside all else; for numbers and objects of the host only.
+
+        Every rank of it calls this, and each call opens another line. It has no parts and no weights.
+        """
+        if self.world == 1:
+            return Mesh(self.ranks, torch.device("cpu"), self.degrees)
+        group = dist.new_group(dist.get_process_group_ranks(self.group or dist.group.WORLD), backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
+        _never_free(group)
+        return Mesh(self.ranks, torch.device("cpu"), self.degrees, group)
+
 
 PARTS: dict[str, tuple[str, ...]] = {
     "data": ("replicate", "shard"), "context": ("context",), "tensor": ("tensor",), "pipeline": ("pipeline",),

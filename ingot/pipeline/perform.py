@@ -16,7 +16,7 @@ from ingot.base.fingerprint import fingerprint
 from ingot.base.lock import folder_lock
 from ingot.base.progress import say
 from ingot.base.steprecord import Outcome, StepRecord, write_record
-from ingot.base.storage import write_atomic
+from ingot.base.storage import fsync_folder, write_atomic
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.pipeline.skip import NOT_DONE, Stamps, check, refuse_stale_data
@@ -44,8 +44,10 @@ def perform(step: Step, recipe: Recipe, do: Callable[[], Outcome], stamps: Stamp
             if found.reasons and found.reasons != (NOT_DONE,):
                 say(f"{step.verb}: again, because {'; '.join(found.reasons)}")
             write_atomic(run.recipe, dump_recipe(recipe))
-            # From here on what the old record vouches for is no longer sure.
-            (run.steps / f"{step.verb}.json").unlink(missing_ok=True)
+            # From here on what the old record vouches for is no longer sure. A crash of the machine must not bring it back.
+            with contextlib.suppress(FileNotFoundError):
+                (run.steps / f"{step.verb}.json").unlink()
+                fsync_folder(run.steps)
         began = time.monotonic()
         with _noting_failure(step, recipe) if is_main else contextlib.nullcontext():
             outcome = do()

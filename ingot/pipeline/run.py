@@ -13,6 +13,7 @@ from ingot.base.steprecord import StepRecord, read_record
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.local import Ended, foreground
+from ingot.launch.supervise import supervise
 from ingot.pipeline.ask import serve_and_ask
 from ingot.pipeline.perform import perform
 from ingot.pipeline.skip import Stamps, check
@@ -68,7 +69,8 @@ def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) ->
     if step.verb == "serve":
         return perform(step, recipe, lambda: serve_and_ask(recipe, arguments), stamps)
     processes = recipe.launch.processes if step.distributed else 1
-    ended = foreground(Job(step.verb, (step.verb, *arguments), processes))
+    job = Job(step.verb, (step.verb, *arguments), processes)
+    ended = supervise(job, recipe) if step.verb == "train" else foreground(job)
     if ended.signum or ended.code not in (EXIT_DONE, EXIT_KEEP):
         code = ended.code or 128 + ended.signum
         raise StepEnded(f"{step.verb} {_how_it_ended(ended)}", code)

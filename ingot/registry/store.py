@@ -20,12 +20,14 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.evaluation import EvaluationReport, parse_report
+from ingot.base.lock import shared_lock
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.storage import atomic_folder, disk_errors, fsync_folder
 from ingot.registry.database import opened
 
 MARKER = "VERSION.json"
-STALE_AFTER_S = 24 * 3600.0
+STAGED = ".incoming-"
+"""Begins the name of a copy that is not registered yet, or of what is on its way out."""
 _COLUMNS = "name, version, model_hash, tokenizer_hash, folder, report, lineage, created"
 
 
@@ -184,18 +186,15 @@ class Registry:
         """A complete copy of `folder` under a name of its own, not registered yet; gone at the end unless it was moved."""
         place = self.home / name
         place.mkdir(parents=True, exist_ok=True)
-        for left in place.glob(".*incoming-*"):
-            with contextlib.suppress(FileNotFoundError):  # another writer is just done with it
-                if time.time() - left.stat().st_mtime > STALE_AFTER_S:
-                    shutil.rmtree(left, ignore_errors=True)
-        staged = place / f".incoming-{uuid.uuid4().hex}"
-        try:
-            with atomic_folder(staged) as partial:
-                files = _copy(folder, partial)
-                write_marker(partial, MARKER, {"registry": identity}, [entry_of(partial, file) for file in files])
-            yield staged
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+        staged = place / f"{STAGED}{uuid.uuid4().hex}"
+        with shared_lock(self.home, f"{name}.writers", lambda: _sweep(place)):
+            try:
+                with atomic_folder(staged) as partial:
+                    files = _copy(folder, partial)
+                    write_marker(partial, MARKER, {"registry": identity}, [entry_of(partial, file) for file in files])
+                yield staged
+            finally:
+                shutil.rmtree(staged, ignore_errors=True)
 
     def _clear(self, target: Path, identity: str) -> None:
         """Remove the folder of a writer that died before its row was written; never one of another registry."""
@@ -204,7 +203,17 @@ class Registry:
         marker = read_marker(target, MARKER)
         if marker is None or marker.get("registry") != identity:
             raise WrongInput(f"{target} exists and does not belong to {self.path}; move it away, or set registry.path")
-        shutil.rmtree(target)
+        # Out of the way at once: without its marker nobody would know any more whose it is.
+        gone = target.with_name(f"{STAGED}{uuid.uuid4().hex}")
+        os.replace(target, gone)
+        fsync_folder(target.parent)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _sweep(place: Path) -> None:
+    """Remove what writers that died were copying."""
+    for left in place.glob(f".*{STAGED.removeprefix('.')}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _turn(db: sqlite3.Connection, name: str) -> tuple[int, int, int | None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Sequence
 
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -25,6 +26,19 @@ def short(number: float, digits: int = 4) -> str:
     if size < -4 or size >= 7:
         return f"{number:.{max(digits - 2, 1)}g}"
     return f"{number:,.{max(digits - 1 - size, 0)}f}"
+
+
+def percent(share: float) -> str:
+    """`93.1 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def moment(seconds: float | None) -> str:
+    """Seconds since the epoch as a local date and time; empty where that is none."""
+    try:
+        return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return ""
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:

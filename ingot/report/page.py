@@ -16,10 +16,11 @@ import ingot
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
-from ingot.report.figures import count, rounded, short, smooth
+from ingot.report.figures import count, moment, percent, rounded, short, smooth
 from ingot.report.plots import Line, Panel, bars, curves, share_bar
 from ingot.report.reading import RunView, Series, read_run
 from ingot.report.recipes import chosen, highlighted
+from ingot.report.timeline import where_time_went
 from ingot.report.words import Headline, headline
 
 MANY_POINTS = 120
@@ -39,9 +40,10 @@ def render(view: RunView) -> str:
     told = headline(view)
     return _template().render(
         view=view, headline=told, tiles=_tiles(view), bars=_bars(view, told), gate=_gate(view), loss=_loss(view), minis=_minis(view),
+        goodput=where_time_went(view.goodput) if view.goodput else None,
         metrics=_metrics(view), base=bool(view.evaluation and view.evaluation.base), simple=_simple(view), examples=_examples(view),
         samples=_samples(view), steps=_steps(view), events=_events(view.events), chosen=chosen(view),
-        recipe=highlighted(view.recipe_text), lineage=_lineage(view), version=ingot.__version__, written=_moment(time.time()), root=str(view.root),
+        recipe=highlighted(view.recipe_text), lineage=_lineage(view), version=ingot.__version__, written=moment(time.time()), root=str(view.root),
     )
 
 
@@ -74,6 +76,8 @@ def _tiles(view: RunView) -> list[dict[str, str]]:
     train = view.record("train")
     if train is not None:
         add(duration(train.seconds), "training", f"of {duration(sum(record.seconds for record in view.records))} in all")
+    if view.goodput is not None and view.goodput.losses:
+        add(percent(view.goodput.share()), "goodput", f"of {duration(view.goodput.wall_s)}, starts and losses included")
     return tiles
 
 
@@ -196,7 +200,7 @@ def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
         when = event.get("t_wall")
         row = {
             "kind": kind, "first": "" if step is None else str(step), "last": "" if step is None else str(step), "times": "1", "cause": str(cause or ""),
-            "clock": _moment(when) if isinstance(when, int | float) else "",
+            "clock": moment(when) if isinstance(when, int | float) else "",
             "after": f"+{duration(when - began)}" if isinstance(when, int | float) and began is not None else "",
         }
         if rows and kind == "save" and rows[-1]["kind"] == kind:
@@ -232,10 +236,3 @@ def _percent(share: float) -> str:
 
 def _figure(value: Any) -> str:
     return short(value, 5) if isinstance(value, int | float) else "none"
-
-
-def _moment(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return ""

@@ -19,6 +19,8 @@ SIDE = 1000.0
 MOST_POINTS = 600
 MOST_PROBES = 90
 MOST_DOTS = 40
+NARROWEST = 1 / 2000
+"""Of a strip: what is narrower cannot be seen."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A stretch of a strip, or a pin in it where it has no length. `words` are shown under the pointer, the first as a title."""
+
+    low: float
+    high: float
+    colour: str
+    words: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class _Scale:
     low: float
     high: float
@@ -67,13 +79,33 @@ def curves(panels: Sequence[Panel], label: str, unit: str = "step", *, wanted: i
     lines = [line for panel in panels for line in panel.lines if len(line.xs)]
     across = _scale(min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines), room=0.0)
     drawn = Markup("").join(_panel(panel, across) for panel in panels)
-    places = [x for x in ticks(across.low, across.high, wanted) if across.low <= x <= across.high]
-    words = Markup("").join(
-        Markup('<span style="left:{}%"{}>{}</span>').format(_percent(across.at(x)), Markup(' class="end"') if across.at(x) > 0.95 * SIDE else "", f"{x:,.10g}")
-        for x in places
-    )
-    axis = Markup('<div class="across">{}<em>{}</em></div>').format(words, unit)
+    axis = _axis(across, unit, wanted)
     return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(label, drawn, axis, _probes(panels, across, unit))
+
+
+def strip(pieces: Sequence[Piece], high: float, height: int, label: str, *, unit: str = "") -> Markup:
+    """Pieces in one row from 0 to `high`, `height` pixels; with an axis below where there is a `unit`. '' when there is nothing to see.
+
+    Of very many pieces those too narrow to be seen are left out, and the words of all but the longest; of pins all but the first, which lie on top.
+    """
+    if not (math.isfinite(high) and high > 0):
+        return Markup("")
+    across = _Scale(0.0, high)
+    stretches = [piece for piece in pieces if piece.high - piece.low > NARROWEST * high]
+    pins = [piece for piece in pieces if piece.high == piece.low][:MOST_PROBES]
+    drawn = [
+        Markup('<rect class="piece {}" x="{}%" width="{}%" height="100%"/>').format(
+            piece.colour, _percent(across.at(piece.low)), _percent(across.at(piece.high) - across.at(piece.low)))
+        for piece in stretches
+    ]
+    for pin in reversed(pins):
+        x = _percent(across.at(pin.low))
+        line = Markup('<line class="pin {0}" x1="{1}%" x2="{1}%" y1="-6" y2="100%"/>').format(pin.colour, x)
+        drawn.append(line + Markup('<circle class="mark {}" cx="{}%" cy="-6" r="5"/>').format(pin.colour, x))
+    told = [*sorted(stretches, key=lambda piece: piece.low - piece.high)[:MOST_PROBES], *pins]
+    probes = Markup('<div class="probes" aria-hidden="true">{}</div>').format(Markup("").join(_probe(piece, across) for piece in told if piece.words))
+    return Markup('<div class="strip{}" role="img" aria-label="{}"><svg width="100%" height="{}" aria-hidden="true">{}</svg>{}{}</div>').format(
+        " timed" if unit else "", label, height, Markup("").join(drawn), _axis(across, unit, 6) if unit else "", probes)
 
 
 def bars(rows: Sequence[tuple[str, float, str, str]], interval: tuple[float, float] | None = None) -> Markup:
@@ -100,6 +132,24 @@ def share_bar(share: float) -> Markup:
     width = _percent(SIDE * min(max(share, 0.0), 1.0))
     return Markup('<svg class="share" width="100%" height="6" aria-hidden="true"><rect class="track" width="100%" height="6" rx="3"/>'
                   '<rect class="bar" width="{}%" height="6" rx="3"/></svg>').format(width)
+
+
+def _axis(across: _Scale, unit: str, wanted: int) -> Markup:
+    places = [x for x in ticks(across.low, across.high, wanted) if across.low <= x <= across.high]
+    words = Markup("").join(
+        Markup('<span style="left:{}%"{}>{}</span>').format(_percent(across.at(x)), Markup(' class="end"') if across.at(x) > 0.95 * SIDE else "", f"{x:,.10g}")
+        for x in places
+    )
+    return Markup('<div class="across">{}<em>{}</em></div>').format(words, unit)
+
+
+def _probe(piece: Piece, across: _Scale) -> Markup:
+    left, right = across.at(piece.low), across.at(piece.high)
+    title, *more = piece.words
+    rows = Markup("").join(Markup('<span class="{}">{}</span>').format(piece.colour, line) for line in more)
+    look = Markup('left:{}%;width:{}%;--at:50%').format(_percent(left), _percent(right - left))
+    side = "late" if left + right > SIDE else "early"
+    return Markup('<i style="{}" class="{}"><b><u>{}</u>{}</b></i>').format(look, side, title, rows)
 
 
 def _panel(panel: Panel, across: _Scale) -> Markup:

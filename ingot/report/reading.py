@@ -15,10 +15,12 @@ import yaml
 from ingot.base.errors import IngotError
 from ingot.base.evaluation import EvaluationReport, Metric, read_report
 from ingot.base.events import read_lines
+from ingot.base.heartbeat import Beat, read_beats
 from ingot.base.lock import lock_holder
 from ingot.base.runfolder import RunFolder
 from ingot.base.steprecord import StepRecord, read_record
 from ingot.config.shape import parameter_count
+from ingot.report.goodput import Goodput, goodput
 
 CURVES = ("train/loss", "validation/loss", "train/lr", "train/tokens_per_s", "train/mfu", "train/grad_norm")
 ORDER = ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy", "serve", "predict")
@@ -46,6 +48,8 @@ class RunView:
     records: list[StepRecord]
     """Finished steps, in the order of life."""
     events: list[dict[str, Any]]
+    goodput: Goodput | None
+    """Where the wall time of the last training went; None where none has begun."""
     recipe_text: str
     recipe: dict[str, Any]
     evaluation: EvaluationReport | None
@@ -119,14 +123,16 @@ def read_run(run: RunFolder) -> RunView:
     recipe = gently(run.recipe, lambda path: _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))) or {}
     evaluation = gently(run.reports / "evaluate.json", lambda path: _plain(read_report(path)))
     curves = gently(run.metrics, _read_curves) or {key: Series() for key in CURVES}
+    events = gently(run.events, lambda path: list(read_lines(path))) or []
+    running = any(lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock"))
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name), root=run.root, curves=curves, records=_records(run.steps),
-        events=gently(run.events, lambda path: list(read_lines(path))) or [], recipe_text=recipe_text, recipe=recipe, evaluation=evaluation,
+        events=events, goodput=goodput(events, _last_beat(run), alive=running), recipe_text=recipe_text, recipe=recipe, evaluation=evaluation,
         examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
         gate=gently(run.reports / "gate.json", _read_json), answer=gently(run.reports / "predict.json", _read_json),
         lineage=gently(run.model / "ingot.json", _read_json) or {},
         parameters=gently(run.model / "config.json", lambda path: parameter_count(_read_json(path))),
-        running=any(lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock")), changed=_changed(run), notes=notes,
+        running=running, changed=_changed(run), notes=notes,
     )
 
 
@@ -170,6 +176,13 @@ def _records(folder: Path) -> list[StepRecord]:
     place = {step: number for number, step in enumerate(ORDER)}
     whole = [record for record in found if record is not None and _is_number(record.seconds)]
     return sorted(whole, key=lambda record: place.get(str(record.step), len(place)))
+
+
+def _last_beat(run: RunFolder) -> Beat | None:
+    """What rank 0 of the last attempt said last, on whichever node it was."""
+    paths = sorted(run.heartbeats.glob("*")) if run.heartbeats.is_dir() else []
+    beats = [beat for path in paths for beat in read_beats(path) if beat.rank == 0]
+    return max(beats, key=lambda beat: (beat.attempt, beat.wall if math.isfinite(beat.wall) else 0.0), default=None)
 
 
 def _changed(run: RunFolder) -> float:

@@ -15,16 +15,21 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.steprecord import is_intact
-from ingot.report.figures import short
+from ingot.report.figures import moment, percent, short
+from ingot.report.goodput import PARTS, Goodput
 from ingot.report.reading import RunView, read_run
 from ingot.report.recipes import flat
+from ingot.report.words import SPENT_ON, at_steps, by_ranks, share_of_time
 
 PLAIN_WIDTH = 140
 RECENT_EVENTS = 8
+MOST_LOSSES = 10
+BAR = 24
+"""Characters of a bar that is all of it."""
 
 
 def show_run(run: RunFolder) -> None:
-    """Steps with their results, the last metrics, the last events. Raises WrongInput when it is no run folder."""
+    """Steps with their results, the last metrics, where the time of training went, the last events. Raises WrongInput when it is no run folder."""
     view = _read(run)
     out = _console()
     out.print(Text.assemble((view.name, "bold"), f"  {view.state}, {_ago(view.changed)}"), soft_wrap=True)
@@ -32,6 +37,8 @@ def show_run(run: RunFolder) -> None:
     figures = [f"{name} {short(series.values[-1])}" for name, series in view.curves.items() if series]
     if figures:
         out.print(f"at step {view.steps_done:,}: {', '.join(figures)}", soft_wrap=True)
+    if view.goodput is not None:
+        _show_goodput(view.goodput, out)
     for event in view.events[-RECENT_EVENTS:]:
         out.print(Text(_event(event)), soft_wrap=True)
     for note in view.notes:
@@ -109,9 +116,39 @@ def _steps(view: RunView, run: RunFolder) -> Table:
     return table
 
 
+def _show_goodput(account: Goodput, out: Console) -> None:
+    """The share in a sentence, the parts, and what was lost, the largest first."""
+    out.print(share_of_time(account), soft_wrap=True)
+    spent = Table("time of training", "", "share", "")
+    for column in spent.columns[1:3]:
+        column.justify = "right"
+    for part in PARTS:
+        if account.seconds[part] > 0:
+            spent.add_row(SPENT_ON[part], duration(account.seconds[part]), percent(account.share(part)), _blocks(account.share(part)))
+    out.print(spent)
+    if not account.losses:
+        return
+    causes = Table("lost", "when", "rank", "step", "cost", "of it repeated", "cause")
+    for column in causes.columns[4:6]:
+        column.justify = "right"
+    for loss in account.dearest[:MOST_LOSSES]:
+        cost = duration(loss.cost_s) if loss.cost_s else ""
+        causes.add_row(loss.kind, moment(loss.wall), by_ranks(loss), at_steps(loss), cost, duration(loss.lost_s) if loss.lost_s else "", Text(loss.cause))
+    out.print(causes)
+    more = account.dearest[MOST_LOSSES:]
+    if more:
+        out.print(f"and {len(more):,} more that cost {duration(sum(loss.cost_s for loss in more))} together; they are in events.jsonl", soft_wrap=True)
+
+
+def _blocks(share: float) -> str:
+    """A bar of BAR characters where it is all of it, to an eighth of one."""
+    eighths = round(8 * BAR * share)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
 def _event(event: dict[str, object]) -> str:
     when = event.get("t_wall")
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if isinstance(when, int | float) else ""
+    clock = moment(when if isinstance(when, int | float) else None)
     step = f" at step {event['step']}" if event.get("step") is not None else ""
     cause = f": {event['cause']}" if event.get("cause") else ""
     return f"{clock}  {event.get('kind')}{step}{cause}"

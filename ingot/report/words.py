@@ -8,8 +8,15 @@ from typing import Any
 from markupsafe import Markup
 
 from ingot.base.progress import duration
-from ingot.report.figures import count, short
+from ingot.report.figures import count, percent, short
+from ingot.report.goodput import PARTS, Goodput, Part
+from ingot.report.losses import Loss
 from ingot.report.reading import RunView
+
+SPENT_ON: dict[Part, str] = {
+    "productive": "training", "waiting": "waiting for data", "evaluating": "evaluating", "saving": "saving", "starting": "starting",
+    "lost": "lost and repeated", "down": "down",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,27 @@ def headline(view: RunView) -> Headline:
     if not sentences:
         sentences = [Markup("Nothing was trained or measured in this run folder yet.")]
     return Headline(Markup(" ").join(sentences), bool(beside) and view.metric("bits_per_byte") is not None, state, mood)
+
+
+def share_of_time(account: Goodput) -> str:
+    """`goodput 93.1 %: 1h 02m of 1h 07m were training; 2m 10s lost and repeated, 1m 02s starting`, the largest parts first."""
+    rest = sorted((part for part in PARTS if part != "productive" and account.seconds[part] >= 0.5), key=lambda part: -account.seconds[part])
+    told = ", ".join(f"{duration(account.seconds[part])} {SPENT_ON[part]}" for part in rest)
+    trained, wall = duration(account.seconds["productive"]), duration(account.wall_s)
+    return f"goodput {percent(account.share())}: {trained} of {wall} were training{f'; {told}' if told else ''}"
+
+
+def at_steps(loss: Loss) -> str:
+    """Where it happened, and what was done again: `58, 18 again`; of steps that were not taken, which."""
+    if loss.step is None:
+        return ""
+    if loss.kind == "skipped":
+        return f"{loss.step:,}" if loss.steps == 1 else f"{loss.step:,} to {loss.step + loss.steps - 1:,}"
+    return f"{loss.step:,}, {loss.steps:,} again" if loss.steps else f"{loss.step:,}"
+
+
+def by_ranks(loss: Loss) -> str:
+    return ", ".join(str(rank) for rank in loss.ranks)
 
 
 def _state(view: RunView) -> tuple[str, str]:

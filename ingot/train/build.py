@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,11 @@ def lineage(plan: Plan, step: int, parameters: int) -> dict[str, Any]:
     return {**about, "base": base, "data": plan.rows.fingerprint, "parameters": parameters}
 
 
-def open_sinks(recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str) -> list[JsonLines | Guarded]:
-    """The metric sinks of rank 0; the other ranks have none."""
+def open_sinks(recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]) -> list[JsonLines | Guarded]:
+    """The metric sinks of rank 0; the other ranks have none. What is `owed` at the step that training goes on from is written anew."""
     if not mesh.is_main:
         return []
-    sinks: list[JsonLines | Guarded] = [JsonLines(run.metrics, resume_step)]
+    sinks: list[JsonLines | Guarded] = [JsonLines(run.metrics, resume_step, owed)]
     if recipe.track.tensorboard:
         sinks.append(Guarded("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
     if (wandb := recipe.track.wandb) is not None:

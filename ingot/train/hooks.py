@@ -1,31 +1,30 @@
-"""Side effects of training: metrics and progress, evaluation with early stopping, checkpoints. Each is handed a StepInfo, never the loop."""
+"""Side effects of training: metrics and progress, evaluation with early stopping, checkpoints. Each is handed a StepInfo, never the loop.
+
+What a request to stop breaks off (an evaluation, samples) is owed: the checkpoint says so, and the next attempt does it first.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ingot.base.progress import Progress
-from ingot.base.runfolder import RunFolder
 from ingot.base.sinks import Guarded, JsonLines
-from ingot.checkpoints.store import retain, save_checkpoint
+from ingot.checkpoints.saver import Saved, Saver
+from ingot.config.work import Checkpoint
 from ingot.models.device import Compute, gpu_usage, measured_peak, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
+from ingot.train.account import Account
 from ingot.train.build import Trainee
 from ingot.train.loop import StepInfo
-from ingot.train.plan import Plan
 from ingot.train.watch import Measured, Tracker
-
-
-class Tell(Protocol):
-    """Records an event of this run, on rank 0."""
-
-    def __call__(self, kind: str, *, step: int, seconds: float | None = None, cause: str | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,12 @@ class Workload:
 class LogHook:
     """Writes metrics to the sinks and shows progress, every `every` steps and at the last one."""
 
-    def __init__(self, sinks: Sequence[JsonLines | Guarded], progress: Progress, every: int, last: int, work: Workload, mesh: Mesh, *, gpu: bool) -> None:
+    def __init__(
+        self, sinks: Sequence[JsonLines | Guarded], progress: Progress, every: int, last: int, work: Workload, mesh: Mesh, *, gpu: bool, skipped: float = 0.0
+    ) -> None:
+        """`skipped` steps were not taken by earlier attempts."""
         self.sinks, self.progress, self.every, self.last, self.work, self.mesh, self.gpu = sinks, progress, every, last, work, mesh, gpu
-        self._seconds, self._tokens, self._samples, self._skipped = 0.0, 0, 0, torch.zeros(())
+        self._seconds, self._tokens, self._samples, self._skipped = 0.0, 0, 0, torch.tensor(skipped)
         self._notes: dict[str, str] = {}
         self._best_peak = 0.0
 
@@ -75,6 +77,11 @@ class LogHook:
         self._notes = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}"}
         self._seconds, self._samples, self._tokens = 0.0, 0, 0
 
+    @property
+    def skipped(self) -> float:
+        """Steps that were not taken, from the first on. Waits for the device."""
+        return float(self._skipped)
+
     def _peak(self) -> float:
         """The maker's figure, or the best that a large product has reached so far: a machine that is shared is slow now and then."""
         if self.work.stated_peak is not None:
@@ -96,26 +103,38 @@ class LogHook:
 
 
 class EvaluateHook:
-    """Measures on held-out data every `every` steps, and ends training when `stopping` has seen no improvement for `patience` times."""
+    """Measures on held-out data every `every` steps, and ends training when `stopping` has seen no improvement for `patience` times.
+
+    `measure` gives None where it was broken off.
+    """
 
     def __init__(
-        self, measure: Callable[[], Mapping[str, Measured]], every: int | None, stopping: Tracker | None, patience: int, best: Tracker | None,
-        sinks: Sequence[JsonLines | Guarded],
+        self, measure: Callable[[], Mapping[str, Measured] | None], every: int | None, stopping: Tracker | None, patience: int, best: Tracker | None,
+        sinks: Sequence[JsonLines | Guarded], account: Account,
     ) -> None:
-        self.measure, self.every, self.stopping, self.patience, self.best, self.sinks = measure, every, stopping, patience, best, sinks
+        self.measure, self.every, self.stopping, self.patience, self.best, self.sinks, self.account = measure, every, stopping, patience, best, sinks, account
+        self.owes = False
 
     def after_step(self, info: StepInfo) -> bool:
         if self.every is None or info.step % self.every:
             return False
+        self.at(info.step)
+        return self.is_over
+
+    def at(self, step: int) -> None:
+        """Measure the model as it is after `step`."""
         started = time.monotonic()
-        measured = self.measure()
+        with self.account.spending("evaluating", "evaluating"):
+            measured = self.measure()
+        self.owes = measured is None
+        if measured is None:
+            return
         for sink in self.sinks:
             numbers: dict[str, float | str] = {f"validation/{key}": found.value for key, found in measured.items()}
-            sink.write(info.step, {**numbers, "validation/seconds": time.monotonic() - started})
+            sink.write(step, {**numbers, "validation/seconds": time.monotonic() - started})
         for tracker in (self.stopping, self.best):
             if tracker is not None:
-                tracker.see(info.step, measured)
-        return self.is_over
+                tracker.see(step, measured)
 
     @property
     def is_over(self) -> bool:
@@ -142,51 +161,102 @@ class EvaluateHook:
 class SampleHook:
     """Writes what the model makes of the recipe's prompts, as text, every `every` steps.
 
-    `complete` is called on rank 0 alone, but where the model is spread over ranks: there on all of them, in lockstep.
+    `complete` is called on rank 0 alone, but where the model is spread over ranks: there on all of them, in lockstep. It is not begun where
+    `asked` says that training is to stop.
     """
 
     def __init__(
-        self, complete: Callable[[], list[dict[str, str]]], every: int | None, sinks: Sequence[JsonLines | Guarded], mesh: Mesh, *, spread: bool = False
+        self, complete: Callable[[], list[dict[str, str]]], every: int | None, sinks: Sequence[JsonLines | Guarded], mesh: Mesh, account: Account,
+        asked: Callable[[], bool], *, spread: bool = False,
     ) -> None:
-        self.complete, self.every, self.sinks, self.mesh, self.spread = complete, every, sinks, mesh, spread
+        self.complete, self.every, self.sinks, self.mesh, self.account, self.asked, self.spread = complete, every, sinks, mesh, account, asked, spread
+        self.owes = False
 
     def after_step(self, info: StepInfo) -> bool:
         if self.every is not None and info.step % self.every == 0:
-            samples = self.complete() if self.spread else self.mesh.from_main(self.complete)
-            for sink in self.sinks:
-                sink.write(info.step, {f"samples/{number}": f"{one['prompt']} -> {one['completion']}" for number, one in enumerate(samples)})
+            self.at(info.step)
         return False
+
+    def at(self, step: int) -> None:
+        """Write what the model makes of the prompts as it is after `step`."""
+        self.owes = self.asked()
+        if self.owes:
+            return
+        with self.account.spending("evaluating", "evaluating"):
+            samples = self.complete() if self.spread else self.mesh.from_main(self.complete)
+        for sink in self.sinks:
+            sink.write(step, {f"samples/{number}": f"{one['prompt']} -> {one['completion']}" for number, one in enumerate(samples)})
 
     def close(self) -> None:
         pass
 
 
 class CheckpointHook:
-    """Saves every `every` steps and at each best evaluation, at most `keep` of them kept beside the best; `save` is also called after the loop."""
+    """Saves every `every` steps and at each best evaluation, at most `keep` of them kept beside the best; `finish` is called after the loop.
 
-    def __init__(self, trainee: Trainee, plan: Plan, run: RunFolder, stopper: EvaluateHook, tell: Tell, mesh: Mesh, first: int) -> None:
-        self.trainee, self.plan, self.run, self.stopper, self.tell, self.mesh = trainee, plan, run, stopper, tell, mesh
+    `payload` is what else a resumed run must know.
+    """
+
+    def __init__(
+        self, saver: Saver, trainee: Trainee, knobs: Checkpoint, stopper: EvaluateHook, payload: Callable[[int], Mapping[str, Any]], account: Account,
+        first: int,
+    ) -> None:
+        self.saver, self.trainee, self.knobs, self.stopper, self.payload, self.account = saver, trainee, knobs, stopper, payload, account
         self.saved = first
+        """The step of the newest checkpoint that was begun."""
+        self._due, self._prepared = False, False
 
     def after_step(self, info: StepInfo) -> bool:
-        if info.step % self.plan.recipe.checkpoint.every == 0 or self.stopper.best_step == info.step:
+        if not self._prepared:
+            self.saver.prepare(self.trainee.masters, self.trainee.optimizer)  # the optimizer has its state now
+            self._prepared = True
+        self._due = self._due or info.step % self.knobs.every == 0
+        # Where steps are not taken for a while, what training may have to go back to is the state before them.
+        if self.stopper.best_step == info.step or (self._due and not float(info.outcome.skipped)):
             self.save(info.step)
+        self._tell(self.saver.done())
         return False
 
     def save(self, step: int) -> None:
-        """Commit the state after `step` steps, unless that is what was committed last."""
+        """Begin to save the state after `step` steps, unless that was saved last."""
+        self._due = False
         if step == self.saved:
             return
-        began = time.monotonic()
-        payload = {
-            "samples": step * self.plan.batch.global_batch, "finished": step >= self.plan.last or self.stopper.is_over,
-            "identity": self.plan.identity, "watched": self.stopper.state(),
-        }
-        save_checkpoint(self.run.checkpoints, step, self.trainee.masters, self.trainee.optimizer, payload, self.mesh)
+        self.account.snapshot(step)
+        with self.account.spending("saving", "saving"):
+            self.saver.save(step, self.trainee.masters, self.trainee.optimizer, self.payload(step), keep=self.knobs.keep, best=self.stopper.best_step)
         self.saved = step
-        if self.mesh.is_main:
-            retain(self.run.checkpoints, self.plan.recipe.checkpoint.keep, self.stopper.best_step)
-        self.tell("save", step=step, seconds=time.monotonic() - began)
+        self._tell(self.saver.done())
+
+    def finish(self, step: int) -> None:
+        """Save the state after `step` steps, and wait until it is committed."""
+        self.save(step)
+        self.wait()
+
+    def wait(self) -> None:
+        """Raises Failed on every rank when a checkpoint could not be written."""
+        with self.account.spending("saving", "saving"):
+            committed = self.saver.wait()
+        self._tell(committed)
+
+    def _tell(self, committed: Sequence[Saved]) -> None:
+        for saved in committed:
+            self.account.committed(saved)
+
+    def close(self) -> None:
+        self.saver.close()
+
+
+class KillHook:
+    """Kills this process once `step` steps are done, as by `kill -9`: for proofs that nothing is lost."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, info: StepInfo) -> bool:
+        if info.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
 
     def close(self) -> None:
         pass

@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ingot.base.errors import Failed
 from ingot.data.loader import Batch
 from ingot.train.step import StepOutcome
-
-MAX_SKIPPED = 10
 
 
 @dataclass(frozen=True)
@@ -62,24 +59,22 @@ class LoopEnd:
     signum: int
 
 
-def run_loop(first: int, last: int, fetch: Callable[[int], Work], do_step: Callable[[int, Work], StepInfo], hooks: Sequence[Hook]) -> LoopEnd:
+def run_loop(
+    first: int, last: int, fetch: Callable[[int], Work], do_step: Callable[[int, Work], StepInfo], hooks: Sequence[Hook],
+    judge: Callable[[int, StepOutcome], None] = lambda step, outcome: None,
+) -> LoopEnd:
     """Turn from step `first` (so many are done) until `last` are done, a hook ends it, or a signal came on any rank.
 
-    Raises:
-        Failed: many steps in a row were not finite.
+    `judge` hears the number (from 0) and the outcome of each step while the next one runs, so that the device never waits for the host.
     """
-    skipped_in_row = 0
     before: StepOutcome | None = None
     for step in range(first, last):
         work = fetch(step)
         if work.signum:
             return LoopEnd(step, work.signum)
         info = do_step(step, work)
-        # The flag of the step before is read while this one runs, so that the device never waits for the host.
         if before is not None:
-            skipped_in_row = skipped_in_row + 1 if float(before.skipped) else 0
-            if skipped_in_row >= MAX_SKIPPED:
-                raise Failed(f"loss or gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {step}; lower train.optimizer.lr")
+            judge(step - 1, before)
         before = info.outcome
         over = [hook.after_step(info) for hook in hooks]  # every hook acts, whatever another one says
         if any(over):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch.distributed.fsdp import FSDPModule
 
 from ingot.base.environment import Ranks
 from ingot.evaluate.held_out import held_out_objective
 from ingot.evaluate.samples import complete
-from ingot.evaluate.subject import Subject
+from ingot.evaluate.subject import Interrupted, Subject
 from ingot.evaluate.training import Watch
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
@@ -31,19 +32,29 @@ def _dealt_over(trainee: Trainee, mesh: Mesh) -> Mesh:
     return Mesh(Ranks(), mesh.device) if isinstance(trainee.model, FSDPModule) else mesh.data
 
 
-def measuring(plan: Plan, trainee: Trainee, mesh: Mesh) -> Callable[[], dict[str, Measured]]:
-    """What every evaluation while training measures, as a function of nothing; every rank calls it.
+def measuring(
+    plan: Plan, trainee: Trainee, mesh: Mesh, all_asked: Callable[[], bool], asked: Callable[[], bool]
+) -> Callable[[], dict[str, Measured] | None]:
+    """What every evaluation while training measures, as a function of nothing; every rank calls it. None where it was broken off.
+
+    `all_asked` is collective and says the same on all ranks, `asked` knows of this one alone: where items are dealt, ranks do not go in step.
 
     Raises:
         WrongInput: a task among `train.evaluate_tasks` cannot be done; before anything is trained.
     """
     knobs, micro_batch = plan.recipe.train, plan.batch.micro_batch
-    watch = Watch(subject_of(plan, trainee, mesh), knobs.evaluate_tasks)
+    subject = subject_of(plan, trainee, mesh)
+    in_step = subject.mesh.world < mesh.data.world
+    watch = Watch(replace(subject, asked=all_asked if in_step else asked), knobs.evaluate_tasks)
+    held_out = trainee.objectives.held_out
 
-    def measure() -> dict[str, Measured]:
-        with evaluating(trainee.model):
-            found = held_out_objective(trainee.model, trainee.objectives.held_out, plan.held_out, knobs.evaluate_rows, micro_batch, plan.compute, mesh)
-            tasks = watch()
+    def measure() -> dict[str, Measured] | None:
+        try:
+            with evaluating(trainee.model):
+                found = held_out_objective(trainee.model, held_out, plan.held_out, knobs.evaluate_rows, micro_batch, plan.compute, mesh, all_asked)
+                tasks = watch()
+        except Interrupted:
+            return None
         of_objective = {name: Measured(value, "lower" if name == "loss" else "higher") for name, value in found.items()}
         return of_objective | {key: Measured(value, direction) for key, (value, direction) in tasks.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +13,54 @@ from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder
 from ingot.checkpoints.store import Found, newest_valid
-from ingot.config.identity import changes
+from ingot.config.identity import MAY_CHANGE, changes
 from ingot.data.order import place_of
 
+LEFT_OUT = "left_out.json"
+"""In the run folder: which samples a training has left out by itself."""
 
-def find_start(run: RunFolder, identity: Mapping[str, Any], *, fresh: bool) -> Found | None:
+
+def find_start(
+    run: RunFolder, identity: Mapping[str, Any], *, fresh: bool, allow: Collection[str] = (), tell: Callable[[Found, str], None] = lambda found, changed: None
+) -> Found | None:
     """The checkpoint to go on from, or None to start from the first step.
 
-    A finished training with another recipe is set aside under `earlier/`, and brought back when the recipe is.
+    A finished training with another recipe is set aside under `earlier/`, and brought back when the recipe is. Knobs among `allow` may
+    differ; `tell` then hears what does.
 
     Raises:
         WrongInput: an unfinished training lies here and its recipe differs; names what changed.
         Failed: there are checkpoints, and not one is whole.
     """
     found = None if fresh else newest_valid(run.checkpoints)
-    if found is not None and _so_far(found.commit["identity"], found) == _so_far(identity, found):
-        return found
-    if found is not None and not found.commit["finished"]:
-        changed = "; ".join(changes(found.commit["identity"], dict(identity)))
-        raise WrongInput(
-            f"{run.checkpoints} holds an unfinished training ({found.step} steps) of another recipe: {changed}; "
-            f"undo the change to go on, or start over with --fresh (the old checkpoints are set aside, not deleted)"
-        )
+    if found is not None:
+        before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
+        differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if all(key.startswith(tuple(allow)) for key in differ):
+            if differ:
+                changed = "; ".join(changes(before, now))
+                say(f"going on although {changed}, as resume.allow says")
+                tell(found, changed)
+            return found
+        if not found.commit["finished"]:
+            raise _refused(run, found, dict(identity), differ)
     if found is not None:
         say(f"the recipe changed since the last training ({'; '.join(changes(found.commit['identity'], dict(identity)))})")
+    if found is None and not fresh and not _place_of(run, identity).exists():
+        return None
     set_aside(run, found.commit["identity"] if found else identity)
     return None if fresh else _bring_back(run, identity)
+
+
+def _refused(run: RunFolder, found: Found, identity: dict[str, Any], differ: list[str]) -> WrongInput:
+    """What changed, and the two ways on."""
+    changed = "; ".join(changes(found.commit["identity"], identity))
+    meant = [knob for knob in MAY_CHANGE if any(key.startswith(knob) for key in differ)]
+    way = f"go on with the change by resume.allow=[{','.join(meant)}]" if all(key.startswith(MAY_CHANGE) for key in differ) else "undo the change to go on"
+    return WrongInput(
+        f"{run.checkpoints} holds an unfinished training ({found.step} steps) of another recipe: {changed}; "
+        f"{way}, or start over with --fresh (the old checkpoints are set aside, not deleted)"
+    )
 
 
 def _so_far(identity: Mapping[str, Any], found: Found) -> dict[str, Any]:
@@ -50,7 +72,7 @@ def _so_far(identity: Mapping[str, Any], found: Found) -> dict[str, Any]:
 
 def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
     """Move checkpoints and what was logged with them out of the way; nothing is deleted."""
-    if not run.checkpoints.exists():
+    if not run.checkpoints.exists() and not (run.root / LEFT_OUT).exists():
         return
     name = fingerprint(dict(identity))
     places = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
@@ -60,13 +82,17 @@ def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
 
 
 def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> Found | None:
-    place = earlier(run) / fingerprint(dict(identity))
+    place = _place_of(run, identity)
     if not place.exists():
         return None
     _move(place, run.root)
     place.rmdir()
     say(f"this recipe was trained before: {place} is brought back")
     return newest_valid(run.checkpoints)
+
+
+def _place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path:
+    return earlier(run) / fingerprint(dict(identity))
 
 
 def earlier(run: RunFolder) -> Path:
@@ -76,7 +102,7 @@ def earlier(run: RunFolder) -> Path:
 def _move(source: Path, target: Path) -> None:
     """Checkpoints go last when set aside and come last when brought back: without them the rest is only logs."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "tensorboard", "checkpoints"):
+    for name in ("metrics.jsonl", "tensorboard", LEFT_OUT, "checkpoints"):
         if (source / name).exists():
             (source / name).rename(target / name)
     fsync_folder(target)

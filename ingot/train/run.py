@@ -4,38 +4,50 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
+from ingot.base.environment import ranks
 from ingot.base.errors import Stopped, WrongInput
-from ingot.base.events import read_lines, record_event
+from ingot.base.events import read_lines
 from ingot.base.fingerprint import fingerprint
+from ingot.base.heartbeat import Beat, Heart
 from ingot.base.progress import Progress, duration, say
 from ingot.base.sinks import Guarded, JsonLines
 from ingot.base.steprecord import Outcome, sizes
+from ingot.checkpoints.mirror import BucketMirror
+from ingot.checkpoints.saver import Saver
+from ingot.checkpoints.store import Found
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
-from ingot.data.loader import Loader
+from ingot.data.loader import Batch, Loader
 from ingot.data.order import Order
 from ingot.models.device import device_name, peak_flops
 from ingot.models.folder import model_hash
 from ingot.models.placed import is_spread
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import whole_size
+from ingot.train.account import Account, Tell, last_words, next_attempt, since_created, teller
 from ingot.train.build import Trainee, build_trainee, open_sinks
 from ingot.train.dropout import seed_dropout
 from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.fitting import with_fitting_micro_batch
-from ingot.train.hooks import CheckpointHook, EvaluateHook, LogHook, SampleHook, Tell, Workload
+from ingot.train.hooks import CheckpointHook, EvaluateHook, KillHook, LogHook, SampleHook, Workload
 from ingot.train.loop import Hook, StepInfo, Work, run_loop
+from ingot.train.mirroring import bring_together, open_mirror, refuse_others
 from ingot.train.measure import measuring, sample_texts
+from ingot.train.notice import Notice
 from ingot.train.optim import set_learning_rate
 from ingot.train.plan import Plan, plan_run
 from ingot.train.profile import ProfileHook
 from ingot.train.reference import reference_tables
 from ingot.train.resume import find_start
 from ingot.train.schedule import learning_rate
-from ingot.train.signals import StopSignals
+from ingot.train.signals import Leave, StopSignals, stacks_on_demand
+from ingot.train.skipping import RolledBack, Skips, TooManySkipped, roll_back, with_left_out
+from ingot.train.spikes import Spikes
 from ingot.train.step import global_targets, train_step
 from ingot.train.watch import Tracker
 
@@ -47,84 +59,194 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         WrongInput: the recipe does not fit data, model, tokenizer, ranks, or the checkpoints that are there.
         Stopped: a signal came; with a committed checkpoint the same command goes on from there.
     """
-    run = recipe.folder
+    here, run = ranks(), recipe.folder
+    died = last_words(run)
+    heart = Heart(run.heartbeats, rank=here.rank, local_rank=here.local_rank, attempt=next_attempt(run.events))
+    tell = teller(run.events, heart, silent=not here.is_main)
+    began = time.monotonic() - since_created()
+    try:
+        with ExitStack() as closing:
+            signals = closing.enter_context(StopSignals(recipe.checkpoint.grace_s))
+            closing.enter_context(Notice(recipe.checkpoint.notice if here.local_rank == 0 else None))
+            closing.enter_context(stacks_on_demand(run.logs, here.rank))
+            mesh = closing.enter_context(running_mesh(recipe.parallel))
+            mirror = open_mirror(recipe, mesh, closing, again=heart.attempt > 1)
+            if mirror is not None and not fresh:
+                bring_together(mirror, run.checkpoints, mesh)
+            job = Job(with_fitting_micro_batch(recipe, mesh), mesh, heart, signals, tell, mirror)
+            while True:
+                try:
+                    outcome = _attempt(job, began, died, fresh=fresh)
+                    break
+                except RolledBack:
+                    fresh, died, began = False, None, time.monotonic()
+                    heart.attempt += 1
+    except Leave as leave:
+        tell("stop", step=leave.committed or 0, cause=signal.Signals(leave.signum).name)
+        heart.beat("over")
+        raise _stopped(leave.committed, leave.signum) from None
+    heart.beat("over")
+    return outcome
+
+
+@dataclass(frozen=True)
+class Job:
+    """What stays as it is while this process lives, however often training goes back."""
+
+    recipe: Recipe
+    mesh: Mesh
+    heart: Heart
+    signals: StopSignals
+    tell: Tell
+    mirror: BucketMirror | None
+
+    def asked(self) -> bool:
+        """Whether any rank is asked to stop. Collective."""
+        self.heart.beat()
+        return any(self.mesh.agree(float(self.signals.signum != 0)))
+
+
+def _attempt(job: Job, began: float, died: Beat | None, *, fresh: bool) -> Outcome:
+    """Train from where the checkpoints say to the end; `began` is monotonic, `died` what the attempt before said last."""
+    recipe, mesh, tell = job.recipe, job.mesh, job.tell
     with ExitStack() as closing:
-        signals = closing.enter_context(StopSignals())
-        mesh = closing.enter_context(running_mesh(recipe.parallel))
-        recipe = with_fitting_micro_batch(recipe, mesh)
-        plan = plan_run(recipe, mesh)
-        start = mesh.from_main(lambda: find_start(run, plan.identity, fresh=fresh))
+        plan = plan_run(recipe, mesh) if fresh else with_left_out(plan_run(recipe, mesh))
+        start = mesh.from_main(lambda: find_start(recipe.folder, plan.identity, fresh=fresh, allow=recipe.resume.allow, tell=_changed(tell)))
         first = start.step if start else plan.begin
-        tell = _teller(recipe, mesh)
+        if start is None and (mirror := job.mirror) is not None:
+            mesh.from_main(lambda: refuse_others(mirror))
+        if first > plan.last:
+            raise WrongInput(f"{first:,} steps are done, the recipe asks for {plan.last:,} only; raise train.steps, or start over with --fresh")
+        job.signals.leave_at_once(start.step if start else None)
+        if died is not None and not fresh:
+            cause = f"attempt {died.attempt} ended while {died.phase}"
+            tell("lost", step=first, seconds=sum(died.spent.values()), steps=max(died.step - first, 0), cause=cause)
         tables = reference_tables(plan, mesh)
         trainee = build_trainee(plan, start, tables, mesh)
-        loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights, recipe.data.skip), plan.batch, mesh.data.rank)
+        loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights, plan.recipe.data.skip), plan.batch, mesh.data.rank)
         closing.callback(loader.close)
-
-        sinks = open_sinks(recipe, run, mesh, first, fingerprint(plan.identity))
-        progress = closing.enter_context(Progress("train", plan.last, "steps", done=first, quiet=not mesh.is_main))
-        log = LogHook(sinks, progress, recipe.track.every, plan.last, _workload(plan, mesh), mesh, gpu=recipe.track.gpu)
-        evaluation = _evaluation(plan, trainee, sinks, mesh)
-        if start is not None:
-            evaluation.restore(start.commit["watched"])
-        samples = SampleHook(lambda: sample_texts(plan, trainee, mesh), recipe.train.sample_every, sinks, mesh, spread=is_spread(trainee.model))
-        checkpoint = CheckpointHook(trainee, plan, run, evaluation, tell, mesh, first)
-        # Evaluation comes before saving, so that a checkpoint knows what was found at its own step.
-        hooks: list[Hook] = [evaluation, samples, log, checkpoint, *_tracing(plan, mesh, first)]
-        for hook in hooks:
-            closing.callback(hook.close)
-
-        def fetch(step: int) -> Work:
-            began = time.monotonic()
-            batches = loader.step(step)
-            targets, asked = global_targets(trainee.objectives.training, batches, mesh, asked=signals.signum != 0)
-            if not targets:
-                raise WrongInput(f"step {step + 1:,} has not one target in its {plan.batch.global_batch} rows; run `ingot show mask` on the recipe")
-            return Work(batches, targets, (signals.signum or signal.SIGTERM) if asked else 0, began)
-
-        def do_step(step: int, work: Work) -> StepInfo:
-            return _step(step, work, plan, trainee, mesh)
-
+        hooks = _hooks(job, plan, trainee, start, closing)
         _announce(plan, trainee, mesh, first, resumed=start is not None)
-        tell("start", step=first, cause="resumed" if start else "first step")
-        began, reached, signum = time.monotonic(), first, 0
-        if start is None or not start.commit["finished"]:
-            end = run_loop(first, plan.last, fetch, do_step, hooks)
+        tell("start", step=first, seconds=time.monotonic() - began, cause="resumed" if start else "first step")
+
+        turned, reached, signum = time.monotonic(), first, 0
+        job.signals.leave_between_steps()
+        hooks.catch_up(start)
+        if first < plan.last and not hooks.evaluation.is_over:
+            try:
+                end = run_loop(first, plan.last, *_turns(job, plan, trainee, loader, hooks, first), hooks.all, judge=hooks.skips.judge)
+            except TooManySkipped as bad:
+                raise roll_back(bad, plan, hooks.checkpoint, mesh, tell) from None
             reached, signum = end.step, end.signum
-            checkpoint.save(reached)
-        seconds = time.monotonic() - began
-        if signum:
+        hooks.checkpoint.finish(reached)
+        seconds = time.monotonic() - turned
+        if signum or job.asked():
+            signum = signum or job.signals.signum or signal.SIGTERM
             tell("stop", step=reached, seconds=seconds, cause=signal.Signals(signum).name)
-            raise _stopped(recipe, reached, signum)
+            job.heart.beat("over")
+            raise _stopped(reached if reached > plan.begin or start else None, signum)
         tell("finish", step=reached, seconds=seconds)
-        chosen = take_best(plan, trainee, evaluation.best_step, reached, mesh)
+        job.heart.beat("exporting")
+        job.signals.leave_at_once(reached)
+        chosen = take_best(plan, trainee, hooks.evaluation.best_step, reached, mesh)
         mesh.from_main(lambda: export_run(plan, trainee, chosen))
         return _outcome(recipe, first, reached, chosen, seconds)
 
 
-def _step(step: int, work: Work, plan: Plan, trainee: Trainee, mesh: Mesh) -> StepInfo:
+@dataclass(frozen=True)
+class Hooks:
+    """The side effects of an attempt, and what of them is asked for by name."""
+
+    evaluation: EvaluateHook
+    samples: SampleHook
+    log: LogHook
+    checkpoint: CheckpointHook
+    account: Account
+    skips: Skips
+    spikes: Spikes | None
+    all: Sequence[Hook]
+
+    def catch_up(self, start: Found | None) -> None:
+        """Do what the attempt before was stopped in, which its checkpoint says."""
+        owed = start.commit.get("owed", []) if start else []
+        for name, hook in (("validation", self.evaluation), ("samples", self.samples)):
+            if start is not None and name in owed:
+                hook.at(start.step)
+        self.account.begin()
+
+
+def _hooks(job: Job, plan: Plan, trainee: Trainee, start: Found | None, closing: ExitStack) -> Hooks:
+    """What happens after each step, in this order: what is logged, what is measured, a checkpoint that knows both, the account."""
+    recipe, run, mesh, first = job.recipe, job.recipe.folder, job.mesh, start.step if start else plan.begin
+    commit: Mapping[str, Any] = start.commit if start else {}
+    account, skips = Account(job.heart, job.tell), Skips(recipe.train.skip.in_row, job.tell)
+    spikes = None if recipe.train.skip.spike is None else Spikes(recipe.train.skip.spike, mesh.device, commit.get("spikes"))
+    sinks = open_sinks(recipe, run, mesh, first, fingerprint(plan.identity), commit.get("owed", []))
+    progress = closing.enter_context(Progress("train", plan.last, "steps", done=first, quiet=not mesh.is_main))
+    log = LogHook(sinks, progress, recipe.track.every, plan.last, _workload(plan, mesh), mesh, gpu=recipe.track.gpu, skipped=commit.get("skipped", 0.0))
+    evaluation = _evaluation(job, plan, trainee, sinks, account)
+    if start is not None:
+        evaluation.restore(start.commit["watched"])
+    write: Callable[[], list[dict[str, str]]] = lambda: sample_texts(plan, trainee, mesh)  # noqa: E731
+    samples = SampleHook(write, recipe.train.sample_every, sinks, mesh, account, job.asked, spread=is_spread(trainee.model))
+
+    def payload(step: int) -> dict[str, Any]:
+        owed = [name for name, hook in (("validation", evaluation), ("samples", samples)) if hook.owes]
+        return {
+            "samples": step * plan.batch.global_batch, "finished": step >= plan.last or evaluation.is_over, "identity": plan.identity,
+            "watched": evaluation.state(), "skipped": log.skipped, "owed": owed, **({"spikes": spikes.state()} if spikes else {}),
+        }
+
+    saver = Saver(run.checkpoints, mesh, asynchronous=recipe.checkpoint.asynchronous, mirror=job.mirror, said=job.heart.beat)
+    checkpoint = CheckpointHook(saver, trainee, recipe.checkpoint, evaluation, payload, account, first)
+    kill = [] if recipe.chaos.kill_at is None else [KillHook(recipe.chaos.kill_at)]
+    hooks: list[Hook] = [log, evaluation, samples, checkpoint, *_tracing(plan, mesh, first), account, *kill]
+    for hook in hooks:
+        closing.callback(hook.close)
+    return Hooks(evaluation, samples, log, checkpoint, account, skips, spikes, hooks)
+
+
+def _turns(
+    job: Job, plan: Plan, trainee: Trainee, loader: Loader, hooks: Hooks, first: int
+) -> tuple[Callable[[int], Work], Callable[[int, Work], StepInfo]]:
+    """How a step's work is fetched, and how it is done."""
+    mesh, signals, heart = job.mesh, job.signals, job.heart
+
+    def fetch(step: int) -> Work:
+        began = time.monotonic()
+        heart.beat("first step" if step == first else "step", step=step, place=0)
+        with hooks.account.spending("waiting"):
+            batches = loader.step(step)
+        targets, (asked, failed) = global_targets(trainee.objectives.training, batches, mesh, signals.signum != 0, hooks.checkpoint.saver.failed)
+        if failed:
+            hooks.checkpoint.wait()
+        if not targets:
+            raise WrongInput(f"step {step + 1:,} has not one target in its {plan.batch.global_batch} rows; run `ingot show mask` on the recipe")
+        return Work(batches, targets, (signals.signum or signal.SIGTERM) if asked else 0, began)
+
+    return fetch, lambda step, work: _step(step, work, job, plan, trainee, hooks)
+
+
+def _step(step: int, work: Work, job: Job, plan: Plan, trainee: Trainee, hooks: Hooks) -> StepInfo:
     """Optimizer step `step` (from 0)."""
     knobs = plan.recipe.train
     lr = learning_rate(knobs.schedule, knobs.optimizer.lr, step, plan.last)
     set_learning_rate(trainee.optimizer, lr)
+
+    def before(index: int, batch: Batch) -> None:
+        job.heart.beat(place=index + 1)
+        seed_dropout(trainee.model, plan.recipe.seed, step, index, batch, job.mesh)
+
     outcome = train_step(
         trainee.module, trainee.objectives.training, work.batches, trainee.masters, trainee.optimizer, targets=work.targets, clip_norm=knobs.clip_norm,
-        compute=plan.compute, mesh=mesh, before=lambda index, batch: seed_dropout(trainee.model, plan.recipe.seed, step, index, batch, mesh),
+        compute=plan.compute, mesh=job.mesh, before=before, spikes=hooks.spikes,
     )
     tokens = knobs.global_batch * plan.tokens_per_sample
     return StepInfo(step + 1, knobs.global_batch, tokens, outcome, lr, time.monotonic() - work.began)
 
 
-def _teller(recipe: Recipe, mesh: Mesh) -> Tell:
-    """Events go to the run folder from rank 0, numbered by attempt."""
-    path = recipe.folder.events
-    attempt = 1 + sum(event["kind"] == "start" for event in read_lines(path))
-
-    def tell(kind: str, *, step: int, seconds: float | None = None, cause: str | None = None) -> None:
-        if mesh.is_main:
-            record_event(path, kind, attempt=attempt, step=step, seconds=seconds, cause=cause)
-
-    return tell
+def _changed(tell: Tell) -> Callable[[Found, str], None]:
+    return lambda found, changed: tell("changed", step=found.step, cause=changed)
 
 
 def _workload(plan: Plan, mesh: Mesh) -> Workload:
@@ -138,12 +260,12 @@ def _tracing(plan: Plan, mesh: Mesh, first: int) -> list[Hook]:
     return [] if knobs is None else [ProfileHook(knobs, plan.recipe.folder.root / "profile", mesh, done=first, last=plan.last)]
 
 
-def _evaluation(plan: Plan, trainee: Trainee, sinks: Sequence[JsonLines | Guarded], mesh: Mesh) -> EvaluateHook:
+def _evaluation(job: Job, plan: Plan, trainee: Trainee, sinks: Sequence[JsonLines | Guarded], account: Account) -> EvaluateHook:
     knobs, best = plan.recipe.train, plan.recipe.checkpoint.best
     stopping = None if knobs.early_stop is None else Tracker(knobs.early_stop.metric, knobs.early_stop.min_delta)
     patience = 0 if knobs.early_stop is None else knobs.early_stop.patience
-    measure = measuring(plan, trainee, mesh)
-    return EvaluateHook(measure, knobs.evaluate_every, stopping, patience, None if best is None else Tracker(best), sinks)
+    measure = measuring(plan, trainee, job.mesh, job.asked, lambda: job.signals.signum != 0)
+    return EvaluateHook(measure, knobs.evaluate_every, stopping, patience, None if best is None else Tracker(best), sinks, account)
 
 
 def _announce(plan: Plan, trainee: Trainee, mesh: Mesh, first: int, *, resumed: bool) -> None:
@@ -156,9 +278,10 @@ def _announce(plan: Plan, trainee: Trainee, mesh: Mesh, first: int, *, resumed: 
             f"{plan.recipe.data.seq_len} tokens, {plan.compute} on {ranks}{device_name(mesh.device)}{onward}")
 
 
-def _stopped(recipe: Recipe, step: int, signum: int) -> Stopped:
+def _stopped(step: int | None, signum: int) -> Stopped:
+    """`step` is the checkpoint that stands, None where there is none."""
     name = signal.Signals(signum).name
-    if step == 0:
+    if step is None:
         return Stopped(f"stopped by {name} before the first step: nothing to save; the same command starts again", signum=signum, committed=False)
     return Stopped(f"stopped by {name} with checkpoint {step} committed; the same command goes on from there", signum=signum, committed=True)
 

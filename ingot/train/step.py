@@ -23,6 +23,7 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.sharing import row_sharing
+from ingot.train.spikes import Spikes
 
 
 @dataclass(frozen=True)
@@ -34,31 +35,34 @@ class StepOutcome:
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
     skipped: Tensor
-    """1.0 when loss or gradient were not finite and no weight was changed, else 0.0."""
+    """1.0 when no weight was changed, since loss or gradient were not finite, or the gradient a spike, else 0.0."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """What else the objective tells, means over the targets of the global batch."""
 
 
-def global_targets(objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, asked: bool = False) -> tuple[int, bool]:
-    """Targets of the global batch, each counted once, and whether any rank was `asked` (to stop). Between hosts; the same on all ranks."""
-    total, votes = mesh.agree(sum(objective.targets(batch) for batch in batches), float(asked))
-    return round(total * mesh.data.world / mesh.world), votes > 0  # ranks that are no share of the batch of their own have the same rows as others
+def global_targets(objective: Objective, batches: Sequence[Batch], mesh: Mesh, *mine: bool) -> tuple[int, list[bool]]:
+    """Targets of the global batch, each counted once, and for each vote of `mine` whether any rank says so. Between hosts; the same on all ranks."""
+    total, *votes = mesh.agree(sum(objective.targets(batch) for batch in batches), *map(float, mine))
+    # Ranks that are no share of the batch of their own have the same rows as others.
+    return round(total * mesh.data.world / mesh.world), [count > 0 for count in votes]
 
 
 def train_step(
     module: nn.Module, objective: Objective, batches: Sequence[Batch], masters: Masters, optimizer: Optimizer, *,
     targets: int, clip_norm: float | None, compute: Compute, mesh: Mesh, before: Callable[[int, Batch], None] = lambda index, batch: None,
+    spikes: Spikes | None = None,
 ) -> StepOutcome:
     """Take one step over `batches`, this rank's micro-batches; `targets` counts the whole global batch, all ranks.
 
-    `before` hears the number of each micro-batch before it is computed: dropout is seeded there.
+    `before` hears the number of each micro-batch before it is computed: dropout is seeded there. A spike is not taken where `spikes` are watched.
     """
     total, told = _backward(module, objective, batches, masters, compute, mesh, before)
     loss, *means = (mesh.losses.all_sum(torch.stack([total, *told.values()])) / targets).unbind()
     masters.collect()
     per_target = sum_factor(module, mesh) / targets
     norm = masters.norm() * per_target
-    skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+    wrong = ~(torch.isfinite(norm) & torch.isfinite(loss))
+    skipped = (wrong if spikes is None else spikes.judge(norm, wrong)).float()
     scale = torch.full_like(norm, per_target)
     if clip_norm is not None:
         scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)

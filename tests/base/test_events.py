@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.events import append_line, read_lines, record_event
+from ingot.base.events import append_line, flush_lines, read_lines, record_event
 
 
 def test_an_event_carries_both_clocks_and_what_was_told(tmp_path: Path) -> None:
@@ -29,6 +30,16 @@ def test_a_torn_line_is_left_out_and_swallows_nothing(tmp_path: Path) -> None:
     assert [line["n"] for line in read_lines(path)] == [1]
     append_line(path, {"n": 3})
     assert [line["n"] for line in read_lines(path)] == [1, 3]
+
+
+def test_flushing_lines_flushes_the_file_and_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    flush_lines(tmp_path / "lines.jsonl")
+    assert flushed == []
+    append_line(tmp_path / "lines.jsonl", {"n": 1})
+    flush_lines(tmp_path / "lines.jsonl")
+    assert flushed == [str(tmp_path / "lines.jsonl"), str(tmp_path)]
 
 
 def test_lines_that_are_not_json_objects_are_left_out(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.lock import folder_lock, lock_holder
+from ingot.base.lock import folder_lock, lock_holder, shared_lock
 
 HOLDER = """
 import sys, time
@@ -52,3 +52,12 @@ def test_a_file_where_the_folder_should_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(WrongInput, match=r"run.* in the way"), folder_lock(tmp_path / "run"):
         pass
+
+
+def test_who_comes_alone_may_clear_up_and_nobody_else(tmp_path: Path) -> None:
+    cleared: list[str] = []
+    with shared_lock(tmp_path, "writers", lambda: cleared.append("first")), shared_lock(tmp_path, "writers", lambda: cleared.append("second")):
+        pass
+    with shared_lock(tmp_path, "writers", lambda: cleared.append("third")):
+        pass
+    assert cleared == ["first", "third"]

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from ingot.base import markers
 from ingot.base.errors import WrongInput
-from ingot.base.markers import entry_of, problems, read_marker, write_marker
+from ingot.base.markers import FileEntry, entry_of, problems, read_marker, write_marker
 
 
 @pytest.fixture
@@ -37,6 +41,65 @@ def test_a_truncated_a_missing_and_a_changed_file_are_named(folder: Path) -> Non
     (folder / "inner" / "a.bin").write_bytes(b"012345678X")
     assert problems(folder, marker, checksums=False) == []
     assert problems(folder, marker, checksums=True) == [f"{folder}/inner/a.bin does not match its checksum"]
+
+
+def test_no_bit_of_a_marker_changes_unseen(tmp_path: Path) -> None:
+    about = {"step": 3, "time": 1.7e9 + 0.30000000000000004, "name": "Zürich", "none": None, "inner": {"a": [1, 2.5, True]}, 7: "number", "share": 0.1 + 0.2}
+    written = write_marker(tmp_path, "M.json", about, [FileEntry("a", 3, "0" * 64)])
+    assert read_marker(tmp_path, "M.json") == written
+    content = (tmp_path / "M.json").read_bytes()
+    for offset in range(len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[offset] ^= 1 << bit
+            (tmp_path / "M.json").write_bytes(flipped)
+            assert read_marker(tmp_path, "M.json") is None, f"bit {bit} of byte {offset}: {flipped[max(offset - 20, 0) : offset + 20]!r}"
+    for length in range(len(content)):
+        (tmp_path / "M.json").write_bytes(content[:length])
+        assert read_marker(tmp_path, "M.json") is None, f"the first {length} bytes"
+
+
+def test_markers_without_a_checksum_of_their_own_are_older_and_stand(folder: Path) -> None:
+    marker = read_marker(folder, "COMMIT.json")
+    assert marker is not None
+    del marker["checksum"]
+    (folder / "COMMIT.json").write_text(json.dumps(marker))
+    assert read_marker(folder, "COMMIT.json") == marker
+    assert problems(folder, marker, checksums=True) == []
+
+
+def test_what_is_made_of_a_marker_has_a_checksum_of_its_own(folder: Path) -> None:
+    marker = read_marker(folder, "COMMIT.json")
+    assert marker is not None
+    again = write_marker(folder, "COMMIT.json", {**{key: value for key, value in marker.items() if key != "files"}, "step": 4}, [])
+    assert again["checksum"] != marker["checksum"]
+    assert read_marker(folder, "COMMIT.json") == again
+
+
+def test_files_are_verified_beside_each_other_and_told_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{number}.bin" for number in range(6)]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    marker = {"files": [asdict(entry_of(tmp_path, name)) for name in names]}
+    together, hashing = threading.Barrier(2, timeout=20), markers.sha256_file
+
+    def met(path: Path) -> str:
+        together.wait()  # never comes back where files are read one after the other
+        return hashing(path)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(markers, "sha256_file", met)
+    for name in ("1.bin", "4.bin"):
+        (tmp_path / name).write_bytes(b"other")
+    assert problems(tmp_path, marker, checksums=True) == [f"{tmp_path}/{name} does not match its checksum" for name in ("1.bin", "4.bin")]
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk with a bad sector."""
+    marker = read_marker(folder, "COMMIT.json")
+    assert marker is not None
+    monkeypatch.setattr(markers, "sha256_file", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    assert problems(folder, marker, checksums=True)[0] == f"{folder}/inner/a.bin cannot be read (Input/output error)"
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema": 1, "files": [', "[]", "3", "\udcff"])

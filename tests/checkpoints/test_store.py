@@ -4,69 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from ingot.base.environment import Ranks
 from ingot.base.errors import Failed
+from ingot.base.markers import FileEntry
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, committed, load_checkpoint, newest_valid, retain, save_checkpoint, step_folder
-from ingot.config.work import SGD, AdamW
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
-from ingot.parallel.masters import Master, Masters
-from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.checkpoints.store import COMMIT, checkpoint_in, committed, load_checkpoint, newest_valid, retain, step_folder
+from ingot.config.work import AdamW
+from ingot.parallel.masters import Master
+from ingot.parallel.mesh import running_mesh
 from ingot.train.optim import make_optimizer
+from tests.checkpoints.states import assert_equal, flip_bit, load, save, trained
 from tests.ranks import run_ranks
-
-CONFIG = {
-    "model_type": "llama", "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1,
-}
-
-
-def trained(seed: int, kind: str = "adamw", tied: bool = False) -> tuple[Masters, torch.optim.Optimizer]:
-    """A model whose optimizer has state, as after a few steps; gradients are made up."""
-    model = Decoder(DecoderConfig.from_hf({**CONFIG, "tie_word_embeddings": tied}))
-    initialise(model, seed)
-    masters = Masters(model, Mesh(Ranks(), torch.device("cpu")))
-    optimizer = make_optimizer(AdamW(lr=1e-2) if kind == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), masters)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
-    return masters, optimizer
-
-
-def save(folder: Path, step: int, seed: int = 0, **kinds: Any) -> dict[str, torch.Tensor]:
-    with running_mesh() as mesh:
-        masters, optimizer = trained(seed, **kinds)
-        save_checkpoint(folder, step, masters, optimizer, {"samples": step}, mesh)
-        return {name: tensor.clone() for name, tensor in training_tensors(masters, optimizer).items()}
-
-
-def load(folder: Path, **kinds: Any) -> dict[str, torch.Tensor]:
-    """Into a fresh model with other weights and an optimizer without state."""
-    with running_mesh() as mesh:
-        masters, _ = trained(99, **kinds)
-        optimizer = make_optimizer(AdamW(lr=1e-2) if kinds.get("kind", "adamw") == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), masters)
-        found = newest_valid(folder)
-        assert found is not None
-        load_checkpoint(found, masters, optimizer, mesh)
-        return training_tensors(masters, optimizer)
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
-        assert one[name].dtype == other[name].dtype
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -85,54 +36,6 @@ def test_any_world_loads_what_any_other_wrote(writers: int, readers: int, tmp_pa
         assert_equal(tensors, written)
 
 
-def data_file(folder: Path) -> Path:
-    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
-
-
-def truncate(folder: Path) -> None:
-    file = data_file(folder)
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def flip_a_bit(folder: Path) -> None:
-    file = data_file(folder)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def remove_a_file(folder: Path) -> None:
-    data_file(folder).unlink()
-
-
-def remove_marker(folder: Path) -> None:
-    (folder / COMMIT).unlink()
-
-
-def tear_marker(folder: Path) -> None:
-    marker = folder / COMMIT
-    marker.write_bytes(marker.read_bytes()[:40])
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_a_file, remove_marker, tear_marker])
-def test_a_damaged_checkpoint_is_passed_over(damage: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path, 1, seed=1)
-    save(tmp_path, 2, seed=2)
-    damage(step_folder(tmp_path, 2))
-    found = newest_valid(tmp_path)
-    assert found is not None
-    assert found.step == 1
-    if damage in (truncate, flip_a_bit, remove_a_file):
-        assert "step-00000002 is damaged" in capsys.readouterr().err
-
-
-def test_with_none_whole_it_stops_and_says_so(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    flip_a_bit(step_folder(tmp_path, 1))
-    with pytest.raises(Failed, match=r"no checkpoint in .* is whole"):
-        newest_valid(tmp_path)
-
-
 def test_no_checkpoints_at_all_is_a_first_start(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "checkpoints") is None
 
@@ -148,17 +51,113 @@ def test_saving_over_what_a_killed_save_left(tmp_path: Path) -> None:
     assert not (folder / "__9_9.distcp").exists()
 
 
-def test_the_newest_are_kept_and_leftovers_go(tmp_path: Path) -> None:
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in committed(folder)]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1 to 4; read only."""
+    folder = tmp_path_factory.mktemp("four")
     for step in (1, 2, 3, 4):
-        save(tmp_path, step)
-    leftover = step_folder(tmp_path, 2)
-    remove_marker(leftover)
-    newer = step_folder(tmp_path, 9)
+        save(folder, step)
+    return folder
+
+
+@pytest.fixture
+def made(four: Path, tmp_path: Path) -> Path:
+    """The same, for a test of its own."""
+    return shutil.copytree(four, tmp_path / "checkpoints")
+
+
+def test_the_newest_are_kept_and_leftovers_go(made: Path) -> None:
+    leftover = step_folder(made, 2)
+    (leftover / COMMIT).unlink()
+    newer = step_folder(made, 9)
     newer.mkdir()  # being written by a save that goes on
-    retain(tmp_path, 2)
-    assert [found.step for found in committed(tmp_path)] == [4, 3]
+    (made / "step-by-step").mkdir()  # none of ours
+    assert retain(made, 2) == ["step-00000004", "step-00000003"]
+    assert steps(made) == [4, 3]
     assert not leftover.exists()
     assert newer.exists()
+    assert (made / "step-by-step").exists()
+
+
+@pytest.mark.parametrize(("keep", "best", "left"), [(1, None, [4]), (1, 2, [4, 2]), (2, 3, [4, 3]), (9, None, [4, 3, 2, 1]), (0, None, [4]), (1, 77, [4])])
+def test_the_best_stays_beside_the_newest_and_one_always_stays(keep: int, best: int | None, left: list[int], made: Path) -> None:
+    retain(made, keep, best)
+    assert steps(made) == left
+    assert len(list(made.iterdir())) == len(left)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_what_lacks_files_does_not_count_towards_keep(damage: str, made: Path) -> None:
+    for step in (4, 3):
+        file = step_folder(made, step) / "__0_0.distcp"
+        if damage == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-1])
+    retain(made, 1)
+    assert step_folder(made, 2).exists(), "the newest whole one"
+    assert not step_folder(made, 1).exists()
+    found = newest_valid(made)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_where_none_is_whole_none_goes(made: Path) -> None:
+    for step in (1, 2, 3, 4):
+        (step_folder(made, step) / ".metadata").unlink()
+    assert retain(made, 1) == []
+    assert steps(made) == [4, 3, 2, 1]
+
+
+def test_the_marker_of_what_goes_is_gone_for_good_before_any_file_is(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However deletion is cut short, nothing half-deleted is taken for whole."""
+    said: list[tuple[str, bool, int]] = []
+    monkeypatch.setattr("ingot.checkpoints.store.fsync_folder", lambda folder: said.append(("fsync", (folder / COMMIT).exists(), len(list(folder.iterdir())))))
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: said.append(("delete", (folder / COMMIT).exists(), len(list(folder.iterdir())))))
+    retain(made, 3)
+    assert said == [("fsync", False, 2), ("delete", False, 2)]
+
+
+def test_saving_a_step_again_keeps_the_one_before_until_the_new_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(tmp_path, 5, seed=1)
+    with monkeypatch.context() as patched:
+        patched.setattr("ingot.checkpoints.store.write_tensors", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(Failed, match="disk full"):
+            save(tmp_path, 5, seed=2)
+    assert_equal(load(tmp_path), first)
+    assert retain(tmp_path, 1) == ["step-00000005.before"]
+    assert_equal(load(tmp_path), first)
+    second = save(tmp_path, 5, seed=2)
+    assert_equal(load(tmp_path), second)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_what_was_moved_aside_goes_though_a_kill_came_before(made: Path) -> None:
+    aside = shutil.copytree(step_folder(made, 4), made / "step-00000004.before")
+    assert retain(made, 2) == ["step-00000004", "step-00000003"]
+    assert not aside.exists()
+
+
+def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where each node has a disk of its own."""
+    save(tmp_path, 1)
+    monkeypatch.setattr("ingot.checkpoints.store.write_tensors", lambda folder, tensors, line: [FileEntry("__8_0.distcp", 3, "0" * 64)])
+    with pytest.raises(Failed, match=r"__8_0\.distcp is missing as rank 0 sees it, .* a disk that all nodes share, or set checkpoint\.upload"):
+        save(tmp_path, 2)
+    assert steps(tmp_path) == [1]
+    assert not step_folder(tmp_path, 2).exists()
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_by_name_is_refused(made: Path) -> None:
+    marker = step_folder(made, 4) / COMMIT
+    flip_bit(marker, 100)
+    with pytest.raises(Failed, match=r"step-00000004 is damaged \(.*COMMIT\.json is not as it was written\); take another one"):
+        checkpoint_in(step_folder(made, 4))
+    assert checkpoint_in(step_folder(made, 3)).step == checkpoint_in(made).step == 3
 
 
 def test_marker_tells_what_is_in_it(tmp_path: Path) -> None:
@@ -174,27 +173,6 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, tied=True)
     with pytest.raises(Failed, match=r"does not fit this model: model\.lm_head\.weight"):
         load(tmp_path, tied=False)
-
-
-def test_a_full_disk_is_said_in_one_line_and_earlier_checkpoints_stay(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        save(disk / "checkpoints", 1)
-        free = shutil.disk_usage(disk).free
-        (disk / "other").write_bytes(b"x" * (free - 20_000))
-        with pytest.raises(Failed, match=r"disk full while writing .*step-00000002; make space and run the same command again"):
-            save(disk / "checkpoints", 2)
-        found = newest_valid(disk / "checkpoints")
-        assert found is not None
-        assert found.step == 1
-        (disk / "other").unlink()
-        save(disk / "checkpoints", 2)
-        assert [found.step for found in committed(disk / "checkpoints")] == [2, 1]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_what_is_loaded_into_a_copy_is_brought_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

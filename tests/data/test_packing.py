@@ -19,6 +19,7 @@ from ingot.data.manifest import read_prepared
 from ingot.data.packing import Packed, best_fit, pack
 from ingot.data.rows import IGNORE, Row, Rows, open_rows
 from tests.data.test_rows import Documents, write
+from tests.markers import changed
 
 QUIET = Progress("pack", None, "MB", quiet=True)
 
@@ -179,8 +180,7 @@ def test_tables_are_kept_and_swept(tmp_path: Path) -> None:
         open_rows(folder, "train", 8, pack="best_fit", pad_last=False)
     assert planned(folder, 8) == first
     (folder / ".train.rows-best_fit-8-00000.bin.partial-99999999").write_bytes(b"left by a killed run")
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"data": "data"', '"data": "other"'))
+    changed(folder, "manifest.json", data="other")
     with pytest.raises(WrongInput, match=r"holds no rows of data\.seq_len=8, data\.pack=best_fit; run `ingot prepare` with this recipe"):
         open_rows(folder, "train", 8, pack="best_fit", pad_last=False)
     planned(folder, 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ingot.base.markers import FileEntry, entry_of
 from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.manifest import Part, Prepared, PreparedSource, write_prepared
 from ingot.data.rows import IGNORE, Row, Rows, open_rows
+from tests.markers import changed
 
 Documents = list[list[int]]
 SOURCES = st.lists(st.lists(st.lists(st.lists(st.integers(1, 99), max_size=9), max_size=5), max_size=3), min_size=1, max_size=3)
@@ -145,11 +145,6 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     assert peaks[1] < 2 * peaks[0] < 1_000_000
 
 
-def corrupt(folder: Path, **values: object) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, **values}))
-
-
 def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(WrongInput, match=message):
@@ -161,7 +156,7 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     refused(r"train.tokens-00000\.bin has 14 bytes, 16 were written; run `ingot prepare` again")
     part.unlink()
     refused("train.tokens-00000.bin is missing; run `ingot prepare` again")
-    corrupt(folder, schema=99)
+    changed(folder, "manifest.json", schema=99)
     refused("has schema 99, newer than this ingot's 1; upgrade ingot")
     (folder / "manifest.json").write_text('{"schema": 1, "kin')
     refused("holds no prepared data; run `ingot prepare` with this recipe first")

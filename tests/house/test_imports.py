@@ -32,21 +32,22 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 WORK = {"tokenizers", "data", "models", "parallel", "objectives", "checkpoints", "evaluate", "train", "serve", "verify"}
 PLACE = {"pipeline", "launch", "registry", "report"}
-# The one file that may import an optional or heavy library inside a function. torch's own torchrun is run as a process.
+# The one file that may import an optional or heavy library inside a function.
 LAZY_OWNERS = {
     "huggingface_hub": {"ingot.base.hub", "ingot.data.hubsets"}, "tensorboard": {"ingot.base.sinks"}, "wandb": {"ingot.base.sinks"},
     "pynvml": {"ingot.models.device"},
-    "torch": {"ingot.launch.elastic", "ingot.cli.doctor"},
+    "torch": {"ingot.cli.doctor"},
     "gigatoken": {"ingot.tokenizers.fast"}, "fastokens": {"ingot.tokenizers.fast"}, "tiktoken": {"ingot.tokenizers.ranks"},
     "sentencepiece": {"ingot.tokenizers.pieces"}, "datasets": {"ingot.data.hubsets"}, "mwparserfromhell": {"ingot.data.wikipedia"},
-    "google": {"ingot.cloud.bigquery"}, "py3langid": {"ingot.data.cleaning.languages"}, "pyspark": {"ingot.data.engines.spark"},
+    "google": {"ingot.cloud.bigquery", "ingot.base.gcs"}, "google_crc32c": {"ingot.base.gcs"},
+    "py3langid": {"ingot.data.cleaning.languages"}, "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
     "transformers": {"ingot.models.hub_config", "ingot.verify.theirs"}, "peft": {"ingot.verify.theirs"}, "rouge_score": {"ingot.evaluate.rouge"},
     "lm_eval": {"ingot.evaluate.lm_eval"}, "torchao": {"ingot.parallel.float8"},
 }
 TORCH_FREE = (
     "ingot.cli.app", "ingot.cli.verbs", "ingot.data.prepare", "ingot.data.ingest", "ingot.pipeline.run", "ingot.pipeline.summary", "ingot.launch.local",
-    "ingot.launch.elastic", "ingot.registry.verbs", "ingot.report.page", "ingot.config.load", "ingot.tokenizers.load",
+    "ingot.launch.supervise", "ingot.registry.verbs", "ingot.report.page", "ingot.config.load", "ingot.tokenizers.load",
     "ingot.data.engines.spark", "ingot.data.engines.beam", "ingot.data.parts", "ingot.data.cleaning.stages", "ingot.data.packing",
 )
 CLI_FREE = ("torch", "pyarrow", "pydantic", "transformers", "numpy", "httpx")

@@ -26,11 +26,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def waiting_on(argv: tuple[str, ...]) -> list[psutil.Process]:
-    """The processes, torchrun and shells aside, that run `argv` and have come as far as opening the pipe."""
+    """The processes, shells and those that only wait for others aside, that run `argv` and have come as far as opening the pipe."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if line[-len(argv):] == list(argv) and "ingot.launch.elastic" not in line and Path(line[0]).name.startswith("python") and _in_open(process.pid):
+        if line[-len(argv):] == list(argv) and "ingot.launch" not in line and Path(line[0]).name.startswith("python") and _in_open(process.pid):
             found.append(process)
     return found
 

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from ingot.base.errors import Failed, WrongInput
 from ingot.launch.job import Handle, Job
 from ingot.launch.local import LocalLauncher, command, environment, foreground
+from ingot.launch.stops import SAME_REQUEST_S
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
 
 FOREGROUND = """
@@ -35,14 +37,10 @@ def _recipe(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_one_process_is_plain_python_and_several_go_through_torchrun() -> None:
+def test_one_process_is_plain_python_and_several_are_started_by_one() -> None:
     job = Job("train", ("train", "r.yaml", "train.steps=3"))
     assert command(job) == [sys.executable, "-m", "ingot", "train", "r.yaml", "train.steps=3"]
-    line = command(dataclasses.replace(job, processes=4))
-    assert line[:3] == [sys.executable, "-m", "ingot.launch.elastic"]
-    assert line[-5:] == ["-m", "ingot", "train", "r.yaml", "train.steps=3"]
-    assert "--nproc-per-node=4" in line
-    assert "--max-restarts=0" in line
+    assert command(dataclasses.replace(job, processes=4)) == [sys.executable, "-m", "ingot.launch", "4", "train", "r.yaml", "train.steps=3"]
 
 
 def test_cores_are_shared_out_unless_the_person_did(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +115,20 @@ def test_what_this_machine_cannot_do_is_refused_with_the_reason(launcher: LocalL
             refuse(job)
 
 
+def test_a_process_can_do_a_job_itself_under_a_handle(launcher: LocalLauncher, tmp_path: Path) -> None:
+    job = Job("train", ("train", "r.yaml"))
+    handle = launcher.begin(job)
+    assert launcher.status(handle) == "running"
+    assert launcher.handles() == [handle]
+    with pytest.raises(Failed, match="running already"):
+        launcher.begin(job)
+    launcher.end(handle, 75)
+    alone = dataclasses.replace(handle, started=handle.started - 100)  # of a process that is gone
+    assert launcher.status(alone) == "preempted"
+    launcher.end(handle, 137)
+    assert launcher.status(alone) == "failed"
+
+
 def test_foreground_hands_back_the_exit_code_and_keeps_stdout_clean(tmp_path: Path) -> None:
     good = start_script(FOREGROUND, "show", "config", _recipe(tmp_path))
     out, err = good.communicate(timeout=60)
@@ -128,15 +140,32 @@ def test_foreground_hands_back_the_exit_code_and_keeps_stdout_clean(tmp_path: Pa
     assert err == "error: recipe missing.yaml does not exist; check the path\n"
 
 
-@pytest.mark.parametrize(("sent", "arrives"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM")])
+@pytest.mark.parametrize(("sent", "arrives"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGUSR1", "")])
 def test_foreground_hands_signals_on(tmp_path: Path, sent: str, arrives: str) -> None:
     argv = blocking_argv(tmp_path)
     parent = start_script(FOREGROUND, *argv)
     wait_until(lambda: len(waiting_on(argv)) == 1)
     parent.send_signal(signal.Signals[sent])
     out, err = parent.communicate(timeout=60)
-    assert out == f"{128 + signal.Signals[arrives]} {signal.Signals[sent]:d}\n"
-    assert err == f"stopped by {arrives}\n"
+    assert out == f"{128 + signal.Signals[arrives or sent]} {signal.Signals[sent]:d}\n"
+    assert err == (f"stopped by {arrives}\n" if arrives else ""), "SIGUSR1 means something to a training only"
+
+
+def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None:
+    argv = blocking_argv(tmp_path)
+    parent = start_script(FOREGROUND, *argv)
+    wait_until(lambda: len(waiting_on(argv)) == 1)
+    child = waiting_on(argv)[0]
+    child.suspend()  # deaf to all but SIGKILL
+    parent.send_signal(signal.SIGINT)
+    time.sleep(SAME_REQUEST_S / 4)
+    parent.send_signal(signal.SIGINT)  # so soon after it is one request, from a terminal and from a launcher
+    time.sleep(SAME_REQUEST_S)
+    assert parent.poll() is None
+    parent.send_signal(signal.SIGINT)
+    out, _ = parent.communicate(timeout=30)
+    assert out == f"{128 + signal.SIGKILL} {signal.SIGINT:d}\n"
+    assert not child.is_running()
 
 
 def test_the_job_dies_with_a_killed_parent(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_it_learns_and_resumes_bit_for_bit(
     broken = apart(ready, tmp_path / "broken", way, **knobs)
     original = loop.run_loop
 
-    def stop_at(*arguments: Any) -> loop.LoopEnd:
+    def stop_at(*arguments: Any, **knobs: Any) -> loop.LoopEnd:
         first, _, fetch, do_step, hooks = arguments
         original(first, 13, fetch, do_step, hooks)
         raise Stopped("as if killed", signum=9, committed=True)

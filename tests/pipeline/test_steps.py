@@ -17,7 +17,8 @@ PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Knobs that change no result: where and how the work is done, saved, logged, served.
 CHANGES_NOTHING = {
     "name", "output", "data.validation.weight", "data.engine", "tokenizer.encoder", "train.micro_batch", "train.compile", "train.profile", "parallel", "memory",
-    "checkpoint.every", "checkpoint.keep", "train.evaluate_tasks", "train.sample_every",
+    "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "checkpoint.upload", "checkpoint.grace_s", "checkpoint.notice", "resume", "chaos",
+    "train.skip.in_row", "train.skip.then", "train.skip.rollbacks", "train.evaluate_tasks", "train.sample_every",
     "evaluate.micro_batch", "track", "launch",
     "serve.host", "serve.port", "serve.api_key", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue", "serve.max_batch",
     "serve.any_template",
@@ -72,6 +73,8 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
     ("train.evaluate_every=5", set()),
     ("train.micro_batch=2", set()),
     ("train.compile=true", set()),
+    ("train.skip.spike=5", {"train"}),
+    ("train.skip.in_row=5", set()),
     ("checkpoint.every=3", set()),
     ("checkpoint.keep=9", set()),
     ("track.every=3", set()),
@@ -99,7 +102,7 @@ def test_knobs_that_matter_only_with_others() -> None:
 def test_every_knob_is_decided() -> None:
     """A new knob must be read by a step or stand in the list of those that change nothing."""
     recipes = (
-        _recipe("train.early_stop.patience=2", "train.evaluate_every=10", "evaluate.prompts=[a]"), _recipe("model.source=hf:a/b"),
+        _recipe("train.early_stop.patience=2", "train.evaluate_every=10", "evaluate.prompts=[a]", "train.skip.spike=5"), _recipe("model.source=hf:a/b"),
         _recipe("data.validation=[{source: v.jsonl}]"), _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]"),
         _recipe("objective.kind=dpo"), _recipe("objective={kind: distill, teacher: t}"), _recipe("objective.kind=seq2seq"),
         _recipe("objective={kind: classify, labels: [a, b]}"), _recipe("model.lora={}"),

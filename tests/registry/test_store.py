@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.lock import shared_lock
 from ingot.registry import database
 from ingot.registry.store import MARKER, Registry
 from tests.registry.models import a_model, a_report
@@ -224,14 +225,16 @@ def test_a_crash_between_copy_and_insert_leaves_nothing_registered_and_the_next_
         registry.check(version, checksums=True)
 
 
-def test_what_a_killed_writer_left_is_removed_a_day_later(registry: Registry) -> None:
+def test_what_a_killed_writer_left_is_removed_when_nobody_else_writes(registry: Registry) -> None:
     add(registry, "a")
-    old, new = (registry.home / "words" / f".incoming-{name}" for name in ("old", "new"))
-    for left in (old, new):
-        left.mkdir()
-    os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)
-    add(registry, "b")
-    assert (old.exists(), new.exists()) == (False, True)
+    left = [registry.home / "words" / name for name in (".incoming-b", "..incoming-c.partial-1")]
+    for folder in left:
+        folder.mkdir()
+    with shared_lock(registry.home, "words.writers", lambda: None):
+        add(registry, "b")
+        assert all(folder.exists() for folder in left), "they may be another writer's"
+    add(registry, "c")
+    assert not any(folder.exists() for folder in left)
 
 
 def test_a_folder_of_a_lost_registry_is_never_overwritten(registry: Registry) -> None:

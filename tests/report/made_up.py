@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 from ingot.base.evaluation import EvaluationReport, Metric, write_report
 from ingot.base.events import append_line
@@ -100,17 +101,24 @@ def _records(run: RunFolder, steps: int, bits: float) -> None:
 
 
 def _events(run: RunFolder, steps: int) -> None:
-    def event(at: float, kind: str, step: int | None = None, cause: str | None = None, seconds: float | None = None, attempt: int = 1) -> None:
-        what = {"kind": kind, "step": step, "seconds": seconds, "cause": cause}
+    """Killed at step 118, 8 seconds after the last checkpoint's snapshot, and started again 42 seconds later."""
+
+    def event(at: float, kind: str, step: int | None = None, cause: str | None = None, seconds: float | None = None, attempt: int = 1, **more: Any) -> None:
+        what = {"kind": kind, "step": step, "seconds": seconds, "cause": cause, **more}
         append_line(run.events, {"t_wall": BEGAN + at, "t_mono": at, "attempt": attempt, "rank": 0, **what})
 
-    event(37, "start", 0, "first step")
-    event(56, "save", 50, None, 0.21)
-    event(74, "save", 100, None, 0.19)
+    def save(at: float, step: int, productive: float, attempt: int = 1) -> None:
+        spent = {"productive": productive, "waiting": 0.1, "evaluating": 0.0 if step % 100 else 1.9, "saving": 0.2}
+        event(at, "save", step, None, 0.2, attempt, total_s=1.0, bytes=29_000_000, spent=spent)
+
+    event(37, "start", 0, "first step", 6.0)
+    save(56, 50, 17.7)
+    save(74, 100, 15.8)
     event(81, "failure", 118, "train: killed (out of memory?)")
-    event(127, "start", 100, "resumed", attempt=2)
+    event(125, "lost", 100, "attempt 1 ended while step", 8.0, attempt=2, steps=18)
+    event(127, "start", 100, "resumed", 4.0, attempt=2)
     for step in range(150, steps + 1, 50):
-        event(127 + step / 4, "save", step, None, 0.2, attempt=2)
+        save(127 + step / 4, step, 34.7 if step == 150 else 10.3, attempt=2)
     event(205, "finish", steps, None, 78.0, attempt=2)
     event(244, "gate", cause="loss/bits_per_byte 2.258, live 2.4193, lower is better: better by 0.1613")
     event(245, "register", cause="quickstart v2, live")

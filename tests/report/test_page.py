@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -20,69 +19,9 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.steprecord import StepRecord, write_record
 from ingot.report.page import write_page
 from tests.report.made_up import PROMPTS, made_up_run
+from tests.report.seen import HOLD, Page, check_harmless
 
-VOID = {"meta", "link", "br", "img", "input", "hr"}
-SECTIONS = {"comparison", "gate", "training", "throughput", "samples", "evaluation", "steps", "events", "recipe"}
-
-
-class Page(HTMLParser):
-    """The page as a browser reads it: elements, ids, attributes, text; refuses tags that do not match."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(convert_charrefs=True)
-        self.source = path.read_text(encoding="utf-8")
-        self.tags: set[str] = set()
-        self.ids: set[str] = set()
-        self.attributes: list[tuple[str, str, str]] = []
-        self.words: list[str] = []
-        self._open: list[str] = []
-        self.feed(self.source)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        self.ids |= {value or "" for name, value in attrs if name == "id"}
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open, f"</{tag}> closes nothing"
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] != "style":
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    @property
-    def paths(self) -> list[str]:
-        return [value for tag, name, value in self.attributes if (tag, name) == ("path", "d")]
-
-
-def check_harmless(page: Page) -> None:
-    """Nothing is fetched, nothing is run."""
-    assert not page.tags & {"script", "iframe", "object", "embed", "img", "form", "base", "video", "audio"}
-    for tag, name, value in page.attributes:
-        assert not name.startswith("on"), (tag, name)
-        if name in ("src", "href", "srcset", "action", "xlink:href", "data", "poster", "background"):
-            own_file = tag == "a" and re.fullmatch(r"examples/[^/:]+\.parquet", value)
-            assert value.startswith("data:") or own_file, (tag, name, value)
-        if name == "style":
-            assert "url(" not in value
-    style = page.source.split("<style>", 1)[1].split("</style>", 1)[0]
-    assert "url(" not in style
-    assert "@import" not in style
-    assert "default-src 'none'" in page.source
+SECTIONS = {"comparison", "gate", "training", "throughput", "goodput", "samples", "evaluation", "steps", "events", "recipe"}
 
 
 @pytest.fixture
@@ -138,6 +77,8 @@ def test_hostile_text_stays_text_wherever_it_stands(run: RunFolder, bad: str) ->
     run.recipe.write_text(f"name: {json.dumps(bad)}\n{json.dumps(bad)}: {json.dumps(bad)}\n# {bad!r}\nmodel: {{source: {json.dumps(bad)}}}\n")
     write_record(run.steps, StepRecord("train", "", "", 1.0, bad, bad))
     append_line(run.events, {"kind": bad, "step": bad, "cause": bad, "t_wall": 1.0})
+    append_line(run.events, {"kind": "hang", "attempt": 2, "step": bad, "cause": bad, "rank": bad})
+    append_line(run.events, {"kind": "start", "attempt": 3, "step": bad, "cause": bad, "t_wall": bad, "seconds": bad})
     page = Page(write_page(run))
     check_harmless(page)
     assert page.ids == SECTIONS
@@ -147,7 +88,7 @@ def test_hostile_text_stays_text_wherever_it_stands(run: RunFolder, bad: str) ->
 
 @pytest.mark.parametrize(("gone", "sections"), [
     ("reports/evaluate.json", {"evaluation", "comparison"}), ("reports/gate.json", {"gate"}), ("metrics.jsonl", {"training", "throughput"}),
-    ("reports/steps", {"steps"}), ("events.jsonl", {"events"}), ("recipe.yaml", set()), ("model", set()), ("reports/predict.json", set()),
+    ("reports/steps", {"steps"}), ("events.jsonl", {"events", "goodput"}), ("recipe.yaml", set()), ("model", set()), ("reports/predict.json", set()),
 ])
 def test_what_is_missing_is_left_out(run: RunFolder, gone: str, sections: set[str]) -> None:
     target = run.root / gone
@@ -199,6 +140,7 @@ WRONG = st.sampled_from([
     '{"model_hash": "", "tokenizer_hash": "", "metrics": {}, "baselines": {"gzip": "x", "xz": null, "b": 1e999}, "samples": [3, {"prompt": 1}]}',
     '{"decision": 3}', '{"decision": "keep", "metrics": [1, {}], "live": []}', '{"completion": 3}', '{"base": [], "parameters": "x"}', '{"hidden_size": "x"}',
     '{"step": "train", "inputs": "", "outputs": "", "seconds": "x", "result": 1, "where": 2}',
+    '{"kind": "start", "t_wall": 1e300, "seconds": -1}\n{"kind": "save", "spent": {"productive": 1e400, "waiting": "x"}}\n{"kind": "lost", "seconds": []}\n',
     '{"step": 1, "inputs": "", "outputs": "", "seconds": 1, "result": 1, "where": 2}',
 ])
 
@@ -259,16 +201,6 @@ def test_the_state_is_told(run: RunFolder) -> None:
     held.communicate()
     with folder_lock(run.root, "run-lock"):  # `ingot run` itself, which writes the page at its end
         assert "stopped at step 300" in Page(write_page(run)).text
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from ingot.base.lock import folder_lock
-with folder_lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
 
 
 def test_every_prompt_is_shown_with_what_was_written(run: RunFolder) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markupsafe import Markup
 
-from ingot.report.plots import MOST_POINTS, MOST_PROBES, Line, Panel, bars, curves, share_bar
+from ingot.report.plots import MOST_POINTS, MOST_PROBES, Line, Panel, Piece, bars, curves, share_bar, strip
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 SERIES = st.dictionaries(st.integers(0, 10**9).map(float) | NUMBERS, NUMBERS, min_size=1, max_size=30).map(lambda points: sorted(points.items()))
@@ -73,3 +73,26 @@ def test_names_are_escaped() -> None:
     assert "<i>" not in drawn.replace("<i style", "")
     assert "&lt;b&gt;&amp;" in drawn
     tree(Markup(drawn))
+
+
+def test_a_strip_has_its_pieces_where_they_belong() -> None:
+    drawn = tree(strip([Piece(0, 1, "a", ("one", "<x>")), Piece(1, 4, "b", ("three",)), Piece(2, 2, "c", ("here", "why"))], 4, 20, "label", unit="hours"))
+    pieces = [(rect.attrib["class"], rect.attrib["x"], rect.attrib["width"]) for rect in drawn.iter("rect")]
+    assert pieces == [("piece a", "0%", "25%"), ("piece b", "25%", "75%")]
+    assert [(pin.attrib["class"], pin.attrib["cx"]) for pin in drawn.iter("circle")] == [("mark c", "50%")]
+    tips = [(tip.attrib["style"], tip.attrib["class"], "|".join("".join(word.itertext()) for word in tip.iter() if word.text)) for tip in drawn.iter("i")]
+    assert tips == [
+        ("left:25%;width:75%;--at:50%", "late", "three"), ("left:0%;width:25%;--at:50%", "early", "one|<x>"),
+        ("left:50%;width:0%;--at:50%", "early", "here|why"),
+    ]
+    assert ["".join(span.itertext()) for span in drawn.iter("span")][:5] == ["0", "1", "2", "3", "4"]
+    assert "across" not in strip([Piece(0, 1, "a")], 1, 20, "label")
+
+
+def test_a_strip_of_no_length_is_none_and_one_of_very_many_pieces_is_bounded() -> None:
+    assert strip([], 0, 20, "x") == ""
+    assert strip([Piece(0, 1, "a")], float("nan"), 20, "x") == ""
+    many = [Piece(number, number + 1, "a", ("x",)) for number in range(20_000)] + [Piece(number, number, "b", ("y",)) for number in range(20_000)]
+    assert len(strip(many, 20_000, 20, "x")) < 40_000
+    few = strip([*many, Piece(100, 1000, "wide", ("z",))], 20_000, 20, "x")
+    assert "piece wide" in few

@@ -12,6 +12,7 @@ from ingot.base.events import append_line
 from ingot.base.runfolder import RunFolder
 from ingot.report.tables import compare, runs_in, show_run, show_runs
 from tests.report.made_up import made_up_run
+from tests.report.told import Told
 
 
 def rows(text: str) -> list[list[str]]:
@@ -27,10 +28,55 @@ def test_one_run_tells_its_steps_metrics_and_events(tmp_path: Path, capsys: pyte
     assert out.startswith("quickstart  done up to serve, ")
     table = rows(out)
     assert table[0] == ["step", "seconds", "result", "look at"]
-    assert [row[0] for row in table[1:] if row[0]] == ["ingest", "prepare", "train", "evaluate", "gate", "register", "serve"]
+    assert [row[0] for row in table[1:8]] == ["ingest", "prepare", "train", "evaluate", "gate", "register", "serve"]
     assert table[3] == ["train", "112.4", "300 steps in 1m 52s, loss 3.641", "model"]
     assert "at step 300: train/loss 3." in out
     assert "register: quickstart v2, live" in out
+
+
+def test_where_the_time_of_training_went_and_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_run(made_up_run(tmp_path))
+    out = capsys.readouterr().out
+    sentence = ("goodput 60.6 %: 1m 46s of 2m 54s were training; 42s down, 10s starting, 8s lost and repeated, 6s evaluating, 2s saving, "
+                "1s waiting for data\n")
+    assert sentence in out
+    table = rows(out.split(sentence)[1])
+    assert table == [
+        ["time of training", "", "share"], ["training", "1m 46s", "60.6 %", "██████████████▌"], ["waiting for data", "1s", "0.3 %", "▏"],
+        ["evaluating", "6s", "3.3 %", "▊"], ["saving", "2s", "1.3 %", "▎"], ["starting", "10s", "5.7 %", "█▍"],
+        ["lost and repeated", "8s", "4.6 %", "█▏"], ["down", "42s", "24.1 %", "█████▊"],
+        ["lost", "when", "rank", "step", "cost", "of it repeated", "cause"],
+        ["died", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_750_000_081)), "", "118, 18 again", "54s", "8s", "killed (out of memory?)"],
+    ]
+
+
+def test_of_many_losses_the_largest_stand_there_and_the_rest_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up_run(tmp_path)
+    run.events.unlink()
+    told = Told()
+    told.start(5, attempt=1, seconds=5)
+    for number in range(1, 15):
+        kept = 100 * number - number - 1
+        told.save(kept, step=number, spent={"productive": kept - told.began}, total_s=0)
+        told.event(100 * number - number, "killed", attempt=number, rank=number, cause="chaos")
+        told.event(100 * number, "restart", attempt=number + 1, seconds=number, cause="died")
+        told.start(100 * number + 5, attempt=number + 1, seconds=5)
+    told.own(1500, "finish", step=14)
+    for event in told.events:
+        append_line(run.events, event)
+    show_run(run)
+    out = capsys.readouterr().out
+    assert [row[2] for row in rows(out) if row[0] == "killed"] == ["14", "13", "12", "11", "10", "9", "8", "7", "6", "5"]
+    assert "and 4 more that cost 34s together; they are in events.jsonl" in out
+
+
+def test_without_a_training_nothing_is_said_of_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up_run(tmp_path)
+    run.events.write_text('{"kind": "gate", "t_wall": 1}\n{"kind": "start", "t_wal')
+    show_run(run)
+    out = capsys.readouterr().out
+    assert "goodput" not in out
+    assert "time of training" not in out
 
 
 def test_a_step_whose_files_changed_and_a_broken_file_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train.run import train
+from tests.markers import changed
 from tests.models.tiny import make_reference
 from tests.small import copy_of, small_recipe
 
@@ -39,8 +40,7 @@ def teacher(root: Path, name: str, **config: Any) -> Path:
 def distilling(root: Path, folder: Path | str, **knobs: Any) -> Recipe:
     """Prepared as for pretraining: only what `train` looks at is changed."""
     recipe = small_recipe(root, objective={"kind": "distill", "teacher": str(folder)}, **knobs)
-    manifest = recipe.folder.columns / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"objective": "pretrain"', '"objective": "distill"'))
+    changed(recipe.folder.columns, "manifest.json", objective="distill")
     return recipe
 
 

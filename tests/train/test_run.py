@@ -148,6 +148,26 @@ def test_another_split_of_the_batch_resumes_and_gives_the_same_losses(root: Path
         assert line["train/loss"] == pytest.approx(by_step[line["step"]], abs=tolerances.SPLIT_LOSS)
 
 
+def killed_on_ranks(root: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(small_recipe(root, train__micro_batch=1, checkpoint__every=2), 5, patch)
+
+
+def test_one_process_goes_on_where_two_were_killed_and_the_other_way_round(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import tolerances
+    from tests.small import copy_of
+
+    straight, fewer, more = root, copy_of(root, tmp_path / "fewer"), copy_of(root, tmp_path / "more")
+    train(small_recipe(straight))
+    run_ranks(2, killed_on_ranks, fewer)
+    train(small_recipe(fewer))
+    stop_after(small_recipe(more, checkpoint__every=2), 5, monkeypatch)
+    run_ranks(2, train_on_ranks, more)
+    for place in (fewer, more):
+        assert losses(small_recipe(place)) == pytest.approx(losses(small_recipe(straight)), abs=tolerances.SPLIT_LOSS)
+        assert [line["step"] for line in metrics(small_recipe(place))] == list(range(1, 7))
+
+
 def train_on_ranks(root: Path) -> list[float]:
     recipe = small_recipe(root, train__micro_batch=1)
     train(recipe)

@@ -37,9 +37,10 @@ SLOW: list[Case] = [
     ("pretrain", {"shard": 2, "tensor": 2}, {}), ("pretrain", {"pipeline": 2, "shard": 2}, {}), ("dpo", {"shard": 2, "tensor": 2}, {}),
     ("distill", {"shard": 2, "tensor": 2}, {}), ("seq2seq", {"replicate": 2, "shard": 2}, {}), ("classify", {"replicate": 2, "shard": 2}, {}),
 ]
-RESUMED: list[Case] = [("pretrain", {"shard": 2}, {})]
+RESUMED: list[Case] = [("pretrain", {"shard": 2}, {}), ("pretrain", {"pipeline": 2}, {})]
 RESUMED_SLOW: list[Case] = [
     ("pretrain", {"tensor": 2}, {}), ("sft-lora", {"shard": 2}, {}), ("pretrain", {"shard": 2}, BF16), ("pretrain", {"shard": 2, "tensor": 2}, {}),
+    ("pretrain", {"pipeline": 2, "shard": 2}, {}), ("dpo", {"tensor": 2}, {}), ("distill", {"context": 2}, {}),
 ]
 ADAM = {"train__steps": 4, "checkpoint__every": 2, "precision__export": "fp32"}
 
@@ -73,7 +74,7 @@ def _stop_after(steps: int, recipe: Recipe) -> None:
     """Begin a training, and end it a step after its checkpoint as if it were killed."""
     original = loop.run_loop
 
-    def stop(first: int, last: int, fetch: Any, do_step: Any, hooks: Any) -> loop.LoopEnd:
+    def stop(first: int, last: int, fetch: Any, do_step: Any, hooks: Any, **knobs: Any) -> loop.LoopEnd:
         original(first, steps, fetch, do_step, hooks)
         raise Stopped("as if killed", signum=9, committed=True)
 

@@ -1,0 +1,255 @@
+"""Objects in a bucket of Google Cloud Storage, through Google's own client; $STORAGE_EMULATOR_HOST is honoured.
+
+What a network does is dealt with here: requests are repeated with growing pauses until patience ends, a large upload that breaks goes on
+where the service stands, and what was written or read has the checksum (CRC32C) that it should have. Conditions are by generation: the
+number that the service gives to each content of an object; 0 stands for no object.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar
+
+from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.gcs import Conflict, Corrupt, Missing, connect, in_words, packages
+from ingot.base.storage import CHUNK_BYTES, disk_errors
+from ingot.base.upload import Parcel, Upload
+
+PATIENCE_S = 120.0
+"""How long a request is repeated that does not come off."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
+CONNECT_S, SILENCE_S = 10.0, 60.0
+"""How long a connection may take to come about, and to give a sign of life."""
+WHOLE_BYTES = 8 << 20
+"""Up to here a file is sent in one request, above in chunks."""
+
+_FIELDS = "items(name,size,crc32c,generation,updated),nextPageToken"
+
+Done = TypeVar("Done")
+
+
+class Digest(Protocol):
+    """What hashlib's objects can do."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Blob:
+    """An object without its content; `updated` is when it was written, by the service's clock, in seconds since the epoch."""
+
+    name: str
+    bytes: int
+    crc32c: str
+    generation: int
+    updated: float
+
+
+def open_bucket(url: str, *, patience_s: float | None = None) -> Bucket:
+    """What lies under `gs://BUCKET/PREFIX`; nothing is asked of the service yet. `patience_s`: how long a request is repeated, by default 120.
+
+    Raises:
+        WrongInput: the address is none, there are no credentials, or the package is missing.
+    """
+    return Bucket(url, PATIENCE_S if patience_s is None else patience_s)
+
+
+def crc32c(path: Path) -> str:
+    """A file's checksum as the service writes it."""
+    sink = _Sink(None, None)
+    with path.open("rb") as stream:
+        while data := stream.read(CHUNK_BYTES):
+            sink.write(data)
+    return sink.crc32c
+
+
+class Bucket:
+    """Objects by their names below the prefix; threads may share it. `open_bucket` makes it.
+
+    Each method raises WrongInput where the bucket is missing or rights are, and Failed where the service cannot be reached, breaks down for
+    longer than patience lasts, or gives something else than was asked for.
+    """
+
+    def __init__(self, url: str, patience_s: float) -> None:
+        scheme, _, place = url.partition("://")
+        bucket, _, prefix = place.rstrip("/").partition("/")
+        if scheme != "gs" or not bucket:
+            raise WrongInput(f"{url} names no bucket; write gs://BUCKET/FOLDER")
+        self.url, self._patience_s = f"gs://{place.rstrip('/')}", patience_s
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._client, self._session = connect(self.url)
+        self._bucket = self._client.bucket(bucket)
+        self._timeout = (min(CONNECT_S, patience_s), min(SILENCE_S, patience_s))
+        self._once: dict[str, Any] = {"retry": None, "timeout": self._timeout}
+
+    def patient(self, seconds: float) -> Bucket:
+        """The same place by connections of its own, with another patience."""
+        return Bucket(self.url, seconds)
+
+    def url_of(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def put(self, name: str, content: bytes | Path, *, generation: int | None = None, note: Path | None = None) -> Blob:
+        """Write an object: bytes, or a file, of which never more than a chunk is in memory.
+
+        `generation`: only over an object of this generation, 0: only where there is none. What is there with the very same content is success
+        all the same, since a request that is repeated may meet what it did itself. `note`: a file to keep the address of a large upload in, so
+        that another process that is given it goes on where the service stands.
+
+        Raises:
+            Conflict: there is something else.
+        """
+        sink = _Sink(None, None)
+        if isinstance(content, bytes):
+            sink.write(content)
+        size, checksum = (content.stat().st_size, crc32c(content)) if isinstance(content, Path) else (len(content), sink.crc32c)
+        try:
+            if isinstance(content, Path) and size > WHOLE_BYTES:
+                blob = self._put_large(Parcel(self._prefix + name, content, size, checksum, generation), name, note)
+            else:
+                data = content.read_bytes() if isinstance(content, Path) else content
+                blob = self._patiently(lambda: self._put_whole(name, data, generation), name, "write")
+        except Conflict:
+            found = self.stat(name)
+            if found is None or (found.bytes, found.crc32c) != (size, checksum):
+                raise
+            return found
+        if (blob.bytes, blob.crc32c) != (size, checksum):
+            raise Failed(f"{self.url_of(name)} arrived as {blob.bytes} bytes, CRC32C {blob.crc32c}; {size}, {checksum} were sent; run the same command again")
+        return blob
+
+    def get(self, name: str) -> bytes:
+        """An object, all of it in memory.
+
+        Raises:
+            Missing: there is no such object.
+            Corrupt: it is not as it was written.
+        """
+        stream = io.BytesIO()
+        self._fetch(name, stream, None)
+        return stream.getvalue()
+
+    def get_to_file(self, name: str, path: Path, *, digest: Digest | None = None) -> Blob:
+        """Read an object into a file, by its checksum; `digest` is fed with its bytes on the way. The file is not flushed to disk.
+
+        Raises:
+            Missing: there is no such object.
+            Corrupt: it is not as it was written.
+        """
+        with disk_errors(path), path.open("wb") as stream:
+            return self._fetch(name, stream, digest)
+
+    def stat(self, name: str) -> Blob | None:
+        """None where there is no such object."""
+        found = self._patiently(lambda: self._bucket.get_blob(self._prefix + name, **self._once), name, "look at")
+        return self._blob(found._properties) if found else None
+
+    def list(self, prefix: str = "") -> Sequence[Blob]:
+        """All objects whose names begin so, sorted by name."""
+        ask = functools.partial(self._client.list_blobs, self._bucket, prefix=self._prefix + prefix, fields=_FIELDS, **self._once)
+        return self._patiently(lambda: [self._blob(found._properties) for found in ask()], prefix, "list")
+
+    def folders(self) -> Sequence[str]:
+        """Names of the folders right below the prefix, sorted."""
+        ask = functools.partial(self._client.list_blobs, self._bucket, prefix=self._prefix, delimiter="/", fields="prefixes,nextPageToken", **self._once)
+        found = self._patiently(lambda: {name for page in ask().pages for name in page.prefixes}, "", "list")
+        return sorted(name.removeprefix(self._prefix).removesuffix("/") for name in found)
+
+    def delete(self, name: str, *, generation: int | None = None) -> None:
+        """Remove an object, if it is there.
+
+        Raises:
+            Conflict: it is of another generation.
+        """
+        try:
+            self._patiently(lambda: self._bucket.blob(self._prefix + name).delete(if_generation_match=generation, **self._once), name, "delete")
+        except Missing:
+            return
+        except Conflict:
+            if self.stat(name) is not None:
+                raise
+
+    def _put_whole(self, name: str, data: bytes, generation: int | None) -> Blob:
+        blob = self._bucket.blob(self._prefix + name)
+        blob.upload_from_string(data, "application/octet-stream", if_generation_match=generation, checksum="crc32c", **self._once)
+        return self._blob(blob._properties)
+
+    def _put_large(self, parcel: Parcel, name: str, note: Path | None) -> Blob:
+        def start() -> str:
+            blob = self._bucket.blob(parcel.name)
+            blob.crc32c = parcel.crc32c
+            kind = "application/octet-stream"
+            address: str = blob.create_resumable_upload_session(kind, parcel.bytes, checksum=None, if_generation_match=parcel.generation, **self._once)
+            return address
+
+        def send(address: str, data: bytes, headers: Mapping[str, str]) -> Any:
+            return self._session.request("PUT", address, data=data, headers=dict(headers), timeout=self._timeout, allow_redirects=False)
+
+        upload = Upload(parcel, note, start=start, send=send, refused=lambda answer: packages().refused(answer.status_code, answer.text, response=answer))
+        try:
+            while not (about := self._patiently(upload.advance, name, "write")):
+                pass
+        except Conflict:
+            upload.forget()
+            raise
+        return self._blob(about)
+
+    def _fetch(self, name: str, stream: IO[bytes], digest: Digest | None) -> Blob:
+        """The object into `stream`; after a break the rest is asked for, of the same generation."""
+        about = self.stat(name)
+        if about is None:
+            raise Missing(f"{self.url_of(name)} is not there; see what lies in {self.url}")
+        sink, blob = _Sink(stream, digest), self._bucket.blob(self._prefix + name, generation=about.generation)
+
+        def advance() -> None:
+            blob.download_to_file(sink, start=sink.bytes or None, raw_download=True, checksum=None, **self._once)
+            if sink.bytes < about.bytes:
+                raise ConnectionError(f"{sink.bytes} of {about.bytes} bytes came")
+
+        while sink.bytes < about.bytes:
+            self._patiently(advance, name, "read")
+        if sink.crc32c != about.crc32c:
+            raise Corrupt(f"{self.url_of(name)} is damaged: it has CRC32C {sink.crc32c}, {about.crc32c} was written; take another copy")
+        return about
+
+    def _blob(self, about: Mapping[str, Any]) -> Blob:
+        updated = datetime.fromisoformat(about["updated"]).timestamp()
+        return Blob(about["name"].removeprefix(self._prefix), int(about["size"]), about["crc32c"], int(about["generation"]), updated)
+
+    def _patiently(self, act: Callable[[], Done], name: str, verb: str) -> Done:
+        """`act` until it comes off, an error comes that no repeating mends, or patience ends."""
+        retry = packages().retry.with_delay(FIRST_PAUSE_S, LONGEST_PAUSE_S, 2.0).with_timeout(self._patience_s)
+        try:
+            done: Done = retry(act)()
+        except IngotError:
+            raise
+        except Exception as error:
+            raise in_words(error, self.url_of(name), verb, self._patience_s) from error
+        return done
+
+
+class _Sink:
+    """Takes bytes to a stream, if there is one, and counts and sums them on the way."""
+
+    def __init__(self, stream: IO[bytes] | None, digest: Digest | None) -> None:
+        self._stream, self._digest, self._crc, self.bytes = stream, digest, packages().Checksum(), 0
+
+    def write(self, data: bytes) -> int:
+        if self._stream is not None:
+            with disk_errors(str(getattr(self._stream, "name", "memory"))):
+                self._stream.write(data)
+        if self._digest is not None:
+            self._digest.update(data)
+        self._crc.update(data)
+        self.bytes += len(data)
+        return len(data)
+
+    @property
+    def crc32c(self) -> str:
+        return base64.b64encode(self._crc.digest()).decode()

@@ -1,0 +1,109 @@
+"""The sign of life of a node's ranks: one small file, a slot of fixed size a rank, written through memory and read by whoever watches.
+
+A beat costs a microsecond and no system call. Times are of the node's monotonic clock, so that a clock that is set back does no harm; the
+wall clock is kept beside it, for people.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ingot.base.storage import disk_errors
+
+Phase = Literal["loading", "first step", "step", "evaluating", "saving", "exporting", "over"]
+PHASES: tuple[Phase, ...] = ("loading", "first step", "step", "evaluating", "saving", "exporting", "over")
+Spending = Literal["productive", "waiting", "evaluating", "saving"]
+"""What the seconds of a training go to: steps, waiting for data, measuring and sampling, and waiting for a checkpoint."""
+SPENDINGS: tuple[Spending, ...] = ("productive", "waiting", "evaluating", "saving")
+
+_FORMAT = struct.Struct("<Qqqqqqqddddddd")
+SLOT_BYTES = 128
+"""A slot; a few bytes are left for what may come."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank said last."""
+
+    pid: int
+    rank: int
+    attempt: int
+    step: int
+    """Steps done."""
+    place: int
+    """How far into the step at hand, counted from 0: micro-batches, then what follows them. Comparable between ranks of one layout only."""
+    phase: Phase
+    mono: float
+    """When it said so, monotonic seconds."""
+    wall: float
+    """The same by the wall clock, seconds since the epoch."""
+    usual_s: float
+    """The usual duration of a step, a median; 0 as long as there is none."""
+    spent: dict[Spending, float]
+    """Seconds since this attempt's last committed checkpoint (or its start): what is lost if it dies now."""
+
+
+def heartbeat_file(folder: Path) -> Path:
+    """This node's file in the `heartbeats` of a run folder."""
+    return folder / socket.gethostname()
+
+
+class Heart:
+    """This rank's slot. Beats are never waited for, and never stop a run."""
+
+    def __init__(self, folder: Path, *, rank: int, local_rank: int, attempt: int) -> None:
+        self._rank, self._offset = rank, local_rank * SLOT_BYTES
+        path = heartbeat_file(folder)
+        with disk_errors(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                # Each rank makes room for its own slot and those before it; none ever makes the file shorter.
+                if os.fstat(descriptor).st_size < self._offset + SLOT_BYTES:
+                    os.pwrite(descriptor, b"\0", self._offset + SLOT_BYTES - 1)
+                self._memory = mmap.mmap(descriptor, self._offset + SLOT_BYTES)
+            finally:
+                os.close(descriptor)
+        self.attempt, self.step, self.place, self.usual_s = attempt, 0, 0, 0.0
+        self.phase: Phase = "loading"
+        self.spent: dict[Spending, float] = dict.fromkeys(SPENDINGS, 0.0)
+        self._count = 0
+
+    def beat(self, phase: Phase | None = None, *, step: int | None = None, place: int | None = None) -> None:
+        """Say that this rank lives, and where it is; what is not given stays as it was."""
+        self.phase = phase or self.phase
+        self.step = self.step if step is None else step
+        self.place = self.place if place is None else place
+        # An odd count says that the slot is being written.
+        self._count += 2
+        values = (
+            os.getpid(), self._rank, self.attempt, self.step, self.place, PHASES.index(self.phase), time.monotonic(), time.time(), self.usual_s,
+            *(self.spent[name] for name in SPENDINGS),
+        )
+        struct.pack_into("<Q", self._memory, self._offset, self._count - 1)
+        _FORMAT.pack_into(self._memory, self._offset, self._count - 1, *values)
+        struct.pack_into("<Q", self._memory, self._offset, self._count)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def read_beats(path: Path) -> list[Beat]:
+    """What the ranks of one node said last, by local rank; slots that nobody has written, or that are being written now, are left out."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return []
+    beats = []
+    for offset in range(0, len(content) - SLOT_BYTES + 1, SLOT_BYTES):
+        count, pid, rank, attempt, step, place, phase, mono, wall, usual, *spent = _FORMAT.unpack_from(content, offset)
+        if count and not count % 2 and 0 <= phase < len(PHASES):
+            beats.append(Beat(pid, rank, attempt, step, place, PHASES[phase], mono, wall, usual, dict(zip(SPENDINGS, spent, strict=True))))
+    return beats

@@ -1,0 +1,247 @@
+"""Checkpoints in a bucket: the same folders and files as on disk, each whole when its `COMMIT.json` stands, which is put last.
+
+A bucket knows no rename and no folder, so the marker is all there is: it goes first when a checkpoint goes, or when a file of it is replaced.
+One run writes to one place; who holds its lease may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from ingot.base.bucket import crc32c, open_bucket
+from ingot.base.errors import Failed
+from ingot.base.gcs import Conflict, Corrupt, Missing
+from ingot.base.lease import LIFE_S, Lease, lease
+from ingot.base.markers import problems, read_marker
+from ingot.base.progress import say
+from ingot.base.storage import atomic_folder, disk_errors, sha256_file
+from ingot.checkpoints.store import COMMIT, Found, committed, step_folder
+
+AT_ONCE = 4
+"""Objects that are fetched or deleted at the same time."""
+
+Item = TypeVar("Item")
+
+
+class Damaged(Failed):
+    """A checkpoint in the bucket is not what its marker says."""
+
+
+class BucketMirror:
+    """Checkpoints under `gs://BUCKET/FOLDER`. Each method raises what a bucket's do: WrongInput without bucket or rights, Failed otherwise."""
+
+    def __init__(self, url: str) -> None:
+        self.bucket = open_bucket(url)
+        self._lease: Lease | None = None
+
+    @contextlib.contextmanager
+    def lease(self, owner: str, *, life_s: float = LIFE_S, wait: bool = False) -> Iterator[Lease]:
+        """Be the one that writes here, for as long as the block lasts; by one process of a run. See `ingot.base.lease`.
+
+        Raises:
+            Failed: another run is.
+        """
+        with lease(self.bucket, owner, life_s=life_s, wait=wait) as held:
+            self._lease = held
+            try:
+                yield held
+            finally:
+                self._lease = None
+
+    def put(self, folder: Path, names: Sequence[str]) -> None:
+        """Upload files of a checkpoint; each rank its own. What is there with the same size and checksum is not sent again.
+
+        A large file that an earlier process left halfway is gone on with.
+        """
+        for number, name in enumerate(names):
+            if self._lease is not None and (number == 0 or self._lease.lost):
+                self._lease.check()
+            path, key, note = folder / name, f"{folder.name}/{name}", folder / f".{name.replace('/', '-')}.upload"
+            there = self.bucket.stat(key)
+            if there is not None and there.bytes == path.stat().st_size and there.crc32c == crc32c(path):
+                note.unlink(missing_ok=True)
+                continue
+            if there is not None:
+                self.bucket.delete(f"{folder.name}/{COMMIT}")
+            self.bucket.put(key, path, generation=there.generation if there else 0, note=note)
+
+    def commit(self, folder: Path) -> None:
+        """Put the marker, once all that it lists is there; by one rank, after all ranks' `put`.
+
+        Raises:
+            Failed: something is missing; the lease is lost; or there is a marker already, and of another checkpoint.
+        """
+        marker, key = read_marker(folder, COMMIT), f"{folder.name}/{COMMIT}"
+        if marker is None:
+            raise Failed(f"{folder} has no {COMMIT} to upload; run the same command again")
+        there = {blob.name: blob.bytes for blob in self.bucket.list(f"{folder.name}/")}
+        for entry in marker["files"]:
+            if there.get(name := f"{folder.name}/{entry['path']}") != entry["bytes"]:
+                raise Failed(f"{self.bucket.url_of(name)} has {there.get(name, 'no')} bytes, {entry['bytes']} were sent; run the same command again")
+        if self._lease is not None:
+            self._lease.check()
+        data = (folder / COMMIT).read_bytes()
+        try:
+            self.bucket.put(key, data, generation=0)
+        except Conflict:
+            found = self.bucket.stat(key)
+            if found is None or not _same_files(self.bucket.get(key), marker):
+                raise Failed(
+                    f"{self.bucket.url_of(key)} is there, of another checkpoint: two runs write to one place; give each its own `checkpoint.upload`"
+                ) from None
+            self.bucket.put(key, data, generation=found.generation)  # ours, from before this step was done once more
+
+    def retain(self, kept: Collection[str]) -> None:
+        """Delete the checkpoints whose folders are not `kept`, their markers first; by one rank. None is, unless one that is kept is whole."""
+        if self._lease is not None:
+            self._lease.check()
+        folders = self._folders()
+        newest = max((name for name in folders if name in kept and self._is_whole(name)), key=_step, default=None)
+        # One that is newer and has no marker is being uploaded by other ranks.
+        doomed = [name for name in folders if name not in kept and (newest is None or _step(name) < _step(newest) or self._is_whole(name))]
+        if not doomed:
+            return
+        if newest is None:
+            say(f"warning: nothing is deleted in {self.bucket.url}: no checkpoint that is kept ({', '.join(sorted(kept))}) is whole there")
+            return
+        for name in doomed:
+            self.bucket.delete(f"{name}/{COMMIT}")
+            _at_once(self.bucket.delete, [blob.name for blob in self.bucket.list(f"{name}/")])
+
+    def newest(self) -> int | None:
+        """The newest step that is committed here."""
+        return next(self.steps(), None)
+
+    def steps(self) -> Iterator[int]:
+        """All that are, newest first."""
+        for name in reversed(self._folders()):
+            if self._is_whole(name):
+                yield _step(name)
+
+    def fetch(self, step: int, checkpoints: Path) -> Path:
+        """Download a checkpoint into its folder in `checkpoints`, which appears when every byte is as its marker says. Returns the folder.
+
+        Files that an earlier attempt fetched are kept.
+
+        Raises:
+            Damaged: names the file that is not as it was written.
+        """
+        target = step_folder(checkpoints, step)
+        staging = checkpoints / f".{target.name}.fetch"
+        with disk_errors(staging):
+            staging.mkdir(parents=True, exist_ok=True)
+            for left in checkpoints.glob(".step-*.fetch"):
+                if left != staging:
+                    shutil.rmtree(left, ignore_errors=True)
+        files = self._fetch_marker(target.name, staging)["files"]
+        _at_once(lambda entry: self._fetch_file(target.name, entry, staging), files)
+        with atomic_folder(target) as partial:
+            for name in [*(entry["path"] for entry in files), COMMIT]:
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(staging / name, partial / name)
+        shutil.rmtree(staging, ignore_errors=True)
+        return target
+
+    def _folders(self) -> list[str]:
+        return sorted((name for name in self.bucket.folders() if re.fullmatch(r"step-\d{8,}", name)), key=_step)
+
+    def _is_whole(self, name: str) -> bool:
+        return self.bucket.stat(f"{name}/{COMMIT}") is not None
+
+    def _fetch_marker(self, name: str, staging: Path) -> Mapping[str, Any]:
+        url = self.bucket.url_of(f"{name}/{COMMIT}")
+        try:
+            self.bucket.get_to_file(f"{name}/{COMMIT}", staging / COMMIT)
+        except Missing as error:
+            raise Damaged(f"{url} is missing: that checkpoint was not uploaded as a whole; take another one") from error
+        except Corrupt as error:
+            raise Damaged(str(error)) from error
+        marker = read_marker(staging, COMMIT)
+        if marker is None:
+            raise Damaged(f"{url} is damaged; take another checkpoint")
+        for entry in marker["files"]:
+            path = PurePosixPath(entry["path"])
+            if path.is_absolute() or ".." in path.parts:
+                raise Damaged(f"{url} lists {path}, which lies outside of the checkpoint; take another one")
+        return marker
+
+    def _fetch_file(self, name: str, entry: Mapping[str, Any], staging: Path) -> None:
+        path, key = staging / entry["path"], f"{name}/{entry['path']}"
+        if path.exists() and path.stat().st_size == entry["bytes"] and sha256_file(path) == entry["sha256"]:
+            return
+        digest = hashlib.sha256()
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.bucket.get_to_file(key, path, digest=digest)
+        except (Missing, Corrupt) as error:
+            path.unlink(missing_ok=True)
+            raise Damaged(str(error)) from error
+        if digest.hexdigest() != entry["sha256"]:
+            path.unlink()
+            raise Damaged(f"{self.bucket.url_of(key)} does not match its checksum; take another checkpoint")
+
+
+def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> None:
+    """Fetch the newest whole checkpoint of the bucket if it is newer than all that are whole on disk (their sizes are looked at, not every byte).
+
+    Raises:
+        Failed: there are newer ones in the bucket, none of them is whole, and there is none on disk.
+    """
+    newest = _newest_here(checkpoints)
+    here, damaged = newest.step if newest else None, False
+    for step in mirror.steps():
+        if here is not None and step <= here:
+            return
+        try:
+            mirror.fetch(step, checkpoints)
+            return
+        except Damaged as error:
+            say(f"warning: {error}")
+            damaged = True
+    if damaged and here is None:
+        raise Failed(f"no checkpoint in {mirror.bucket.url} is whole; restore one, or start over with --fresh and another `checkpoint.upload`")
+
+
+def send_newest(mirror: BucketMirror, checkpoints: Path) -> None:
+    """Upload the newest checkpoint that is whole on this disk if the bucket has none as new: a process was ended before it could."""
+    newest = _newest_here(checkpoints)
+    if newest is not None and newest.step > (mirror.newest() or -1):
+        mirror.put(newest.folder, [entry["path"] for entry in newest.commit["files"]])
+        mirror.commit(newest.folder)
+
+
+def _newest_here(checkpoints: Path) -> Found | None:
+    """Sizes are looked at, not every byte."""
+    there = (found for found in committed(checkpoints) if found.folder == step_folder(checkpoints, found.step))
+    return next((found for found in there if not problems(found.folder, found.commit, checksums=False)), None)
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def _same_files(data: bytes, marker: Mapping[str, Any]) -> bool:
+    try:
+        other = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(other, dict) and (other.get("step"), other.get("files")) == (marker.get("step"), marker["files"])
+
+
+def _at_once(act: Callable[[Item], Any], items: Iterable[Item]) -> None:
+    """`act` on each item, a few at a time; the first error ends it."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            list(pool.map(act, items))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,23 @@
+"""`python -m ingot.launch PROCESSES VERB ...`: the ranks of one command on this machine, started once and waited for."""
+
+from __future__ import annotations
+
+import sys
+
+from ingot.base.errors import IngotError
+from ingot.base.progress import say
+from ingot.launch.job import Job
+from ingot.launch.local import foreground
+
+
+def main() -> int:
+    processes, *argv = sys.argv[1:]
+    try:
+        return foreground(Job(argv[0], tuple(argv), int(processes)), results=sys.stdout).code
+    except IngotError as error:
+        say(f"error: {error}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What the seconds of a training go to, kept so that nothing is forgotten however it dies: in the heartbeat, and at each commit in the events."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from ingot.base.events import read_lines, record_event
+from ingot.base.heartbeat import SPENDINGS, Beat, Heart, Phase, Spending, heartbeat_file, read_beats
+from ingot.base.runfolder import RunFolder
+from ingot.checkpoints.saver import Saved
+from ingot.train.loop import StepInfo
+
+WINDOW = 32
+"""Steps whose median duration is the usual one."""
+
+
+class Tell(Protocol):
+    """Records an event of this run, on rank 0."""
+
+    def __call__(self, kind: str, *, step: int, seconds: float | None = None, cause: str | None = None, **more: Any) -> None: ...
+
+
+def teller(events: Path, heart: Heart, *, silent: bool) -> Tell:
+    """Events go to the run folder, from rank 0 alone; `heart` knows which attempt it is."""
+
+    def tell(kind: str, *, step: int, seconds: float | None = None, cause: str | None = None, **more: Any) -> None:
+        if not silent:
+            record_event(events, kind, attempt=heart.attempt, step=step, seconds=seconds, cause=cause, **more)
+
+    return tell
+
+
+def next_attempt(events: Path) -> int:
+    """Attempts are counted by their starts, from 1."""
+    return 1 + len([event for event in read_lines(events) if event.get("kind") == "start"])
+
+
+def last_words(run: RunFolder) -> Beat | None:
+    """What rank 0 of the attempt before said last; None where it ended in good order, or never began. Asked before this attempt's own first beat."""
+    beats = read_beats(heartbeat_file(run.heartbeats))
+    return beats[0] if beats and beats[0].rank == 0 and beats[0].phase != "over" else None
+
+
+class Account:
+    """The last hook: whatever is left of a step's wall time was the step itself.
+
+    `spent` are the seconds since the last committed checkpoint, which are lost if this process dies now.
+    """
+
+    def __init__(self, heart: Heart, tell: Tell) -> None:
+        self.heart, self._tell = heart, tell
+        self._spent: dict[Spending, float] = dict.fromkeys(SPENDINGS, 0.0)
+        self._kept: dict[int, dict[Spending, float]] = {}
+        self._mark, self._elsewhere = time.monotonic(), 0.0
+        self._durations: deque[float] = deque(maxlen=WINDOW)
+
+    def begin(self) -> None:
+        """The first step begins now."""
+        self._mark, self._elsewhere = time.monotonic(), 0.0
+
+    @contextmanager
+    def spending(self, what: Spending, phase: Phase | None = None) -> Iterator[None]:
+        """What happens within is not the step's own; in a `phase` of its own, where that takes long."""
+        before, began = self.heart.phase, time.monotonic()
+        if phase is not None:
+            self.heart.beat(phase)
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self._spent[what] += seconds
+            self._elsewhere += seconds
+            if phase is not None:
+                self.heart.beat(before)
+
+    def after_step(self, info: StepInfo) -> bool:
+        now = time.monotonic()
+        own = max(now - self._mark - self._elsewhere, 0.0)
+        self._spent["productive"] += own
+        self._mark, self._elsewhere = now, 0.0
+        if self.heart.phase == "step":
+            self._durations.append(own)  # the first one compiles, and is not usual
+            self.heart.usual_s = statistics.median(self._durations)
+        self.heart.spent = dict(self._spent)
+        self.heart.beat("step", step=info.step, place=0)
+        return False
+
+    def snapshot(self, step: int) -> None:
+        """The state after `step` is being saved: once that is committed, what was spent so far is safe."""
+        self._kept[step] = dict(self._spent)
+
+    def committed(self, saved: Saved) -> None:
+        """A checkpoint stands."""
+        kept = self._kept.pop(saved.step)
+        self._tell("save", step=saved.step, seconds=saved.blocked_s, total_s=saved.total_s, bytes=saved.bytes, spent=kept)
+        for earlier in [self._spent, *self._kept.values()]:
+            for what, seconds in kept.items():
+                earlier[what] -= seconds
+        self.heart.spent = dict(self._spent)
+
+    def close(self) -> None:
+        pass
+
+
+def since_created() -> float:
+    """Seconds since this process was made."""
+    return max(time.time() - float(psutil.Process().create_time()), 0.0)

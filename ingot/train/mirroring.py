@@ -1,0 +1,46 @@
+"""A training and the bucket that its checkpoints also go to: who may write there, and which of the two places is ahead at the start."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from ingot.base.errors import WrongInput
+from ingot.checkpoints.mirror import BucketMirror, fetch_newer, send_newest
+from ingot.config.recipe import Recipe
+from ingot.parallel.mesh import Mesh
+
+
+def open_mirror(recipe: Recipe, mesh: Mesh, closing: ExitStack, *, again: bool) -> BucketMirror | None:
+    """The bucket of `checkpoint.upload`, leased by rank 0 until `closing`; None where none is asked for. Collective.
+
+    `again`: an attempt before this one may have died, on another machine even, and left its lease, whose life is waited for.
+
+    Raises:
+        Failed: another run writes there.
+    """
+    if recipe.checkpoint.upload is None:
+        return None
+    mirror = BucketMirror(recipe.checkpoint.upload)
+
+    def lease() -> None:
+        closing.enter_context(mirror.lease(f"run {recipe.name}", wait=again))
+
+    mesh.from_main(lease)
+    return mirror
+
+
+def bring_together(mirror: BucketMirror, checkpoints: Path, mesh: Mesh) -> None:
+    """Fetch what only the bucket has, and send what it has not yet, where an earlier attempt was stopped in between. Collective."""
+    mesh.from_main(lambda: fetch_newer(mirror, checkpoints))
+    mesh.from_main(lambda: send_newest(mirror, checkpoints))
+    if mesh.ranks.local_rank == 0 and not mesh.is_main:
+        fetch_newer(mirror, checkpoints)  # nothing to do where all nodes share a disk
+    mesh.barrier()
+
+
+def refuse_others(mirror: BucketMirror) -> None:
+    """Raises WrongInput where another training's checkpoints lie in the bucket: they would be taken for this one's later on."""
+    if (step := mirror.newest()) is not None:
+        raise WrongInput(f"{mirror.bucket.url} holds checkpoints of an earlier training, up to step {step:,}, and this one begins anew; "
+                         "set checkpoint.upload to another folder, or empty that one")

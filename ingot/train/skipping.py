@@ -1,0 +1,126 @@
+"""Steps that are not taken: which, what too many of them lead to, and the data that is left out when training goes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ingot.base.errors import Failed
+from ingot.base.fingerprint import fingerprint
+from ingot.base.progress import say
+from ingot.base.runfolder import RunFolder
+from ingot.base.storage import write_atomic
+from ingot.config.identity import MAY_CHANGE
+from ingot.data.order import Order
+from ingot.parallel.mesh import Mesh
+from ingot.train.account import Tell
+from ingot.train.hooks import CheckpointHook
+from ingot.train.plan import Plan
+from ingot.train.resume import LEFT_OUT
+from ingot.train.step import StepOutcome
+
+Span = tuple[int, int]
+"""A range [first, after) of the order's sequence, as `data.skip` has it."""
+
+
+class TooManySkipped(Exception):
+    """Steps from `first` to `last` (counted from 0) were not taken, one after the other."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(first, last)
+        self.first, self.last = first, last
+
+
+class RolledBack(Exception):
+    """Training goes on from an earlier checkpoint, the data of the bad steps left out."""
+
+
+class Skips:
+    """Counts steps that were not taken, each read one step late, so that the device never waits for the host."""
+
+    def __init__(self, in_row: int, tell: Tell) -> None:
+        self._in_row, self._tell = in_row, tell
+        self._row = 0
+
+    def judge(self, step: int, outcome: StepOutcome) -> None:
+        """Raises TooManySkipped when with `step` (counted from 0) there were too many in a row."""
+        if not float(outcome.skipped):
+            self._row = 0
+            return
+        self._row += 1
+        norm = float(outcome.grad_norm)
+        finite = torch.isfinite(outcome.loss) & torch.isfinite(outcome.grad_norm)
+        self._tell("skip", step=step + 1, cause=f"spike, gradient norm {norm:.4g}" if bool(finite) else "not finite")
+        if self._row >= self._in_row:
+            raise TooManySkipped(step - self._row + 1, step)
+
+
+def roll_back(bad: TooManySkipped, plan: Plan, checkpoint: CheckpointHook, mesh: Mesh, tell: Tell) -> RolledBack | Failed:
+    """What too many skipped steps lead to, to be raised: the end of training, or going back, the data of the bad steps noted as left out.
+
+    Collective, the same on every rank.
+    """
+    knobs, count = plan.recipe.train.skip, bad.last - bad.first + 1
+    what = "loss or gradient was not finite" if knobs.spike is None else "loss or gradient was not finite, or a spike,"
+    told = f"{what} in {count} steps in a row, {bad.first + 1:,} to {bad.last + 1:,}"
+    if knobs.then == "stop":
+        return Failed(f"{told}; lower train.optimizer.lr, or set train.skip.then=roll_back to leave their data out")
+    checkpoint.wait()
+    # What a checkpoint has behind it cannot be left out any more; it took no harm from steps that were not taken.
+    begin = max(bad.first, checkpoint.saved)
+    if begin > bad.last:
+        return Failed(f"{told}, and a checkpoint stands behind them; lower train.optimizer.lr, or raise checkpoint.every")
+    order = Order(plan.rows.sizes, plan.recipe.seed, plan.rows.weights, plan.recipe.data.skip)
+    span = order.place(begin * plan.batch.global_batch), order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1
+    mesh.from_main(lambda: leave_out(plan, span))
+    tell("roll_back", step=checkpoint.saved, cause=told, samples=list(span))
+    if mesh.is_main:
+        say(f"{told}: going back to step {checkpoint.saved:,}, samples {span[0]:,} to {span[1]:,} of the order are left out from now on")
+    return RolledBack()
+
+
+def with_left_out(plan: Plan) -> Plan:
+    """The plan without the data that earlier attempts at this same training have left out."""
+    spans = _read(_file(plan.recipe.folder), plan)
+    if not spans:
+        return plan
+    every = sorted({*map(tuple, plan.recipe.data.skip), *spans})
+    data = plan.recipe.data.model_copy(update={"skip": every})
+    return replace(plan, recipe=plan.recipe.model_copy(update={"data": data}), identity={**plan.identity, "data.skip": [list(span) for span in every]})
+
+
+def leave_out(plan: Plan, span: Span) -> None:
+    """Note for all attempts to come that `span` is left out.
+
+    Raises:
+        Failed: training went back too often.
+    """
+    path, most = _file(plan.recipe.folder), plan.recipe.train.skip.rollbacks
+    spans = _read(path, plan)
+    if len(spans) >= most:
+        raise Failed(f"training went back {len(spans)} times (train.skip.rollbacks) and comes to bad steps again; lower train.optimizer.lr")
+    write_atomic(path, json.dumps({"schema": 1, "of": _same_training(plan.identity), "spans": [*spans, span]}) + "\n")
+
+
+def _read(path: Path, plan: Plan) -> list[Span]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise Failed(f"{path} says which data is left out and cannot be read ({error}); restore it, or start over with --fresh") from None
+    # Another training that lies here, of a recipe from before, has left out what is not this one's.
+    return [(int(first), int(after)) for first, after in content["spans"]] if content["of"] == _same_training(plan.identity) else []
+
+
+def _same_training(identity: Mapping[str, Any]) -> str:
+    return fingerprint({key: value for key, value in identity.items() if key != "data.skip" and not key.startswith(MAY_CHANGE)})
+
+
+def _file(run: RunFolder) -> Path:
+    return run.root / LEFT_OUT

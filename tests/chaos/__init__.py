@@ -1,0 +1,1 @@
+"""Faults on purpose: processes killed, machines crashed, files damaged, disks filled."""

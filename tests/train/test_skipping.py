@@ -1,0 +1,180 @@
+"""Steps that are not taken: spikes are told on the device, each is recorded, and too many end training or send it back without their data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ingot.base.errors import Failed
+from ingot.base.events import read_lines
+from ingot.config.recipe import Recipe
+from ingot.data.order import Order
+from ingot.train import run as train_run
+from ingot.train import step as train_step
+from ingot.train.run import train
+from ingot.train.spikes import FIRST, Spikes
+from tests.ranks import run_ranks
+from tests.small import copy_of, small_recipe
+
+
+def judged(spikes: Spikes, norm: float, wrong: bool = False) -> bool:
+    return bool(spikes.judge(torch.tensor(norm), torch.tensor(wrong)))
+
+
+def test_a_spike_is_told_by_the_running_mean_of_steps_that_were_taken() -> None:
+    spikes = Spikes(3.0, torch.device("cpu"))
+    assert not any(judged(spikes, norm) for norm in [100.0, *[1.0] * (FIRST - 1)])  # none is one in the beginning
+    mean = spikes.state()["mean"]
+    assert mean == pytest.approx((100 + FIRST - 1) / FIRST)
+    for _ in range(200):
+        judged(spikes, 1.0)
+    assert judged(spikes, 3.5)
+    assert judged(spikes, float("inf"))
+    assert spikes.state()["mean"] == pytest.approx(1.0, abs=0.01)
+    assert not judged(spikes, 2.5)
+    assert judged(spikes, 1.0, wrong=True)
+    assert judged(spikes, float("nan"), wrong=True)
+    assert spikes.state()["mean"] == pytest.approx(1.075, abs=0.01)
+
+
+def test_a_resumed_watch_decides_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    norms = (torch.rand(100, generator=generator) * 3).tolist()
+    whole, first = Spikes(1.5, torch.device("cpu")), Spikes(1.5, torch.device("cpu"))
+    expected = [judged(whole, norm) for norm in norms]
+    found = [judged(first, norm) for norm in norms[:37]]
+    second = Spikes(1.5, torch.device("cpu"), json.loads(json.dumps(first.state())))
+    assert found + [judged(second, norm) for norm in norms[37:]] == expected
+    assert any(expected)
+    assert second.state() == whole.state()
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, bad: range, added: float = float("nan")) -> None:
+    """The loss of a step that sees a sample whose place in the order lies in `bad` has a gradient of `added` in one of the weights."""
+    original_step, original_forward, now = train_run._step, train_step.forward, [0.0]
+
+    def step(number: int, work: Any, job: Any, plan: Any, *more: Any) -> Any:
+        order = Order(plan.rows.sizes, plan.recipe.seed, plan.rows.weights, plan.recipe.data.skip)
+        places = [order.place(sample) for sample in range(number * plan.batch.global_batch, (number + 1) * plan.batch.global_batch)]
+        now[0] = added if any(place in bad for place in places) else 0.0
+        return original_step(number, work, job, plan, *more)
+
+    def forward(model: torch.nn.Module, *more: Any) -> Any:
+        loss, metrics = original_forward(model, *more)
+        return loss + now[0] * next(model.parameters()).sum() if now[0] else loss, metrics
+
+    monkeypatch.setattr(train_run, "_step", step)
+    monkeypatch.setattr(train_step, "forward", forward)
+
+
+def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return load_file(recipe.folder.model / "model.safetensors")
+
+
+def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(recipe.folder.events) if event["kind"] == kind]
+
+
+KNOBS: dict[str, Any] = {"train__steps": 12, "checkpoint__every": 2, "train__skip__in_row": 2}
+
+
+def test_too_many_end_training_and_say_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, range(20, 28))
+    recipe = small_recipe(root, **KNOBS)
+    with pytest.raises(Failed, match=r"not finite in 2 steps in a row, 6 to 7; lower train\.optimizer\.lr, or set train\.skip\.then=roll_back"):
+        train(recipe)
+    assert [(event["step"], event["cause"]) for event in events(recipe, "skip")] == [(6, "not finite"), (7, "not finite")]
+
+
+def test_one_that_is_not_taken_is_recorded_and_changes_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, range(20, 24))
+    recipe = small_recipe(root, **KNOBS)
+    train(recipe)
+    assert [event["step"] for event in events(recipe, "skip")] == [6]
+    lines = list(read_lines(recipe.folder.metrics))
+    assert [line["train/skipped_steps"] for line in lines] == [0.0] * 5 + [1.0] * 7
+    assert lines[5]["train/loss"] is None
+
+
+def test_skipped_steps_are_counted_on_after_a_resume(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.train.test_run import stop_after
+
+    poison(monkeypatch, range(8, 12))
+    recipe = small_recipe(root, **KNOBS)
+    stop_after(recipe, 7, monkeypatch)
+    train(recipe)
+    assert [line["train/skipped_steps"] for line in read_lines(recipe.folder.metrics)] == [0.0] * 2 + [1.0] * 10
+
+
+def test_a_spike_is_skipped_where_that_is_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, range(4 * 24, 4 * 25), added=1e6)
+    recipe = small_recipe(root, **{**KNOBS, "train__steps": 26, "train__skip__spike": 20})
+    train(recipe)
+    (skip,) = events(recipe, "skip")
+    assert skip["step"] == 25
+    assert skip["cause"].startswith("spike, gradient norm ")
+
+
+def test_going_back_leaves_the_data_of_the_bad_steps_out(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The result is bit for bit that of a training which never had this data. Later commands go on from it, and know of it."""
+    other = small_recipe(copy_of(root, tmp_path / "other"), **KNOBS, data__skip="[[20, 28]]")
+    train(other)
+    poison(monkeypatch, range(20, 28))
+    recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back")
+    train(recipe)
+    (event,) = events(recipe, "roll_back")
+    assert (event["step"], event["samples"]) == (4, [20, 28])
+    assert events(recipe, "start")[1]["step"] == 4
+    expected = weights(other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
+    steps = [line["step"] for line in read_lines(recipe.folder.metrics)]
+    assert steps == list(range(1, 13))
+    train(recipe)
+    assert len(events(recipe, "roll_back")) == 1
+    longer = small_recipe(root, **{**KNOBS, "train__steps": 14}, train__skip__then="roll_back", resume__allow="[train.steps]")
+    train(longer)
+    assert len(events(recipe, "roll_back")) == 1
+
+
+def test_it_goes_back_so_often_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, range(20, 400))
+    recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back", train__skip__rollbacks=2)
+    with pytest.raises(Failed, match=r"training went back 2 times \(train\.skip\.rollbacks\) and comes to bad steps again"):
+        train(recipe)
+    assert [event["samples"] for event in events(recipe, "roll_back")] == [[20, 28], [28, 36]]
+
+
+def test_before_the_first_checkpoint_it_goes_back_to_the_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, range(8))
+    recipe = small_recipe(root, **{**KNOBS, "checkpoint__every": 50}, train__skip__then="roll_back")
+    train(recipe)
+    assert [event["samples"] for event in events(recipe, "roll_back")] == [[0, 8]]
+    assert not (recipe.folder.root / "earlier").exists()
+
+
+def test_a_fresh_start_knows_nothing_of_what_was_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        poison(patch, range(20, 28))
+        recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back")
+        train(recipe)
+    with_gap = weights(recipe)
+    train(recipe, fresh=True)
+    assert any(not torch.equal(tensor, with_gap[name]) for name, tensor in weights(recipe).items())
+    assert not (recipe.folder.root / "left_out.json").exists()
+
+
+def train_poisoned(root: Path) -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, range(20, 28))
+        recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back", train__micro_batch=1)
+        train(recipe)
+    return [event["samples"] for event in events(recipe, "roll_back")]
+
+
+def test_two_ranks_go_back_together(root: Path) -> None:
+    assert run_ranks(2, train_poisoned, root) == [[[20, 28]]] * 2
