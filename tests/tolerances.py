@@ -48,3 +48,7 @@ FLOAT8_LOSS = 0.02
 # Relative difference, in norm, of a gradient that ranks summed in bf16 from one summed in float32: each part and each sum is rounded to
 # 8 significant bits.
 REDUCED_BF16 = 2**-8
+# Seconds by which a wall time put together from the monotonic clock and one read from the wall clock may differ on a busy machine.
+WALL_S = 0.25
+# The same where it begins with the making of a process: the kernel tells that by a start of the machine that is known to a second.
+AGE_S = 1.25

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import glob
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +19,7 @@ import fsspec
 from ingot.base.errors import Failed, WrongInput
 
 CHUNK_BYTES = 1 << 20
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -103,6 +106,8 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """See `atomic_file`; also removes what killed writers left in the same folder."""
+    _sweep_folder(Path(path).parent)
     with atomic_file(path) as stream:
         stream.write(data.encode() if isinstance(data, str) else data)
 
@@ -123,24 +128,53 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         try:
             yield partial
             fsync_tree(partial)
-            if target.exists():
+            if not target.exists():
+                os.replace(partial, target)
+            elif not _exchange(partial, target):
                 replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
                 os.replace(target, replaced)
                 os.replace(partial, target)
+                fsync_folder(target.parent)
                 shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                os.replace(partial, target)
+            # Before the old one is deleted: else a crash could bring back its name for what is left of it.
             fsync_folder(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places in one act, so that neither is ever missing; False where the system or the disk does not know how."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(error, os.strerror(error), str(one), None, str(other))
+
+
 def _sweep(target: Path) -> None:
     """Remove what killed processes of this machine left while they wrote `target`: it may be gigabytes."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*-*"):
-        kind, _, process = left.name.removeprefix(f".{target.name}.").partition("-")
-        if kind in ("partial", "replaced") and process.isdecimal() and not _is_alive(int(process)):
-            shutil.rmtree(left, ignore_errors=True)
+    for kind in ("partial", "replaced"):
+        _remove_of_the_dead(target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"))
+
+
+@functools.lru_cache(maxsize=256)
+def _sweep_folder(folder: Path) -> None:
+    """The same for all files of a folder; once in a process, since it may hold thousands."""
+    _remove_of_the_dead(left for left in folder.glob(".*.partial-*") if not left.is_dir())
+
+
+def _remove_of_the_dead(lefts: Iterable[Path]) -> None:
+    for left in lefts:
+        process = left.name.rpartition("-")[2]
+        if process.isdecimal() and not _is_alive(int(process)):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 def _is_alive(process: int) -> bool:

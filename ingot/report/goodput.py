@@ -96,6 +96,8 @@ class _Turning:
     first: int
     zero: float | None
     """What its monotonic clock showed when the account's began."""
+    wall: float | None
+    """What the wall clock showed when its first step began."""
     last: int
     heard: float
     """Its last own event."""
@@ -134,7 +136,7 @@ class _Ledger:
         attempt = self._turning
         own = attempt is not None and kind in _OWN and whole(event.get("attempt")) == attempt.number
         if not self._stands:
-            self._now += self._since(event, attempt.zero if attempt is not None and own else None)
+            self._now += self._since(event, attempt if own else None)
         self._wall = number(event.get("t_wall")) if number(event.get("t_wall")) is not None else self._wall
         if attempt is not None and own:
             attempt.heard = self._now
@@ -169,11 +171,11 @@ class _Ledger:
             self._enter("starting", self._entered + self._since({"t_wall": beat.wall}, None))
         return Goodput(self._seconds, self._spans, self._losses, running, self.earlier)
 
-    def _since(self, event: Event, zero: float | None) -> float:
-        """Seconds from now to an event; `zero` where its monotonic clock can be read."""
+    def _since(self, event: Event, owner: _Turning | None) -> float:
+        """Seconds from now to an event, by the monotonic clock of its owner. Below 0 where others, by the wall clock, had come too far."""
         wall, mono = number(event.get("t_wall")), number(event.get("t_mono"))
-        if zero is not None and mono is not None:
-            return max(mono - zero - self._now, 0.0)
+        if owner is not None and owner.zero is not None and mono is not None:
+            return max(mono - owner.zero, owner.heard) - self._now
         if wall is None or self._wall is None:
             return 0.0
         if wall >= self._wall:
@@ -199,7 +201,7 @@ class _Ledger:
             self._losses[-1] = replace(self._losses[-1], starting_s=starting)
         mono, step = number(event.get("t_mono")), whole(event.get("step")) or 0
         zero = None if mono is None else mono - self._now
-        self._turning = _Turning(whole(event.get("attempt")) or 0, made, self._now, step, zero, step, self._now)
+        self._turning = _Turning(whole(event.get("attempt")) or 0, made, self._now, step, zero, self._wall, step, self._now)
         self._deaths, self._stands, self._finished = [], False, False
 
     def _save(self, event: Event, attempt: _Turning) -> None:
@@ -234,16 +236,17 @@ class _Ledger:
         until = max(until, self._entered if attempt is None else attempt.heard)
         if attempt is not None and not self._deaths:
             self._deaths.append(Death())
-        lost = 0.0
+        lost, wall = 0.0, None
         for index, death in enumerate(self._deaths):
             at = self._entered
             if index == 0 and attempt is not None:
                 at = min(max(attempt.heard, attempt.kept + death.spent_s, death.at or 0.0), until)
                 attempt.last = max(attempt.last, death.step or 0)
                 lost = self._end(attempt, at, death.kind, {}, death.cause)
+                wall = None if attempt.wall is None else attempt.wall + at - attempt.began
             following = self._deaths[index + 1].at if index + 1 < len(self._deaths) else until
             down = self._enter("down", min(self._entered if following is None else following, until))
-            self._losses.append(death.loss(lost if index == 0 else 0.0, down, at))
+            self._losses.append(death.loss(lost if index == 0 else 0.0, down, at, wall))
         return until
 
     def _end(self, attempt: _Turning, at: float, end: End, more: dict[Spending, float], cause: str = "") -> float:

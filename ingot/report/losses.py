@@ -75,8 +75,8 @@ class Death:
         noticed = now - seconds(event) if kind == "restart" else now
         if kind not in ("lost", "give_up"):
             self.at = noticed if self.at is None else min(self.at, noticed)
-        if self.wall is None:
-            self.wall = number(event.get("t_wall"))
+            wall = number(event.get("t_wall"))
+            self.wall = wall - (now - noticed) if self.wall is None and wall is not None else self.wall
         self.kind = _KINDS.get(kind, self.kind)
         if kind in ("killed", "hang") and (rank := whole(event.get("rank"))) is not None:
             self.ranks.add(rank)
@@ -92,8 +92,9 @@ class Death:
         self.step = step if self.step is None else self.step
         self.words.setdefault(kind, cause)
 
-    def loss(self, lost_s: float, down_s: float, at: float) -> Loss:
-        return Loss(self.kind, at, self.wall, tuple(sorted(self.ranks)), self.step, self.steps, lost_s, down_s, 0.0, self.cause)
+    def loss(self, lost_s: float, down_s: float, at: float, wall: float | None) -> Loss:
+        """`wall` is when it must have been, where no event tells."""
+        return Loss(self.kind, at, wall if self.wall is None else self.wall, tuple(sorted(self.ranks)), self.step, self.steps, lost_s, down_s, 0.0, self.cause)
 
 
 def hear_of_death(deaths: list[Death], kind: str, event: Event, now: float) -> None:

@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from ingot.base.events import flush_lines
 from ingot.base.progress import Progress
+from ingot.base.runfolder import RunFolder
 from ingot.base.sinks import Guarded, JsonLines
 from ingot.checkpoints.saver import Saved, Saver
+from ingot.checkpoints.store import retain
 from ingot.config.work import Checkpoint
 from ingot.models.device import Compute, gpu_usage, measured_peak, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
@@ -198,10 +201,11 @@ class CheckpointHook:
     """
 
     def __init__(
-        self, saver: Saver, trainee: Trainee, knobs: Checkpoint, stopper: EvaluateHook, payload: Callable[[int], Mapping[str, Any]], account: Account,
-        first: int,
+        self, saver: Saver, trainee: Trainee, run: RunFolder, knobs: Checkpoint, stopper: EvaluateHook, payload: Callable[[int], Mapping[str, Any]],
+        account: Account, first: int, *, is_main: bool,
     ) -> None:
-        self.saver, self.trainee, self.knobs, self.stopper, self.payload, self.account = saver, trainee, knobs, stopper, payload, account
+        self.saver, self.trainee, self.run, self.knobs, self.stopper, self.payload, self.account = saver, trainee, run, knobs, stopper, payload, account
+        self.is_main = is_main
         self.saved = first
         """The step of the newest checkpoint that was begun."""
         self._due, self._prepared = False, False
@@ -222,6 +226,9 @@ class CheckpointHook:
         self._due = False
         if step == self.saved:
             return
+        if self.is_main:
+            for lines in (self.run.metrics, self.run.events):
+                flush_lines(lines)  # what is logged must not be younger than the checkpoint, should the whole machine go
         self.account.snapshot(step)
         with self.account.spending("saving", "saving"):
             self.saver.save(step, self.trainee.masters, self.trainee.optimizer, self.payload(step), keep=self.knobs.keep, best=self.stopper.best_step)
@@ -229,9 +236,12 @@ class CheckpointHook:
         self._tell(self.saver.done())
 
     def finish(self, step: int) -> None:
-        """Save the state after `step` steps, and wait until it is committed."""
+        """Save the state after `step` steps, and wait until it is committed and what need not be kept is gone."""
+        done_before = step == self.saved
         self.save(step)
         self.wait()
+        if done_before and self.is_main:
+            retain(self.run.checkpoints, self.knobs.keep, self.stopper.best_step)  # an attempt may have died before it came to that
 
     def wait(self) -> None:
         """Raises Failed on every rank when a checkpoint could not be written."""

@@ -36,8 +36,8 @@ from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.fitting import with_fitting_micro_batch
 from ingot.train.hooks import CheckpointHook, EvaluateHook, KillHook, LogHook, SampleHook, Workload
 from ingot.train.loop import Hook, StepInfo, Work, run_loop
-from ingot.train.mirroring import bring_together, open_mirror, refuse_others
 from ingot.train.measure import measuring, sample_texts
+from ingot.train.mirroring import bring_together, open_mirror, refuse_others
 from ingot.train.notice import Notice
 from ingot.train.optim import set_learning_rate
 from ingot.train.plan import Plan, plan_run
@@ -198,7 +198,7 @@ def _hooks(job: Job, plan: Plan, trainee: Trainee, start: Found | None, closing:
         }
 
     saver = Saver(run.checkpoints, mesh, asynchronous=recipe.checkpoint.asynchronous, mirror=job.mirror, said=job.heart.beat)
-    checkpoint = CheckpointHook(saver, trainee, recipe.checkpoint, evaluation, payload, account, first)
+    checkpoint = CheckpointHook(saver, trainee, run, recipe.checkpoint, evaluation, payload, account, first, is_main=mesh.is_main)
     kill = [] if recipe.chaos.kill_at is None else [KillHook(recipe.chaos.kill_at)]
     hooks: list[Hook] = [log, evaluation, samples, checkpoint, *_tracing(plan, mesh, first), account, *kill]
     for hook in hooks:

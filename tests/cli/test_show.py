@@ -14,6 +14,7 @@ from ingot.data.prepare import prepare
 from ingot.pipeline.perform import perform
 from ingot.pipeline.steps import step_of
 from tests.cli.commands import ingot as command
+from tests.report.made_up import made_up_run
 from tests.small import small_recipe, write_documents
 
 
@@ -60,6 +61,16 @@ def test_show_run_tells_what_is_done(root: Path) -> None:
         assert "120 documents" in rows["ingest"]
         assert "vocabulary 320" in rows["prepare"]
         assert "train" not in rows
+
+
+def test_show_run_tells_where_the_time_of_training_went(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path)
+    done = command("show", "run", str(run.root))
+    assert done.returncode == 0, done.stderr
+    assert "goodput 60.6 %: 1m 46s of 2m 54s were training; 42s down, 10s starting, 8s lost and repeated, 6s evaluating" in done.stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [row[:3] for row in rows if row[0] in ("training", "down")] == [["training", "1m 46s", "60.6 %"], ["down", "42s", "24.1 %"]]
+    assert next(row for row in rows if row[0] == "died")[2:] == ["", "118, 18 again", "54s", "8s", "killed (out of memory?)"]
 
 
 def test_show_run_points_at_what_is_missing(root: Path) -> None:

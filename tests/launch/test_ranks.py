@@ -27,7 +27,10 @@ from ingot.launch.local import foreground
 ended = foreground(Job("test", tuple(sys.argv[1:]), processes=2))
 print(ended.code, ended.signum)
 """
-SHOW = "import os; print(*(os.environ.get(name, '-') for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')), os.getpgrp(), flush=True)"
+SHOW = """
+import os
+print(*(os.environ.get(name, '-') for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')), os.getpgrp(), flush=True)
+"""
 
 
 @pytest.fixture

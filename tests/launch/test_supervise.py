@@ -29,6 +29,7 @@ from tests.launch import stand_in
 from tests.launch.blocking import wait_until
 from tests.launch.conftest import Made, Supervised
 
+
 def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(recipe.folder.events) if event["kind"] == kind]
 

@@ -85,7 +85,7 @@ def test_without_a_supervisor_what_the_next_attempt_says_counts() -> None:
     found = counted(a_killed(restart=False))
     # Dead at 48 + 21, as far as is known; nobody noticed.
     assert parts(found) == near(starting=17, productive=55, saving=3, lost=21, down=4)
-    assert [(loss.kind, loss.cause, loss.step) for loss in found.losses] == [("died", "attempt 1 ended while step", 58)]
+    assert [(loss.kind, loss.cause, loss.step, loss.wall) for loss in found.losses] == [("died", "attempt 1 ended while step", 58, Told.BEGAN + 69)]
 
 
 def test_going_on_on_another_host_counts_what_was_seen_of_the_dead_one() -> None:
@@ -115,6 +115,7 @@ def test_a_hang_and_a_failure_are_told_in_the_words_of_who_saw_them() -> None:
     assert [(loss.kind, loss.ranks, loss.step, loss.cause) for loss in found.losses] == [
         ("hung", (0, 2), 7, "no step for 50 s"), ("died", (), None, "rank 0 ended with exit code 1 (disk full)"),
     ]
+    assert [loss.wall for loss in found.losses] == [Told.BEGAN + 60, Told.BEGAN + 80]
 
 
 def test_going_back_is_a_loss_and_so_are_steps_not_taken() -> None:
@@ -200,6 +201,23 @@ def test_within_an_attempt_the_monotonic_clock_counts() -> None:
     told.events[1]["t_wall"] -= 7200
     told.events[3]["t_wall"] += 86400
     assert counted(told) == counted(an_undisturbed())
+
+
+def test_what_others_record_by_a_clock_that_jumps_ahead_is_set_right_by_the_next_own_event() -> None:
+    told = an_undisturbed()
+    told.event(60 + 86_400, "straggler", attempt=1, rank=1, step=45, seconds=3, cause="slow")
+    told.event(61 + 86_400, "failure", cause="evaluate: no such file")
+    told.events[2:] = [*told.events[4:], *told.events[2:4]]
+    assert [event["kind"] for event in told.events] == ["start", "save", "straggler", "failure", "save", "finish"]
+    assert counted(told) == counted(an_undisturbed())
+
+
+def test_a_failure_of_another_verb_is_none_of_the_training() -> None:
+    told = an_undisturbed()
+    del told.events[3]
+    told.event(5000, "failure", cause="evaluate: no such file")
+    assert counted(told).wall_s == pytest.approx(92)
+    assert counted(told).losses[0].cause == "ended without a word"
 
 
 def test_a_training_that_runs_counts_what_its_heartbeat_says() -> None:
@@ -300,6 +318,7 @@ def check(found: Goodput | None) -> None:
     ends = [time for span in found.attempts for time in (span.made, span.ended)]
     assert ends == sorted(ends)
     assert all(loss.kind in get_args(Kind) and loss.lost_s >= 0 and loss.down_s >= 0 and loss.starting_s >= 0 for loss in found.losses)
+    assert all(0 <= loss.at <= found.wall_s * (1 + tolerances.EXACT) for loss in found.losses)
     # Whatever is lost or down has its cause.
     for part, amounts in (("lost", [loss.lost_s for loss in found.losses]), ("down", [loss.down_s for loss in found.losses])):
         assert sum(amounts) == pytest.approx(found.seconds[part], rel=tolerances.EXACT, abs=1e-3), part
