@@ -53,7 +53,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a strip, or a pin in it where it has no length. `words` are shown under the pointer, the first as a title."""
+    """A stretch of a strip, or a pin at its `low`. `words` are shown under the pointer, the first as a title."""
 
     low: float
     high: float
@@ -83,8 +83,8 @@ def curves(panels: Sequence[Panel], label: str, unit: str = "step", *, wanted: i
     return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(label, drawn, axis, _probes(panels, across, unit))
 
 
-def strip(pieces: Sequence[Piece], high: float, height: int, label: str, *, unit: str = "") -> Markup:
-    """Pieces in one row from 0 to `high`, `height` pixels; with an axis below where there is a `unit`. '' when there is nothing to see.
+def strip(pieces: Sequence[Piece], high: float, height: int, label: str, *, pins: Sequence[Piece] = (), unit: str = "") -> Markup:
+    """Pieces in one row from 0 to `high`, `height` pixels, with `pins` stuck in; an axis below where there is a `unit`. '' when there is nothing to see.
 
     Of very many pieces those too narrow to be seen are left out, and the words of all but the longest; of pins all but the first, which lie on top.
     """
@@ -92,7 +92,7 @@ def strip(pieces: Sequence[Piece], high: float, height: int, label: str, *, unit
         return Markup("")
     across = _Scale(0.0, high)
     stretches = [piece for piece in pieces if piece.high - piece.low > NARROWEST * high]
-    pins = [piece for piece in pieces if piece.high == piece.low][:MOST_PROBES]
+    pins = pins[:MOST_PROBES]
     drawn = [
         Markup('<rect class="piece {}" x="{}%" width="{}%" height="100%"/>').format(
             piece.colour, _percent(across.at(piece.low)), _percent(across.at(piece.high) - across.at(piece.low)))

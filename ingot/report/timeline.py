@@ -63,8 +63,8 @@ def _timeline(account: Goodput) -> Markup:
     for loss in deaths:
         pieces.append(Piece((loss.at - loss.lost_s) / unit_s, loss.at / unit_s, "lost", (f"lost, {duration(loss.lost_s)}", loss.cause)))
         pieces.append(Piece(loss.at / unit_s, (loss.at + loss.down_s) / unit_s, "down", (f"down, {duration(loss.down_s)}", loss.cause)))
-    pieces += [Piece(loss.at / unit_s, loss.at / unit_s, _colour(loss.kind), (_title(loss), loss.cause)) for loss in account.dearest]
-    return strip(pieces, account.wall_s / unit_s, 28, "The attempts one after the other, and where each ended", unit=unit)
+    pins = [Piece(loss.at / unit_s, loss.at / unit_s, _colour(loss.kind), (_title(loss), loss.cause)) for loss in account.dearest]
+    return strip(pieces, account.wall_s / unit_s, 28, "The attempts one after the other, and where each ended", pins=pins, unit=unit)
 
 
 def _attempts(account: Goodput) -> str:

@@ -162,6 +162,13 @@ def test_a_kill_while_the_model_is_exported_costs_another_start_only() -> None:
     assert [(loss.cause, loss.cost_s) for loss in found.losses] == [("killed by chaos: all ranks and the supervisor", pytest.approx(6))]
 
 
+def test_the_clock_stands_for_all_that_comes_after_a_finish() -> None:
+    told = an_undisturbed()
+    told.event(5000, "skip", attempt=9, step=3, cause="not finite")
+    assert [loss.at for loss in counted(told).losses] == [pytest.approx(92)]
+    assert counted(told).wall_s == pytest.approx(92)
+
+
 def test_deaths_before_the_first_step_are_down_and_told_one_by_one() -> None:
     told = Told()
     told.start(10, attempt=1, seconds=10)

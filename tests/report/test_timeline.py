@@ -38,6 +38,7 @@ def test_where_the_time_went_stands_as_a_bar_the_attempts_and_a_table(run: RunFo
     strips = [value for tag, name, value in page.attributes if tag == "rect" and name == "class" and value.startswith("piece")]
     parts = ["productive", "waiting", "evaluating", "saving", "starting", "lost", "down"]
     assert strips == [f"piece {colour}" for colour in [*parts, "starting", "productive", "starting", "productive", "lost", "down"]]
+    assert [value for tag, name, value in page.attributes if tag == "circle" and name == "class"] == ["mark died"]
     for part in [*parts, "died"]:
         assert f".{part} {{ --c:" in page.source or f".{part}, ." in page.source, "every colour is in the style sheet"
 
