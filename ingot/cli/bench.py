@@ -63,9 +63,10 @@ def bench(
 
 
 def _child(case: Case, row: Path, arguments: Sequence[str], options: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
-    """The command that measures one row, through torchrun where it has several processes, and its environment."""
+    """The command that measures one row, through a launcher where it has several processes, and its environment."""
     from ingot.launch.job import Job
-    from ingot.launch.local import command, environment
+    from ingot.launch.local import command
+    from ingot.launch.ranks import environment
 
     job = Job("bench", ("bench", *arguments, *case.overrides, *options, "--into", str(row)), case.devices)
     return command(job), {**os.environ, **environment(job)}

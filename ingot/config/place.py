@@ -96,8 +96,8 @@ class Chaos(Section):
     kill_every_s: Annotated[float, Field(gt=0)] | None = None
     """Mean seconds between kills (SIGKILL, at random moments); null for none."""
     what: Annotated[tuple[Victim, ...], Field(min_length=1)] = ("rank",)
-    """What is killed, one of these at a time: a rank, all ranks, or the supervisor with all ranks."""
+    """What is killed, one of these at a time: a rank, all ranks, or the supervisor with all ranks, which somebody must then start again."""
     seed: int = 0
     """Seeds the choice of moments and victims."""
     kill_at: Positive | None = None
-    """The training process kills itself once so many steps are done; null for never."""
+    """The training process kills itself whenever so many steps are done, also when it comes to them again; null for never."""

@@ -19,8 +19,7 @@ from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.launch.attempt import WELL, follow
 from ingot.launch.job import Handle, Job, State
-from ingot.launch.ranks import LocalRanks, python
-from ingot.launch.ranks import environment as environment
+from ingot.launch.ranks import LocalRanks, environment, python
 from ingot.launch.stops import Stops
 
 KIND = "local"

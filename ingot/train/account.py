@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import psutil
 
 from ingot.base.events import read_lines, record_event
-from ingot.base.heartbeat import SPENDINGS, Beat, Heart, Phase, Spending, heartbeat_file, read_beats
+from ingot.base.heartbeat import SPENDINGS, Heart, Phase, Spending, read_beats
 from ingot.base.runfolder import RunFolder
 from ingot.checkpoints.saver import Saved
+from ingot.checkpoints.store import committed
 from ingot.train.loop import StepInfo
 
 WINDOW = 32
@@ -43,14 +44,22 @@ def next_attempt(events: Path) -> int:
     return 1 + len([event for event in read_lines(events) if event.get("kind") == "start"])
 
 
-def last_words(run: RunFolder) -> Beat | None:
-    """What rank 0 of the attempt before said last; None where it ended in good order, or never began. Asked before this attempt's own first beat."""
-    beats = read_beats(heartbeat_file(run.heartbeats))
-    return beats[0] if beats and beats[0].rank == 0 and beats[0].phase != "over" else None
+def note_lost(run: RunFolder, tell: Tell) -> None:
+    """Record what an attempt that died had done beyond its last checkpoint; by rank 0, before this attempt's own first beat.
+
+    An attempt that ended in good order said so. Whatever machine it ran on: its file is in the run folder.
+    """
+    beats = [beat for path in sorted(run.heartbeats.glob("*")) for beat in read_beats(path) if beat.rank == 0]
+    died = max(beats, key=lambda beat: beat.wall, default=None)
+    if died is None or died.phase == "over" or not any(died.spent.values()):
+        return
+    kept = next((found.step for found in committed(run.checkpoints)), 0)
+    cause = f"attempt {died.attempt} ended while {died.phase}"
+    tell("lost", step=kept, seconds=sum(died.spent.values()), steps=max(died.step - kept, 0), cause=cause)
 
 
 class Account:
-    """The last hook: whatever is left of a step's wall time was the step itself.
+    """Whatever nothing else takes of a step's wall time was the step itself.
 
     `spent` are the seconds since the last committed checkpoint, which are lost if this process dies now.
     """

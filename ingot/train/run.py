@@ -13,7 +13,7 @@ from ingot.base.environment import ranks
 from ingot.base.errors import Stopped, WrongInput
 from ingot.base.events import read_lines
 from ingot.base.fingerprint import fingerprint
-from ingot.base.heartbeat import Beat, Heart
+from ingot.base.heartbeat import Heart
 from ingot.base.progress import Progress, duration, say
 from ingot.base.sinks import Guarded, JsonLines
 from ingot.base.steprecord import Outcome, sizes
@@ -29,7 +29,7 @@ from ingot.models.folder import model_hash
 from ingot.models.placed import is_spread
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import whole_size
-from ingot.train.account import Account, Tell, last_words, next_attempt, since_created, teller
+from ingot.train.account import Account, Tell, next_attempt, note_lost, since_created, teller
 from ingot.train.build import Trainee, build_trainee, open_sinks
 from ingot.train.dropout import seed_dropout
 from ingot.train.finish import export_run, exported_files, take_best
@@ -60,7 +60,6 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         Stopped: a signal came; with a committed checkpoint the same command goes on from there.
     """
     here, run = ranks(), recipe.folder
-    died = last_words(run)
     heart = Heart(run.heartbeats, rank=here.rank, local_rank=here.local_rank, attempt=next_attempt(run.events))
     tell = teller(run.events, heart, silent=not here.is_main)
     began = time.monotonic() - since_created()
@@ -69,6 +68,9 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
             signals = closing.enter_context(StopSignals(recipe.checkpoint.grace_s))
             closing.enter_context(Notice(recipe.checkpoint.notice if here.local_rank == 0 else None))
             closing.enter_context(stacks_on_demand(run.logs, here.rank))
+            if here.is_main and not fresh:
+                note_lost(run, tell)
+            heart.beat("loading")
             mesh = closing.enter_context(running_mesh(recipe.parallel))
             mirror = open_mirror(recipe, mesh, closing, again=heart.attempt > 1)
             if mirror is not None and not fresh:
@@ -76,10 +78,10 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
             job = Job(with_fitting_micro_batch(recipe, mesh), mesh, heart, signals, tell, mirror)
             while True:
                 try:
-                    outcome = _attempt(job, began, died, fresh=fresh)
+                    outcome = _attempt(job, began, fresh=fresh)
                     break
                 except RolledBack:
-                    fresh, died, began = False, None, time.monotonic()
+                    fresh, began = False, time.monotonic()
                     heart.attempt += 1
     except Leave as leave:
         tell("stop", step=leave.committed or 0, cause=signal.Signals(leave.signum).name)
@@ -106,8 +108,8 @@ class Job:
         return any(self.mesh.agree(float(self.signals.signum != 0)))
 
 
-def _attempt(job: Job, began: float, died: Beat | None, *, fresh: bool) -> Outcome:
-    """Train from where the checkpoints say to the end; `began` is monotonic, `died` what the attempt before said last."""
+def _attempt(job: Job, began: float, *, fresh: bool) -> Outcome:
+    """Train from where the checkpoints say to the end; `began` is monotonic."""
     recipe, mesh, tell = job.recipe, job.mesh, job.tell
     with ExitStack() as closing:
         plan = plan_run(recipe, mesh) if fresh else with_left_out(plan_run(recipe, mesh))
@@ -118,9 +120,6 @@ def _attempt(job: Job, began: float, died: Beat | None, *, fresh: bool) -> Outco
         if first > plan.last:
             raise WrongInput(f"{first:,} steps are done, the recipe asks for {plan.last:,} only; raise train.steps, or start over with --fresh")
         job.signals.leave_at_once(start.step if start else None)
-        if died is not None and not fresh:
-            cause = f"attempt {died.attempt} ended while {died.phase}"
-            tell("lost", step=first, seconds=sum(died.spent.values()), steps=max(died.step - first, 0), cause=cause)
         tables = reference_tables(plan, mesh)
         trainee = build_trainee(plan, start, tables, mesh)
         loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights, plan.recipe.data.skip), plan.batch, mesh.data.rank)
@@ -176,7 +175,7 @@ class Hooks:
 
 
 def _hooks(job: Job, plan: Plan, trainee: Trainee, start: Found | None, closing: ExitStack) -> Hooks:
-    """What happens after each step, in this order: what is logged, what is measured, a checkpoint that knows both, the account."""
+    """What happens after each step, in this order: what is logged, what is measured, the account, a checkpoint that knows all of it."""
     recipe, run, mesh, first = job.recipe, job.recipe.folder, job.mesh, start.step if start else plan.begin
     commit: Mapping[str, Any] = start.commit if start else {}
     account, skips = Account(job.heart, job.tell), Skips(recipe.train.skip.in_row, job.tell)
@@ -200,7 +199,7 @@ def _hooks(job: Job, plan: Plan, trainee: Trainee, start: Found | None, closing:
     saver = Saver(run.checkpoints, mesh, asynchronous=recipe.checkpoint.asynchronous, mirror=job.mirror, said=job.heart.beat)
     checkpoint = CheckpointHook(saver, trainee, run, recipe.checkpoint, evaluation, payload, account, first, is_main=mesh.is_main)
     kill = [] if recipe.chaos.kill_at is None else [KillHook(recipe.chaos.kill_at)]
-    hooks: list[Hook] = [log, evaluation, samples, checkpoint, *_tracing(plan, mesh, first), account, *kill]
+    hooks: list[Hook] = [log, evaluation, samples, account, checkpoint, *_tracing(plan, mesh, first), *kill]
     for hook in hooks:
         closing.callback(hook.close)
     return Hooks(evaluation, samples, log, checkpoint, account, skips, spikes, hooks)

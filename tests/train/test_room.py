@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ MB = 1_000_000
 def test_a_peak_is_seen_and_forgotten() -> None:
     forget_peak(CPU)
     before = peak_bytes(CPU)
-    held = torch.ones(50 * MB)
-    assert peak_bytes(CPU) - before > 150 * MB
-    del held
+    # Straight from the system: the allocator may have kept that much of what earlier tests gave back.
+    with mmap.mmap(-1, 200 * MB) as held:
+        for _ in range(200):
+            held.write(b"x" * MB)
+        assert peak_bytes(CPU) - before > 150 * MB
     high = peak_bytes(CPU)
     forget_peak(CPU)
     assert peak_bytes(CPU) <= high

@@ -101,11 +101,12 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
 
 @pytest.mark.parametrize(("where", "phase"), [
     ("ingot.objectives.forward.forward", "first step"), ("ingot.evaluate.held_out.held_out_objective", "evaluating"),
-    ("ingot.train.measure.sample_texts", "evaluating"), ("ingot.checkpoints.state.training_tensors", "saving"),
+    ("ingot.train.measure.sample_texts", "evaluating"), ("ingot.checkpoints.store.write_checkpoint", "saving"),
 ])
 def test_within_a_step_its_state_is_committed(where: str, phase: Phase, root: Path) -> None:
     """The slow function takes long enough for the signal to come while it runs."""
-    recipe = small_recipe(root, train__steps=100_000, checkpoint__every=2, train__evaluate_every=1, train__sample_every=1, evaluate__prompts="[the]")
+    every: dict[str, Any] = {"checkpoint__every": 2, "train__evaluate_every": 1, "train__sample_every": 1}
+    recipe = small_recipe(root, train__steps=100_000, checkpoint__asynchronous=False, evaluate__prompts="[the]", **every)
     slow = Slow(recipe, root, where, "time.sleep(0.5)")
     assert phase_of(recipe) in (phase, "loading")
     code, messages = slow.ended(signal.SIGTERM)
