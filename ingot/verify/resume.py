@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ingot.base.events import read_lines
 from ingot.base.progress import duration, say
 from ingot.base.storage import sha256_file
 from ingot.checkpoints.store import StoredTensors, newest_valid
-from ingot.config.load import dump_recipe
+from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.models.folder import weight_files
 from ingot.verify.proof import Check, Proof
@@ -53,46 +54,52 @@ def verify_resume(recipe: Recipe, ingot: Sequence[str] = INGOT) -> Proof:
         say("verify resume: the rest")
         _train(broken, ingot)
         title = f"resume of {recipe.name}: {STEPS} steps, a checkpoint every {EVERY}, killed after {' and '.join(map(str, KILLED_AT))}"
-        return Proof(title, [_really_lost(broken), _metrics(straight, broken), *_states(straight, broken), _export(straight, broken)])
+        both = straight.recipe, broken.recipe
+        return Proof(title, [_really_lost(broken.recipe), _metrics(*both), *_states(*both), _export(*both)])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A few steps of the recipe in a folder of its own. What is changed for that stands on the command line, which beats any environment."""
+
+    file: Path
+    changes: list[str]
+    recipe: Recipe
 
 
 @contextlib.contextmanager
-def _side_by_side(recipe: Recipe) -> Iterator[tuple[Recipe, Recipe]]:
-    """Two runs of a few steps of the recipe in folders of their own beside the prepared data, which go in the end."""
+def _side_by_side(recipe: Recipe) -> Iterator[tuple[Run, Run]]:
+    """Two runs beside the prepared data, which go in the end."""
     folder = recipe.folder.root / "verify-resume"
     shutil.rmtree(folder, ignore_errors=True)
     try:
+        folder.mkdir()
+        file = folder / "recipe.yaml"
+        file.write_text(dump_recipe(recipe), encoding="utf-8")
         runs = []
         for name in ("straight", "broken"):
-            run = Recipe.model_validate(_few_steps(recipe, folder / name))
-            run.folder.root.mkdir(parents=True)
-            run.folder.data.symlink_to(recipe.folder.data.resolve(), target_is_directory=True)
-            _file(run).write_text(dump_recipe(run), encoding="utf-8")
+            changes = [f"output={folder / name}", *_few_steps(recipe)]
+            run = Run(file, changes, load_recipe([file], changes))
+            run.recipe.folder.root.mkdir(parents=True)
+            run.recipe.folder.data.symlink_to(recipe.folder.data.resolve(), target_is_directory=True)
             runs.append(run)
         yield runs[0], runs[1]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _file(run: Recipe) -> Path:
-    """Not the run folder's own recipe, in which each attempt writes what it was given."""
-    return Path(run.output) / "recipe.yaml"
+def _few_steps(recipe: Recipe) -> list[str]:
+    often = [f"train.{knob}=2" for knob in ("evaluate_every", "sample_every") if getattr(recipe.train, knob)]
+    return [
+        "train.epochs=null", "train.tokens=null", f"train.steps={STEPS}", "train.profile=null", *often, f"checkpoint.every={EVERY}", "checkpoint.upload=null",
+        "checkpoint.notice=null", "track.every=1", "track.wandb=null", "chaos={}",
+    ]
 
 
-def _few_steps(recipe: Recipe, output: Path) -> dict[str, Any]:
-    values = recipe.model_dump(mode="json", exclude_unset=True)
-    train = values.setdefault("train", {})
-    train |= {"steps": STEPS, "epochs": None, "tokens": None, "profile": None}
-    train |= {knob: 2 for knob in ("evaluate_every", "sample_every") if train.get(knob)}
-    values["checkpoint"] = {**values.get("checkpoint", {}), "every": EVERY, "upload": None, "notice": None}
-    values["track"] = {**values.get("track", {}), "every": 1, "wandb": None}
-    return {**values, "output": str(output), "chaos": {}}
-
-
-def _train(recipe: Recipe, ingot: Sequence[str], kill_at: int | None = None) -> None:
+def _train(run: Run, ingot: Sequence[str], kill_at: int | None = None) -> None:
     """Train until the end, or until it kills itself."""
     chaos = [] if kill_at is None else [f"chaos.kill_at={kill_at}"]
-    ended = subprocess.run([*ingot, "train", str(_file(recipe)), *chaos], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run([*ingot, "train", str(run.file), *run.changes, *chaos], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     killed = ended.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
     if kill_at is None and ended.returncode:
         raise Failed(f"training ended with {ended.returncode}: {_last_line(ended.stderr)}")

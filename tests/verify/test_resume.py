@@ -67,7 +67,10 @@ def details(proof: Proof) -> dict[str, tuple[bool | None, str]]:
     return {check.what: (check.passed, check.detail) for check in proof.checks}
 
 
-def test_what_resumes_exactly_is_proved(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_resumes_exactly_is_proved(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says of steps and checkpoints."""
+    monkeypatch.setenv("INGOT_TRAIN__STEPS", "6")
+    monkeypatch.setenv("INGOT_CHECKPOINT__EVERY", "100")
     recipe = small_recipe(root, train__evaluate_every=3, checkpoint__best="loss")
     file = root / "recipe.yaml"
     file.write_text(dump_recipe(recipe))
