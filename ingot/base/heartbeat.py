@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ingot.base.progress import say
 from ingot.base.storage import disk_errors
 
 Phase = Literal["loading", "first step", "step", "evaluating", "saving", "exporting", "over"]
@@ -68,7 +69,7 @@ class Heart:
                 # Each rank makes room for its own slot and those before it; none ever makes the file shorter.
                 if os.fstat(descriptor).st_size < self._offset + SLOT_BYTES:
                     os.pwrite(descriptor, b"\0", self._offset + SLOT_BYTES - 1)
-                self._memory = mmap.mmap(descriptor, self._offset + SLOT_BYTES)
+                self._memory = _mapped(descriptor, self._offset + SLOT_BYTES, path)
             finally:
                 os.close(descriptor)
         self.attempt, self.step, self.place, self.usual_s = attempt, 0, 0, 0.0
@@ -93,6 +94,15 @@ class Heart:
 
     def close(self) -> None:
         self._memory.close()
+
+
+def _mapped(descriptor: int, size: int, path: Path) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, size)
+    except OSError as error:
+        # Some network and user-space file systems map no files.
+        say(f"warning: {path} cannot be mapped ({error.strerror}): nobody will see whether this rank hangs; training goes on")
+        return mmap.mmap(-1, size)
 
 
 def read_beats(path: Path) -> list[Beat]:

@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 import time
+import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
-
-import httpx
 
 from ingot.base.progress import say
 
@@ -56,15 +56,17 @@ def _told_by_server(over: threading.Event) -> bool:
     https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption; $GCE_METADATA_HOST is its address elsewhere.
     """
     url = f"http://{os.environ.get('GCE_METADATA_HOST', 'metadata.google.internal')}{PREEMPTED}"
+    straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine's own server
+    request = urllib.request.Request(f"{url}?wait_for_change=true&timeout_sec={int(WAIT_S)}", headers={"Metadata-Flavor": "Google"})
     warned = False
     while not over.is_set():
         began = time.monotonic()
         try:
-            answer = httpx.get(url, params={"wait_for_change": "true", "timeout_sec": int(WAIT_S)}, headers={"Metadata-Flavor": "Google"}, timeout=WAIT_S + 10)
-            if answer.status_code == 200 and answer.text.strip() == "TRUE":
-                return True
-            failed = "" if answer.status_code == 200 else f"it answered {answer.status_code}"
-        except httpx.HTTPError as error:
+            with straight.open(request, timeout=WAIT_S + 10) as answer:
+                if answer.read().strip() == b"TRUE":
+                    return True
+            failed = ""
+        except (OSError, HTTPException) as error:
             failed = str(error) or type(error).__name__
         if failed and not warned:
             warned = True

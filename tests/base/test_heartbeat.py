@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from ingot.base.heartbeat import SLOT_BYTES, Heart, heartbeat_file, read_beats
 
@@ -61,3 +65,17 @@ def test_what_a_killed_process_said_stays(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -9
     (beat,) = read_beats(heartbeat_file(tmp_path))
     assert (beat.phase, beat.step) == ("saving", 9)
+
+
+def test_where_no_file_can_be_mapped_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    original = mmap.mmap
+
+    def refused(descriptor: int, size: int) -> mmap.mmap:
+        if descriptor >= 0:
+            raise OSError(errno.ENODEV, "No such device")
+        return original(descriptor, size)
+
+    monkeypatch.setattr("mmap.mmap", refused)
+    Heart(tmp_path, rank=0, local_rank=0, attempt=1).beat("step", step=1)
+    assert "cannot be mapped (No such device): nobody will see whether this rank hangs" in capsys.readouterr().err
+    assert read_beats(heartbeat_file(tmp_path)) == []
