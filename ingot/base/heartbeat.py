@@ -66,9 +66,9 @@ class Heart:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                # Each rank makes room for its own slot and those before it; none ever makes the file shorter.
-                if os.fstat(descriptor).st_size < self._offset + SLOT_BYTES:
-                    os.pwrite(descriptor, b"\0", self._offset + SLOT_BYTES - 1)
+                # Each rank makes room for its own slot and those before it; none ever makes the file shorter. Written, not only made longer:
+                # where the disk is full later on, writing through memory to what has no place yet would kill us.
+                os.pwrite(descriptor, b"\0", self._offset + SLOT_BYTES - 1)
                 self._memory = _mapped(descriptor, self._offset + SLOT_BYTES, path)
             finally:
                 os.close(descriptor)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ingot.base.errors import Failed
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import committed, newest_valid, save_checkpoint, step_folder
 from ingot.parallel.mesh import running_mesh
+from ingot.train import run as train_run
+from ingot.train.run import train as whole_training
 from tests.checkpoints.states import ALONE, assert_equal, gate, load, small_disk, state_of, train, trained
 from tests.ranks import run_ranks
+from tests.small import small_recipe
+from tests.train.test_run import metrics, weights
 
 MEGABYTES = 2
 
@@ -119,3 +126,33 @@ def test_both_of_two_ranks_are_told(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTES) as disk:
         assert run_ranks(2, two_ranks, disk) == [["1", "disk full", "3"]] * 2
         assert [found.step for found in committed(disk / "checkpoints")] == [3, 1]
+
+
+def test_a_training_whose_disk_fills_up_says_so_and_goes_on_when_there_is_space(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}
+    straight = small_recipe(root, **knobs)
+    whole_training(straight)
+    with small_disk(tmp_path / "disk", 4 * MEGABYTES) as disk:
+        shutil.copytree(root / "text", disk / "text")
+        recipe = small_recipe(disk, **knobs)
+        shutil.copytree(straight.folder.data, recipe.folder.data)
+        original, filled = train_run._step, disk / "other"
+
+        def step(number: int, *more: Any) -> Any:
+            if number == 5:
+                with contextlib.suppress(OSError):  # a checkpoint is being written meanwhile
+                    fill(disk, 0)
+            return original(number, *more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train_run, "_step", step)
+            with pytest.raises(Failed, match=r"^disk full while writing .*; make space and run the same command again$"):
+                whole_training(recipe)
+        filled.unlink()
+        found = newest_valid(recipe.folder.checkpoints)
+        assert found is not None
+        assert found.step >= 2
+        whole_training(recipe)
+        assert metrics(recipe) == metrics(straight)
+        expected = weights(straight)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())

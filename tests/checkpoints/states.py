@@ -122,4 +122,4 @@ def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)  # lazily: what was raised may keep files of it open
