@@ -162,7 +162,7 @@ class _Ledger:
                 self._now = max(self._now, mono - attempt.zero)
             attempt.last = max(attempt.last, beat.step)
             if not alive and not self._deaths:
-                self._deaths.append(Death(self._now, number(beat.wall), step=beat.step, words={"lost": f"ended while {beat.phase}"}))
+                self._deaths.append(Death(self._now, number(beat.wall), step=beat.step, words={"lost": f"ended in phase {beat.phase}"}))
         if attempt is not None and alive and not later and not self._deaths:
             self._runs_on(attempt, beat if own else None)
         elif not self._stands:

@@ -54,7 +54,7 @@ def note_lost(run: RunFolder, tell: Tell) -> None:
     if died is None or died.phase == "over" or not any(died.spent.values()):
         return
     kept = next((found.step for found in committed(run.checkpoints)), 0)
-    cause = f"attempt {died.attempt} ended while {died.phase}"
+    cause = f"attempt {died.attempt} ended in phase {died.phase}"
     tell("lost", step=kept, seconds=sum(died.spent.values()), steps=max(died.step - kept, 0), cause=cause)
 
 

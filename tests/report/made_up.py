@@ -115,7 +115,7 @@ def _events(run: RunFolder, steps: int) -> None:
     save(56, 50, 17.7)
     save(74, 100, 15.8)
     event(81, "failure", 118, "train: killed (out of memory?)")
-    event(125, "lost", 100, "attempt 1 ended while step", 8.0, attempt=2, steps=18)
+    event(125, "lost", 100, "attempt 1 ended in phase step", 8.0, attempt=2, steps=18)
     event(127, "start", 100, "resumed", 4.0, attempt=2)
     for step in range(150, steps + 1, 50):
         save(127 + step / 4, step, 34.7 if step == 150 else 10.3, attempt=2)

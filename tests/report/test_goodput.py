@@ -63,7 +63,7 @@ def a_killed(*, restart: bool = True) -> Told:
     if restart:
         told.event(70, "killed", attempt=1, rank=1, step=58, cause="chaos", what="rank", phase="step")
         told.event(73, "restart", attempt=2, seconds=2, cause="rank 1 was killed by SIGKILL at step 58")
-    told.event(75, "lost", attempt=2, step=40, seconds=21, steps=18, cause="attempt 1 ended while step")
+    told.event(75, "lost", attempt=2, step=40, seconds=21, steps=18, cause="attempt 1 ended in phase step")
     told.start(80, attempt=2, seconds=7, step=40, cause="resumed")
     told.save(100, step=60, spent={"productive": 19}, total_s=1)
     told.own(100, "finish", step=60, seconds=20)
@@ -85,7 +85,7 @@ def test_without_a_supervisor_what_the_next_attempt_says_counts() -> None:
     found = counted(a_killed(restart=False))
     # Dead at 48 + 21, as far as is known; nobody noticed.
     assert parts(found) == near(starting=17, productive=55, saving=3, lost=21, down=4)
-    assert [(loss.kind, loss.cause, loss.step, loss.wall) for loss in found.losses] == [("died", "attempt 1 ended while step", 58, Told.BEGAN + 69)]
+    assert [(loss.kind, loss.cause, loss.step, loss.wall) for loss in found.losses] == [("died", "attempt 1 ended in phase step", 58, Told.BEGAN + 69)]
 
 
 def test_going_on_on_another_host_counts_what_was_seen_of_the_dead_one() -> None:
@@ -154,7 +154,7 @@ def test_nobody_is_down_who_does_not_want_to_train() -> None:
 def test_a_kill_while_the_model_is_exported_costs_another_start_only() -> None:
     told = an_undisturbed()
     told.event(95, "killed", attempt=1, rank=None, step=80, cause="chaos", what="supervisor", phase="exporting")
-    told.event(500, "lost", attempt=2, step=80, seconds=0, steps=0, cause="attempt 1 ended while exporting")
+    told.event(500, "lost", attempt=2, step=80, seconds=0, steps=0, cause="attempt 1 ended in phase exporting")
     told.start(505, attempt=2, seconds=6, step=80, cause="resumed")
     told.own(505, "finish", step=80, seconds=0)
     found = counted(told)
@@ -174,10 +174,10 @@ def test_deaths_before_the_first_step_are_down_and_told_one_by_one() -> None:
     told.start(10, attempt=1, seconds=10)
     told.event(20, "killed", attempt=1, rank=None, step=3, cause="chaos", what="group", phase="step")
     told.event(22, "restart", attempt=2, seconds=1, cause="rank 0 was killed")
-    told.event(24, "lost", attempt=2, step=0, seconds=9, steps=3, cause="attempt 1 ended while step")
+    told.event(24, "lost", attempt=2, step=0, seconds=9, steps=3, cause="attempt 1 ended in phase step")
     told.event(26, "killed", attempt=2, rank=0, step=0, cause="chaos", what="rank", phase="loading")
     told.event(30, "restart", attempt=2, seconds=4, cause="rank 0 was killed")
-    told.event(31, "lost", attempt=2, step=0, seconds=0, steps=0, cause="attempt 2 ended while loading")
+    told.event(31, "lost", attempt=2, step=0, seconds=0, steps=0, cause="attempt 2 ended in phase loading")
     told.event(40, "restart", attempt=2, seconds=5, cause="rank 1 was killed")
     told.event(60, "give_up", attempt=2, cause="two failures in a row; the last failure: rank 1 was killed")
     found = counted(told)
@@ -238,7 +238,7 @@ def test_a_training_that_runs_counts_what_its_heartbeat_says() -> None:
     assert [(span.end, span.ended, span.last) for span in found.attempts] == [("running", pytest.approx(80), 70)]
     dead = counted(told, a_beat(80, attempt=1, step=70, phase="evaluating", spent=spent))
     assert parts(dead) == near(starting=10, productive=38, saving=1, lost=31)
-    assert [(loss.step, loss.cause) for loss in dead.losses] == [(70, "ended while evaluating")]
+    assert [(loss.step, loss.cause) for loss in dead.losses] == [(70, "ended in phase evaluating")]
     assert parts(counted(told, None, alive=True)) == near(starting=10, productive=39, saving=1)
     assert parts(counted(told)) == near(starting=10, productive=38, saving=1, lost=1)
 

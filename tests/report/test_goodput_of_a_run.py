@@ -50,7 +50,7 @@ def test_the_parts_of_a_training_that_died_are_its_wall_time(root: Path, monkeyp
     assert found.wall_s == pytest.approx(finish["t_wall"] - psutil.Process().create_time(), abs=tolerances.WALL_S)
     check_attempts(found)
     (loss,) = found.losses
-    assert (loss.step, loss.cause) == (30, "attempt 1 ended while step")
+    assert (loss.step, loss.cause) == (30, "attempt 1 ended in phase step")
     assert 0 < loss.lost_s == pytest.approx(found.seconds["lost"])
     assert loss.starting_s > 0.3
     assert all(found.seconds[part] > 0 for part in ("productive", "waiting", "evaluating", "saving", "starting"))

@@ -85,5 +85,5 @@ def test_a_training_that_runs_is_counted_up_to_its_heartbeat(run: RunFolder) -> 
     held.communicate()
     assert "Goodput 40.0 %: 1m 00s of 2m 30s were training; 50s starting, 25s evaluating, 15s waiting for data, and it runs." in text
     assert "1m 40s lost and repeated, 50s starting" in Page(write_page(run)).text
-    assert "ended while evaluating" in Page(write_page(run)).text
+    assert "ended in phase evaluating" in Page(write_page(run)).text
     heart.close()
