@@ -202,7 +202,8 @@ class _Watch:
     def _tell_hang(self, hang: Hang) -> None:
         wrote = ask_for_stacks(self.attempt, self.run_folder.logs, self.attempt.beats())
         named = {rank: path for rank, path in wrote.items() if rank in hang.ranks}
-        self.told = f"{hang.told()}{told_stacks(named)}"
+        silent = [f"rank {rank} does not answer" for rank in hang.ranks if named and rank not in wrote]
+        self.told = "; ".join([f"{hang.told()}{told_stacks(named)}", *silent])
         for rank in hang.ranks:
             note(self.run_folder.events, "hang", rank=rank, step=hang.step, seconds=hang.quiet_s, cause=hang.told(),
                  stacks=str(named[rank]) if rank in named else None)
