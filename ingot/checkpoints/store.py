@@ -53,17 +53,6 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def save_checkpoint(checkpoints: Path, step: int, masters: Masters, optimizer: Optimizer, payload: Mapping[str, Any], mesh: Mesh) -> Path:
-    """Write and commit the state after `step` optimizer steps; all ranks call it, it returns on all when it is committed.
-
-    `payload` goes into the marker: samples seen, identities, hook states.
-
-    Raises:
-        Failed: the disk is full; earlier checkpoints stay.
-    """
-    return write_checkpoint(checkpoints, step, training_tensors(masters, optimizer), payload, mesh).folder
-
-
 @dataclass(frozen=True)
 class Written:
     """A checkpoint that was committed just now."""

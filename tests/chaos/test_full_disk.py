@@ -14,12 +14,13 @@ import torch
 
 from ingot.base.errors import Failed
 from ingot.checkpoints.saver import Saver
-from ingot.checkpoints.store import committed, newest_valid, save_checkpoint, step_folder
+from ingot.checkpoints.store import committed, newest_valid, step_folder
 from ingot.parallel.mesh import running_mesh
 from ingot.train import run as train_run
 from ingot.train.run import train as whole_training
 from tests.checkpoints.states import ALONE, assert_equal, gate, load, small_disk, state_of, train, trained
 from tests.ranks import run_ranks
+from tests.saving import save_checkpoint
 from tests.small import small_recipe
 from tests.train.test_run import metrics, weights
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ingot.base.environment import Ranks
 from ingot.checkpoints import store
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import load_checkpoint, newest_valid, save_checkpoint
+from ingot.checkpoints.store import load_checkpoint, newest_valid
 from ingot.config.work import SGD, AdamW
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
@@ -27,6 +27,7 @@ from ingot.models.initial import initialise
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optim import make_optimizer
+from tests.saving import save_checkpoint
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ingot.base.errors import Failed
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, WholeWeights, checkpoint_in, load_checkpoint, save_checkpoint, step_folder
+from ingot.checkpoints.store import COMMIT, WholeWeights, checkpoint_in, load_checkpoint, step_folder
 from ingot.config.layout import Parallel
 from ingot.config.work import AdamW, Lora
 from ingot.models.architecture import DecoderConfig
@@ -24,6 +24,7 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optim import make_optimizer
 from tests.ranks import run_ranks
+from tests.saving import save_checkpoint
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 2,

@@ -15,7 +15,7 @@ from ingot.base import markers
 from ingot.base.markers import FileEntry, entry_of, read_marker
 from ingot.base.storage import sha256_file
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, newest_valid, save_checkpoint, step_folder, write_checkpoint
+from ingot.checkpoints.store import COMMIT, newest_valid, step_folder, write_checkpoint
 from ingot.checkpoints.writer import HashedStream, write_tensors
 from ingot.config.layout import Parallel
 from ingot.models.placed import local
@@ -23,6 +23,7 @@ from ingot.parallel.mesh import running_mesh
 from tests.checkpoints.states import ALONE, trained
 from tests.checkpoints.test_layouts import trainee, value
 from tests.ranks import run_ranks
+from tests.saving import save_checkpoint
 
 
 def no_reading(path: object) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.checkpoints.store import load_checkpoint, newest_valid, save_checkpoint, step_folder
+from ingot.checkpoints.store import load_checkpoint, newest_valid, step_folder
 from ingot.config.shape import BatchPlan, Degrees
 from ingot.config.work import SGD, AdamW
 from ingot.models.folder import stored_tensors
@@ -30,6 +30,7 @@ from tests import tolerances
 from tests.parallel import wrapped_run
 from tests.parallel.wrapped_run import MODEL, Case, run_case
 from tests.ranks import run_ranks
+from tests.saving import save_checkpoint
 from tests.small import small_recipe
 from tests.train.test_step import distance, global_batch
 
