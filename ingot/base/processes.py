@@ -9,6 +9,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 
@@ -27,6 +28,14 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     if os.getppid() != parent:
         # The parent died before the kernel was asked.
         os.kill(os.getpid(), signum)
+
+
+def catches(process: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; False where the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        masks = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines() if ":" in line)
+        return bool(int(masks.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+    return False
 
 
 def tied_to_me(signum: int = signal.SIGKILL) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from ingot.base.processes import tied_to_me
 _LISTENS = re.compile(r"^serving .+ at (http://\S+)")
 START_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def _wait_for_health(process: subprocess.Popen[bytes], url: str) -> None:
         if process.poll() is not None:
             raise Failed(f"the server ended (exit {process.returncode}); its message stands above")
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5.0).status_code == httpx.codes.OK:
-                return
+            if any(httpx.get(f"{url}{route}", timeout=5.0).status_code == httpx.codes.OK for route in ("/health", "/v2/health/ready")):
+                return  # the second is Triton's
         time.sleep(0.05)
     raise Failed(f"the server at {url} was not ready within {START_TIMEOUT_S:g} s; try `ingot serve` with the same recipe")

@@ -28,18 +28,24 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in text and not text.startswith("file://")
 
 
+def _remote() -> Any:
+    """fsspec, told that a bucket is of the usual kind: gcsfs would ask each of them, by a protocol that not every place answers, and warn."""
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    return fsspec
+
+
 def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
     """A binary stream of a local or remote file; bytes as stored, nothing decompressed."""
     if not is_remote(path):
         return Path(path).open("rb")
-    stream: IO[bytes] = fsspec.open(os.fspath(path), "rb").open()
+    stream: IO[bytes] = _remote().open(os.fspath(path), "rb").open()
     return stream
 
 
 def find_files(pattern: str) -> list[str]:
     """Files that `pattern` (a path, a folder or a glob) names, sorted; [] when there is none. Folders are walked."""
     if is_remote(pattern):
-        filesystem, root = fsspec.core.url_to_fs(pattern)
+        filesystem, root = _remote().core.url_to_fs(pattern)
         found = filesystem.glob(root) if glob.has_magic(root) else filesystem.find(root)
         return sorted(filesystem.unstrip_protocol(name) for name in found)
     files: list[str] = []
@@ -54,7 +60,7 @@ def find_files(pattern: str) -> list[str]:
 def stamp(path: str) -> dict[str, Any]:
     """What tells cheaply whether a file changed: size and modification time (or the object's own version tag)."""
     if is_remote(path):
-        filesystem, root = fsspec.core.url_to_fs(path)
+        filesystem, root = _remote().core.url_to_fs(path)
         info = filesystem.info(root)
         return {"path": path, "bytes": info["size"], "tag": str(info.get("etag") or info.get("generation") or "")}
     status = os.stat(path)

@@ -10,10 +10,13 @@ from typing import Annotated
 import typer
 
 import ingot
+from ingot.cli.adopt import adopt
 from ingot.cli.bench import bench
 from ingot.cli.guard import guarded, listen_to_signals
+from ingot.cli.images import images
 from ingot.cli.launch import launch
 from ingot.cli.show import show
+from ingot.cli.submit import submit
 from ingot.cli.verify import verify
 
 WORK, RESULT, LOOK = "From text to a model", "The model at work", "Looking and asking"
@@ -24,10 +27,6 @@ app = typer.Typer(
     help="Trains large language models end to end: raw text in, a served model out.",
     epilog="Start with: ingot run recipes/quickstart.yaml",
 )
-app.add_typer(show, name="show", rich_help_panel=LOOK)
-app.add_typer(verify, name="verify", rich_help_panel=LOOK)
-app.add_typer(launch, name="launch", rich_help_panel=WORK)
-app.command(rich_help_panel=LOOK, epilog="Example: ingot bench recipes/quickstart.yaml --micro-batch 1,2,4 --precision fp32,bf16")(bench)
 
 Arguments = Annotated[
     list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
@@ -132,19 +131,25 @@ def deploy(
     settings: Settings = None,
     version: Annotated[int | None, typer.Option("--version", help="The version to make live; the newest when left out.")] = None,
     rollback: Annotated[bool, typer.Option("--rollback", help="Back to the version that was live before.")] = False,
+    canary: Annotated[int | None, typer.Option("--canary", metavar="PERCENT", help="Of an endpoint's traffic, what the new version gets first.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare a prediction of the endpoint with the model folder's before all traffic moves.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done or sent, and do nothing.")] = False,
 ) -> int:
-    """Make a registered version the live one."""
+    """Make a registered version the live one, behind its endpoint where the registry is Vertex AI's."""
     from ingot.cli.model import deploy_version
 
-    return deploy_version(target, settings or [], version=version, rollback=rollback)
+    return deploy_version(target, settings or [], version=version, rollback=rollback, canary=canary, verify=verify, dry_run=dry_run)
 
 
 @app.command(rich_help_panel=RESULT, epilog="Example: ingot serve runs/quickstart serve.port=8080")
-def serve(target: Target, settings: Settings = None) -> int:
-    """Serve a model over HTTP (OpenAI's routes and Vertex's) until stopped."""
+def serve(
+    target: Target, settings: Settings = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")] = False,
+) -> int:
+    """Serve a model over HTTP (OpenAI's routes and Vertex's) until stopped; serve.engine says what answers."""
     from ingot.cli.model import serve_model
 
-    return serve_model(target, settings or [])
+    return serve_model(target, settings or [], dry_run=dry_run)
 
 
 @app.command(rich_help_panel=RESULT, epilog='Example: ingot predict runs/quickstart "def main(" max_tokens=40 temperature=0')
@@ -165,12 +170,17 @@ def explain(knob: Annotated[str, typer.Argument(metavar="KNOB", help="Dotted nam
     return explain_knob(knob)
 
 
-@app.command(rich_help_panel=LOOK, epilog="Example: ingot doctor")
-def doctor() -> int:
+@app.command(rich_help_panel=LOOK, epilog="Example: ingot doctor --cloud recipes/quickstart.yaml")
+def doctor(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="For --cloud.", show_default=False)] = None,
+    cloud: Annotated[bool, typer.Option("--cloud", help="Ask Google Cloud for all that the recipe needs, rather than this machine.")] = False,
+) -> int:
     """What this machine has, what is missing, and the command that gets it."""
-    from ingot.cli.doctor import examine
+    from ingot.cli.doctor import examine, examine_cloud
 
-    return examine()
+    if arguments and not cloud:
+        raise typer.BadParameter("a recipe is for --cloud")
+    return examine_cloud(arguments or []) if cloud else examine()
 
 
 @app.command(name="export", rich_help_panel=RESULT, epilog="Example: ingot export runs/quickstart exported/quickstart")
@@ -196,3 +206,13 @@ def import_(
     from ingot.cli.model import copy_checked
 
     return copy_checked(source, target, "hf", overwrite=overwrite)
+
+
+# After the functions above, so that help begins with the order of life.
+app.command(rich_help_panel=WORK, epilog="Example: ingot submit recipes/quickstart.yaml --dry-run")(submit)
+app.command(rich_help_panel=WORK, epilog="Example: ingot adopt old/config.yaml old/.env > recipe.yaml")(adopt)
+app.command(rich_help_panel=LOOK, epilog="Example: ingot bench recipes/quickstart.yaml --micro-batch 1,2,4 --precision fp32,bf16")(bench)
+app.add_typer(launch, name="launch", rich_help_panel=WORK)
+app.add_typer(images, name="images", rich_help_panel=WORK)
+app.add_typer(show, name="show", rich_help_panel=LOOK)
+app.add_typer(verify, name="verify", rich_help_panel=LOOK)

@@ -1,4 +1,4 @@
-"""`ingot doctor`: what this machine has, what is missing, and the command that gets it."""
+"""`ingot doctor`: what this machine, or with --cloud Google Cloud, has, what is missing, and the command that gets it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,31 @@ def examine() -> int:
         console.width = 140
     console.print(table)
     missing = [finding.what for finding in findings if finding.needed and not finding.ok]
+    if missing:
+        say(f"missing and needed: {', '.join(missing)}")
+    return EXIT_FAILED if missing else EXIT_DONE
+
+
+def examine_cloud(arguments: Sequence[str]) -> int:
+    """Print what Google Cloud lacks for a recipe, each with the command that helps; the exit code is 1 when something is needed and missing."""
+    from ingot.cli.arguments import read_recipe, settings_without_recipe, split
+    from ingot.cloud import check_machines, check_project, check_resources, checks
+
+    recipe = read_recipe(arguments) if split(arguments)[0] else settings_without_recipe(arguments)
+    site = checks.site_of(recipe)
+    findings = checks.examine(site, (
+        ("project", check_project.project), ("services", check_project.services), ("roles of the jobs' account", check_project.account_roles),
+        ("your rights", check_project.caller_rights), ("acting as the jobs' account", check_project.acting), ("bucket", check_resources.bucket),
+        ("repository", check_resources.repository), ("subnetwork", check_resources.subnetwork), ("secrets", check_resources.secrets),
+        ("TensorBoard", check_resources.tensorboard), ("machine types", check_machines.types), ("quota", check_machines.quotas),
+    ))
+    console = Console(soft_wrap=True, highlight=False)  # commands are copied from here, and must not be broken
+    for finding in findings:
+        color, mark = {True: ("green", "ok"), False: ("red" if finding.needed else "yellow", "missing"), None: ("yellow", "unknown")}[finding.ok]
+        console.print(Text(f"{mark:8}", color), Text(f"{finding.what}: {finding.found}"))
+        if not finding.ok and finding.get:
+            console.print(Text(f"         {finding.get}"))
+    missing = [finding.what for finding in findings if finding.needed and finding.ok is False]
     if missing:
         say(f"missing and needed: {', '.join(missing)}")
     return EXIT_FAILED if missing else EXIT_DONE

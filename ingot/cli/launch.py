@@ -6,15 +6,15 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
-    from ingot.launch.job import Handle, Job
-    from ingot.launch.local import LocalLauncher
+    from ingot.launch.job import Job, Launcher
+    from ingot.launch.known import Known
+    from ingot.launch.local import Ended, LocalLauncher
 
 launch = typer.Typer(
     no_args_is_help=True, help="Run a verb as a job; a training is watched, and started again when it fails. `launch.detach=true` needs no terminal."
@@ -29,7 +29,6 @@ Again = Annotated[bool, typer.Option("--again", help="Do it although nothing cha
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")]
 Handled = Annotated[bool, typer.Option("--handled", hidden=True)]  # whoever started us keeps the handle
 Named = Annotated[str | None, typer.Option("--job", metavar="VERB", help="Of this verb; the last one started when left out.", show_default=False)]
-FOLLOW_S = 0.2
 OTHERS = {"ingest": "Read the sources", "prepare": "Tokenize", "evaluate": "Measure a model", "gate": "Decide", "register": "Keep the model as a version"}
 
 
@@ -62,17 +61,31 @@ def _launch(verb: str, arguments: list[str], options: list[str], *, dry_run: boo
     from ingot.launch.local import LocalLauncher
     from ingot.pipeline.steps import STEPS
 
-    recipe = read_recipe(arguments)
-    launcher = LocalLauncher(recipe.folder.root)
+    recipe = read_recipe(arguments).at(verb)
+    here = LocalLauncher(recipe.folder.root)
     shared = any(step.verb == verb and step.distributed for step in STEPS)
-    job = Job(verb, (verb, *arguments, *options), recipe.launch.processes if shared else 1)
     if recipe.launch.detach:
         # What goes on without a terminal is the supervisor itself.
         job = Job(verb, ("launch", verb, *arguments, "launch.detach=false", *options, "--handled"))
-    if dry_run:
-        print(launcher.render(job), end="")
-        return 0
-    return _submit(job, recipe, launcher) if recipe.launch.detach else _here(job, recipe, launcher, handled=handled)
+        return _show(here, job) if dry_run else _submit(job, recipe, here)
+    # `run` itself goes on here; the steps that several nodes can share go where the recipe says.
+    if recipe.launch.kind != "local" and verb != "run":
+        from ingot.launch.places import launcher, place
+
+        job = place(recipe, verb, arguments, shared=shared, options=options)
+        return _show(launcher(recipe), job) if dry_run else _here(job, recipe, here, handled=handled)
+    job = Job(verb, (verb, *arguments, *options), recipe.launch.processes if shared else 1)
+    return _show(here, job) if dry_run else _here(job, recipe, here, handled=handled)
+
+
+def _show(launcher: LocalLauncher | Launcher, job: Job) -> int:
+    """What would be started, and what stands in its way from here."""
+    from ingot.base.progress import say
+
+    for reason in launcher.can(job):
+        say(f"note: as things are it could not be started: {reason}")
+    print(launcher.render(job), end="")
+    return 0
 
 
 def _submit(job: Job, recipe: Recipe, launcher: LocalLauncher) -> int:
@@ -90,21 +103,18 @@ def _submit(job: Job, recipe: Recipe, launcher: LocalLauncher) -> int:
 
 
 def _here(job: Job, recipe: Recipe, launcher: LocalLauncher, *, handled: bool) -> int:
-    """Do the job in the foreground, under a handle."""
+    """Do the job in the foreground, under a handle: what runs elsewhere is waited for here."""
     from ingot.base.errors import EXIT_FAILED, IngotError
     from ingot.base.lock import folder_lock
     from ingot.base.progress import say
-    from ingot.launch.local import foreground
-    from ingot.launch.supervise import supervise
 
-    supervised = job.name == "train"
-    with folder_lock(recipe.folder.root, "run-lock") if supervised else contextlib.nullcontext():
+    with folder_lock(recipe.folder.root, "run-lock") if job.name == "train" else contextlib.nullcontext():
         handle = None if handled else launcher.begin(job)
         if handle is not None:
             say(f"{job.name}: process {handle.id}; `ingot launch status {recipe.folder.root}` and `cancel` find it from elsewhere")
         code = EXIT_FAILED
         try:
-            code = (supervise(job, recipe, results=sys.stdout) if supervised else foreground(job, results=sys.stdout)).code
+            code = _done(job, recipe).code
         except IngotError as error:
             code = error.exit_code
             raise
@@ -114,22 +124,29 @@ def _here(job: Job, recipe: Recipe, launcher: LocalLauncher, *, handled: bool) -
     return code
 
 
+def _done(job: Job, recipe: Recipe) -> Ended:
+    from ingot.launch.local import foreground
+    from ingot.launch.supervise import supervise
+
+    supervised = job.name == "train"
+    if recipe.launch.kind != "local" and job.name != "run":
+        from ingot.launch.places import do
+
+        return do(recipe, job, supervised=supervised)
+    return supervise(job, recipe, results=sys.stdout) if supervised else foreground(job, results=sys.stdout)
+
+
 @launch.command(epilog="Example: ingot launch status runs/quickstart")
 def status(run: RunOrRecipe) -> int:
     """The jobs of a run: queued, running, succeeded, failed, preempted, cancelled or unknown; and how far a training is."""
-    from ingot.base.heartbeat import heartbeat_file, read_beats
     from ingot.base.progress import duration
 
-    launcher, handles = _jobs(run, None)
-    for handle in handles:
-        state = launcher.status(handle)
-        more = ""
-        if state == "running" and handle.name in ("train", "run"):
-            beats = read_beats(heartbeat_file(launcher.folder / "heartbeats"))
-            beat = max(beats, key=lambda beat: beat.mono, default=None)
-            more = f", {beat.step:,} steps done, {beat.phase}" if beat else ""
-        since = f", for {duration(time.time() - handle.started)}" if state == "running" else ""
-        print(f"{handle.name:<10}{state:<11}process {handle.id}{since}{more}")
+    for job in _jobs(run, None):
+        state = job.state()
+        more = f", for {duration(time.time() - job.handle.started)}" if state == "running" else ""
+        if state == "running" and job.handle.name in ("train", "run"):
+            more += job.how_far()
+        print(f"{job.handle.name:<10}{state:<11}{job.where}{more}")
     return 0
 
 
@@ -137,22 +154,22 @@ def status(run: RunOrRecipe) -> int:
 def logs(
     run: RunOrRecipe, follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False, job: Named = None,
 ) -> int:
-    """What a detached job has said."""
+    """What a job has said that is detached, or runs elsewhere."""
     from ingot.base.errors import WrongInput
 
-    launcher, handles = _jobs(run, job)
-    handle = handles[0]
-    if not handle.log:
-        raise WrongInput(f"{handle.name} was started in a terminal, where its messages are; with launch.detach=true they are kept")
-    with launcher.logs(handle).open("rb") as stream:
-        while True:
-            over = launcher.status(handle) != "running"  # asked before reading, so that nothing it said is left out
-            while text := stream.read(1 << 16):
-                sys.stdout.buffer.write(text)
-            sys.stdout.buffer.flush()
-            if over or not follow:
-                return 0
-            time.sleep(FOLLOW_S)
+    found = _jobs(run, job)
+    told = next((each for each in found if each.has_log), None)
+    if told is None:
+        raise WrongInput(f"{found[0].handle.name} was started in a terminal, where its messages are; with launch.detach=true they are kept")
+    log = told.log()
+    while True:
+        over = told.state() not in ("running", "queued", "unknown")  # asked before reading, so that nothing it said is left out
+        while text := log.read():
+            sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+        if over or not follow:
+            return 0
+        time.sleep(told.look_s)
 
 
 @launch.command(epilog="Example: ingot launch cancel runs/quickstart")
@@ -161,35 +178,33 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
     from ingot.base.errors import Failed
     from ingot.base.progress import say
 
-    launcher, handles = _jobs(run, job)
-    running = [handle for handle in handles if launcher.status(handle) == "running"]
+    found = _jobs(run, job)
+    running = [each for each in found if each.state() in ("running", "queued")]
     if not running:
-        raise Failed(f"nothing runs there: {', '.join(f'{handle.name} {launcher.status(handle)}' for handle in handles)}")
-    for handle in running if job is not None else running[:1]:
-        launcher.cancel(handle, grace_s=_grace_s(launcher.folder))
-        say(f"{handle.name}: {launcher.status(handle)}")
+        raise Failed(f"nothing runs there: {', '.join(f'{each.handle.name} {each.state()}' for each in found)}")
+    for each in running if job is not None else _of_one(running):
+        if each.state() not in ("running", "queued"):
+            continue  # ended by the one that waited for it
+        each.cancel()
+        say(f"{each.handle.name}: {each.state()}")
     return 0
 
 
-def _jobs(run: str, name: str | None) -> tuple[LocalLauncher, list[Handle]]:
-    """The jobs of a run, the last one first."""
+def _of_one(running: list[Known]) -> list[Known]:
+    """Whoever waits for the last job, and that job itself, where it runs elsewhere."""
+    return [each for each in running if each.handle.name == running[0].handle.name]
+
+
+def _jobs(run: str, name: str | None) -> list[Known]:
+    """The jobs of a run, the last one first; whoever waits for a job comes before it."""
     from ingot.base.errors import WrongInput
     from ingot.cli.look import run_folder
-    from ingot.launch.local import LocalLauncher
+    from ingot.launch.known import known_jobs
 
-    launcher = LocalLauncher(run_folder(run).root)
-    handles = launcher.handles()
-    found = [handle for handle in handles if name in (None, handle.name)]
+    root = run_folder(run).root
+    jobs = known_jobs(root)
+    found = [job for job in jobs if name in (None, job.handle.name)]
     if not found:
-        others = f", only of {', '.join(handle.name for handle in handles)}" if handles else ""
-        raise WrongInput(f"{launcher.folder} has no job{f' of {name}' if name else ''}{others}; start one with `ingot launch {name or 'train'} RECIPE.yaml`")
-    return launcher, found
-
-
-def _grace_s(folder: Path) -> float:
-    """What a job of this run may take to stop: all that its ranks may, and a minute for what waits for them."""
-    from ingot.cli.arguments import read_recipe
-    from ingot.config.work import Checkpoint
-
-    resolved = folder / "recipe.yaml"
-    return 60.0 + (read_recipe([str(resolved)]).checkpoint if resolved.exists() else Checkpoint()).grace_s
+        others = f", only of {', '.join(job.handle.name for job in jobs)}" if jobs else ""
+        raise WrongInput(f"{root} has no job{f' of {name}' if name else ''}{others}; start one with `ingot launch {name or 'train'} RECIPE.yaml`")
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.cli.arguments import read_recipe, settings_without_recipe, split, values
 from ingot.cli.target import find_target
+from ingot.config.recipe import Recipe
 
 PREDICT: dict[str, Any] = {
     "max_tokens": -1, "temperature": 0.0, "top_p": 1.0, "seed": -1, "stop": "", "beams": 1, "chat": False, "api_key": "",
@@ -18,29 +20,43 @@ PREDICT: dict[str, Any] = {
 through the model's chat template, `api_key` is `env:NAME`."""
 
 
-def deploy_version(target: str, arguments: Sequence[str], *, version: int | None, rollback: bool) -> int:
-    """Move the live pointer of a registered name."""
-    from ingot.registry import verbs
+def deploy_version(
+    target: str, arguments: Sequence[str], *, version: int | None, rollback: bool, canary: int | None = None, verify: bool = False, dry_run: bool = False
+) -> int:
+    """Make a version of a registered name live: move its pointer, or put it behind its endpoint."""
+    from ingot.registry.deploying import Wish, address, deploy, rehearse
 
-    if rollback and version is not None:
-        raise WrongInput(f"--rollback and --version {version} are two wishes; give one of them")
     is_recipe = Path(target).is_file() or target.endswith((".yaml", ".yml"))
     recipe = read_recipe([target, *arguments]) if is_recipe else settings_without_recipe(arguments)
-    name, path = recipe.registry_name if is_recipe else target, recipe.registry_path
-    live = verbs.rollback(name, path=path) if rollback else verbs.deploy(name, version, path=path)
-    print(f"{name}@v{live.number} is live; see {live.folder}")
+    name, wish = recipe.registry_name if is_recipe else target, Wish(version, canary, verify, rollback)
+    if dry_run:
+        print(rehearse(recipe, name, wish, is_run=is_recipe), end="")
+        return 0
+    live = deploy(recipe, name, wish, is_run=is_recipe)
+    print(f"{name}@v{live.number} is live; see {address(recipe, name) or live.where}")
     return 0
 
 
-def serve_model(target: str, arguments: Sequence[str]) -> int:
-    """Serve until a signal comes."""
-    from ingot.serve.run import serve
+def serve_model(target: str, arguments: Sequence[str], *, dry_run: bool = False) -> int:
+    """Serve until a signal comes; `dry_run` prints what would be started instead."""
+    from ingot.serve.run import render, serve
 
+    folder, name, recipe = _served(target, arguments)
+    if dry_run:
+        print(render(folder, recipe.serve, name), end="")
+    else:
+        serve(folder, recipe.serve, name)
+    return 0
+
+
+def _served(target: str, arguments: Sequence[str]) -> tuple[Path, str, Recipe]:
+    """Folder, name and settings. Where Vertex AI says in $AIP_STORAGE_URI what is served, TARGET need not be there; its last part is the name."""
+    if os.environ.get("AIP_STORAGE_URI") and not Path(target).exists():
+        return Path(target), Path(target).name, settings_without_recipe(arguments)
     found = find_target(target, arguments)
     if found.folder is None:
         raise WrongInput(f"{target} is an address and served already; give a model folder, a run folder, a recipe or a registered name")
-    serve(found.folder, found.recipe.serve, found.name)
-    return 0
+    return found.folder, found.name, found.recipe
 
 
 def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:

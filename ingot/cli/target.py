@@ -11,6 +11,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import read_recipe, settings_without_recipe
 from ingot.config.recipe import Recipe
+from ingot.registry.kinds import registry_of
 from ingot.registry.verbs import resolve
 
 _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version>\d+))?", re.ASCII)
@@ -63,10 +64,10 @@ def _registered(target: str, more: Sequence[str]) -> Target:
     recipe = settings_without_recipe(more)
     path = recipe.registry_path
     match = _REGISTERED.fullmatch(target)
-    if match is None or not path.exists():
+    if match is None or (recipe.registry.kind == "local" and not path.exists()):
         raise WrongInput(
             f"{target} is no model folder, run folder, recipe or address, and there is no registry at {path} to look it up in; "
             f"check the path, or give output=FOLDER"
         )
     number = int(match["version"]) if match["version"] else None
-    return Target(target, resolve(match["name"], number, path=path), None, recipe)
+    return Target(target, resolve(registry_of(recipe), match["name"], number), None, recipe)

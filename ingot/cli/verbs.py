@@ -27,6 +27,8 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
         options = [*(["--again"] if again else []), *(["--debug"] if debug else [])]
         return subprocess.run([elsewhere, "-m", "ingot", verb, *arguments, *options], check=False).returncode
+    if step.distributed and recipe.launch.nodes > 1 and not is_rank():
+        raise WrongInput(f"launch.nodes={recipe.launch.nodes}: `ingot launch {verb}` starts a verb on several machines; use it, or set launch.nodes=1")
     if step.distributed and recipe.launch.processes > 1 and not is_rank():
         options = [*([AGAIN[verb]] if again else []), *(["--debug"] if debug else [])]
         return foreground(Job(verb, (verb, *arguments, *options), recipe.launch.processes), results=sys.stdout).code

@@ -1,4 +1,7 @@
-"""Rows out of BigQuery through Google's own client. The project and credentials are those of the environment."""
+"""Rows out of BigQuery through Google's own client, with the credentials of the environment.
+
+A query runs where its tables lie, which BigQuery finds out by itself: `cloud.region` is not asked for, since that of the runs may be another.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ RETRY_S = 60.0
 EMULATOR = "BIGQUERY_EMULATOR_HOST"
 
 
-def query_rows(sql: str) -> Iterator[dict[str, Any]]:
-    """The rows of a query, one page at a time in memory.
+def query_rows(sql: str, *, project: str | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a query, one page at a time in memory. `project` pays for it, that of the environment where it is None.
 
     Raises:
         WrongInput: the query is wrong or not allowed, there are no credentials or no project, or the package is missing.
         Failed: the service cannot be reached, or breaks down.
     """
-    client = _client()
+    client = _client(project)
     from google.api_core.exceptions import ClientError, GoogleAPIError
     from google.auth.exceptions import RefreshError, TransportError
     from google.cloud.bigquery import DEFAULT_RETRY
@@ -38,7 +41,7 @@ def query_rows(sql: str) -> Iterator[dict[str, Any]]:
         raise Failed(f"BigQuery cannot be reached or broke down ({_short(error)}); run the same command again") from error
 
 
-def _client() -> Any:
+def _client(project: str | None) -> Any:
     try:
         from google.auth.credentials import AnonymousCredentials
         from google.auth.exceptions import DefaultCredentialsError
@@ -48,11 +51,11 @@ def _client() -> Any:
     anonymous: Any = AnonymousCredentials
     try:
         # An emulator knows no credentials; the client takes its address from the environment itself.
-        return Client(credentials=anonymous()) if os.environ.get(EMULATOR) else Client()
+        return Client(project=project, credentials=anonymous()) if os.environ.get(EMULATOR) else Client(project=project)
     except DefaultCredentialsError as error:
         raise WrongInput(f"no credentials for BigQuery ({_short(error)}); run `gcloud auth application-default login`") from error
     except OSError as error:
-        raise WrongInput(f"no project for BigQuery ({_short(error)}); set $GOOGLE_CLOUD_PROJECT") from error
+        raise WrongInput(f"no project for BigQuery ({_short(error)}); set cloud.project, or $GOOGLE_CLOUD_PROJECT") from error
 
 
 def _short(error: Any) -> str:

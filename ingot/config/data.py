@@ -102,7 +102,7 @@ class LocalEngine(Section):
 
 
 class SparkEngine(Section):
-    """Prepare with the workers of Apache Spark, which see the run folder on a shared disk; needs `ingot[spark]` and Java."""
+    """Prepare with the workers of Apache Spark, which see the run folder on a shared disk, or share a bucket; needs `ingot[spark]` and Java."""
 
     kind: Literal["spark"]
     """Where `prepare` runs."""
@@ -112,10 +112,13 @@ class SparkEngine(Section):
     """Partitions that the work is cut into; 0: as many as Spark runs at once. The output is the same for any number."""
     conf: dict[str, str] = {}
     """Spark's own settings, such as `{spark.executor.memory: 4g}`."""
+    shared: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
+    """Address in a bucket by which workers get and hand over files where they see no shared disk: the run's replica, such as
+    `gs://BUCKET/ingot/runs/NAME`."""
 
 
 class BeamEngine(Section):
-    """Prepare with an Apache Beam runner, whose workers see the run folder on a shared disk."""
+    """Prepare with an Apache Beam runner, whose workers see the run folder on a shared disk, or share a bucket."""
 
     kind: Literal["beam"]
     """Where `prepare` runs."""
@@ -127,6 +130,9 @@ class BeamEngine(Section):
     """Interpreter of the environment that apache-beam lives in (constraints-beam.txt), where `prepare` then runs; empty: this one."""
     options: dict[str, str] = {}
     """Beam's pipeline options by name, such as `{direct_num_workers: "2"}`."""
+    shared: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
+    """Address in a bucket by which workers get and hand over files where they see no shared disk: the run's replica, such as
+    `gs://BUCKET/ingot/runs/NAME`."""
 
 
 def _engine_kind(value: Any) -> str:

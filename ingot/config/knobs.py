@@ -69,9 +69,10 @@ def nearest(path: str, within: str = "") -> str:
     last = path.rsplit(".", 1)[-1]
     if near := difflib.get_close_matches(last, siblings.values(), n=1, cutoff=0.6):
         return next(p for p, name in siblings.items() if name == near[0])
-    tails = {p.rsplit(".", 1)[-1]: p for p in reversed(paths)}
-    if near := difflib.get_close_matches(last, tails, n=1, cutoff=0.75):
-        return tails[near[0]]
+    tails = {p: p.rsplit(".", 1)[-1] for p in paths}
+    if near := difflib.get_close_matches(last, tails.values(), n=1, cutoff=0.75):
+        named = [p for p, tail in tails.items() if tail == near[0]]
+        return next((p for p in named if p.split(".")[0] == path.split(".")[0]), named[0])
     return difflib.get_close_matches(path, paths, n=1, cutoff=0.0)[0]
 
 
@@ -83,6 +84,8 @@ def _sections(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
     elif origin is list:
         for suffix, inner in _sections(arguments[0]):
             yield suffix or "[]", inner
+    elif origin is dict:
+        yield from (("[]", inner) for _, inner in _sections(arguments[1]))
     elif origin is typing.Annotated:
         yield from _sections(arguments[0])
     elif origin in (typing.Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""The knobs that say where things run and what happens to the result: gate, registry, serving, launching."""
+"""The knobs that say what happens to the result: gate, registry, serving; and failures on purpose."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ingot.config.section import Section
-
-Positive = Annotated[int, Field(gt=0)]
+from ingot.config.launch import Machine
+from ingot.config.section import Positive, Section
 
 GATED = "loss/bits_per_byte"
 """What the gate compares unless the kind of documents or the recipe says otherwise."""
@@ -34,6 +33,8 @@ class Gate(Section):
 class Registry(Section):
     """Where model versions are kept."""
 
+    kind: Literal["local", "vertex"] = "local"
+    """`local`: a file and folders on this disk. `vertex`: the Model Registry of Vertex AI, in `cloud.project` and `cloud.region`."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
     """Name that versions are registered under; the recipe's name when empty."""
     path: str | None = None
@@ -43,6 +44,17 @@ class Registry(Section):
 class Serve(Section):
     """The HTTP server."""
 
+    engine: Literal["native", "transformers", "vllm", "triton"] = "native"
+    """What answers: ingot's own decoder where it knows the model and transformers otherwise (`native`), transformers always, vLLM, or NVIDIA's
+    Triton. The last two run in environments or images of their own."""
+    python: str | None = None
+    """Interpreter of the environment that vLLM, or Triton's Python backend, lives in; this one when empty."""
+    image: str | None = None
+    """Container image that an endpoint of the cloud serves with; the engine's own when empty."""
+    machine: Machine = Machine()
+    """The machine behind an endpoint of the cloud."""
+    replicas: Annotated[tuple[Positive, Positive], Field()] = (1, 1)
+    """The least and the most machines behind an endpoint of the cloud."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
@@ -71,23 +83,6 @@ class Serve(Section):
         if value is not None and not value.startswith("env:"):
             raise ValueError("must be a reference such as env:NAME, not the key itself")
         return value
-
-
-class Launch(Section):
-    """Where verbs run."""
-
-    kind: Literal["local"] = "local"
-    """Where: on this machine."""
-    processes: Positive = 1
-    """Processes of a training or evaluation step on this machine."""
-    detach: bool = False
-    """`ingot launch` comes back at once and the job goes on without a terminal; follow it with `ingot launch logs RUN`."""
-    restarts: Annotated[int, Field(ge=0)] = 100
-    """How often a training that failed is started again from its newest checkpoint. Two failures without progress between them end it before."""
-    hang_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Seconds without a sign of life while steps are done after which a rank counts as hanging; `auto`: 30 and three times the usual step."""
-    start_s: Positive = 1800
-    """The same while a rank loads, compiles, evaluates, saves or exports."""
 
 
 class Chaos(Section):

@@ -9,11 +9,13 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
+from ingot.config.cloud import Cloud, Pipeline
 from ingot.config.data import Data, Pack
 from ingot.config.evaluation import ClassificationTask, Evaluate, LossTask, Task
+from ingot.config.launch import Launch
 from ingot.config.layout import Memory, Parallel, Precision
 from ingot.config.objective import Classify, Documents, Objective, Pretrain, documents_of
-from ingot.config.place import GATED, Chaos, Gate, Launch, Registry, Serve
+from ingot.config.place import GATED, Chaos, Gate, Registry, Serve
 from ingot.config.section import Section
 from ingot.config.work import Checkpoint, Model, Resume, Tokenizer, Track, Train
 
@@ -65,6 +67,10 @@ class Recipe(Section):
     """The HTTP server."""
     launch: Launch = Launch()
     """Where verbs run."""
+    cloud: Cloud = Cloud()
+    """Google Cloud."""
+    pipeline: Pipeline = Pipeline()
+    """The steps as a pipeline of the managed service."""
     chaos: Chaos = Chaos()
     """Failures on purpose."""
 
@@ -160,6 +166,14 @@ class Recipe(Section):
     def pack_held_out(self) -> Pack:
         """How held-out documents become rows: texts always as the stream cut, so that each token is measured once."""
         return "cut" if self.documents == "text" else self.pack
+
+    def at(self, verb: str) -> Recipe:
+        """The recipe with `launch` as `pipeline.steps` has it for one step."""
+        place = {str(name): place for name, place in self.pipeline.steps.items()}.get(verb)
+        if place is None:
+            return self
+        given = {"kind": place.launch, "image": place.image, "machine": place.machine, "nodes": place.nodes}
+        return self.model_copy(update={"launch": self.launch.model_copy(update={knob: value for knob, value in given.items() if value is not None})})
 
     @property
     def registry_name(self) -> str:

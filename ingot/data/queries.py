@@ -36,7 +36,7 @@ def query_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
         WrongInput: the query is wrong or not allowed, the column is missing, or the package is.
         Failed: BigQuery cannot be reached.
     """
-    for row, record in enumerate(query_rows(file.path), start=1):
+    for row, record in enumerate(query_rows(file.path, project=file.project), start=1):
         if row == 1:
             wanted.check("the result of the query", list(record))
         yield wanted.take(row, record)

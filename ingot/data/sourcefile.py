@@ -13,13 +13,14 @@ Format = Literal["jsonl", "json", "parquet", "csv", "tsv", "text", "arrow", "wik
 class SourceFile:
     """One file of a source. `name` stands in document identities: relative to the source, so that data may move.
 
-    `stamp` tells cheaply whether the file changed; `bytes` in it is 0 where the size is not known beforehand.
+    `stamp` tells cheaply whether the file changed; `bytes` in it is 0 where the size is not known beforehand. `project` is whose a query is.
     """
 
     path: str
     name: str
     format: Format
     stamp: dict[str, Any]
+    project: str | None = None
 
     @property
     def bytes(self) -> int:

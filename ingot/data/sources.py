@@ -54,7 +54,7 @@ def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
         found[split] = []
         for number, source in enumerate(sources):
             files = find_source(source, f"data.{split}[{number}].source")
-            files = _distinct(files)
+            files = [replace(file, project=recipe.cloud.project) if file.format == "bigquery" else file for file in _distinct(files)]
             while any(file.name in taken for file in files):
                 files = [replace(file, name=f"{split}{number}/{file.name}") for file in files]
             taken.update(file.name for file in files)

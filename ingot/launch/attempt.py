@@ -20,10 +20,11 @@ WELL = (EXIT_DONE, EXIT_KEEP, EXIT_STOPPED)
 
 @dataclass(frozen=True)
 class Exit:
-    """How an attempt ended: the rank that decided it, and its exit code, negative where a signal ended it."""
+    """How an attempt ended: the rank that decided it, and its exit code, negative where a signal ended it; `how` in words where that says more."""
 
     rank: int
     code: int
+    how: str = ""
 
     @property
     def shown(self) -> int:
@@ -31,6 +32,8 @@ class Exit:
         return 128 - self.code if self.code < 0 else self.code
 
     def told(self) -> str:
+        if self.how:
+            return self.how
         if self.code < 0:
             return f"rank {self.rank} was ended by {signal.Signals(-self.code).name}"
         return f"rank {self.rank} failed (exit {self.code})"
@@ -53,6 +56,10 @@ class Attempt(Protocol):
 
     def send(self, number: int, rank: int | None = None) -> None:
         """A signal to one rank, or to all that run."""
+        ...
+
+    def taken(self) -> bool:
+        """Once ended: whether the place did it (a time limit, a machine taken away) and nobody had asked, so that it is to be started again."""
         ...
 
     def stop(self) -> None:

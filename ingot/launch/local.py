@@ -127,7 +127,7 @@ class LocalLauncher:
 
     def handles(self) -> list[Handle]:
         """Of all jobs that were started in this run folder, the last one first."""
-        names = [path.stem for path in (self.folder / "jobs").glob("*.json")]
+        names = [path.stem for path in (self.folder / "jobs").glob("*.json") if "." not in path.stem]  # VERB.KIND.json are of other places
         found = [handle for name in names if (handle := self.find(name)) is not None]
         return sorted(found, key=lambda handle: handle.started, reverse=True)
 

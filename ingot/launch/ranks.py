@@ -1,4 +1,4 @@
-"""The ranks of a job on this machine: processes in one group, with torchrun's variables, which the kernel ends when we die.
+"""The ranks of a job on this node: processes in one group, with torchrun's variables, which the kernel ends when we die.
 
 Not torchrun's agent: exit codes come back as they are, the processes are ours, and nothing here loads torch.
 """
@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from ingot.base.errors import Failed
 from ingot.base.heartbeat import Beat, heartbeat_file, read_beats
-from ingot.base.processes import tied_to_me
+from ingot.base.processes import catches, tied_to_me
 from ingot.launch.attempt import WELL, Exit
 from ingot.launch.job import Job
 
@@ -29,6 +30,15 @@ END_S = 30.0
 """How long a killed process may take to be gone; longer, and it is stuck in the kernel."""
 PORTS = range(20_000, 30_000)
 """Below those that a system gives to whoever asks for any, so that nobody gets ours between our look and rank 0's."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Which node of a job this machine is, and where the ranks of all of them meet; without an address, on a free port of this machine."""
+
+    number: int = 0
+    address: str = ""
+    port: int = 0
 
 
 def python(job: Job) -> list[str]:
@@ -45,14 +55,14 @@ def environment(job: Job) -> dict[str, str]:
 
 
 class LocalRanks:
-    """An attempt (`ingot.launch.attempt.Attempt`) on this machine.
+    """An attempt (`ingot.launch.attempt.Attempt`) on this machine. Its ranks are counted from 0 whichever node it is.
 
     Messages go to our stderr, and so does the result unless `results` says where to. `heartbeats` is the run's folder of
     signs of life, where its ranks give any. Start it from a thread that lives as long as the process: the kernel ends the
     ranks when that thread is gone.
     """
 
-    def __init__(self, job: Job, *, results: TextIO | None = None, heartbeats: Path | None = None) -> None:
+    def __init__(self, job: Job, *, results: TextIO | None = None, heartbeats: Path | None = None, node: Node = Node()) -> None:
         self._heartbeats = heartbeats
         self._processes: list[subprocess.Popen[bytes]] = []
         self._codes: dict[int, int] = {}
@@ -61,11 +71,13 @@ class LocalRanks:
         self._until, self._gone = 0.0, False
         self._handed: set[int] = set()
         shared = {**os.environ, **environment(job)}
-        if job.processes > 1:
-            shared |= {"WORLD_SIZE": str(job.processes), "LOCAL_WORLD_SIZE": str(job.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        if job.world > 1:
+            port = node.port or free_port()
+            shared |= {"WORLD_SIZE": str(job.world), "LOCAL_WORLD_SIZE": str(job.processes), "GROUP_RANK": str(node.number), "GROUP_WORLD_SIZE": str(job.nodes),
+                       "MASTER_ADDR": node.address or "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             for rank in range(job.processes):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if job.processes > 1 else {}
+                own = {"RANK": str(node.number * job.processes + rank), "LOCAL_RANK": str(rank)} if job.world > 1 else {}
                 # A group of their own, so that Ctrl-C reaches them once (from us) and not twice.
                 self._processes.append(subprocess.Popen(
                     python(job), env={**shared, **own}, stdin=subprocess.DEVNULL, stdout=(results or sys.stderr).fileno(),
@@ -110,10 +122,18 @@ class LocalRanks:
         self._beats |= {beat.rank: beat for beat in read_beats(heartbeat_file(self._heartbeats)) if beat.pid in ours}
         return self._beats
 
+    def taken(self) -> bool:
+        return False  # whoever stops ranks here asks them, or us
+
     def send(self, number: int, rank: int | None = None) -> None:
         self._handed.add(number)
         for each in self.running() if rank is None else [rank]:
             self._processes[each].send_signal(number)
+
+    def send_if_caught(self, number: int, rank: int) -> None:
+        """A signal to a rank that does something with it; one that does not is left alone (Linux; elsewhere nobody is told)."""
+        if catches(self._processes[rank].pid, number):
+            self.send(number, rank)
 
     def stop(self) -> None:
         """Raises Failed when a process cannot be ended."""

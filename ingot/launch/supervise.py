@@ -6,7 +6,7 @@ Works wherever an `Attempt` can be started; the local one is the first. Reads th
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,6 +30,8 @@ from ingot.launch.watch import Hang, HangWatch, StragglerWatch
 LOOK_S = 0.25
 """Seconds between two looks at the signs of life."""
 LONGEST_WAIT_S = 60.0
+MOST_TAKEN = 3
+"""How often in a row a place may end a training that has come no further, before more would be paid in vain."""
 LEAVE_S = 30.0
 """What ranks that were asked to stop get beyond `checkpoint.grace_s`, after which they end themselves."""
 FRESH = "--fresh"
@@ -38,12 +40,15 @@ Stamp = tuple[int, int]
 """A file as it stands: its inode and when it was written, nanoseconds."""
 
 
-def supervise(job: Job, recipe: Recipe, *, results: TextIO | None = None, start: Start | None = None) -> Ended:
+def supervise(
+    job: Job, recipe: Recipe, *, results: TextIO | None = None, start: Start | None = None, checkpoints: Callable[[], dict[int, Stamp]] | None = None,
+) -> Ended:
     """Run a training until it is done, starting it again when it fails. Whoever calls it holds the run folder's `run-lock`.
 
     A failure is a rank's death by a signal, an exit code that says so, or a hang; 0, 2, 3, 75 and the answer to a signal that we handed on are none.
     It ends with the last failure's exit code after `launch.restarts` restarts, or when there is no newer checkpoint than at the failure before.
-    `start` starts the ranks, on this machine when it is not given; results go to `results`, or stderr.
+    `start` starts the ranks, on this machine when it is not given; results go to `results`, or stderr. `checkpoints` tells the steps that are
+    committed, those of the run folder when it is not given.
 
     Raises:
         Failed: something else trains in this run folder already.
@@ -53,10 +58,10 @@ def supervise(job: Job, recipe: Recipe, *, results: TextIO | None = None, start:
         if reasons := LocalLauncher(recipe.folder.root).can(job):
             raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
         start = lambda job: LocalRanks(job, results=results, heartbeats=recipe.folder.heartbeats)  # noqa: E731
-    if (holder := lock_holder(recipe.folder.root)) is not None:
+    if recipe.launch.kind == "local" and (holder := lock_holder(recipe.folder.root)) is not None:
         raise Failed(f"{recipe.folder.root} is in use by process {holder}; wait for it, stop it, or choose another `name`")
     with Stops() as stops:
-        return _Supervisor(job, recipe, start, stops).run()
+        return _Supervisor(job, recipe, start, stops, checkpoints or (lambda: committed(recipe.folder.checkpoints))).run()
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,13 @@ class _Failure:
     """Monotonic seconds."""
     by_us: bool = False
     """Whether chaos made it."""
+    taken: bool = False
+    """Whether the place ended it."""
 
 
 class _Supervisor:
-    def __init__(self, job: Job, recipe: Recipe, start: Start, stops: Stops) -> None:
-        self.job, self.recipe, self.start, self.stops, self.run_folder = job, recipe, start, stops, recipe.folder
+    def __init__(self, job: Job, recipe: Recipe, start: Start, stops: Stops, committed: Callable[[], dict[int, Stamp]]) -> None:
+        self.job, self.recipe, self.start, self.stops, self.run_folder, self.committed = job, recipe, start, stops, recipe.folder, committed
         self.kills = Kills(recipe.chaos, recipe.folder.events)
         self.restarts = 0
         self.barren, self.barren_of_itself = 0, 0
@@ -81,12 +88,12 @@ class _Supervisor:
 
     def run(self) -> Ended:
         old = _old_files(self.run_folder) if FRESH in self.job.argv else {}
-        job, checkpoints = self.job, committed(self.run_folder.checkpoints)
+        job, checkpoints = self.job, self.committed()
         while True:
             outcome = self._attempt(job)
             if isinstance(outcome, Ended):
                 return outcome
-            found = committed(self.run_folder.checkpoints)
+            found = self.committed()
             progress, checkpoints = bool(found.items() - checkpoints.items()), found
             if reason := self._hopeless(outcome, progress):
                 say(f"{outcome.told}; given up: {reason}")
@@ -118,8 +125,10 @@ class _Supervisor:
         if self.stops.first:
             if watch.too_late or watch.hang:
                 say(f"the ranks did not stop in time and were ended{f': {watch.hang.told()}' if watch.hang else ''}")
-                return self._stopped(committed(self.run_folder.checkpoints))
+                return self._stopped(self.committed())
             return Ended(end.shown, self.stops.first)
+        if attempt.taken():
+            return _Failure(end.shown, end.told(), noticed, taken=True)
         if end.code in (*WELL, EXIT_WRONG_INPUT):
             return Ended(end.code, 0)
         if watch.hang is not None:
@@ -132,9 +141,11 @@ class _Supervisor:
         if progress:
             self.barren, self.barren_of_itself = 0, 0
         self.barren += 1
-        self.barren_of_itself += not failure.by_us
+        self.barren_of_itself += not (failure.by_us or failure.taken)
         if self.barren_of_itself > 1 and not failure.by_us:
             return "two failures in a row without a newer checkpoint between them"
+        if self.barren > MOST_TAKEN and failure.taken:
+            return f"it came no further in {self.barren} starts; make checkpoint.every smaller, or the time limit longer"
         if self.restarts >= self.recipe.launch.restarts:
             return f"launch.restarts={self.recipe.launch.restarts} allows no more"
         return None

@@ -13,6 +13,7 @@ from ingot.base.server import ask, running_server
 from ingot.base.steprecord import Outcome, sizes
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
+from ingot.config.serving import answered, question, triton_route
 from ingot.launch.job import Job
 from ingot.launch.local import command
 
@@ -44,6 +45,8 @@ def _question(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     """The route and the request: a model that was tuned on chats is asked as in a chat, a decoder of texts to go on, the others for a whole text or a label."""
     if recipe.documents in ("pair", "labelled"):
         return "/predict", {"instances": [recipe.serve.prompt]}
+    if recipe.serve.engine == "triton":
+        return triton_route(recipe.name), question("triton", recipe.name, recipe.serve.prompt, recipe.serve.prompt_tokens)
     request = {"model": recipe.name, "max_tokens": recipe.serve.prompt_tokens, "temperature": 0}
     if recipe.documents in ("chat", "preference"):
         return "/v1/chat/completions", {**request, "messages": [{"role": "user", "content": recipe.serve.prompt}]}
@@ -55,6 +58,8 @@ def _said(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if "predictions" in answer:
         prediction = answer["predictions"][0]
         return (prediction, {}) if isinstance(prediction, str) else (prediction["label"], {"scores": prediction["scores"]})
+    if "choices" not in answer:
+        return answered("triton", answer), {}
     choice = answer["choices"][0]
     completion = choice["message"]["content"] if "message" in choice else choice["text"]
     return completion, {"finish_reason": choice.get("finish_reason"), "usage": answer.get("usage")}

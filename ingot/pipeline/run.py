@@ -13,6 +13,7 @@ from ingot.base.steprecord import StepRecord, read_record
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.local import Ended, foreground
+from ingot.launch.places import do, place
 from ingot.launch.supervise import supervise
 from ingot.pipeline.ask import serve_and_ask
 from ingot.pipeline.perform import perform
@@ -68,9 +69,7 @@ def run(recipe: Recipe, arguments: Sequence[str], stamps: Stamps, *, fresh: bool
 def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) -> StepRecord:
     if step.verb == "serve":
         return perform(step, recipe, lambda: serve_and_ask(recipe, arguments), stamps)
-    processes = recipe.launch.processes if step.distributed else 1
-    job = Job(step.verb, (step.verb, *arguments), processes)
-    ended = supervise(job, recipe) if step.verb == "train" else foreground(job)
+    ended = _in_its_place(step, recipe, arguments)
     if ended.signum or ended.code not in (EXIT_DONE, EXIT_KEEP):
         code = ended.code or 128 + ended.signum
         raise StepEnded(f"{step.verb} {_how_it_ended(ended)}", code)
@@ -78,6 +77,15 @@ def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) ->
     if record is None:
         raise Failed(f"{step.verb} ended well and left no record in {recipe.folder.steps}; run the same command again")
     return record
+
+
+def _in_its_place(step: Step, recipe: Recipe, arguments: Sequence[str]) -> Ended:
+    """What several nodes can share goes where `launch` says; everything else is done here."""
+    supervised, recipe = step.verb == "train", recipe.at(step.verb)
+    if recipe.launch.kind != "local" and (step.distributed or step.verb in recipe.pipeline.steps):
+        return do(recipe, place(recipe, step.verb, arguments, shared=step.distributed), supervised=supervised)
+    job = Job(step.verb, (step.verb, *arguments), recipe.launch.processes if step.distributed else 1)
+    return supervise(job, recipe) if supervised else foreground(job)
 
 
 def _how_it_ended(ended: Ended) -> str:

@@ -100,11 +100,21 @@ def _gate(recipe: Recipe) -> Knobs:
 
 
 def _register(recipe: Recipe) -> Knobs:
-    return {"registry.name": recipe.registry_name, "registry.path": str(recipe.registry_path)}
+    if recipe.registry.kind == "vertex":
+        # A version there is its container too.
+        told = ("cloud.project", "cloud.region", "cloud.bucket", "cloud.repository", "cloud.images.serve", "serve.engine", "serve.image")
+        where = recipe.select(told)
+    else:
+        where = {"registry.path": str(recipe.registry_path)}
+    return {"registry.name": recipe.registry_name, "registry.kind": recipe.registry.kind, **where}
 
 
 def _serve(recipe: Recipe) -> Knobs:
-    return recipe.select(("serve.prompt", "serve.prompt_tokens"))
+    return recipe.select(("serve.engine", "serve.prompt", "serve.prompt_tokens"))
+
+
+def _deploy(recipe: Recipe) -> Knobs:
+    return _register(recipe) | recipe.select(("serve.engine", "serve.image", "serve.machine", "serve.replicas"))
 
 
 def _takes(*verbs: str) -> Callable[[Recipe], tuple[str, ...]]:
@@ -136,6 +146,9 @@ STEPS = (
     Step("register", _register, _takes("train", "evaluate", "gate")),
     Step("serve", _serve, _takes("train", "register")),
 )
+
+DEPLOY = Step("deploy", _deploy, _takes("register"))
+"""The last step of the compiled pipeline, which serves nothing by itself; `ingot run` ends in serve."""
 
 
 def step_of(verb: str) -> Step:

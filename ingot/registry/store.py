@@ -44,6 +44,10 @@ class Version:
     lineage: dict[str, Any]
     created: float
 
+    @property
+    def where(self) -> str:
+        return str(self.folder)
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -63,6 +67,10 @@ class Registry:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.home = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-versions")
+
+    @property
+    def place(self) -> str:
+        return str(self.path)
 
     def names(self) -> list[str]:
         with opened(self.path) as db:
@@ -158,6 +166,11 @@ class Registry:
         found = [f"{version.folder} has no {MARKER}"] if marker is None else problems(version.folder, marker, checksums=checksums)
         if found:
             raise WrongInput(f"{_called(version.name, version.number)} is damaged: {'; '.join(found[:3])}; register it again, or deploy another version")
+
+    def fetch(self, version: Version) -> Path:
+        """The version's folder; its files were never elsewhere."""
+        self.check(version)
+        return version.folder
 
     def _version(self, row: tuple[Any, ...]) -> Version:
         name, number, model_hash, tokenizer_hash, folder, report, lineage, created = row

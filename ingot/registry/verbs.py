@@ -1,4 +1,8 @@
-"""`ingot gate`, `register`, `deploy`: from run folders to the registry. Reads reports, decides, writes down what was decided and why."""
+"""`ingot gate`, `register`: from run folders to the registry. Reads reports, decides, writes down what was decided and why.
+
+In the local registry a version is live that is pointed at, so `register` makes it so. In Vertex AI's it is live once an endpoint serves it, so that
+is left to `ingot deploy` (`deploying.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ from ingot.base.steprecord import Outcome, sizes
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.registry.gate import Decision, decide
-from ingot.registry.store import Registry, Version
+from ingot.registry.kinds import Registered, VersionStore, registry_of
 
 SCHEMA = 1
-GATE, LINEAGE = "gate.json", "ingot.json"
+GATE, REGISTERED, LINEAGE = "gate.json", "registered.json", "ingot.json"
 
 
 def gate(recipe: Recipe) -> Outcome:
@@ -33,7 +37,7 @@ def gate(recipe: Recipe) -> Outcome:
     """
     run = recipe.folder
     report = _report(recipe)
-    live = Registry(recipe.registry_path).live(recipe.registry_name)
+    live = registry_of(recipe).live(recipe.registry_name)
     decision = decide(report, None if live is None else live.report, recipe.gate.model_copy(update={"metric": recipe.gate_metric}))
     written = _written(decision, report, live) | {"live": _compared(recipe, report, live)}
     path = run.reports / GATE
@@ -53,10 +57,10 @@ def gate_stamp(recipe: Recipe) -> dict[str, Any] | None:
         report = _report(recipe)
     except WrongInput:
         return None  # nothing to compare yet; the gate itself will say so
-    return _compared(recipe, report, Registry(recipe.registry_path).live(recipe.registry_name))
+    return _compared(recipe, report, registry_of(recipe).live(recipe.registry_name))
 
 
-def _compared(recipe: Recipe, report: EvaluationReport, live: Version | None) -> dict[str, Any] | None:
+def _compared(recipe: Recipe, report: EvaluationReport, live: Registered | None) -> dict[str, Any] | None:
     """The live model that stands, or stood when it was decided, against the one of `report`."""
     decided = _decided(recipe)
     if live is None:
@@ -75,7 +79,7 @@ def register(recipe: Recipe) -> Outcome:
     Raises:
         WrongInput: no report or decision about this model, no local model folder, or another model went live since the gate.
     """
-    run, name, registry = recipe.folder, recipe.registry_name, Registry(recipe.registry_path)
+    run, name, registry = recipe.folder, recipe.registry_name, registry_of(recipe)
     report = _report(recipe)
     known = registry.find(name, report)
     decided = _decided(recipe)
@@ -83,51 +87,50 @@ def register(recipe: Recipe) -> Outcome:
         raise WrongInput(f"{run.reports / GATE} holds no decision about the model of {run.root}; run `ingot gate` first")
     version = registry.add(name, _folder(recipe), report, _lineage(recipe))
     was_live = any(turn.version == version.number for turn in registry.history(name))
-    if decided is not None and _is_about(report, decided["candidate"]) and decided["decision"] == "deploy" and not was_live:
+    says_deploy = decided is not None and _is_about(report, decided["candidate"]) and decided["decision"] == "deploy" and not was_live
+    if decided is not None and says_deploy and recipe.registry.kind == "local":
         before = decided["live"]
         registry.point(name, version.number, f"gate: {decided['reason']}", instead_of=before and before["version"])
     live = registry.live(name)
     is_live = live is not None and live.number == version.number
     state = "live" if is_live else f"v{live.number} stays live" if live is not None else "nothing is live"
+    if says_deploy and recipe.registry.kind == "vertex":
+        state += " until `ingot deploy`"
     record_event(run.events, "register", cause=f"{name} v{version.number}, {state}", version=version.number)
     outputs = fingerprint([name, version.number, _identity(report), is_live])
-    return Outcome(f"{name} v{version.number}, {state}", str(version.folder), outputs, _sizes(run.root, version.folder))
+    return Outcome(f"{name} v{version.number}, {state}", version.where, outputs, _kept(recipe, version))
 
 
-def resolve(name: str, number: int | None = None, *, path: Path) -> Path:
-    """The model folder of version `number` of `name`, or of the live one, in the registry `path`.
+def resolve(registry: VersionStore[Any], name: str, number: int | None = None) -> Path:
+    """The model folder of version `number` of `name`, or of the live one.
 
     Raises:
         WrongInput: no such name or version, nothing is live, or its files are damaged.
     """
-    registry = Registry(path)
     version = registry.live(name) if number is None else registry.version(name, number)
     if version is None:
-        newest = _newest(registry, name)
-        raise WrongInput(f"nothing is live as {name} in {path}; `ingot deploy {name} --version {newest.number}` makes the newest version live")
-    registry.check(version)
-    return version.folder
+        number = newest(registry, name).number
+        raise WrongInput(f"nothing is live as {name} in {registry.place}; `ingot deploy {name} --version {number}` makes the newest version live")
+    return registry.fetch(version)
 
 
-def deploy(name: str, number: int | None = None, *, path: Path, reason: str = "by hand") -> Version:
-    """Make version `number` (the newest when None) live, without asking the gate.
-
-    Raises:
-        WrongInput: no such version, or its files are damaged.
-    """
-    registry = Registry(path)
-    version = _newest(registry, name) if number is None else registry.version(name, number)
-    registry.check(version)
-    registry.point(name, version.number, reason)
-    return version
+def approved(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:
+    """The run's report, and the decision to deploy its model. Raises WrongInput when there is none, or it is another one."""
+    report, decided = _report(recipe), _decided(recipe)
+    if decided is None or not _is_about(report, decided["candidate"]):
+        raise WrongInput(f"{recipe.folder.reports / GATE} holds no decision about the model of {recipe.folder.root}; run `ingot gate` first")
+    if decided["decision"] != "deploy":
+        raise WrongInput(f"the gate says keep ({decided['reason']}); `--version V` deploys a version all the same")
+    return report, decided
 
 
-def rollback(name: str, *, path: Path, reason: str = "rolled back by hand") -> Version:
-    """Make the version live again that was live before this one. Raises WrongInput when there is none."""
-    return Registry(path).rollback(name, reason)
+def lies_in(recipe: Recipe, model_hash: str) -> Path | None:
+    """The folder of this disk in which the model with this hash lies, if it is the run's."""
+    made = _read_json(_place(recipe) / LINEAGE) or {}
+    return _place(recipe) if made.get("model_hash") == model_hash else None
 
 
-def _newest(registry: Registry, name: str) -> Version:
+def newest(registry: VersionStore[Any], name: str) -> Any:
     known = registry.versions(name)
     return known[-1] if known else registry.version(name, 1)  # which says in words that there is none
 
@@ -168,8 +171,8 @@ def _is_about(report: EvaluationReport, model: dict[str, Any]) -> bool:
     return _identity(report).items() <= model.items()
 
 
-def _written(decision: Decision, report: EvaluationReport, live: Version | None) -> dict[str, Any]:
-    where = f" (the live model lies in {live.folder})" if live is not None and "ITS FOLDER" in decision.reason else ""
+def _written(decision: Decision, report: EvaluationReport, live: Registered | None) -> dict[str, Any]:
+    where = f" (the live model lies in {live.where})" if live is not None and "ITS FOLDER" in decision.reason else ""
     return {
         "schema": SCHEMA, "decision": decision.decision, "reason": decision.reason + where,
         "metrics": [asdict(comparison) for comparison in decision.comparisons], "rule": decision.rule.model_dump(mode="json"),
@@ -191,6 +194,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _sizes(root: Path, folder: Path) -> dict[str, int]:
-    """The version's files as seen from the run folder, so that the step counts as done only while they are there."""
-    return {os.path.relpath(path, root): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+def _kept(recipe: Recipe, version: Any) -> dict[str, int]:
+    """The files that must stay for the step to count as done: the version's own, as seen from the run folder, or a note of what lies in the cloud."""
+    root = recipe.folder.root
+    if recipe.registry.kind == "local":
+        return {os.path.relpath(path, root): path.stat().st_size for path in sorted(version.folder.rglob("*")) if path.is_file()}
+    note = recipe.folder.reports / REGISTERED
+    about = {"schema": SCHEMA, "name": version.name, "version": version.number, "resource": version.resource, "where": version.where}
+    write_atomic(note, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+    return sizes(root, [note])

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from ingot.base.errors import WrongInput
-from ingot.models.adapter import is_adapter
+from ingot.base.progress import say
+from ingot.models.architecture import SUPPORTED as NATIVE
 from ingot.models.classifier import Classifier
 from ingot.models.decoder import Decoder
 from ingot.models.device import pick_device, resolve_compute
-from ingot.models.folder import CONFIG, check_template, read_lineage
+from ingot.models.folder import CONFIG, model_config, read_lineage
 from ingot.models.generate import Generator, check, eos_ids
 from ingot.models.hub import Encoder, Seq2Seq
-from ingot.models.kinds import Kind, Model, base_folder, kind_of_folder, open_model
+from ingot.models.kinds import Kind, Model, open_model
 from ingot.models.request import Request
 from ingot.models.summaries import Summarizer, Summary, check_summary, check_text
-from ingot.tokenizers.load import load_tokenizer
+from ingot.serve.causal import Causal, CausalWriter, load_causal
+from ingot.serve.checked import Checked, check_causal, check_folder, check_vocabulary
 from ingot.tokenizers.tokenizer import Tokenizer
 
 # A matrix of a model smaller than this is multiplied before a second thread has woken up; on a machine that others use,
 # too, waiting for that thread takes many times longer than the product.
 ONE_THREAD_WEIGHTS = 20_000_000
+# How transformers calls the classes of causal models.
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+Engine = Literal["native", "transformers"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Loaded:
     `created`: when the folder was made, seconds since the epoch. `prefix` stands before every source, as it did in training.
     """
 
-    model: Model
+    model: Model | Causal
     tokenizer: Tokenizer
     eos: frozenset[int]
     created: int
@@ -50,8 +56,10 @@ class Loaded:
         assert isinstance(self.model, Decoder)
         return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
 
-    def worker(self, max_rows: int) -> Generator | Summarizer | Classifier:
+    def worker(self, max_rows: int) -> Generator | CausalWriter | Summarizer | Classifier:
         """What answers requests, up to `max_rows` together."""
+        if isinstance(self.model, Causal):
+            return CausalWriter(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
         if isinstance(self.model, Decoder):
             return self.generator(max_rows)
         if isinstance(self.model, Seq2Seq):
@@ -66,47 +74,57 @@ class Loaded:
 
     def check(self, request: Request) -> None:
         """Raises WrongInput when the model cannot serve the request."""
-        if isinstance(self.model, Decoder):
-            check(request, self.model.config)
+        if isinstance(self.model, Decoder | Causal):
+            sizes: Any = self.model.config
+            check(request, sizes)
         elif isinstance(request, Summary):
             check_summary(request, self.model.config)
         else:
             check_text(request.prompt, self.model.config)
 
 
-def load(folder: Path, *, any_template: bool = False) -> Loaded:
+def load(folder: Path, *, any_template: bool = False, engine: Engine = "native") -> Loaded:
     """Open `folder` on this machine's accelerator, in bfloat16 where it has that, else on the CPU in float32.
+
+    `native`: our own decoder where it knows the model, and transformers for the rest. `transformers`: causal models always by its generate.
 
     Raises:
         WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or, unless `any_template`,
             another chat template than the model was trained with.
     """
-    kind = kind_of_folder(folder)
-    base = base_folder(folder) if is_adapter(folder) else folder
     # The tokenizer comes first: that it is missing should not take the minutes that weights may take.
-    tokenizer = load_tokenizer(folder if (folder / "tokenizer_config.json").exists() else base)
-    if not any_template:
-        check_template(folder, tokenizer.template_identity, "serve.any_template")
+    checked = check_folder(folder, any_template=any_template)
     device = pick_device()
     dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
-    model = open_model(folder, device=device, dtype=dtype)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise WrongInput(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary {model.config.vocab_size:,}; "
-            "put the tokenizer beside it that the model was trained with"
-        )
+    model = load_causal(folder, device=device, dtype=dtype) if _by_transformers(checked, engine) else open_model(folder, device=device, dtype=dtype)
+    check_vocabulary(checked, model.config.vocab_size)
     if device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD_WEIGHTS:
         torch.set_num_threads(1)
     prefix = str((read_lineage(folder) or {}).get("prefix", ""))
-    return Loaded(model, tokenizer, _eos(base, tokenizer, model), int((base / CONFIG).stat().st_mtime), kind, prefix)
+    base = checked.base
+    return Loaded(model, checked.tokenizer, _eos(base, checked.tokenizer, model), int((base / CONFIG).stat().st_mtime), checked.kind, prefix)
 
 
-def _eos(folder: Path, tokenizer: Tokenizer, model: Model) -> frozenset[int]:
+def _by_transformers(checked: Checked, engine: Engine) -> bool:
+    """Whether a decoder is transformers' to run. Raises WrongInput for an adapter, which only our own takes in."""
+    if checked.kind != "decoder":
+        return False
+    config = model_config(checked.base)
+    if engine == "native":
+        causal = any(str(name).endswith(CAUSAL) for name in config.get("architectures") or ())
+        if config.get("model_type") in NATIVE or not causal:
+            return False
+        say(f"{checked.folder}: model_type {config.get('model_type')} is not one of ingot's own decoders, so transformers generates")
+    check_causal(checked.folder, "transformers", any_template=True)
+    return True
+
+
+def _eos(folder: Path, tokenizer: Tokenizer, model: Model | Causal) -> frozenset[int]:
     """The tokens that end an answer."""
     if isinstance(model, Encoder):
         return frozenset()
     named = eos_ids(folder, tokenizer.special.eos)
-    if isinstance(model, Decoder):
+    if isinstance(model, Decoder | Causal):
         return named
     # Targets end as the tokenizer frames them. An id that only the configuration names may be an ordinary token of a tokenizer trained here.
     special = set(tokenizer.special_ids.values())

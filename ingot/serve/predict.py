@@ -11,6 +11,7 @@ import httpx
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
+from ingot.config.serving import answered, triton_question, triton_route
 from ingot.models.classifier import Classifier, Scored
 from ingot.models.request import Request
 from ingot.models.sampling import Sampling
@@ -103,6 +104,8 @@ def _ask(url: str, prompt: str, wish: Wish, api_key: str | None) -> str:
     base = url.rstrip("/").removesuffix("/v1")
     headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
     with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT) as client:
+        if (triton := _triton_model(client)) is not None:
+            return _triton(client, triton, prompt, wish)
         models = _json(client, "GET", "/v1/models", None)
         try:
             model = models["data"][0]
@@ -117,6 +120,22 @@ def _ask(url: str, prompt: str, wish: Wish, api_key: str | None) -> str:
             return str(_json(client, "POST", "/v1/completions", {**body, "prompt": prompt})["choices"][0]["text"])
         except (KeyError, IndexError, TypeError, AttributeError):
             raise Failed(f"{base} does not answer as an OpenAI server does; check the URL") from None
+
+
+def _triton_model(client: httpx.Client) -> str | None:
+    """The model that a Triton serves first; None where the server is no Triton, or does not answer."""
+    try:
+        if not client.get("/v2").is_success:
+            return None
+        return str(client.post("/v2/repository/index").json()[0]["name"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError):
+        return None
+
+
+def _triton(client: httpx.Client, model: str, prompt: str, wish: Wish) -> str:
+    if wish.chat or wish.beams != 1:
+        raise WrongInput(f"{client.base_url} is a Triton, which goes on from texts and knows neither chat nor beams; leave them out")
+    return answered("triton", _json(client, "POST", triton_route(model), triton_question(prompt, {"max_tokens": MAX_TOKENS, **_options(wish)})))
 
 
 def _predicted(client: httpx.Client, prompt: str, wish: Wish, kind: str) -> str:
@@ -145,7 +164,7 @@ def _json(client: httpx.Client, method: str, path: str, body: dict[str, Any] | N
     if response.is_success:
         return answer
     try:
-        reason = answer["error"]["message"]
+        reason = answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
     except (KeyError, TypeError):
         reason = response.reason_phrase
     message = f"{client.base_url} refuses with {response.status_code}: {reason}"

@@ -1,10 +1,9 @@
-"""`ingot serve`: open the model, listen, answer until SIGTERM or Ctrl-C, finish what runs, leave."""
+"""`ingot serve`: open the model, listen, answer until SIGTERM or Ctrl-C, finish what runs, leave. Other engines run as processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -14,16 +13,18 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from ingot.base.environment import secret
-from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.config.place import Serve
 from ingot.serve.app import create_app
+from ingot.serve.checked import check_folder
 from ingot.serve.engine import Engine
+from ingot.serve.listen import bound, key_of, refusal, shown
 from ingot.serve.loaded import load
 from ingot.serve.metrics import Metrics
 from ingot.serve.service import Service
+from ingot.serve.triton import render_triton, serve_triton
 from ingot.serve.vertex import address, model_folder
+from ingot.serve.vllm import render_vllm, serve_vllm
 
 # Seconds that running requests get to finish in once the server is asked to stop.
 GRACE_S = 10.0
@@ -33,19 +34,38 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
     """Serve the model in `target_folder` under `name`; blocks until SIGTERM or SIGINT, then returns.
 
     Raises:
-        WrongInput: no model or no tokenizer there, an address that is not this machine's, a key that is not set.
-        Failed: the port is taken.
+        WrongInput: no model or no tokenizer there, an address that is not this machine's, a key that is not set, no such engine in `serve.python`.
+        Failed: the port is taken, or the engine died.
     """
-    key = _key(settings.api_key) if settings.api_key else None
+    if settings.engine == "vllm":
+        serve_vllm(target_folder, settings, name)
+        return
+    if settings.engine == "triton":
+        serve_triton(target_folder, settings, name)
+        return
+    key = key_of(settings.api_key)
     host, port = address(settings, os.environ)
     # The port comes first: a model that takes minutes to load should not find it taken then.
-    with _bound(host, port) as listener, model_folder(target_folder, os.environ) as folder:
-        loaded = load(folder, any_template=settings.any_template)
+    with bound(host, port) as listener, model_folder(target_folder, os.environ) as folder:
+        loaded = load(folder, any_template=settings.any_template, engine=settings.engine)
         metrics = Metrics()
         engine = Engine(loaded.worker(settings.max_batch), metrics, max_batch=settings.max_batch, max_queue=settings.max_queue)
         app = create_app(Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ)
-        shown = f"[{host}]" if ":" in host else host
-        Server(app, engine, f"serving {name} at http://{shown}:{listener.getsockname()[1]}").run(sockets=[listener])
+        Server(app, engine, f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}").run(sockets=[listener])
+
+
+def render(folder: Path, settings: Serve, name: str) -> str:
+    """What `serve` would start, as text: another engine's files and command, or that this process answers itself. No secret is in it.
+
+    Raises:
+        WrongInput: a folder that the engine cannot serve.
+    """
+    if settings.engine == "vllm":
+        return render_vllm(folder, settings, name)
+    if settings.engine == "triton":
+        return render_triton(folder, settings, name)
+    kind = check_folder(folder, any_template=settings.any_template).kind
+    return f"# nothing is started: this process would serve {name}, a {kind} in {folder}, at http://{shown(settings.host)}:{settings.port}\n"
 
 
 class Server(uvicorn.Server):
@@ -61,7 +81,7 @@ class Server(uvicorn.Server):
         try:
             await super().startup(sockets)
         except OSError as error:  # another server that was loading, too, listened first
-            raise _refusal(error, *(sockets or [])[0].getsockname()[:2]) from None
+            raise refusal(error, *(sockets or [])[0].getsockname()[:2]) from None
         self._engine.start()
         say(self._greeting)
 
@@ -82,35 +102,3 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _key(reference: str) -> str:
-    """The API key. An empty one would let everybody in, and so is refused."""
-    key = secret(reference, "serve.api_key").strip()
-    if not key:
-        raise WrongInput(f"serve.api_key refers to {reference}, which is empty; set it to the key, or remove serve.api_key")
-    return key
-
-
-@contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that owns the address but does not listen yet: nobody connects before the model is there."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise WrongInput(f"serve.host {host} is no address ({error.strerror}); set it to 127.0.0.1, or 0.0.0.0 for all networks") from None
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(where)
-        except OSError as error:
-            raise _refusal(error, host, port) from None
-        yield listener
-
-
-def _refusal(error: OSError, host: str, port: int) -> Failed | WrongInput:
-    if error.errno == errno.EADDRINUSE:
-        return Failed(f"port {port} on {host} is taken; stop what listens there, or set serve.port (0 takes a free one)")
-    if error.errno == errno.EACCES:
-        return WrongInput(f"port {port} needs rights that this user has not; set serve.port to one above 1023")
-    return WrongInput(f"{host}:{port} cannot be listened on ({error.strerror}); set serve.host to an address of this machine")

@@ -6,7 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
+from ingot.base.markers import problems, read_marker
 from ingot.checkpoints.mirror import BucketMirror, fetch_newer, send_newest
+from ingot.checkpoints.store import COMMIT, step_folder
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import Mesh
 
@@ -36,6 +38,18 @@ def bring_together(mirror: BucketMirror, checkpoints: Path, mesh: Mesh) -> None:
     mesh.from_main(lambda: send_newest(mirror, checkpoints))
     if mesh.ranks.local_rank == 0 and not mesh.is_main:
         fetch_newer(mirror, checkpoints)  # nothing to do where all nodes share a disk
+    mesh.barrier()
+
+
+def complete(mirror: BucketMirror | None, checkpoints: Path, reached: int, best: int | None, mesh: Mesh) -> None:
+    """Fetch what other nodes, with disks of their own, have written of the checkpoints that an export reads: the last one on the first node,
+    the best one on every node. Collective."""
+    if mirror is not None and mesh.ranks.local_rank == 0:
+        for step in sorted(({reached} if mesh.is_main else set()) | ({best} if best is not None and best != reached else set())):
+            folder = step_folder(checkpoints, step)
+            marker = read_marker(folder, COMMIT)
+            if marker is None or problems(folder, marker, checksums=False):
+                mirror.fetch(step, checkpoints)
     mesh.barrier()
 
 

@@ -37,7 +37,7 @@ from ingot.train.fitting import with_fitting_micro_batch
 from ingot.train.hooks import CheckpointHook, EvaluateHook, KillHook, LogHook, SampleHook, Workload
 from ingot.train.loop import Hook, StepInfo, Work, run_loop
 from ingot.train.measure import measuring, sample_texts
-from ingot.train.mirroring import bring_together, open_mirror, refuse_others
+from ingot.train.mirroring import bring_together, complete, open_mirror, refuse_others
 from ingot.train.notice import Notice
 from ingot.train.optim import set_learning_rate
 from ingot.train.plan import Plan, plan_run
@@ -147,9 +147,10 @@ def _attempt(job: Job, began: float, *, fresh: bool) -> Outcome:
         tell("finish", step=reached, seconds=seconds)
         job.heart.beat("exporting")
         job.signals.leave_at_once(reached)
+        complete(job.mirror, recipe.folder.checkpoints, reached, hooks.evaluation.best_step, mesh)
         chosen = take_best(plan, trainee, hooks.evaluation.best_step, reached, mesh)
         mesh.from_main(lambda: export_run(plan, trainee, chosen))
-        return _outcome(recipe, first, reached, chosen, seconds)
+        return mesh.from_main(lambda: _outcome(recipe, first, reached, chosen, seconds))  # nodes may have a disk each
 
 
 @dataclass(frozen=True)

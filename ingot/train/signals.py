@@ -31,6 +31,7 @@ STACKS = signal.SIGUSR2
 _WATCHDOG = """
 import os, select, signal, sys, time
 parent, grace, asking, stacks = int(sys.argv[1]), float(sys.argv[2]), set(map(int, sys.argv[3].split(","))), int(sys.argv[4])
+[signal.signal(number, signal.SIG_IGN) for number in asking]  # Slurm and service managers send them to all processes of a job
 end = None
 while True:
     left = None if end is None else max(end - time.monotonic(), 0)

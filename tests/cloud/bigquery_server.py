@@ -18,6 +18,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.rows, self.fault = rows, fault
         self.queries: list[str] = []
+        self.projects: list[str] = []
         self.pages = 0
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -31,6 +32,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.projects.append(self.path.partition("/projects/")[2].partition("/")[0])
         self.server.queries.append(asked["configuration"]["query"]["query"])
         if self.server.fault:
             code, message = self.server.fault

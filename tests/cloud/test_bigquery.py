@@ -43,6 +43,13 @@ def test_all_pages_one_by_one(serve: Callable[..., Server]) -> None:
     assert server.pages == 4
 
 
+def test_the_project_that_is_given_pays_else_that_of_the_environment(serve: Callable[..., Server]) -> None:
+    server = serve(ROWS)
+    list(query_rows("SELECT 1", project="mine"))
+    list(query_rows("SELECT 1"))
+    assert server.projects == ["mine", "p"]
+
+
 def test_no_rows(serve: Callable[..., Server]) -> None:
     serve([])
     assert list(query_rows("SELECT 1")) == []

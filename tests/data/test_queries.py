@@ -45,6 +45,15 @@ def test_rows_become_documents(tmp_path: Path, server: Server, capsys: pytest.Ca
     assert "has no ORDER BY" in capsys.readouterr().err
 
 
+def test_the_recipes_project_pays_and_is_no_part_of_the_identity(tmp_path: Path, server: Server) -> None:
+    theirs, ours = recipe(tmp_path, {"source": SQL, "text": "body"}), recipe(tmp_path, {"source": SQL, "text": "body"}, cloud__project="ours")
+    ingest(theirs)
+    ingest(ours)
+    assert server.projects == ["p", "ours"]
+    assert source_stamps(theirs) == source_stamps(ours)
+    open_raw(theirs, unchanged=True)
+
+
 def test_the_query_is_its_identity(tmp_path: Path, server: Server) -> None:
     one, two = (source_stamps(recipe(tmp_path, f"bigquery:SELECT {column} FROM t")) for column in ("a", "b"))
     assert one != two

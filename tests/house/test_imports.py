@@ -39,15 +39,19 @@ LAZY_OWNERS = {
     "torch": {"ingot.cli.doctor"},
     "gigatoken": {"ingot.tokenizers.fast"}, "fastokens": {"ingot.tokenizers.fast"}, "tiktoken": {"ingot.tokenizers.ranks"},
     "sentencepiece": {"ingot.tokenizers.pieces"}, "datasets": {"ingot.data.hubsets"}, "mwparserfromhell": {"ingot.data.wikipedia"},
-    "google": {"ingot.cloud.bigquery", "ingot.base.gcs"}, "google_crc32c": {"ingot.base.gcs"},
+    "google": {"ingot.cloud.bigquery", "ingot.cloud.clients", "ingot.base.gcs"}, "requests": {"ingot.cloud.clients"}, "google_crc32c": {"ingot.base.gcs"},
     "py3langid": {"ingot.data.cleaning.languages"}, "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
-    "transformers": {"ingot.models.hub_config", "ingot.verify.theirs"}, "peft": {"ingot.verify.theirs"}, "rouge_score": {"ingot.evaluate.rouge"},
+    "transformers": {"ingot.models.hub_config", "ingot.serve.causal", "ingot.verify.theirs"}, "peft": {"ingot.verify.theirs"},
+    "rouge_score": {"ingot.evaluate.rouge"}, "kfp": {"ingot.pipeline.spec"},
+    # Kubeflow sends the source of a component's function along, and nothing around it.
+    "ingot": {"ingot.pipeline.component"},
     "lm_eval": {"ingot.evaluate.lm_eval"}, "torchao": {"ingot.parallel.float8"},
 }
 TORCH_FREE = (
     "ingot.cli.app", "ingot.cli.verbs", "ingot.data.prepare", "ingot.data.ingest", "ingot.pipeline.run", "ingot.pipeline.summary", "ingot.launch.local",
-    "ingot.launch.supervise", "ingot.registry.verbs", "ingot.report.page", "ingot.config.load", "ingot.tokenizers.load",
+    "ingot.launch.supervise", "ingot.launch.node", "ingot.launch.places", "ingot.registry.verbs", "ingot.registry.deploying", "ingot.pipeline.submit",
+    "ingot.cloud.checks", "ingot.cloud.builds", "ingot.config.serving", "ingot.config.adopt", "ingot.report.page", "ingot.config.load", "ingot.tokenizers.load",
     "ingot.data.engines.spark", "ingot.data.engines.beam", "ingot.data.parts", "ingot.data.cleaning.stages", "ingot.data.packing",
 )
 CLI_FREE = ("torch", "pyarrow", "pydantic", "transformers", "numpy", "httpx")

@@ -91,7 +91,9 @@ def test_ranks_are_killed_and_training_ends_well(made: Made, run: Supervised, ca
     killed = events(recipe, "killed")
     assert killed
     assert len(events(recipe, "restart")) == len(killed)
-    assert len(starts(recipe)) == 2 * (1 + len(killed))
+    # On a busy machine a rank may be killed before it could say that it had started.
+    seen = sum(event.get("step") is not None for event in killed)
+    assert 2 * (1 + seen) <= len(starts(recipe)) <= 2 * (1 + len(killed))
     said = capfd.readouterr().err
     assert said.count("chaos: ") == len(killed)
     assert said.count("was ended by SIGKILL") == len(killed)

@@ -19,7 +19,7 @@ CHANGES_NOTHING = {
     "name", "output", "data.validation.weight", "data.engine", "tokenizer.encoder", "train.micro_batch", "train.compile", "train.profile", "parallel", "memory",
     "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "checkpoint.upload", "checkpoint.grace_s", "checkpoint.notice", "resume", "chaos",
     "train.skip.in_row", "train.skip.then", "train.skip.rollbacks", "train.evaluate_tasks", "train.sample_every",
-    "evaluate.micro_batch", "track", "launch",
+    "evaluate.micro_batch", "track", "launch", "cloud", "pipeline", "serve.python", "serve.image", "serve.machine", "serve.replicas",
     "serve.host", "serve.port", "serve.api_key", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue", "serve.max_batch",
     "serve.any_template",
 }

@@ -13,8 +13,9 @@ from ingot.base.evaluation import write_report
 from ingot.base.events import read_lines
 from ingot.base.steprecord import Outcome, StepRecord, is_intact
 from ingot.config.recipe import Recipe
+from ingot.registry.deploying import Wish, deploy
 from ingot.registry.store import Registry
-from ingot.registry.verbs import deploy, gate, gate_stamp, register, resolve, rollback
+from ingot.registry.verbs import gate, gate_stamp, register, resolve
 from tests.registry.models import a_model, a_recipe, a_report, trained
 
 
@@ -95,10 +96,10 @@ def test_training_on_does_not_change_what_is_registered(tmp_path: Path) -> None:
     recipe = trained(a_recipe(tmp_path), "a")
     both(recipe)
     trained(recipe, "b", 2.4)
-    assert (resolve("words", path=tmp_path / "registry.sqlite") / "model.safetensors").read_bytes() == b"weights of a"
+    assert (resolve(registry(tmp_path), "words") / "model.safetensors").read_bytes() == b"weights of a"
     both(recipe)
-    assert (resolve("words", path=tmp_path / "registry.sqlite") / "model.safetensors").read_bytes() == b"weights of b"
-    assert (resolve("words", 1, path=tmp_path / "registry.sqlite") / "model.safetensors").read_bytes() == b"weights of a"
+    assert (resolve(registry(tmp_path), "words") / "model.safetensors").read_bytes() == b"weights of b"
+    assert (resolve(registry(tmp_path), "words", 1) / "model.safetensors").read_bytes() == b"weights of a"
 
 
 def test_a_report_about_another_model_is_refused(tmp_path: Path) -> None:
@@ -145,13 +146,12 @@ def test_a_model_that_went_live_since_the_gate_is_compared_first(tmp_path: Path)
 
 
 def test_a_model_that_was_rolled_back_does_not_come_back_by_itself(tmp_path: Path) -> None:
-    path = tmp_path / "registry.sqlite"
     both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
     second = trained(a_recipe(tmp_path, "two"), "b", 2.4)
     both(second)
-    assert rollback("words", path=path).number == 1
+    assert deploy(a_recipe(tmp_path), "words", Wish(back=True)).number == 1
     assert register(second).result == "words v2, v1 stays live"
-    assert deploy("words", 2, path=path).number == 2
+    assert deploy(a_recipe(tmp_path), "words", Wish(2)).number == 2
     assert register(second).result == "words v2, live"
 
 
@@ -169,7 +169,7 @@ def test_after_another_evaluation_set_the_reason_leads_on(tmp_path: Path) -> Non
     """The way that the reason names is walked to its end."""
     both(trained(a_recipe(tmp_path, "one"), "a", 2.5, on="old set"))
     recipe = trained(a_recipe(tmp_path, "two"), "b", 2.4, on="new set")
-    folder = resolve("words", path=tmp_path / "registry.sqlite")
+    folder = resolve(registry(tmp_path), "words")
     decided = gate(recipe)
     assert decided.exit_code == 3
     assert decision(recipe)["reason"].endswith(f"(the live model lies in {folder})")
@@ -195,34 +195,32 @@ def test_the_stamp_of_the_gate_changes_with_the_live_model_but_not_by_registerin
         assert gate_stamp(recipe) == before
     assert live(tmp_path) == 4
     before = gate_stamp(two)
-    rollback("words", path=tmp_path / "registry.sqlite")
+    deploy(a_recipe(tmp_path), "words", Wish(back=True))
     assert gate_stamp(two) != before
     assert gate_stamp(two) is not None
 
 
 def test_resolve_and_deploy_name_what_there_is(tmp_path: Path) -> None:
-    path = tmp_path / "registry.sqlite"
     with pytest.raises(WrongInput, match=r"nothing is registered as words .* it knows no name"):
-        resolve("words", path=path)
+        resolve(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="nothing is registered as words"):
-        deploy("words", path=path)
+        deploy(a_recipe(tmp_path), "words", Wish())
     recipe = trained(a_recipe(tmp_path, gate={"override": "keep"}), "a")
     assert both(recipe)[1].result == "words v1, nothing is live"
     with pytest.raises(WrongInput, match=r"nothing is live as words .* `ingot deploy words --version 1` makes the newest version live"):
-        resolve("words", path=path)
+        resolve(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="words has no version 2"):
-        deploy("words", 2, path=path)
-    assert deploy("words", path=path).number == 1
-    assert resolve("words", path=path) == tmp_path / "registry" / "words" / "v1"
+        deploy(a_recipe(tmp_path), "words", Wish(2))
+    assert deploy(a_recipe(tmp_path), "words", Wish()).number == 1
+    assert resolve(registry(tmp_path), "words") == tmp_path / "registry" / "words" / "v1"
     with pytest.raises(WrongInput, match=r"nothing is registered as other .* it knows words"):
-        resolve("other", path=path)
+        resolve(registry(tmp_path), "other")
 
 
 def test_a_damaged_version_is_neither_deployed_nor_resolved(tmp_path: Path) -> None:
-    path = tmp_path / "registry.sqlite"
     both(trained(a_recipe(tmp_path), "a"))
     os.truncate(tmp_path / "registry" / "words" / "v1" / "model.safetensors", 3)
     with pytest.raises(WrongInput, match=r"words v1 is damaged: .*model\.safetensors has 3 bytes"):
-        resolve("words", path=path)
+        resolve(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="words v1 is damaged"):
-        deploy("words", 1, path=path)
+        deploy(a_recipe(tmp_path), "words", Wish(1))

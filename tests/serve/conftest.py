@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ingot.serve.loaded import Loaded, load
+from tests.serve.forked import Forks, forks
 from tests.serve.running import Running, running
 from tests.serve.tiny import make_folder
 
@@ -37,4 +38,10 @@ def server(folder: Path) -> Iterator[Running]:
 def strict(folder: Path) -> Iterator[Running]:
     """One row, two places in the queue, a key, small bodies, Vertex's environment."""
     with running(folder, environ=AIP, key="söme key", max_batch=1, max_queue=2, max_body_bytes=3000, max_tokens=8000) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forks]:
+    with forks() as made:
         yield made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def make_folder(folder: Path, *, eos: list[int] | None = None, chat: bool = True
     if chat:
         (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+def changed_config(folder: Path, copy: Path, **changes: Any) -> Path:
+    """A copy of a model folder, with other values in its config.json."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **changes}))
+    return copy
 
 
 def make_summarizer(folder: Path) -> Path:

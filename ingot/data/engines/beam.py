@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
 from ingot.base.storage import write_atomic
 from ingot.data.engines.engine import Result, Task, Work
 from ingot.data.engines.outcome import attempt, result_of
+from ingot.data.engines.shared import AREA
 
 LOOK_EVERY_S = 0.5
+LISTS = ("labels", "experiments", "dataflow_service_options")
+"""Options that take several values, which are told apart by commas."""
 
 
 @dataclass(frozen=True)
@@ -28,49 +32,91 @@ class BeamEngine:
         partitions: how many bundles a stage is cut into; 0: one for each task.
         options: Beam's pipeline options by name.
         folder: where outcomes lie until they are read; of this engine alone.
+        shared: address in a bucket where they lie instead, where workers see no shared disk.
     """
 
     runner: str
     partitions: int
     options: dict[str, str] = field(default_factory=dict)
     folder: Path = Path("beam")
+    shared: str | None = None
 
     def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
         """See `Engine.run`."""
         beam, options = _beam(self)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        outcomes = _OnDisk(self.folder) if self.shared is None else _InBucket(f"{self.shared}/{AREA}/outcomes")
+        outcomes.empty()
         bundles = min(self.partitions or len(tasks), len(tasks))
         numbered = list(enumerate(tasks))
         pipeline = beam.Pipeline(runner=self.runner, options=options)
         shares = pipeline | beam.Create([numbered[share::bundles] for share in range(bundles)]) | beam.Reshuffle()
-        _ = shares | beam.Map(_Bundle(work, self.folder))
+        _ = shares | beam.Map(_Bundle(work, outcomes))
         with ThreadPoolExecutor(1) as waiting:
             job = waiting.submit(lambda: pipeline.run().wait_until_finish())
             while not wait([job], timeout=LOOK_EVERY_S).done:
-                progress.update(progress.done, parts=f"{sum(1 for _ in self.folder.iterdir())}/{len(tasks)}")
+                progress.update(progress.done, parts=f"{outcomes.count()}/{len(tasks)}")
         try:
             job.result()
-            outcomes = [pickle.loads((self.folder / str(number)).read_bytes()) for number in range(len(tasks))]
+            found = [pickle.loads(outcomes.get(number)) for number in range(len(tasks))]
         except Exception as error:  # whatever the runner raises
             raise Failed(f"Beam gave up ({_last_line(error)}); see the log of its workers, or try data.engine.kind=local") from error
-        shutil.rmtree(self.folder)
-        return [result_of(outcome) for outcome in outcomes]
+        outcomes.empty()
+        return [result_of(outcome) for outcome in found]
 
     def close(self) -> None:
         """Each stage ended its own pipeline."""
 
 
 @dataclass(frozen=True)
+class _OnDisk:
+    """Outcomes as files of a folder that all workers see."""
+
+    folder: Path
+
+    def empty(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def put(self, number: int, outcome: bytes) -> None:
+        write_atomic(self.folder / str(number), outcome)
+
+    def get(self, number: int) -> bytes:
+        return (self.folder / str(number)).read_bytes()
+
+    def count(self) -> int:
+        return sum(1 for _ in self.folder.iterdir()) if self.folder.exists() else 0
+
+
+@dataclass(frozen=True)
+class _InBucket:
+    """Outcomes as objects."""
+
+    url: str
+
+    def empty(self) -> None:
+        bucket = open_bucket(self.url)
+        for blob in bucket.list():
+            bucket.delete(blob.name)
+
+    def put(self, number: int, outcome: bytes) -> None:
+        open_bucket(self.url).put(str(number), outcome)
+
+    def get(self, number: int) -> bytes:
+        return open_bucket(self.url).get(str(number))
+
+    def count(self) -> int:
+        return len(open_bucket(self.url).list())
+
+
+@dataclass(frozen=True)
 class _Bundle:
-    """Does some tasks in one worker and leaves their outcomes in the folder."""
+    """Does some tasks in one worker and leaves their outcomes."""
 
     work: Work[Any, Any]
-    folder: Path
+    outcomes: _OnDisk | _InBucket
 
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> None:
         for number, outcome in attempt(self.work, numbered, lambda _: None):
-            write_atomic(self.folder / str(number), pickle.dumps(outcome))
+            self.outcomes.put(number, pickle.dumps(outcome))
 
 
 def _last_line(error: Exception) -> str:
@@ -88,4 +134,11 @@ def _beam(engine: BeamEngine) -> tuple[Any, Any]:
             f"then set data.engine.python to its interpreter"
         ) from error
     # Workers unpickle tasks by name, so a main module need not travel.
-    return beam, PipelineOptions(flags=[], **{"save_main_session": False, **engine.options})
+    return beam, PipelineOptions(flags=list(_flags(engine.options)), save_main_session=False)
+
+
+def _flags(options: Mapping[str, str]) -> Iterator[str]:
+    """Options as a command line would give them, whose types Beam knows."""
+    for name, value in options.items():
+        for one in value.split(",") if name in LISTS else [value]:
+            yield f"--{name}" if one == "true" else f"--{name}={one}"

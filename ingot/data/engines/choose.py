@@ -10,13 +10,17 @@ from ingot.config.data import SparkEngine as SparkKnobs
 from ingot.data.engines.beam import BeamEngine
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine
+from ingot.data.engines.shared import SharedEngine
 from ingot.data.engines.spark import SparkEngine
 
 
 def open_engine(knobs: LocalKnobs | SparkKnobs | BeamKnobs, folder: Path) -> Engine:
-    """The engine that a recipe asks for; it may keep files in `folder` while it works. Nothing is started before there is work."""
+    """The engine that a recipe asks for; it may keep files in `folder`, the run's `data`, while it works. Nothing is started before there is work."""
+    if knobs.kind == "local":
+        return LocalEngine(knobs.workers)
+    engine: Engine
     if knobs.kind == "spark":
-        return SparkEngine(knobs.master, knobs.partitions, knobs.conf)
-    if knobs.kind == "beam":
-        return BeamEngine(knobs.runner, knobs.partitions, knobs.options, folder / "beam")
-    return LocalEngine(knobs.workers)
+        engine = SparkEngine(knobs.master, knobs.partitions, knobs.conf)
+    else:
+        engine = BeamEngine(knobs.runner, knobs.partitions, knobs.options, folder / "beam", knobs.shared)
+    return engine if knobs.shared is None else SharedEngine(engine, folder.parent, knobs.shared)

@@ -26,7 +26,7 @@ class SparkEngine:
         partitions: how many partitions a stage is cut into; 0: one for each task.
         conf: further settings of Spark.
 
-    The workers need ingot installed and the run folder at the same path (a shared disk).
+    The workers need ingot installed, and the run folder at the same path (a shared disk) or work that is wrapped for a bucket (`shared.py`).
     """
 
     master: str | None = None

@@ -1,0 +1,155 @@
+"""The index of a replica: which object holds which file of a state, and which objects no state needs any more. `ingot.base.replica` uses it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ingot.base.bucket import Blob, Bucket
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.gcs import Conflict, Missing
+from ingot.base.replicamemory import Local
+
+INDEX = "REPLICA.json"
+SCHEMA = 1
+STATES = 10
+"""How many states a reader begins with, when writers are quicker than it is."""
+NEVER, WHEN_NAMED = "checkpoints", "heartbeats"
+"""Top-level folders: `checkpoint.upload` takes care of the one, the other says something of one machine only."""
+
+Within = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of a state; `key` is the name of its object below the address."""
+
+    path: str
+    key: str
+    bytes: int
+    crc32c: str
+    mtime_ns: int
+
+    def holds(self, bytes: int, crc32c: str) -> bool:
+        return (self.bytes, self.crc32c) == (bytes, crc32c)
+
+
+@dataclass(frozen=True)
+class Index:
+    """One state: entries by path, and the objects that are being deleted with their generations. `generation` 0: there is none yet."""
+
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    garbage: Mapping[str, int] = field(default_factory=dict)
+    generation: int = 0
+
+
+def scope(parts: Collection[str] | None) -> Within:
+    """Says of a path whether it belongs to the `parts`: top-level names or prefixes of folders, None for all that a replica holds."""
+    names = None if parts is None else [part.strip("/") for part in parts]
+
+    def within(path: str) -> bool:
+        top = path.partition("/")[0]
+        if top in (NEVER, INDEX):
+            return False
+        if names is None:
+            return top != WHEN_NAMED
+        return any(path == name or path.startswith(f"{name}/") for name in names)
+
+    return within
+
+
+def read_index(bucket: Bucket) -> Index:
+    """Raises WrongInput where a newer ingot wrote it, and Failed where it is none."""
+    for _ in range(STATES):
+        try:
+            with tempfile.NamedTemporaryFile() as file:
+                about = bucket.get_to_file(INDEX, Path(file.name))
+                return _parsed(Path(file.name).read_bytes(), about.generation, bucket.url_of(INDEX))
+        except Missing:
+            if bucket.stat(INDEX) is None:
+                return Index()
+    raise busy(bucket)
+
+
+def write_index(bucket: Bucket, index: Index) -> None:
+    """Put it over the one of its generation.
+
+    Raises:
+        Failed: there is another one meanwhile.
+    """
+    garbage = [{"key": key, "generation": generation} for key, generation in sorted(index.garbage.items())]
+    about = {"schema": SCHEMA, "files": [asdict(entry) for _, entry in sorted(index.entries.items())], "garbage": garbage}
+    try:
+        bucket.put(INDEX, (json.dumps(about, indent=1) + "\n").encode(), generation=index.generation)
+    except Conflict as error:
+        raise Failed(f"{bucket.url} was written by somebody else meanwhile and is as they left it; stop one of the two, run the command again") from error
+
+
+def busy(bucket: Bucket) -> Failed:
+    return Failed(f"{bucket.url} is written faster than it can be read; run the same command again when the run there is done")
+
+
+class Keys:
+    """Chooses objects for new content: never one that the index names, that is being deleted, or that holds something else."""
+
+    def __init__(self, index: Index, listed: Mapping[str, Blob]) -> None:
+        self._taken = {entry.key for entry in index.entries.values()}
+        self._garbage, self._listed = index.garbage, listed
+
+    def choose(self, local: Local) -> tuple[str, bool]:
+        """A name, and whether the content must be sent: an attempt that was stopped may have done that."""
+        for name in _names(local):
+            there = self._listed.get(name)
+            doomed = there is not None and self._garbage.get(name) == there.generation
+            if name not in self._taken and not doomed and (there is None or is_content(there, local)):
+                self._taken.add(name)
+                return name, there is None
+        raise AssertionError("names do not end")
+
+
+def is_content(blob: Blob | None, local: Local) -> bool:
+    return blob is not None and (blob.bytes, blob.crc32c) == (local.bytes, local.crc32c)
+
+
+def garbage(index: Index, listed: Mapping[str, Blob], entries: Mapping[str, Entry], known: Collection[str], within: Within) -> dict[str, int]:
+    """Objects that nothing needs once `entries` are the state: left by older states and by attempts that were stopped.
+
+    An object that nobody ever put for one of the `known` paths is somebody else's, and none of them.
+    """
+    used = {entry.key for entry in entries.values()}
+
+    def ours(name: str) -> bool:
+        path = re.sub(r"~[0-9a-f]{8}-\d+(-\d+)?$", "", name)
+        return within(path) and (name != path or path in known)
+
+    unused = {name: blob.generation for name, blob in listed.items() if name not in used}
+    return {name: generation for name, generation in unused.items() if index.garbage.get(name) == generation or ours(name)}
+
+
+def _names(local: Local) -> Iterator[str]:
+    beside = f"{local.path}~{base64.b64decode(local.crc32c).hex()}-{local.bytes}"
+    yield from (local.path, beside)
+    yield from (f"{beside}-{number}" for number in count(2))
+
+
+def _parsed(content: bytes, generation: int, url: str) -> Index:
+    try:
+        about: dict[str, Any] = json.loads(content)
+        if about["schema"] > SCHEMA:
+            raise WrongInput(f"{url} has schema {about['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+        entries = {entry["path"]: Entry(**entry) for entry in about["files"]}
+        left = {item["key"]: int(item["generation"]) for item in about["garbage"]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise Failed(f"{url} is no index of a run folder ({error}); delete it there, and push the run folder again") from error
+    for path in entries:
+        parts = PurePosixPath(path).parts
+        if not parts or PurePosixPath(path).is_absolute() or any(part.startswith(".") for part in parts):
+            raise Failed(f"{url} lists {path}, which is no file of a run folder; delete it there, and push the run folder again")
+    return Index(entries, left, generation)

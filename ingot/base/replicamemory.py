@@ -1,0 +1,112 @@
+"""What a machine remembers of a run folder that has a replica: checksums of files that did not change, and the paths that a state ever had.
+
+It lies in a hidden folder of the run folder. Losing it costs reading, and that files which were deleted elsewhere stay here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.base.bucket import crc32c
+from ingot.base.progress import say
+from ingot.base.storage import disk_errors, write_atomic
+
+HIDDEN = ".replica"
+SETTLED_S = 1.0
+"""How long ago a file must have been written for its time to tell: within a tick of the disk's clock two contents bear the same."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """A file of the run folder; `path` is relative to it."""
+
+    path: str
+    bytes: int
+    crc32c: str
+    mtime_ns: int
+
+
+class Memory:
+    """`known`: paths that a state in the bucket had, as far as this machine has seen. Threads may share it."""
+
+    def __init__(self, root: Path, url: str, name: str = "memory.json") -> None:
+        self._root, self._url, self._file = root, url, root / HIDDEN / name
+        said = self._read()
+        self.known: set[str] = set(said["known"]) if said.get("url") == url else set()
+        self._checksums: dict[str, list[int | str]] = said.get("checksums", {})
+
+    def look(self, path: str, *, bytes: int | None = None) -> Local | None:
+        """A file as it is now, read only if it changed since it was read last. None where there is none, or not one of `bytes`."""
+        full = self._root / path
+        try:
+            about = full.stat()
+            if not stat.S_ISREG(about.st_mode) or bytes not in (None, about.st_size):
+                return None
+            *signature, checksum = self._checksums.get(path, [""])
+            if signature != _signature(about):
+                checksum = crc32c(full)
+                if _signature(full.stat()) == _signature(about) and time.time() - about.st_mtime > SETTLED_S:
+                    self.remember(path, str(checksum))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return Local(path, about.st_size, str(checksum), about.st_mtime_ns)
+
+    def remember(self, path: str, checksum: str) -> None:
+        self._checksums[path] = [*_signature((self._root / path).stat()), checksum]
+
+    def write(self) -> None:
+        """Keep all but what is no file any more."""
+        checksums = {path: about for path, about in sorted(self._checksums.items()) if (self._root / path).exists()}
+        write_atomic(self._file, json.dumps({"url": self._url, "known": sorted(self.known), "checksums": checksums}))
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            said = json.loads(self._file.read_bytes())
+            return said if {"url", "known", "checksums"} <= said.keys() else {}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """One process and thread at a time brings a run folder and its replica together on a machine; the others wait."""
+    path = root / HIDDEN / "lock"
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that reads or writes {root} and its replica")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def local_files(root: Path, leave_out: Iterable[str] = ()) -> Iterator[str]:
+    """Paths of all files below `root` that are not hidden; links to folders are followed, each folder once. `leave_out`: top-level folders."""
+    seen = set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        about = os.stat(folder)
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        inside = Path(folder).relative_to(root)
+        folders[:] = [name for name in folders if not name.startswith(".") and (inside / name).as_posix() not in leave_out]
+        yield from ((inside / name).as_posix() for name in files if not name.startswith("."))
+
+
+def _signature(about: os.stat_result) -> list[int | str]:
+    return [about.st_size, about.st_mtime_ns, about.st_ino]

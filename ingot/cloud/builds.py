@@ -1,0 +1,237 @@
+"""Container images by Cloud Build: what is asked for, and following it to its end.
+
+Docker's own builder (BuildKit) with the newest image as cache: kaniko, the other way to a cache there, is no longer maintained.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ingot.base.bucket import open_bucket
+from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.gcs import Missing
+from ingot.base.progress import duration, say
+from ingot.cloud.clients import Google, ask, messages
+from ingot.cloud.images import ImageKind, untagged
+
+FOLDER = "ingot/builds"
+"""In the bucket: sources, what is baked in, logs."""
+DOCKER = "gcr.io/cloud-builders/docker"
+GCLOUD = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
+MACHINE, DISK_GB, MOST_DISK_GB = "E2_HIGHCPU_8", 100, 4000
+GOING_ON = ("STATUS_UNKNOWN", "PENDING", "QUEUED", "WORKING")
+TIMEOUT_S, QUEUE_S = 7200, 3600
+LOOK_S = 5.0
+TOLD_LINES = 20
+"""Lines of the log that are told of a build that failed."""
+MODULE = "google.cloud.devtools.cloudbuild_v1"
+
+
+@dataclass(frozen=True)
+class Baked:
+    """What of a run goes into an image: an archive in the bucket."""
+
+    run: str
+    object: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Images to build from one source. `tags` go on each beside the commit and `latest`; `torch` is the build of torch by kind."""
+
+    kinds: tuple[ImageKind, ...]
+    revision: str
+    source: str
+    tags: tuple[str, ...] = ()
+    torch: dict[ImageKind, str] = field(default_factory=dict)
+    baked: dict[ImageKind, Baked] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Built:
+    """An image with the hash that the registry knows it by."""
+
+    name: str
+    digest: str
+
+    @property
+    def pinned(self) -> str:
+        """The name by which it is this image for ever."""
+        return f"{self.name.rpartition(':')[0]}@{self.digest}"
+
+
+def request(google: Google, wish: Wish, *, generation: int = 0) -> Any:
+    """The build to ask for. `generation`: of the source's object, so that nothing else is built than what was sent."""
+    types, cloud = messages(MODULE), google.cloud
+    bucket = google.bucket.removeprefix("gs://")
+    steps = [step for kind in wish.kinds for step in _steps(google, wish, kind, types)]
+    baked = sum(baked.bytes for baked in wish.baked.values())
+    return types.Build(
+        source=types.Source(storage_source=types.StorageSource(bucket=bucket, object_=wish.source, generation=generation)),
+        steps=steps,
+        images=[name for kind in wish.kinds for name in names(google, wish, kind)],
+        timeout={"seconds": TIMEOUT_S}, queue_ttl={"seconds": QUEUE_S},
+        service_account=f"projects/{google.project}/serviceAccounts/{cloud.service_account}" if cloud.service_account else "",
+        logs_bucket=f"gs://{bucket}/{FOLDER}/logs",
+        options=types.BuildOptions(
+            # An archive, its content and the image made of it lie on the disk at the same time.
+            machine_type=MACHINE, disk_size_gb=min(MOST_DISK_GB, DISK_GB + 4 * baked // 10**9), logging="LEGACY",
+        ),
+        tags=["ingot", *wish.kinds],
+    )
+
+
+def names(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
+    """All names that an image of a kind gets, those of the run that is baked in at the end."""
+    return [*_plain(google, wish, kind), *_of_run(google, wish, kind)]
+
+
+def _plain(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
+    return [f"{untagged(google.cloud, kind)}:{tag}" for tag in dict.fromkeys([wish.revision, "latest", *wish.tags])]
+
+
+def _of_run(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
+    """`latest` is never the image of one run, since every other run would start from it."""
+    if kind not in wish.baked:
+        return []
+    image, run = untagged(google.cloud, kind), wish.baked[kind].run
+    return [f"{image}:{wish.revision}-{run}", f"{image}:run-{run}"]
+
+
+def _steps(google: Google, wish: Wish, kind: ImageKind, types: Any) -> list[Any]:
+    """The image, from its own newest as far as nothing changed, and on it the one with what is baked in. Kinds do not wait for each other."""
+    image, baked = untagged(google.cloud, kind), wish.baked.get(kind)
+    arguments = {"COMMIT": wish.revision, "BUILDKIT_INLINE_CACHE": "1"} | ({"TORCH_BUILD": wish.torch[kind]} if kind in wish.torch else {})
+    steps = [types.BuildStep(
+        id=kind, name=DOCKER, env=["DOCKER_BUILDKIT=1"], wait_for=["-"],
+        args=_docker(f"images/{kind}.Dockerfile", arguments, _plain(google, wish, kind), ".", cache=f"{image}:latest"),
+    )]
+    if baked is not None:
+        folder = f"baked-{kind}"
+        fetch = f'mkdir "{folder}" && gcloud storage cat "{google.bucket}/{baked.object}" | tar --extract --directory="{folder}"'
+        steps += [
+            types.BuildStep(id=f"fetch-{kind}", name=GCLOUD, entrypoint="bash", args=["-euo", "pipefail", "-c", fetch], wait_for=["-"]),
+            types.BuildStep(
+                id=f"bake-{kind}", name=DOCKER, env=["DOCKER_BUILDKIT=1"], wait_for=[kind, f"fetch-{kind}"],
+                args=_docker("images/bake.Dockerfile", {"BASE": f"{image}:{wish.revision}", "NAME": baked.run}, _of_run(google, wish, kind), folder),
+            ),
+        ]
+    return steps
+
+
+def _docker(file: str, arguments: dict[str, str], called: Sequence[str], context: str, *, cache: str | None = None) -> list[str]:
+    said = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
+    tags = [part for name in called for part in ("--tag", name)]
+    return ["build", "--file", file, *said, *(["--cache-from", cache] if cache else []), *tags, context]
+
+
+def rendered(google: Google, wish: Wish) -> str:
+    """The build as JSON, as it would be asked for."""
+    build = request(google, wish)
+    text: str = type(build).to_json(build, use_integers_for_enums=False, always_print_fields_with_no_presence=False, sort_keys=True)
+    return text + "\n"
+
+
+def build(google: Google, wish: Wish) -> list[Built]:
+    """Ask for the build, follow it to its end, and tell the images with their digests; stopped meanwhile, it is cancelled.
+
+    Raises:
+        WrongInput: it cannot be asked for: no rights, no repository, no bucket.
+        Failed: a step failed, it took too long, or was cancelled; the end of its log is told.
+    """
+    stat = open_bucket(google.bucket).stat(wish.source)
+    if stat is None:
+        raise Failed(f"the source gs://{google.bucket.removeprefix('gs://')}/{wish.source} is gone; run the same command again")
+    wanted = request(google, wish, generation=stat.generation)
+    mark = f"ingot-{uuid.uuid4().hex[:16]}"
+    wanted.tags.append(mark)
+    name = _submit(google, wanted, mark)
+    try:
+        done = _follow(google, name)
+    except BaseException:
+        _cancel(google, name)
+        raise
+    if done.status.name != "SUCCESS":
+        raise _failure(google, done)
+    found = {image.name: image.digest for image in done.results.images}
+    called = [name for kind in wish.kinds for name in names(google, wish, kind)]
+    if absent := [name for name in called if name not in found]:
+        raise Failed(f"the build ended well without {absent[0]}; see {done.log_url}")
+    return [Built(name, found[name]) for name in called]
+
+
+def _submit(google: Google, wanted: Any, mark: str) -> str:
+    """The name of the build. An answer that got lost is no reason to build twice: the build is looked for by its mark."""
+    client = google.client("builds")
+    kinds = ", ".join(tag for tag in wanted.tags if not tag.startswith("ingot"))
+    denied = f"gcloud projects add-iam-policy-binding {google.project} --member=user:YOU --role=roles/cloudbuild.builds.editor"
+    try:
+        # The long-running operation itself is of no use: the build says more.
+        operation = ask(client.create_build, f"build the images {kinds}", again=False, denied=denied, parent=google.parent, build=wanted)
+        made = operation.metadata.build
+    except Failed:
+        found = list(ask(client.list_builds, "find the build", request={"parent": google.parent, "filter": f'tags="{mark}"'}))
+        if not found:
+            raise
+        made = found[0]
+    say(f"build {made.id}: {made.log_url}")
+    return f"{google.parent}/builds/{made.id}"
+
+
+def _follow(google: Google, name: str) -> Any:
+    """Look until it is over, telling each step as it begins and ends."""
+    client, told = google.client("builds"), _Told()
+    while True:
+        now = ask(client.get_build, "look at the build", request={"name": name})
+        told.tell(now)
+        if now.status.name not in GOING_ON:
+            return now
+        time.sleep(LOOK_S)
+
+
+class _Told:
+    """What a person was told of a build, so that each thing is told once."""
+
+    def __init__(self) -> None:
+        self._began, self._states = time.monotonic(), dict[str, str]()
+
+    def tell(self, build: Any) -> None:
+        for key, state in [("build", build.status.name), *((step.id, step.status.name) for step in build.steps)]:
+            if state not in ("STATUS_UNKNOWN", self._states.get(key, "STATUS_UNKNOWN")):
+                self._states[key] = state
+                say(f"{key}: {state.lower()} after {duration(time.monotonic() - self._began)}")
+
+
+def _failure(google: Google, build: Any) -> Failed:
+    step = next((step.id for step in build.steps if step.status.name in ("FAILURE", "TIMEOUT", "INTERNAL_ERROR")), "")
+    reason = build.failure_info.detail or build.status_detail or "no reason is given"
+    for line in _log(google, build.id):
+        say(f"  {line}")
+    todo = {
+        "TIMEOUT": f"it may take {duration(TIMEOUT_S)}, so build fewer images at once", "EXPIRED": "no machine came free, so try again later",
+        "CANCELLED": "somebody ended it",
+    }.get(build.status.name, "mend what the log says")
+    return Failed(f"the build ended as {build.status.name.lower()}{f' in step {step}' if step else ''} ({reason}); {todo}: {build.log_url}")
+
+
+def _log(google: Google, number: str) -> list[str]:
+    """The last lines of a build's log; none where it cannot be read."""
+    try:
+        data = open_bucket(f"{google.bucket}/{FOLDER}/logs").get(f"log-{number}.txt")
+    except (Missing, WrongInput, Failed):
+        return []
+    return data.decode(errors="replace").splitlines()[-TOLD_LINES:]
+
+
+def _cancel(google: Google, name: str) -> None:
+    """End a build that nobody waits for any more. One that is over says so, which is as good."""
+    try:
+        ask(google.client("builds").cancel_build, "cancel the build", request={"name": name})
+        say("the build is cancelled")
+    except IngotError as error:
+        say(f"warning: the build may go on ({error})")

@@ -1,0 +1,176 @@
+"""Virtual machines of Compute Engine: make, find by labels, delete, and what one says on its serial port. No policy: which ones is not decided here."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.cloud.clients import Google, ask, in_words, messages, packages
+
+MODULE = "google.cloud.compute_v1"
+POLL_S, LIMIT_S = 2.0, 600.0
+"""Seconds between two looks at an operation, and how long one is waited for."""
+MOST_CHARACTERS = 63
+GONE = ("STOPPING", "STOPPED", "TERMINATED", "PENDING_STOP", "DEPROVISIONING", "SUSPENDING", "SUSPENDED")
+"""Of a machine's states those in which nothing runs any more, or soon will not."""
+_NO_ROOM = re.compile(r"QUOTA_EXCEEDED|RESOURCE_POOL_EXHAUSTED|STOCKOUT|quota|does not have enough resources", re.IGNORECASE)
+_NO_SUCH = re.compile(r"(?:machineTypes|acceleratorTypes|diskTypes|zones)/\S*(?: was not found|'?\. The referenced resource does not exist)"
+                      r"|UNSUPPORTED_OPERATION|locations/\S* \(or it may not exist\)", re.IGNORECASE)
+
+
+class NoRoom(Failed):
+    """A zone has no machines of this kind now, or a quota is used up: another zone, or a later hour, may have them."""
+
+
+class NoSuch(NoRoom):
+    """A zone never has machines of this kind, or there is no such zone."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A machine that there is. `id` is Compute Engine's own number."""
+
+    name: str
+    zone: str
+    state: str
+    labels: Mapping[str, str]
+    id: str
+
+    @property
+    def is_gone(self) -> bool:
+        return self.state in GONE
+
+
+def name_of(text: str, *, room: int = 0) -> str:
+    """`text` as the name of a machine, to which `room` characters are added; where that loses something it ends in a hash of the whole."""
+    plain, most = re.sub(r"[^a-z0-9-]", "-", text.lower()), MOST_CHARACTERS - room
+    return plain if plain == text and len(plain) <= most else f"{plain[:most - 9].rstrip('-')}-{fingerprint(text)[:8]}"
+
+
+def label(text: str) -> str:
+    """`text` as the value (or key) of a label; where that loses something it ends in a hash of the whole."""
+    plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
+    return plain if plain == text and len(plain) <= MOST_CHARACTERS else f"{plain[:MOST_CHARACTERS - 9]}-{fingerprint(text)[:8]}"
+
+
+def insert(google: Google, zone: str, machines: Sequence[Any]) -> None:
+    """Make all of these machines (messages `Instance`) in a zone, and wait until each is there. What was made when one is refused stays.
+
+    Each is asked for with an id of the request, so that asking once more after a lost answer makes no second one.
+
+    Raises:
+        NoRoom: the zone has not enough of them now, or a quota is used up.
+        NoSuch: it never has such machines, or there is no such zone.
+        WrongInput, Failed: it cannot be made, or not now.
+    """
+    client, compute = google.client("instances"), messages(MODULE)
+    refusals: list[IngotError] = []
+    asked: list[tuple[str, str]] = []
+    for machine in machines:
+        what = f"make the machine {machine.name} in {zone}"
+        request = compute.InsertInstanceRequest(project=google.project, zone=zone, instance_resource=machine, request_id=str(uuid.uuid4()))
+        try:
+            asked.append((ask(client.insert_unary, what, request=request, denied="ask for the role Compute Instance Admin (v1)").name, what))
+        except (WrongInput, Failed) as error:
+            refusals.append(error)
+            break
+    for operation, what in asked:
+        try:
+            wait(google, zone, operation, what)
+        except (WrongInput, Failed) as error:
+            refusals.append(error)
+    if refusals:
+        raise _worst(refusals)
+
+
+def _worst(refusals: Sequence[IngotError]) -> IngotError:
+    """What tells most of several: a fault of the request before a lack of room."""
+    for error in refusals:
+        if not _NO_ROOM.search(str(error)) and not _NO_SUCH.search(str(error)):
+            return error
+    return next((NoSuch(str(error)) for error in refusals if _NO_SUCH.search(str(error))), NoRoom(str(refusals[0])))
+
+
+def labelled(google: Google, labels: Mapping[str, str]) -> list[Found]:
+    """All machines of the project with these labels, in whatever zone, by name."""
+    wanted = " AND ".join(f'(labels.{key} = "{value}")' for key, value in labels.items())
+    request = messages(MODULE).AggregatedListInstancesRequest(project=google.project, filter=wanted)
+    what = f"list the machines of the project {google.project}"
+    pages = ask(google.client("instances").aggregated_list, what, request=request)
+    found = []
+    with in_words(what):
+        for zone, scoped in pages:
+            found += [Found(one.name, zone.rpartition("/")[2], one.status, dict(one.labels), str(one.id)) for one in scoped.instances]
+    return sorted(found, key=lambda one: one.name)
+
+
+def delete(google: Google, machines: Collection[Found]) -> None:
+    """Delete these machines and wait until they are gone; that one is gone already is as well.
+
+    Raises:
+        WrongInput, Failed: one could not be deleted; the others are, as far as that can be.
+    """
+    client, compute = google.client("instances"), messages(MODULE)
+    asked, errors = [], []
+    for machine in machines:
+        what = f"delete the machine {machine.name} in {machine.zone}"
+        request = compute.DeleteInstanceRequest(project=google.project, zone=machine.zone, instance=machine.name, request_id=str(uuid.uuid4()))
+        try:
+            asked.append((machine.zone, ask(client.delete_unary, what, request=request).name, what))
+        except (WrongInput, Failed) as error:
+            errors += [] if _is_missing(error) else [error]
+    for zone, operation, what in asked:
+        try:
+            wait(google, zone, operation, what)
+        except (WrongInput, Failed) as error:
+            errors += [] if _is_missing(error) else [error]
+    if errors:
+        raise errors[0]
+
+
+def wait(google: Google, zone: str, operation: str, what: str) -> None:
+    """Until an operation of a zone is done.
+
+    Raises:
+        WrongInput, Failed: it ended with an error, which is told, or not within LIMIT_S.
+    """
+    client, until = google.client("zone operations"), time.monotonic() + LIMIT_S
+    while (found := ask(client.get, what, project=google.project, zone=zone, operation=operation)).status.name != "DONE":
+        if time.monotonic() > until:
+            raise Failed(f"could not {what}: operation {operation} was not done after {LIMIT_S:g} s; look at it in the console, then run the command again")
+        time.sleep(POLL_S)
+    if found.error.errors:
+        first = found.error.errors[0]
+        with in_words(what):
+            raise packages()["exceptions"].from_http_status(int(found.http_error_status_code or 500), f"{first.code}: {first.message}")
+
+
+def serial_port(google: Google, machine: Found, start: int = 0) -> tuple[str, int]:
+    """What a machine said on its serial port from byte `start`, and where it goes on; nothing where the machine is gone."""
+    request = messages(MODULE).GetSerialPortOutputInstanceRequest(project=google.project, zone=machine.zone, instance=machine.name, start=start)
+    try:
+        said = ask(google.client("instances").get_serial_port_output, f"read what {machine.name} said", request=request)
+    except WrongInput as error:
+        if _is_missing(error):
+            return "", start
+        raise
+    return said.contents, int(said.next_)
+
+
+def as_json(machine: Any) -> str:
+    """A machine (message `Instance`) as it is sent, keys sorted."""
+    values = json.loads(type(machine).to_json(machine, use_integers_for_enums=False, always_print_fields_with_no_presence=False))
+    return json.dumps(values, indent=2, sort_keys=True)
+
+
+def _is_missing(error: Exception) -> bool:
+    return getattr(error.__cause__, "code", None) == 404
+
+

@@ -1,0 +1,78 @@
+"""Entries of Cloud Logging by a filter, through its REST interface: Google's client for it speaks gRPC only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ingot.cloud.clients import Google, in_words, packages
+
+HOST = "logging.googleapis.com"
+PAGE, MOST_PAGES = 1000, 10
+"""Entries of one answer, and answers to one question: what is more comes with the next."""
+LATE_S = 30.0
+"""How much later than others an entry may come to be seen."""
+CALL_S = 60.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was said: the text of one entry, when (RFC 3339), and the labels of the resource that said it."""
+
+    text: str
+    at: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def entries(google: Google, filter: str, after: str = "") -> tuple[list[Line], str]:
+    """The entries that are new since `after`, oldest first, and what to hand in as `after` the next time; "" at first.
+
+    Entries come to be seen out of order: the last half minute is asked for once more, and what was seen is left out.
+
+    Raises:
+        WrongInput: the right to read logs is missing.
+        Failed: the service cannot be reached, or too much is asked (sixty questions a minute).
+    """
+    seen: dict[str, str] = json.loads(after) if after else {}
+    last = max((_moment(at) for at in seen.values()), default=None)
+    wanted = filter if last is None else f'{filter} AND timestamp>="{_told(last - timedelta(seconds=LATE_S))}"'
+    found = [entry for entry in _asked(google, wanted) if entry["insertId"] not in seen]
+    seen |= {entry["insertId"]: entry["timestamp"] for entry in found}
+    if not seen:
+        return [], after
+    newest = max(_moment(at) for at in seen.values())
+    recent = {id: at for id, at in seen.items() if _moment(at) >= newest - timedelta(seconds=LATE_S)}
+    return [_line(entry) for entry in found], json.dumps(recent)
+
+
+def _asked(google: Google, filter: str) -> list[dict[str, Any]]:
+    body: dict[str, Any] = {"resourceNames": [f"projects/{google.project}"], "filter": filter, "orderBy": "timestamp asc", "pageSize": PAGE}
+    found: list[dict[str, Any]] = []
+    with in_words("read Cloud Logging", denied="ask for the role Logs Viewer"):
+        for _ in range(MOST_PAGES):
+            answer = google.session().post(f"{google.address(HOST)}/v2/entries:list", json=body, timeout=CALL_S)
+            if not answer.ok:
+                raise packages()["exceptions"].from_http_response(answer)
+            page = answer.json()
+            found += page.get("entries", [])
+            if "nextPageToken" not in page:
+                break
+            body["pageToken"] = page["nextPageToken"]
+    return found
+
+
+def _line(entry: Mapping[str, Any]) -> Line:
+    payload = entry.get("jsonPayload", {})
+    text = entry.get("textPayload") or payload.get("message") or (json.dumps(payload) if payload else "")
+    return Line(text.rstrip(), entry["timestamp"], entry.get("resource", {}).get("labels", {}))
+
+
+def _moment(at: str) -> datetime:
+    return datetime.fromisoformat(at)
+
+
+def _told(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

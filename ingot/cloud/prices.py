@@ -1,0 +1,114 @@
+"""What machines cost an hour, by the project's table or by `cloud.prices`, and how long a run may go on for the money.
+
+Estimates that stop a run, not a bill: the table is approximate and dated, and disks, network and storage are not in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import re
+from typing import Any
+
+import yaml
+
+from ingot.base.errors import WrongInput
+from ingot.base.progress import duration
+from ingot.cloud.machines import accelerator_name, accelerators_of, machine_type
+from ingot.config.cloud import Cloud
+from ingot.config.launch import Machine
+from ingot.config.recipe import Recipe
+
+LEAST_S = 600.0
+"""Machines come up, load and meet in minutes: a bound below this pays for nothing."""
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """The table of prices, as in its file; `date` says of what day it is."""
+    text = importlib.resources.files("ingot.cloud").joinpath("prices.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def hourly(cloud: Cloud, machine: Machine, nodes: int) -> float | None:
+    """US dollars an hour of `nodes` such machines; None where the price of one is not known.
+
+    A price in `cloud.prices` is taken as it stands, on demand or spot; one for a machine type that brings accelerators includes them.
+    """
+    whole = _priced(cloud, machine.type, "machines", machine.spot)
+    known = machine_type(machine.type)
+    if whole is None and known is not None and known.accelerator is None:
+        each = _listed("vcpus", machine.type.rpartition("-")[0], machine.spot)
+        whole = None if each is None else each * known.vcpus
+    if whole is None:
+        return None
+    name, count = accelerators_of(machine)
+    if name is None or (known is not None and known.accelerator is not None):
+        return whole * nodes
+    each = _priced(cloud, name, "accelerators", machine.spot)
+    return None if each is None else (whole + each * count) * nodes
+
+
+def hourly_tpu(cloud: Cloud, kind: str, *, spot: bool = False) -> float | None:
+    """US dollars an hour of a TPU VM of an accelerator type such as `v5litepod-8`; None where its price is not known."""
+    given = cloud.prices.get(kind)
+    if given is not None:
+        return given
+    each = _listed("chips", kind.partition("-")[0], spot)
+    count = chips(kind)
+    return None if each is None or count is None else each * count
+
+
+def chips(kind: str) -> int | None:
+    """Chips of a TPU's accelerator type: `v5litepod-8` and `v6e-8` count chips, `v2-8` to `v5p-8` count cores, of which a chip has two."""
+    found = re.fullmatch(r"(v\d\w*)-(\d+)", kind)
+    if found is None:
+        return None
+    return int(found[2]) if found[1] in ("v5litepod", "v6e") else max(1, int(found[2]) // 2)
+
+
+def time_limit_s(recipe: Recipe, *, nodes: int | None = None, used_s: float = 0.0) -> float:
+    """Seconds that a job may take at the most: `cloud.max_run`, or less where `cloud.max_cost` allows less. `nodes`: of the job, `launch.nodes` when
+    not given; `used_s`: what earlier attempts of the same launch have had of the money already.
+
+    Raises:
+        WrongInput: `max_cost` is set, and the machine's price is not known, or it pays for less than it takes to come up.
+    """
+    cloud, launch = recipe.cloud, recipe.launch
+    if cloud.max_cost is None:
+        return cloud.max_run
+    if launch.kind == "tpu":
+        each, name = hourly_tpu(cloud, launch.tpu.type, spot=launch.machine.spot), launch.tpu.type
+    else:
+        each, name = hourly(cloud, launch.machine, nodes or launch.nodes), _name(launch.machine)
+    if each is None:
+        raise WrongInput(f"cloud.max_cost {cloud.max_cost:g} cannot be kept: the price of {name} is not known; give it in cloud.prices, US dollars an hour")
+    if each == 0.0:
+        return cloud.max_run
+    paid_s = cloud.max_cost / each * 3600 - used_s
+    if paid_s < LEAST_S:
+        after = f" after the {duration(used_s)} that were used" if used_s else ""
+        raise WrongInput(f"cloud.max_cost {cloud.max_cost:g} pays for {duration(max(0.0, paid_s))}{after} at {each:.2f} US dollars an hour, too little to "
+                         "start with; raise it, or take fewer or smaller machines")
+    return min(cloud.max_run, paid_s)
+
+
+def _name(machine: Machine) -> str:
+    name, count = accelerators_of(machine)
+    known = machine_type(machine.type)
+    attached = name is not None and (known is None or known.accelerator is None)
+    return f"{machine.type} with {count} x {name}" if attached else machine.type
+
+
+def _priced(cloud: Cloud, name: str, part: str, spot: bool) -> float | None:
+    """By `cloud.prices`, in either spelling of an accelerator, else by the table."""
+    for key, price in cloud.prices.items():
+        if key == name or accelerator_name(key) == name:
+            return price
+    return _listed(part, name, spot)
+
+
+def _listed(part: str, name: str, spot: bool) -> float | None:
+    prices = table()[part].get(name)
+    return None if prices is None else float(prices[spot])

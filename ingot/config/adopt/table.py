@@ -1,0 +1,249 @@
+"""An older project as a table: key -> knob and conversion, what is lost and why; and the recipe that grows from it, with notes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ingot.base.errors import WrongInput
+from ingot.config.adopt.read import Entry, File, Form, Given
+from ingot.config.values import NOTHING, Path_, Values, assign, get, one_line, parts
+
+Kind = Literal["fill", "clash", "changed", "lost", "unknown"]
+MOST_REFERENCES = 20
+LONGEST = 63  # bits of a whole number that a recipe takes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of an older project.
+
+    With a `knob` its value goes there as `read` makes it; without one it is either `lost`, which says why, or taken by the project's `build`.
+    """
+
+    key: str
+    knob: str = ""
+    read: Callable[[Given], Any] = lambda given: text(given)
+    also: tuple[str, ...] = ()
+    """Other spellings."""
+    default: str | None = None
+    """What the project takes when the key is not given."""
+    changed: str = ""
+    """How the knob differs in meaning; told when the key is given."""
+    lost: str = ""
+    """Why it is not carried over."""
+    idle: tuple[str, ...] = ()
+    """Values, in lower case, with which nothing is changed or lost."""
+
+
+class Sheet:
+    """What the files of one project say, by its keys. Of a key that stands twice the last one counts."""
+
+    def __init__(self, rows: Iterable[Row], files: Sequence[File], draft: Draft) -> None:
+        self.rows = {row.key: row for row in rows}
+        self.files = files
+        self.spelt = spellings(self.rows.values())
+        self.given: dict[str, Entry] = {}
+        for file in files:
+            for entry in file.entries:
+                key = self.spelt.get(canonical(entry.key))
+                if key is None:
+                    draft.note("unknown", entry.key, f"is not known; the nearest key is {nearest(entry.key, self.spelt)}")
+                elif key in self.given and self.given[key].value != entry.value:
+                    before = self.given[key]
+                    draft.note("clash", entry.key, f"{before.where} says {shown(before.value)}, {entry.where} says {shown(entry.value)}; the last one is taken")
+                    self.given[key] = entry
+                else:
+                    self.given[key] = entry
+            for entry in file.secrets:
+                draft.note("lost", entry.key, "a secret stays out of recipes: keep it in the environment, or in Secret Manager (cloud.secrets)")
+        self.given = {key: _resolved(entry, self.given, self.spelt) for key, entry in self.given.items() if not entry.empty}
+
+    def has(self, *keys: str) -> bool:
+        """Whether one of the keys is given, and says something."""
+        return any(key in self.given for key in keys)
+
+    def form(self, form: Form) -> bool:
+        return any(file.form == form for file in self.files)
+
+    def get(self, key: str) -> Any:
+        """The value as the row reads it; of a key that is not given the default, None where there is none.
+
+        Raises:
+            WrongInput: it is not what the row wants.
+        """
+        row, entry = self.rows[key], self.given.get(key)
+        if entry is None and row.default is None:
+            return None
+        value = entry.value if entry is not None else row.default
+        assert value is not None
+        try:
+            return row.read(value)
+        except ValueError as error:
+            where = f"{entry.where}: {one_line(entry.key)}" if entry is not None else key
+            raise WrongInput(f"{where} is {shown(value)}; it should be {error}") from None
+
+    def name(self, key: str) -> str:
+        """The key as it is spelt in the file, for notes."""
+        return self.given[key].key if key in self.given else key
+
+    def where(self, *keys: str) -> str:
+        """Where the first of the keys that is given stands."""
+        return next((self.given[key].where for key in keys if key in self.given), self.files[0].path)
+
+
+@dataclass
+class Draft:
+    """The recipe in the making: raw values with the place that each comes from, a remark beside each, and notes."""
+
+    values: Values = field(default_factory=Values)
+    remarks: dict[Path_, str] = field(default_factory=dict)
+    notes: dict[Kind, list[str]] = field(default_factory=dict)
+
+    def note(self, kind: Kind, what: str, told: str) -> None:
+        line = f"{one_line(what)}: {told}"
+        if line not in self.notes.setdefault(kind, []):
+            self.notes[kind].append(line)
+
+    def put(self, knob: str, value: Any, remark: str, where: str = "") -> None:
+        """Set a knob. A remark says in the recipe where the value is from."""
+        if isinstance(value, int) and value.bit_length() > LONGEST:
+            raise WrongInput(f"{where or remark}: {knob} would be beyond {LONGEST} bits; lower the numbers that it comes from")
+        path = parts(knob.split("."))
+        before = get(self.values.tree, path)
+        if before is not NOTHING and before != value:
+            self.note("clash", f"{self.remarks[path]} and {remark}", f"say {before} and {value} for {knob}; the last one is taken")
+        assign(self.values, path, value, where or remark)
+        self.remarks[path] = remark
+
+    def fixed(self, **knobs: Any) -> None:
+        """Values that were fixed inside the project; dots in the names of knobs are written `__`."""
+        for knob, value in knobs.items():
+            self.put(knob.replace("__", "."), value, "fixed there")
+
+
+@dataclass(frozen=True)
+class Project:
+    """An older project: what its keys mean, what it looks like, and what several keys mean together (`build`, after the table)."""
+
+    title: str
+    looks: str
+    rows: tuple[Row, ...]
+    build: Callable[[Sheet, Draft], None]
+
+    def knows(self, file: File) -> int:
+        """How many keys of a file are this project's."""
+        return len({canonical(entry.key) for entry in file.entries} & spellings(self.rows).keys())
+
+
+def apply(sheet: Sheet, draft: Draft) -> None:
+    """Everything that the table alone decides."""
+    for key, row in sheet.rows.items():
+        entry = sheet.given.get(key)
+        if row.knob and (entry is not None or row.default is not None):
+            value = sheet.get(key)
+            if value is not None:
+                draft.put(row.knob, value, sheet.name(key) if entry else f"{key}, its default there", sheet.where(key))
+        if entry is None or (isinstance(entry.value, str) and entry.value.lower() in row.idle):
+            continue
+        if row.lost:
+            draft.note("lost", entry.key, row.lost)
+        elif row.changed:
+            draft.note("changed", entry.key, row.changed)
+
+
+def canonical(key: str) -> str:
+    """A long flag in the one spelling that tables have: `--num_classes` is `--num-classes`."""
+    return f"--{key[2:].replace('_', '-').lower()}" if key.startswith("--") else key
+
+
+def spellings(rows: Iterable[Row]) -> dict[str, str]:
+    """Every spelling of every key, and the key."""
+    return {name: row.key for row in rows for name in (row.key, *row.also)}
+
+
+def _resolved(entry: Entry, given: Mapping[str, Entry], spelt: Mapping[str, str]) -> Entry:
+    """`${KEY}` in a value is what the same files say for KEY, where they do."""
+    if not isinstance(entry.value, str) or not 0 < entry.value.count("${") <= MOST_REFERENCES:
+        return entry
+
+    def value_of(found: re.Match[str]) -> str:
+        other = given.get(spelt.get(found[1], ""))
+        return other.value if other is not None and isinstance(other.value, str) and len(other.value) < 1000 else found[0]
+
+    return replace(entry, value=re.sub(r"\$\{([\w.]+)\}", value_of, entry.value))
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    folded = {name.lower().lstrip("-"): name for name in known}
+    return folded[difflib.get_close_matches(key.lower().lstrip("-")[:100], folded, n=1, cutoff=0.0)[0]]
+
+
+def shown(value: Given) -> str:
+    return one_line(repr(value)) if isinstance(value, str) else "a list"
+
+
+def text(given: Given) -> str:
+    if isinstance(given, tuple):
+        raise ValueError("one value, not a list")
+    return given.strip()
+
+
+def whole(given: Given) -> int:
+    value = number(given)
+    if value != int(value) or abs(value) >= 2**53:
+        raise ValueError("a whole number")
+    return int(value)
+
+
+def number(given: Given) -> float:
+    try:
+        value = float(text(given).replace("_", ""))
+    except ValueError:
+        raise ValueError("a number") from None
+    if not math.isfinite(value):
+        raise ValueError("a finite number")
+    return value
+
+
+def truth(given: Given) -> bool:
+    value = text(given).lower()
+    if value in ("true", "yes", "1", "on", "t", "y"):
+        return True
+    if value in ("false", "no", "0", "off", "f", "n"):
+        return False
+    raise ValueError("true or false")
+
+
+def texts(given: Given) -> list[str]:
+    """A list, a list in JSON, or words with commas between them."""
+    if isinstance(given, tuple):
+        return list(given)
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, list):
+        if not all(isinstance(item, str) for item in found):
+            raise ValueError("a list of texts")
+        return found
+    return [word for word in (part.strip().strip("'\"") for part in given.strip().strip("[]()").split(",")) if word]
+
+
+def ratio(small: float, large: float) -> float:
+    """A quotient without the dust of binary fractions."""
+    return float(f"{small / large:.12g}")
+
+
+def run_name(*candidates: str | None) -> str:
+    """The first of the candidates that a run can be called, odd characters replaced."""
+    for candidate in candidates:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", candidate or "")[:100].strip("-._")
+        if name:
+            return name
+    return "adopted"

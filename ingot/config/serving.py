@@ -1,0 +1,233 @@
+"""What the serving engines are started with, here and in the container of an endpoint: arguments, routes, Triton's model repository.
+
+Only texts and numbers: nothing is started, asked or read. Each engine's own words for one question and its answer stand here
+too, so that whoever asks an endpoint need not know what is behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.config.launch import Machine
+from ingot.config.place import Serve
+from ingot.config.recipe import Recipe
+
+VLLM_IMAGE = "docker.io/vllm/vllm-openai:v0.32.0"
+TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.06-vllm-python-py3"
+PORT = 8080
+STORAGE = "$(AIP_STORAGE_URI)"
+"""Where Vertex AI puts the model's files; it fills this in itself."""
+SHARED_MEMORY_MB = 8192
+FINISH_S = 8
+"""Seconds that vLLM lets running requests finish in once it is told to stop."""
+_OLD = ("t4", "p4", "p100", "v100")
+"""Accelerators without bfloat16."""
+_BRING_THEIRS = re.compile(r"^(?:a2|a3|a4|a4x|g2|g4)-")
+_COUNT = re.compile(r"-(\d+)g(?:-|$)")
+_G2 = {24: 2, 48: 4, 96: 8}
+"""L4s of the larger machines of type g2, by their processors; the others have one."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """The container of one endpoint, in Vertex AI's terms.
+
+    `image` None: our own serving image. `raw`: the engine takes questions in its own words only (`question`), so that an endpoint is asked by
+    rawPredict; without it `predict_route` takes Vertex AI's `instances`. No key is asked for: an endpoint knows its callers.
+    """
+
+    image: str | None
+    command: tuple[str, ...]
+    args: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    ports: tuple[int, ...] = (PORT,)
+    health_route: str = "/health"
+    predict_route: str = "/predict"
+    raw: bool = False
+    shared_memory_mb: int = 0
+
+
+def container_of(recipe: Recipe) -> Container:
+    """What an endpoint runs for `recipe.serve.engine`.
+
+    The images of vLLM and Triton are the published ones unless `serve.image` names another. Vertex AI takes images from Artifact Registry
+    alone, so copy them there, or name a remote repository of it.
+
+    Raises:
+        WrongInput: vLLM or Triton on a machine without an accelerator, which their images cannot use.
+    """
+    serve, name = recipe.serve, recipe.registry_name
+    match serve.engine:
+        case "vllm":
+            cards = _accelerators(serve)
+            # This image reads the bucket itself, and has no ingot in it that could: nothing is copied to a disk first.
+            args = vllm_arguments(STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve.machine))
+            args = (*args, "--load-format", "runai_streamer", "--tensor-parallel-size", str(cards))
+            return Container(
+                serve.image or VLLM_IMAGE, ("python3", "-m", VLLM_MODULE), args, _QUIET, predict_route="/invocations", raw=True,
+                shared_memory_mb=SHARED_MEMORY_MB,
+            )
+        case "triton":
+            _accelerators(serve)
+            return Container(
+                serve.image or TRITON_IMAGE, ("tritonserver",), triton_arguments(STORAGE, host="0.0.0.0", port=PORT), {},
+                health_route="/v2/health/ready", predict_route=triton_route(name), raw=True, shared_memory_mb=SHARED_MEMORY_MB,
+            )
+        case _:
+            # The image's own entry point runs `ingot serve`; what it takes are knobs.
+            changed = serve.model_dump(include=set(_LIMITS), exclude_defaults=True)
+            settings = (f"serve.{key}={json.dumps(value)}" for key, value in sorted(changed.items()))
+            return Container(serve.image, (), (f"serve.engine={serve.engine}", *settings))
+
+
+_LIMITS = ("max_body_bytes", "max_tokens", "max_queue", "max_batch", "any_template")
+_QUIET = {"VLLM_NO_USAGE_STATS": "1"}
+VLLM_MODULE = "vllm.entrypoints.openai.api_server"
+
+
+def vllm_arguments(model: str, name: str, serve: Serve, *, host: str, port: int, dtype: str) -> tuple[str, ...]:
+    """vLLM's own arguments. A key is never among them: vLLM reads `VLLM_API_KEY`.
+
+    Sampling defaults in the model's folder are passed over, as our own server passes over them; `serve.max_tokens` bounds each answer.
+    """
+    most = json.dumps({"max_new_tokens": serve.max_tokens}, separators=(",", ":"))
+    return (
+        "--model", model, "--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype, "--max-model-len", "auto",
+        "--max-num-seqs", str(serve.max_batch), "--generation-config", "vllm", "--override-generation-config", most, "--disable-uvicorn-access-log",
+        "--shutdown-timeout", str(FINISH_S),
+    )
+
+
+def triton_arguments(repository: str, *, host: str, port: int) -> tuple[str, ...]:
+    """Triton's own arguments: HTTP and nothing else. Vertex AI's frontend of Triton knows no streams, so its plain routes are used there too."""
+    return (
+        f"--model-repository={repository}", f"--http-address={host}", f"--http-port={port}", "--allow-grpc=false", "--allow-metrics=false",
+        "--allow-vertex-ai=false", "--exit-timeout-secs=10",
+    )
+
+
+def triton_route(name: str) -> str:
+    return f"/v2/models/{triton_name(name)}/generate"
+
+
+def triton_name(name: str) -> str:
+    """A name that can be a folder and part of an address: `python@v2` is `python-v2`."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name)
+
+
+def triton_repository(name: str, serve: Serve, model: str, backend: Literal["python", "vllm"]) -> dict[str, str]:
+    """The files of a model repository, by their paths in it. The model itself stays where it is: `model`, a folder or gs:// address.
+
+    `python`: answered by ingot's own server's generation, from the environment that Triton's Python backend runs in. `vllm`: by vLLM inside the
+    image of Triton that has it. Both take and give the same tensors, and requests join a running batch. Of one instance, whichever device it then
+    takes: KIND_CPU and KIND_MODEL only keep Triton from making one for each accelerator.
+    """
+    about = {"folder": model, **{key: str(getattr(serve, key)).lower() for key in ("max_batch", "max_queue", "max_tokens", "any_template")}}
+    config = _PBTXT.format(
+        name=triton_name(name), backend=backend, kind="KIND_CPU" if backend == "python" else "KIND_MODEL",
+        parameters="\n".join(_PARAMETER.format(key=key, value=json.dumps(value)) for key, value in about.items()) if backend == "python" else "",
+    )
+    folder = triton_name(name)
+    if backend == "python":
+        return {f"{folder}/config.pbtxt": config, f"{folder}/1/model.py": _MODEL_PY}
+    engine = {
+        "model": model, "dtype": dtype_on(serve.machine), "max_num_seqs": serve.max_batch, "tensor_parallel_size": _accelerators(serve),
+        "generation_config": "vllm", **({"load_format": "runai_streamer"} if "://" in model else {}),
+    }
+    return {f"{folder}/config.pbtxt": config, f"{folder}/1/model.json": json.dumps(engine, indent=1) + "\n"}
+
+
+_PBTXT = """\
+name: "{name}"
+backend: "{backend}"
+max_batch_size: 0
+model_transaction_policy {{ decoupled: true }}
+input [
+  {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }},
+  {{ name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }},
+  {{ name: "sampling_parameters" data_type: TYPE_STRING dims: [ 1 ] optional: true }},
+  {{ name: "exclude_input_in_output" data_type: TYPE_BOOL dims: [ 1 ] optional: true }}
+]
+output [ {{ name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }} ]
+instance_group [ {{ count: 1 kind: {kind} }} ]
+{parameters}
+"""
+_PARAMETER = 'parameters {{ key: "{key}" value {{ string_value: {value} }} }}'
+_MODEL_PY = '''\
+"""Answers by the server of ingot, which has to be installed in the environment of Triton's Python backend."""
+
+import triton_python_backend_utils
+
+from ingot.serve.tritonmodel import Answering
+
+
+class TritonPythonModel(Answering):
+    """Triton looks for this name."""
+
+    utils = triton_python_backend_utils
+'''
+
+
+def artifact_of(recipe: Recipe, model: str) -> dict[str, str]:
+    """What an endpoint's artifact folder holds beside the model at `model` (gs://): Triton wants a repository; to the others the model is all ({})."""
+    return triton_repository(recipe.registry_name, recipe.serve, model, "vllm") if recipe.serve.engine == "triton" else {}
+
+
+def question(engine: str, name: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+    """One greedy question in the words of the engine's `predict_route`."""
+    if engine == "vllm":
+        return {"model": name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    if engine == "triton":
+        return triton_question(prompt, {"max_tokens": max_tokens, "temperature": 0})
+    return {"instances": [prompt], "parameters": {"max_tokens": max_tokens, "temperature": 0}}
+
+
+def triton_question(prompt: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a Triton, with any settings of sampling."""
+    return {"text_input": prompt, "stream": False, "sampling_parameters": json.dumps(sampling), "exclude_input_in_output": True}
+
+
+def answered(engine: str, answer: Any) -> str:
+    """The completion in the answer to a `question`. Raises Failed where there is none in it."""
+    try:
+        if engine == "vllm":
+            return str(answer["choices"][0]["text"])
+        if engine == "triton":
+            text = answer["text_output"]
+            return str(text[0] if isinstance(text, list) else text)
+        return str(answer["predictions"][0])
+    except (KeyError, IndexError, TypeError):
+        raise Failed(f"what answered is no {engine} server: {str(answer)[:200]}; check serve.engine and serve.image") from None
+
+
+def dtype_on(machine: Machine) -> str:
+    """The type that weights are computed in there, as vLLM calls it."""
+    kind = (machine.accelerator or "").lower().replace("_", "-")
+    return "half" if kind.rpartition("-")[2] in _OLD else "bfloat16"
+
+
+def _accelerators(serve: Serve) -> int:
+    """How many there are on the machine. Raises WrongInput for none."""
+    machine = serve.machine
+    if machine.accelerators:
+        return machine.accelerators
+    if not _BRING_THEIRS.match(machine.type):
+        raise WrongInput(
+            f"serve.engine {serve.engine} needs an accelerator on an endpoint, and serve.machine.type {machine.type} has none; set it to one that brings "
+            "its own (g2-standard-12), or set serve.machine.accelerator and serve.machine.accelerators"
+        )
+    if found := _COUNT.search(machine.type):
+        return int(found[1])
+    size = machine.type.rpartition("-")[2]
+    return _G2.get(int(size), 1) if size.isdecimal() else 1
+
+
+def shell(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """A command as one would type it; `$NAME` in a variable's value is left for the shell to fill in."""
+    return " ".join([*(f'{name}="{value}"' for name, value in environment.items()), shlex.join(words)])

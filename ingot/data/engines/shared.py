@@ -1,0 +1,268 @@
+"""Work for machines that share no disk with this one, only a bucket: a stage's workers fetch the files they open, and send those they write.
+
+Wraps an engine. Before a stage every file of `data/` that is in the bucket neither as part of the run's replica nor from an earlier stage is sent,
+and a list of them all; a worker has a folder of its own, whose paths fetch their files when they are first used; what its tasks wrote is
+in the folder here before the stage returns. So this machine's disk must hold the run folder, a worker's only what its tasks touch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path, PosixPath
+from typing import Any
+
+from ingot.base.bucket import Bucket, crc32c, open_bucket
+from ingot.base.errors import Failed
+from ingot.base.progress import Progress
+from ingot.base.replicaindex import Entry, read_index
+from ingot.base.replicamemory import Local, Memory, local_files
+from ingot.base.storage import disk_errors, fsync_folder
+from ingot.data.engines.engine import Advance, Engine, Result, Task, Work
+
+AREA = "engine"
+"""Below the address: lists of files, and files that stages hand each other; removed at the end."""
+AT_ONCE = 4
+KEPT_BYTES = 4 << 30
+"""How much a worker process keeps of what its tasks fetched."""
+
+
+class SharedEngine:
+    """`engine`, whose workers share with this machine no more than `gs://...`, the address of the run's replica. `root` is the run folder here."""
+
+    def __init__(self, engine: Engine, root: Path, url: str) -> None:
+        self._engine, self._root, self._bucket = engine, root.absolute(), open_bucket(url)
+        self._made: dict[str, Entry] | None = None  # what lies in the area, by path
+
+    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+        """See `Engine.run`."""
+        if not tasks:
+            return []
+        listed = self._publish()
+        there = Elsewhere(pickle.dumps(_absolute(work)), str(self._root), self._bucket.url, listed)
+        done = self._engine.run(there, [pickle.dumps(_absolute(task)) for task in tasks], progress)
+        self._take({entry.path: entry for _, entries in done for entry in entries})
+        return [result for result, _ in done]
+
+    def close(self) -> None:
+        """Ends the workers, and removes what the stages left in the bucket."""
+        self._engine.close()
+        if self._made is not None:
+            self._empty()
+            self._made = None
+
+    def _publish(self) -> str:
+        """Send what workers may want and cannot get yet; returns the name of the list of all."""
+        if self._made is None:
+            self._empty()
+            self._made = {}
+        replica, memory = read_index(self._bucket).entries, Memory(self._root, self._bucket.url, "engine.json")
+
+        def known(path: str) -> Entry | None:
+            local = memory.look(path)
+            if local is None or self._made is None:
+                return None
+            for entry in (self._made.get(path), replica.get(path)):
+                if entry is not None and entry.holds(local.bytes, local.crc32c):
+                    return entry
+            return _send(self._bucket, self._root, local)
+
+        paths = [f"data/{path}" for path in local_files(self._root / "data")]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            entries = [entry for entry in pool.map(known, paths) if entry is not None]
+        memory.write()
+        self._made = {entry.path: entry for entry in entries}
+        name = f"{AREA}/stage-{uuid.uuid4().hex}.json"  # a worker process may have met others of this run
+        self._bucket.put(name, json.dumps([asdict(entry) for entry in entries]).encode())
+        return name
+
+    def _take(self, written: Mapping[str, Entry]) -> None:
+        """Bring here what the workers wrote."""
+        assert self._made is not None
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda entry: fetch(self._bucket, entry, self._root / entry.path), written.values()))
+        for folder in {(self._root / path).parent for path in written}:
+            fsync_folder(folder)
+        self._made |= written
+
+    def _empty(self) -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(self._bucket.delete, [blob.name for blob in self._bucket.list(f"{AREA}/")]))
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The stage as a worker gets it: the work, pickled, with the paths of the machine that asked, and the object that lists the files."""
+
+    work: bytes
+    root: str
+    url: str
+    listed: str
+
+    def open(self) -> Callable[[bytes, Advance], tuple[Any, list[Entry]]]:
+        folder = _folder(self.url)
+        folder.list_anew(self.listed)
+        do = moved(pickle.loads(self.work), Path(self.root), folder.root).open()
+        folder.fetched_by_tasks = 0
+
+        def there(task: bytes, advance: Advance) -> tuple[Any, list[Entry]]:
+            result = do(moved(pickle.loads(task), Path(self.root), folder.root), advance)
+            return result, folder.send_new()
+
+        return there
+
+
+class SharedPath(PosixPath):
+    """A path in a worker's folder, whose file is there as soon as anybody asks for it by name."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        for folder in _folders.values():
+            if text.startswith(folder.prefix):
+                folder.provide(text.removeprefix(folder.prefix))
+        return text
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def glob(self, pattern: str, **how: Any) -> Iterator[SharedPath]:  # type: ignore[override]
+        """Those that can be fetched too."""
+        return (path for path in self.iterdir() if path.match(pattern))
+
+    def iterdir(self) -> Iterator[SharedPath]:  # type: ignore[override]
+        text = f"{PosixPath.__str__(self)}/"
+        here = os.listdir(text) if os.path.isdir(text) else []
+        listed = [
+            (folder.prefix + path).removeprefix(text).partition("/")[0]
+            for folder in _folders.values() for path in folder.entries if (folder.prefix + path).startswith(text)
+        ]
+        return (self / name for name in sorted({*here, *listed}))
+
+
+class _Folder:
+    """A worker process's own copy of parts of the run folder."""
+
+    def __init__(self, url: str) -> None:
+        place = tempfile.mkdtemp(prefix="ingot-worker-")
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        self.prefix, self.root, self._bucket = f"{place}/", SharedPath(place), open_bucket(url)
+        self.entries: dict[str, Entry] = {}
+        self.fetched_by_tasks = 0
+        self._seen: dict[str, tuple[int, int]] = {}  # size and time of what was fetched or sent
+
+    def list_anew(self, name: str) -> None:
+        """Know the files of this stage; what this process has of them, and did not change, stays."""
+        self._bucket = open_bucket(self._bucket.url)
+        entries = {entry["path"]: Entry(**entry) for entry in json.loads(self._bucket.get(name))}
+        for path in [path for path in self._seen if entries.get(path) != self.entries.get(path)]:
+            self._drop(path)
+        self.entries = entries
+
+    def provide(self, path: str) -> None:
+        """Have the file, if there is one of that name; for a folder, the folder."""
+        entry, full = self.entries.get(path), self.prefix + path
+        if entry is None:
+            if any(name.startswith(f"{path}/") for name in self.entries):
+                os.makedirs(full, exist_ok=True)
+        elif path not in self._seen and not os.path.exists(full):
+            fetch(self._bucket, entry, Path(full))
+            self._saw(path)
+            self.fetched_by_tasks += entry.bytes
+
+    def send_new(self) -> list[Entry]:
+        """Send what was written since the last call, and make room."""
+        new = [path for path in local_files(Path(self.prefix)) if self._seen.get(path) != _signature(self.prefix + path)]
+        sent = []
+        for path in new:
+            about = os.stat(self.prefix + path)
+            local = Local(path, about.st_size, crc32c(Path(self.prefix + path)), about.st_mtime_ns)
+            sent.append(_send(self._bucket, Path(self.prefix), local))
+            self._saw(path)
+        self.entries |= {entry.path: entry for entry in sent}
+        if self.fetched_by_tasks > KEPT_BYTES:
+            for path in list(self._seen):
+                self._drop(path)
+            self.fetched_by_tasks = 0
+        return sent
+
+    def _saw(self, path: str) -> None:
+        self._seen[path] = _signature(self.prefix + path)
+
+    def _drop(self, path: str) -> None:
+        Path(self.prefix + path).unlink(missing_ok=True)  # who has it open or mapped keeps it
+        del self._seen[path]
+
+
+_folders: dict[tuple[str, int], _Folder] = {}
+
+
+def _folder(url: str) -> _Folder:
+    """This process's, not the one that it was forked from."""
+    key = (url, os.getpid())
+    for other in [other for other in _folders if other != key]:
+        del _folders[other]
+    if key not in _folders:
+        _folders[key] = _Folder(url)
+    return _folders[key]
+
+
+def moved(value: Any, root: Path, to: Path) -> Any:
+    """The same with every path below `root` below `to`."""
+    return _each(value, lambda path: to / path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+def _absolute(value: Any) -> Any:
+    """The same for who stands in another folder."""
+    return _each(value, lambda path: Path(os.path.abspath(path)))
+
+
+def _each(value: Any, change: Callable[[Path], Path]) -> Any:
+    """A value whose paths are changed, inside of dataclasses, tuples, lists and dictionaries too."""
+    if isinstance(value, Path):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        other = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(other, field.name, _each(getattr(value, field.name), change))
+        return other
+    if isinstance(value, dict):
+        return {key: _each(item, change) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_each(item, change) for item in value)
+    return value
+
+
+def fetch(bucket: Bucket, entry: Entry, path: Path) -> None:
+    """The file of an entry under `path`, all at once and flushed."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    blob = bucket.get_to_file(entry.key, partial)
+    if not entry.holds(blob.bytes, blob.crc32c):
+        partial.unlink()
+        raise Failed(f"{bucket.url_of(entry.key)} has {blob.bytes} bytes and {entry.bytes} were sent, or others; see who else works there, run it again")
+    with partial.open("rb") as stream:
+        os.fsync(stream.fileno())
+    os.replace(partial, path)
+
+
+def _send(bucket: Bucket, root: Path, local: Local) -> Entry:
+    """A file into the area, under its path and content: who does a task twice writes the same object twice."""
+    name = f"{AREA}/files/{local.path}~{local.crc32c.replace('/', '_')}-{local.bytes}"
+    blob = bucket.put(name, root / local.path)
+    return Entry(local.path, name, blob.bytes, blob.crc32c, local.mtime_ns)
+
+
+def _signature(path: str) -> tuple[int, int]:
+    about = os.stat(path)
+    return about.st_size, about.st_mtime_ns

@@ -1,0 +1,179 @@
+"""The machines of one job on Compute Engine as they are asked for: names, labels, requests, start-up script. Nothing is sent from here.
+
+Container-Optimized OS rather than a Deep Learning VM: all software is in the image anyway, this system is Docker and nothing else, starts in
+seconds, is the same with and without GPUs, installs the driver that fits its kernel and the GPU (`cos-extensions`), signs in to Artifact
+Registry with the machine's account, and sends what containers say to Cloud Logging (metadata `google-logging-enabled`).
+
+Machines have an external address only in the project's default network, whose machines reach Artifact Registry and the bucket by nothing else.
+With `cloud.subnetwork` they have none: Private Google Access must be on there, and Cloud NAT where Hugging Face is to be reached. A firewall
+rule of one's own network must let machines with the tag `ingot` talk to each other.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+
+from ingot.base.fingerprint import fingerprint
+from ingot.cloud.clients import Google, messages
+from ingot.cloud.images import image_of
+from ingot.cloud.instances import MODULE, label, name_of
+from ingot.cloud.machines import accelerators_of
+from ingot.config.recipe import Recipe
+from ingot.launch.job import Job
+
+SYSTEM = "projects/cos-cloud/global/images/family/cos-stable"
+BOOT_S = 300.0
+"""What a machine takes until its ranks start, roughly: its own time limit is told to ranks that much earlier, with their time to save."""
+RUN, VERB, ATTEMPT, NODE, REPLICA = "ingot-run", "ingot-verb", "ingot-attempt", "ingot-node", "ingot-replica"
+_NEW_DISKS = ("a3-ultragpu-8g", "a4-highgpu-8g")
+
+
+def labels_of(recipe: Recipe, verb: str, mirror: str) -> dict[str, str]:
+    """What all machines of a run's verb carry, of every start. The replica tells runs apart that have one name."""
+    return {RUN: label(recipe.name), VERB: label(verb), REPLICA: fingerprint(mirror)}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of one start of a job."""
+
+    recipe: Recipe
+    job: Job
+
+    @property
+    def attempt(self) -> int:
+        """The number of the start, which its meeting place ends with."""
+        return int((self.job.meet or "").rpartition("-")[2])
+
+    @property
+    def id(self) -> str:
+        """What the names of its machines begin with."""
+        return name_of(f"ingot-{self.recipe.name}-{self.job.name}-{self.attempt}", room=5)
+
+    def name(self, node: int) -> str:
+        return f"{self.id}-{node}"
+
+    @property
+    def zones(self) -> list[str]:
+        """Those to try, in order."""
+        cloud = self.recipe.cloud
+        of_reservation = re.search(r"/zones/([^/]+)/", self.recipe.launch.machine.reservation or "")
+        zone = of_reservation[1] if of_reservation else cloud.zone
+        return [zone] if zone else [f"{cloud.region}-{letter}" for letter in "abcf"]
+
+    @cached_property
+    def google(self) -> Google:
+        return Google(self.recipe.cloud)
+
+    @property
+    def limit_s(self) -> int:
+        """Seconds after which Compute Engine itself deletes a machine."""
+        return int(self.job.time_limit_s or self.recipe.cloud.max_run)
+
+    @property
+    def image(self) -> str:
+        return self.job.image or image_of(self.recipe.cloud, "train")
+
+    def labels(self, node: int) -> dict[str, str]:
+        given = {label(key): label(value) for key, value in self.recipe.cloud.labels.items()}
+        return {**given, **labels_of(self.recipe, self.job.name, self.job.mirror or ""), ATTEMPT: str(self.attempt), NODE: str(node)}
+
+    def machine(self, node: int, zone: str) -> Any:
+        """The request for one machine, a message `Instance`."""
+        compute, wanted, cloud = messages(MODULE), self.recipe.launch.machine, self.recipe.cloud
+        accelerator, count = accelerators_of(wanted)
+        attached = accelerator is not None and wanted.type.startswith(("n1-", "custom-"))
+        metadata = {"startup-script": self.script(zone), "google-logging-enabled": "true", "block-project-ssh-keys": "true", NODE: str(node)}
+        return compute.Instance(
+            name=self.name(node), labels=self.labels(node), tags=compute.Tags(items=["ingot"]),
+            machine_type=f"zones/{zone}/machineTypes/{wanted.type}",
+            guest_accelerators=[compute.AcceleratorConfig(
+                accelerator_type=f"projects/{self.google.project}/zones/{zone}/acceleratorTypes/{accelerator}", accelerator_count=count,
+            )] if attached else [],
+            disks=[self._disk(compute, node, zone)],
+            network_interfaces=[self._network(compute)],
+            service_accounts=[compute.ServiceAccount(email=cloud.service_account or "default", scopes=["https://www.googleapis.com/auth/cloud-platform"])],
+            scheduling=self._scheduling(compute, with_gpus=accelerator is not None),
+            reservation_affinity=compute.ReservationAffinity(
+                consume_reservation_type="SPECIFIC_RESERVATION", key="compute.googleapis.com/reservation-name",
+                values=[re.sub("/zones/[^/]+", "", wanted.reservation)],
+            ) if wanted.reservation else None,
+            metadata=compute.Metadata(items=[compute.Items(key=key, value=value) for key, value in metadata.items()]),
+        )
+
+    def _disk(self, compute: Any, node: int, zone: str) -> Any:
+        wanted = self.recipe.launch.machine
+        kind = "hyperdisk-balanced" if wanted.type in _NEW_DISKS or wanted.type.startswith("g4-") else "pd-balanced"
+        return compute.AttachedDisk(boot=True, auto_delete=True, initialize_params=compute.AttachedDiskInitializeParams(
+            source_image=SYSTEM, disk_size_gb=wanted.disk_gb, disk_type=f"zones/{zone}/diskTypes/{kind}", labels=self.labels(node),
+        ))
+
+    def _scheduling(self, compute: Any, *, with_gpus: bool) -> Any:
+        """Nothing is restarted by the place: that is the supervisor's. Whatever becomes of us, the machine is deleted when its time is over."""
+        spot = self.recipe.launch.machine.spot
+        return compute.Scheduling(
+            automatic_restart=False, on_host_maintenance="TERMINATE" if with_gpus or spot else "MIGRATE",
+            provisioning_model="SPOT" if spot else "STANDARD", instance_termination_action="DELETE",
+            max_run_duration=compute.Duration(seconds=self.limit_s),
+        )
+
+    def _network(self, compute: Any) -> Any:
+        cloud, project = self.recipe.cloud, self.google.project
+        interface = compute.NetworkInterface(nic_type="GVNIC")
+        network, subnetwork = cloud.network or ("" if cloud.subnetwork else "default"), cloud.subnetwork or ""
+        if network:
+            interface.network = network if "/" in network else f"projects/{project}/global/networks/{network}"
+        if subnetwork:
+            interface.subnetwork = subnetwork if "/" in subnetwork else f"projects/{project}/regions/{cloud.region}/subnetworks/{subnetwork}"
+        else:
+            interface.access_configs = [compute.AccessConfig(name="External NAT", type_="ONE_TO_ONE_NAT")]
+        return interface
+
+    def address(self, zone: str) -> str:
+        """The name by which the nodes find node 0: zonal DNS."""
+        domain, _, project = self.google.project.rpartition(":")
+        return f"{self.name(0)}.{zone}.c.{project}{f'.{domain}' if domain else ''}.internal"
+
+    def script(self, zone: str) -> str:
+        """What a machine does when it comes up; the same for all nodes. No secret stands in it."""
+        job, project = self.job, self.google.project
+        bucket, _, folder = (job.meet or "").removeprefix("gs://").partition("/")
+        registry = self.image.partition("/")[0]
+        environment = {
+            **job.environment, "GOOGLE_CLOUD_PROJECT": project, "PET_NNODES": str(job.nodes), "PET_NPROC_PER_NODE": str(job.processes),
+            "PET_MASTER_ADDR": self.address(zone), "PET_MASTER_PORT": str(self.recipe.launch.port),
+        }
+        leave_s = self.limit_s - self.recipe.checkpoint.grace_s - BOOT_S
+        return template("gce.sh.jinja").render(
+            cluster=self.id, bucket=bucket, folder=quote(folder, safe=""), processes=job.processes, project=project, zone=zone,
+            compute=self.google.address("compute.googleapis.com"), gpus=accelerators_of(self.recipe.launch.machine)[1], image=self.image,
+            registry=registry if registry.endswith((".pkg.dev", "gcr.io")) else "", leave_s=round(leave_s) if leave_s > BOOT_S else 0,
+            environment=environment, command=shlex.join(node_command(self.recipe, job)),
+        )
+
+
+def node_command(recipe: Recipe, job: Job) -> list[str]:
+    """What runs in the container of each node. Secrets are named here, and read there."""
+    command = ["python", "-m", "ingot.launch.node", "--meet", job.meet or "", "--mirror", job.mirror or "", "--root", str(Path(recipe.output) / recipe.name)]
+    if recipe.cloud.secrets or recipe.cloud.tensorboard:
+        told = {"project", "region", "secrets", "tensorboard", "endpoint"}
+        command += ["--cloud", recipe.cloud.model_dump_json(include=told, exclude_none=True)]
+    return [*command, "--", *job.argv]
+
+
+def template(name: str) -> jinja2.Template:
+    """A start-up script to fill in, with `quote` for what the shell must not read."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ingot.launch", "."), trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+        comment_start_string="<#", comment_end_string="#>",
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.get_template(name)

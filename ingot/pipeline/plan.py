@@ -1,0 +1,155 @@
+"""The pipeline's steps with their places: which image, which machine, what is told to the command line. A table over knobs, nothing is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.replica import replica_url
+from ingot.base.storage import is_remote
+from ingot.cloud.clients import Google
+from ingot.cloud.images import image_of
+from ingot.cloud.machines import accelerators_of, check_machine, machine_type, vertex_accelerator
+from ingot.config.cloud import StepPlace, Verb
+from ingot.config.launch import Machine
+from ingot.config.load import dump_recipe
+from ingot.config.recipe import Recipe
+from ingot.launch.places import for_nodes
+from ingot.pipeline.steps import STEPS
+
+VERBS: tuple[Verb, ...] = ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
+GATED: tuple[Verb, ...] = ("register", "deploy")
+"""Done only when the gate says so."""
+DEPLOYS, KEEPS = "deploy", "keep"
+"""What the gate says to the steps after it."""
+REACHED = ("gce", "vertex", "tpu", "dataproc", "dataflow")
+"""Places that a container of the pipeline reaches."""
+OUTPUT = "runs"
+"""The folder that run folders are made in, in a container."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a container asks for; `accelerator` as Vertex AI names it."""
+
+    cpus: int
+    memory_gb: float
+    accelerator: str | None = None
+    accelerators: int = 0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One step: `place` are overrides that say where else it runs, () where it runs in its own container, with `resources` or what is the usual."""
+
+    verb: Verb
+    image: str
+    place: tuple[str, ...] = ()
+    resources: Resources | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that the compiled pipeline is made of. `recipe` is the text that the steps read, at `address`; `root` is where the pipeline's things lie."""
+
+    name: str
+    recipe: str
+    address: str
+    replica: str
+    root: str
+    retries: int
+    steps: tuple[Planned, ...]
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Raises WrongInput where there is no bucket, no image, or a place that the pipeline cannot reach."""
+    bucket = Google(recipe.cloud).bucket
+    root = (recipe.pipeline.root or f"{bucket}/ingot/pipelines").rstrip("/")
+    replica = replica_url(bucket, recipe.name)
+    text = dump_recipe(for_nodes(recipe.model_copy(update={"output": OUTPUT}), replica))
+    steps = tuple(_planned(recipe, verb) for verb in VERBS)
+    return Plan(recipe.name, text, f"{root}/recipes/{fingerprint(text)}.yaml", replica, root, recipe.pipeline.retries, steps)
+
+
+def reasons(recipe: Recipe) -> list[str]:
+    """Why the recipe cannot become a pipeline, one reason each that names the knob; nothing is asked of anybody."""
+    found = []
+    if recipe.registry.kind == "local":
+        found.append("registry.kind local is a file of one machine; set registry.kind to vertex")
+    if recipe.launch.secrets:
+        found.append(f"launch.secrets {recipe.launch.secrets[0]} is known to this machine alone; put it into Secret Manager and "
+                     f"name it in cloud.secrets: {{{recipe.launch.secrets[0]}: secret:NAME}}")
+    sources = [*recipe.data.train, *(recipe.data.validation if isinstance(recipe.data.validation, list) else [])]
+    named = [("data source", source.source) for source in sources] + [("model.source", recipe.model.source)]
+    named += [(knob, value) for knob, value in (("tokenizer.source", recipe.tokenizer.source), ("evaluate.model", recipe.evaluate.model)) if value]
+    named += [(f"the source of task {task.name}", value) for task in recipe.tasks if isinstance(value := getattr(task, "source", None), str)]
+    found += [f"{what} {value} lies on this machine; put it into the bucket and give gs://..." for what, value in named if _is_here(value)]
+    for verb in VERBS:
+        machine = _machine(recipe, verb)
+        found += [f"{verb}: {reason}" for reason in (check_machine(machine) if machine is not None else [])]
+    looks: tuple[Callable[[], object], ...] = (lambda: Google(recipe.cloud).project, lambda: plan(recipe))
+    for look in looks:
+        try:
+            look()
+        except WrongInput as error:
+            found.append(str(error))
+    return list(dict.fromkeys(found))
+
+
+def _is_here(source: str) -> bool:
+    return not is_remote(source) and ":" not in source and source not in ("train", "none")
+
+
+def _planned(recipe: Recipe, verb: Verb) -> Planned:
+    given = recipe.pipeline.steps.get(verb, StepPlace())
+    kind, machine = _kind(recipe, verb, given), _machine(recipe, verb)
+    image = given.image or (recipe.launch.image if _is_shared(verb) else None)
+    if kind == "local":
+        return Planned(verb, image or image_of(recipe.cloud, "train"), (), _resources(machine))
+    if kind not in REACHED:
+        raise WrongInput(f"{verb} cannot run with launch.kind {kind} from a container of the pipeline; set pipeline.steps.{verb}.launch to vertex or gce")
+    place = [f"launch.kind={kind}", f"launch.nodes={given.nodes or (recipe.launch.nodes if _is_shared(verb) else 1)}"]
+    if machine is not None:
+        place.append(f"launch.machine={json.dumps(machine.model_dump(mode='json', exclude_defaults=True), sort_keys=True)}")
+    if image is not None:
+        place.append(f"launch.image={image}")
+    # What submits and waits is ingot as well.
+    return Planned(verb, image_of(recipe.cloud, "train"), tuple(place))
+
+
+def _kind(recipe: Recipe, verb: Verb, given: StepPlace) -> str:
+    """Where a step runs: `local` is its own container, which is a machine of Vertex AI that nothing shares."""
+    if given.launch is not None:
+        return given.launch
+    if not _is_shared(verb):
+        return "local"
+    if recipe.launch.kind not in ("local", "vertex"):
+        return recipe.launch.kind
+    machine = _machine(recipe, verb) or recipe.launch.machine
+    known = machine_type(machine.type)
+    beyond = machine.spot or machine.flex_start or machine.reservation or (known is not None and known.is_tpu)
+    return "vertex" if (given.nodes or recipe.launch.nodes) > 1 or beyond else "local"
+
+
+def _is_shared(verb: Verb) -> bool:
+    return any(step.verb == verb and step.distributed for step in STEPS)
+
+
+def _machine(recipe: Recipe, verb: Verb) -> Machine | None:
+    """None: what the place gives of itself."""
+    given = recipe.pipeline.steps.get(verb, StepPlace()).machine
+    return given or (recipe.launch.machine if _is_shared(verb) else None)
+
+
+def _resources(machine: Machine | None) -> Resources | None:
+    known = machine_type(machine.type) if machine is not None else None
+    if machine is None or known is None:
+        return None
+    name, count = accelerators_of(machine)
+    try:
+        return Resources(known.vcpus, known.memory_gb, vertex_accelerator(name) if name else None, count)
+    except KeyError:
+        raise WrongInput(f"accelerator {name} cannot be had in a container of the pipeline; choose another launch.machine") from None

@@ -1,0 +1,135 @@
+"""`ingot deploy`: a registered version becomes the live one; in Vertex AI's registry that is the one that an endpoint serves.
+
+The local registry only moves its pointer. Nothing here knows how an endpoint is changed without an outage: `endpoint.py` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ingot.base.errors import WrongInput
+from ingot.base.progress import say
+from ingot.cloud.clients import Google
+from ingot.config.recipe import Recipe
+from ingot.registry.endpoint import Plan, find, render, roll_out
+from ingot.registry.kinds import Registered, registry_of
+from ingot.registry.labels import label
+from ingot.registry.machine import resources_of
+from ingot.registry.verbs import approved, lies_in, newest
+from ingot.registry.verification import SHARE, Check, answer_of
+from ingot.registry.vertex import VertexRegistry, VertexVersion
+
+BY_HAND = "by hand"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `ingot deploy` was asked for. `canary`: percent of the traffic that the new version gets first; `verify`: compare its answer."""
+
+    number: int | None = None
+    canary: int | None = None
+    verify: bool = False
+    back: bool = False
+
+
+def deploy(recipe: Recipe, name: str, wish: Wish, *, is_run: bool = False) -> Registered:
+    """Make a version live and return it: of a number, the one before (`wish.back`), or the newest.
+
+    `is_run`: the recipe is that of the run whose model this is; with Vertex AI then its own version is deployed, if the gate said so.
+
+    Raises:
+        WrongInput: no such version, its files are damaged, the gate did not say so, or the place cannot do what is asked.
+        Failed: the new version does not come up, or another command deploys this name; the old one then serves on.
+    """
+    _check(recipe, wish)
+    registry = registry_of(recipe)
+    if isinstance(registry, VertexRegistry):
+        version, reason, instead_of = _chosen(recipe, registry, name, wish, is_run)
+        registry.check(version)
+        plan = _planned(recipe, version, wish, registry)
+
+        def commit() -> None:
+            if wish.back:
+                registry.rollback(name, reason, to=version.number)
+            else:
+                registry.point(name, version.number, reason, instead_of=instead_of)
+
+        roll_out(Google(recipe.cloud), plan, lambda: _live(registry, name), commit)
+        return version
+    if wish.back:
+        before: Registered = registry.rollback(name, "rolled back by hand")
+        return before
+    chosen: Registered = newest(registry, name) if wish.number is None else registry.version(name, wish.number)
+    registry.check(chosen)
+    registry.point(name, chosen.number, BY_HAND)
+    return chosen
+
+
+def rehearse(recipe: Recipe, name: str, wish: Wish, *, is_run: bool = False) -> str:
+    """What `deploy` would do, as text; nothing is changed."""
+    _check(recipe, wish)
+    registry = registry_of(recipe)
+    if isinstance(registry, VertexRegistry):
+        version, _, _ = _chosen(recipe, registry, name, wish, is_run)
+        return render(Google(recipe.cloud), _planned(recipe, version, wish, None))
+    if wish.back:
+        return f"{name} back to the version that was live before\n"
+    chosen = newest(registry, name) if wish.number is None else registry.version(name, wish.number)
+    return f"{name} v{chosen.number} live, in {registry.place}\n"
+
+
+def address(recipe: Recipe, name: str) -> str | None:
+    """The endpoint that serves a name; None where the registry has none."""
+    there = find(Google(recipe.cloud), name) if recipe.registry.kind == "vertex" else None
+    return there.name if there else None
+
+
+def _check(recipe: Recipe, wish: Wish) -> None:
+    """What is wished for and cannot be had, before anything is asked of anybody."""
+    if wish.back and wish.number is not None:
+        raise WrongInput(f"--rollback and --version {wish.number} are two wishes; give one of them")
+    if wish.canary is not None and not 1 <= wish.canary <= 99:
+        raise WrongInput(f"--canary {wish.canary} is no share of the traffic; give 1 to 99 percent, or leave it out")
+    if recipe.registry.kind == "local" and (wish.canary is not None or wish.verify):
+        raise WrongInput("--canary and --verify are for an endpoint, and the local registry has none; leave them out, or set registry.kind=vertex")
+    if recipe.serve.engine in ("vllm", "triton") and (wish.canary is not None or wish.verify):
+        raise WrongInput(
+            f"--canary and --verify ask by Vertex AI's predict, whose form serve.engine {recipe.serve.engine} does not speak; "
+            "leave them out, or set serve.engine to native"
+        )
+
+
+def _chosen(recipe: Recipe, registry: VertexRegistry, name: str, wish: Wish, is_run: bool) -> tuple[VertexVersion, str, int | None]:
+    """The version, why, and which one must be live until then (-1: any)."""
+    if wish.back:
+        return registry.previous(name), "rolled back by hand", -1
+    if wish.number is not None:
+        return registry.version(name, wish.number), BY_HAND, -1
+    if not is_run:
+        version: VertexVersion = newest(registry, name)
+        return version, BY_HAND, -1
+    report, decided = approved(recipe)
+    found = registry.find(name, report)
+    if found is None:
+        raise WrongInput(f"the model of {recipe.folder.root} is not registered as {name} in {registry.place}; run `ingot register` first")
+    return found, f"gate: {decided['reason']}", found.number if _live(registry, name) == found.number else (decided["live"] or {}).get("version")
+
+
+def _planned(recipe: Recipe, version: VertexVersion, wish: Wish, registry: VertexRegistry | None) -> Plan:
+    """`registry` None: for looking only, so that nothing is computed."""
+    asks = wish.verify or wish.canary is not None
+    expected = None
+    folder = lies_in(recipe, version.model_hash)
+    if wish.verify and registry is not None:
+        if folder is None:
+            say(f"no copy of {version.name} v{version.number} lies here, so only the form of its answer is compared")
+        else:
+            expected = answer_of(folder, recipe.serve.prompt)
+    check = Check(recipe.serve.prompt, version.classifies, expected) if asks else None
+    labels = {**{label(key): label(value) for key, value in recipe.cloud.labels.items()}, "ingot-run": label(recipe.name)}
+    return Plan(version, resources_of(recipe), wish.canary or (SHARE if wish.verify else None), check, labels)
+
+
+def _live(registry: VertexRegistry, name: str) -> int | None:
+    version = registry.live(name)
+    return None if version is None else version.number

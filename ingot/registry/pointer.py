@@ -1,0 +1,78 @@
+"""Which version is live, and was before: one object of the bucket, written anew under a condition on its generation.
+
+Of two writers that saw the same state one is refused, which no alias of a model version could do: aliases are set blindly. So this object alone
+decides, and the alias `live` follows it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.base.bucket import Bucket
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.gcs import Conflict, Missing
+from ingot.registry.store import Turn
+
+SCHEMA = 1
+NAME = "live.json"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """All turns of the pointer, each `{version, before, time, reason}`; `before` is the index of the turn that a rollback returns to."""
+
+    turns: tuple[dict[str, Any], ...]
+    generation: int
+
+    @property
+    def now(self) -> int | None:
+        return self.turns[-1]["version"] if self.turns else None
+
+    @property
+    def previous(self) -> int | None:
+        """The version that a rollback makes live."""
+        before = self.turns[-1]["before"] if self.turns else None
+        return None if before is None else self.turns[before]["version"]
+
+    @property
+    def history(self) -> list[Turn]:
+        return [Turn(turn["version"], turn["time"], turn["reason"]) for turn in self.turns]
+
+
+def read(bucket: Bucket) -> Pointer:
+    """Raises WrongInput when a newer ingot wrote it, or it is not to be understood."""
+    for _ in range(3):  # it may be written anew between the two requests
+        found = bucket.stat(NAME)
+        if found is None:
+            return Pointer((), 0)
+        try:
+            value = json.loads(bucket.get(NAME))
+        except Missing:
+            continue
+        except ValueError:
+            raise WrongInput(f"{bucket.url_of(NAME)} is damaged; restore an older version of the object") from None
+        if value.get("schema", 0) > SCHEMA:
+            raise WrongInput(f"{bucket.url_of(NAME)} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+        again = bucket.stat(NAME)
+        if again is not None and again.generation == found.generation:
+            return Pointer(tuple(value["turns"]), found.generation)
+    raise Failed(f"{bucket.url_of(NAME)} does not stand still; see who else deploys, and run the same command again")
+
+
+def move(bucket: Bucket, pointer: Pointer, number: int, reason: str, *, back: bool = False) -> None:
+    """Add a turn to version `number`; `back`: it is a rollback, and the next one goes further back.
+
+    Raises:
+        Failed: somebody else moved it since it was read.
+    """
+    last = len(pointer.turns) - 1
+    before = None if last < 0 else pointer.turns[pointer.turns[last]["before"]]["before"] if back else last
+    turn = {"version": number, "before": before, "time": time.time(), "reason": reason}
+    text = json.dumps({"schema": SCHEMA, "turns": [*pointer.turns, turn]}, indent=1, ensure_ascii=False)
+    try:
+        bucket.put(NAME, text.encode(), generation=pointer.generation)
+    except Conflict:
+        raise Failed(f"another version went live at the same time ({bucket.url_of(NAME)} changed); run the same command again") from None

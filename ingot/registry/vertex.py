@@ -1,0 +1,300 @@
+"""Versions in the Model Registry of Vertex AI: one model of a registered name, its files and exact numbers in the bucket.
+
+Under `gs://BUCKET/ingot/models/NAME/`: a folder for each model with its files and a marker written last, a record beside it (the whole report
+and lineage; the service's labels are too narrow for them), and `live.json`. A version that died half-way is gone on with by the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ingot.base.bucket import Bucket, crc32c, open_bucket
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.evaluation import EvaluationReport, parse_report
+from ingot.base.gcs import Missing
+from ingot.base.lease import lease
+from ingot.base.progress import say
+from ingot.base.storage import atomic_folder
+from ingot.cloud import models
+from ingot.cloud.clients import Google
+from ingot.cloud.models import ModelVersion
+from ingot.cloud.operations import code_of
+from ingot.config.recipe import Recipe
+from ingot.config.serving import artifact_of
+from ingot.registry import pointer
+from ingot.registry.container import container_of
+from ingot.registry.labels import KEY, key_of, label, labels_of, resource_id
+from ingot.registry.store import MARKER, Turn
+
+SCHEMA = 1
+BESIDE = "-repository/"
+"""Ends the name of the folder of a model repository beside the model that it is of, for engines that want one."""
+LIVE = "live"
+"""The alias of the live version, for whoever asks the service rather than ingot."""
+
+
+@dataclass(frozen=True)
+class VertexVersion:
+    """One registered model. `where` is the folder in the bucket, `resource` the service's name for it, `classifies` whether it gives labels."""
+
+    name: str
+    number: int
+    model_hash: str
+    tokenizer_hash: str
+    report: EvaluationReport
+    lineage: dict[str, Any]
+    created: float
+    where: str
+    resource: str
+    classifies: bool
+
+
+class VertexRegistry:
+    """The registry in `cloud.project`, `cloud.region` and `cloud.bucket`."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._google = recipe, Google(recipe.cloud)
+
+    @property
+    def place(self) -> str:
+        return f"the Model Registry of {self._google.parent}"
+
+    def names(self) -> list[str]:
+        found = models.models(self._google)
+        return sorted(model.display_name for model in found if model.model.endswith(f"/{resource_id(model.display_name)}"))
+
+    def versions(self, name: str) -> list[VertexVersion]:
+        """All versions of `name`, oldest first."""
+        return [self._version(name, found) for found in self._listed(name)]
+
+    def version(self, name: str, number: int) -> VertexVersion:
+        """Raises WrongInput naming the versions that there are."""
+        known = self._listed(name)
+        if not known:
+            raise WrongInput(f"nothing is registered as {name} in {self.place}; it knows {', '.join(self.names()) or 'no name'}; run `ingot register` first")
+        found = next((version for version in known if version.number == number), None)
+        if found is None:
+            raise WrongInput(f"{name} has no version {number} in {self.place}; it has {', '.join(str(version.number) for version in known)}")
+        return self._version(name, found)
+
+    def live(self, name: str) -> VertexVersion | None:
+        """The version that is live under `name`. Its alias is put right where it is not, as after a writer that died."""
+        now, known = pointer.read(self._bucket(name)).now, self._listed(name)
+        self._follow(known, now)
+        return None if now is None else self.version(name, now)
+
+    def find(self, name: str, report: EvaluationReport) -> VertexVersion | None:
+        """The version with the model that `report` is about."""
+        found = self._found(name, key_of(report.model_hash, report.tokenizer_hash))
+        return None if found is None else self._version(name, found)
+
+    def history(self, name: str) -> Sequence[Turn]:
+        """All moves of the live pointer, oldest first."""
+        return pointer.read(self._bucket(name)).history
+
+    def previous(self, name: str) -> VertexVersion:
+        """The version that was live before. Raises WrongInput when there is none."""
+        found = pointer.read(self._bucket(name))
+        if found.now is None:
+            raise WrongInput(f"nothing is live as {name} in {self.place}; `ingot deploy {name}` makes the newest version live")
+        if found.previous is None:
+            raise WrongInput(f"nothing was live before {name} v{found.now}; `ingot deploy {name} --version V` takes another one")
+        return self.version(name, found.previous)
+
+    def add(self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]) -> VertexVersion:
+        """Upload the model in `folder` and register it with its report. A model that is registered already takes the new report.
+
+        Raises:
+            WrongInput: bucket or image are missing or lie elsewhere, a right is missing, or somebody else's model has the id.
+            Failed: another process registers the very same model.
+        """
+        self._check_region()
+        container, key, bucket = container_of(self._recipe), key_of(report.model_hash, report.tokenizer_hash), self._bucket(name)
+        with lease(bucket, f"ingot register {name}", name=f"locks/{key}", wait=True):
+            found = self._found(name, key)
+            if found is None:
+                _put_files(folder, open_bucket(bucket.url_of(key)))
+                for path, text in artifact_of(self._recipe, bucket.url_of(key)).items():
+                    bucket.put(f"{key}{BESIDE}{path}", text.encode())
+            self._record(bucket, key, folder, report, lineage)
+            if found is None:
+                self._upload(name, key, report, container)
+                found = self._found(name, key)
+            else:
+                self._relabel(found, report)
+        if found is None:
+            raise Failed(f"{name} was registered and is not there; see {self.place}, and run the same command again")
+        return self._version(name, found)
+
+    def point(self, name: str, number: int, reason: str, *, instead_of: int | None = -1) -> None:
+        """Make version `number` live; see `store.Registry.point`. Raises Failed when another process moved the pointer at the same time."""
+        known = self._listed(name)
+        self.version(name, number)
+        found = pointer.read(self._bucket(name))
+        if found.now != number:
+            if instead_of not in (-1, found.now):
+                now, then = (f"{name} v{version}" if version is not None else f"nothing as {name}" for version in (found.now, instead_of))
+                raise WrongInput(f"{now} went live while {then} was compared with the new model; run `ingot gate` again")
+            pointer.move(self._bucket(name), found, number, reason)
+        self._follow(known, number)
+
+    def rollback(self, name: str, reason: str, *, to: int | None = None) -> VertexVersion:
+        """Make the version live that was live before this one; again goes one further back. `to`: only if it is this one.
+
+        Raises as `previous` and `point` do.
+        """
+        version = self.previous(name)
+        if to not in (None, version.number):
+            raise Failed(f"another version of {name} went live meanwhile; run the same command again")
+        pointer.move(self._bucket(name), pointer.read(self._bucket(name)), version.number, reason, back=True)
+        self._follow(self._listed(name), version.number)
+        return version
+
+    def check(self, version: VertexVersion, *, checksums: bool = False) -> None:
+        """Raises WrongInput when objects of a version are missing or changed, by the checksums that the service keeps: no byte is read."""
+        bucket = open_bucket(version.where)
+        there = {blob.name: (blob.bytes, blob.crc32c) for blob in bucket.list()}
+        wrong = [bucket.url_of(file["path"]) for file in _marked(bucket) if there.get(file["path"]) != (file["bytes"], file["crc32c"])]
+        if wrong:
+            raise WrongInput(f"{version.name} v{version.number} is damaged: {wrong[0]} is missing or changed; register it again, or deploy another version")
+
+    def fetch(self, version: VertexVersion) -> Path:
+        """The version's files in a folder of this disk, downloaded where they are not there yet."""
+        bucket, files = open_bucket(version.where), _marked(open_bucket(version.where))
+        folder = Path(self._recipe.output) / "registry-vertex" / version.name / key_of(version.model_hash, version.tokenizer_hash)
+        if not all((folder / file["path"]).is_file() and (folder / file["path"]).stat().st_size == file["bytes"] for file in files):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_folder(folder) as partial:
+                for file in files:
+                    (partial / file["path"]).parent.mkdir(parents=True, exist_ok=True)
+                    bucket.get_to_file(file["path"], partial / file["path"])
+        return folder
+
+    def _bucket(self, name: str) -> Bucket:
+        """What lies under the name; objects of several names share no connection."""
+        return self._buckets.setdefault(name, open_bucket(f"{self._google.bucket}/ingot/models/{name}"))
+
+    @cached_property
+    def _buckets(self) -> dict[str, Bucket]:
+        return {}
+
+    def _listed(self, name: str) -> list[ModelVersion]:
+        """The versions that ingot registered, oldest first; of a model that another upload doubled, the first."""
+        found: dict[str, ModelVersion] = {}
+        for version in models.versions(self._google, resource_id(name)):
+            if KEY in version.labels:
+                found.setdefault(version.labels[KEY], version)
+        return list(found.values())
+
+    def _found(self, name: str, key: str) -> ModelVersion | None:
+        return next((version for version in self._listed(name) if version.labels[KEY] == key), None)
+
+    def _version(self, name: str, found: ModelVersion) -> VertexVersion:
+        bucket = self._bucket(name)
+        record = f"{found.labels[KEY]}.json"
+        try:
+            value = json.loads(bucket.get(record))
+        except (Missing, ValueError):
+            raise WrongInput(f"{bucket.url_of(record)}, the record of {name} v{found.number}, is missing or damaged; register the model again") from None
+        if value["schema"] > SCHEMA:
+            raise WrongInput(f"{bucket.url_of(record)} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+        report = parse_report(json.dumps(value["report"]), bucket.url_of(record))
+        return VertexVersion(
+            name, found.number, report.model_hash, report.tokenizer_hash, report, value["lineage"], found.created,
+            bucket.url_of(found.labels[KEY]), f"{found.model}@{found.number}", value["classifies"],
+        )
+
+    def _record(self, bucket: Bucket, key: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]) -> None:
+        """The exact numbers; of a version that is there already only the report is new."""
+        try:
+            value = json.loads(bucket.get(f"{key}.json"))
+        except (Missing, ValueError):
+            value = {"schema": SCHEMA, "lineage": dict(lineage), "classifies": _classifies(folder)}
+        bucket.put(f"{key}.json", json.dumps({**value, "report": asdict(report)}, indent=1, ensure_ascii=False, allow_nan=False).encode())
+
+    def _upload(self, name: str, key: str, report: EvaluationReport, container: models.Container) -> None:
+        """Make the version, after whatever a process that died began has ended."""
+        model_id = resource_id(name)
+        for operation in models.being_uploaded(self._google, model_id):
+            models.await_upload(self._google, operation)
+        if self._found(name, key) is not None:
+            return
+        artifacts = self._bucket(name).url_of(f"{key}{BESIDE}".rstrip("/") if self._recipe.serve.engine == "triton" else key)
+        for first in (not models.versions(self._google, model_id), False):
+            request = models.upload_request(
+                self._google, model_id, first=first, display_name=name, artifacts=artifacts, container=container,
+                labels=self._labels(report, key), description=_description(report),
+            )
+            try:
+                models.upload(self._google, request)
+                return
+            except WrongInput as error:
+                if not first or code_of(error) != 409:  # another process made the first version of this name meanwhile
+                    raise
+
+    def _labels(self, report: EvaluationReport, key: str) -> dict[str, str]:
+        ours = {KEY: key, "ingot-run": label(self._recipe.name), "ingot-verb": "register"}
+        return labels_of(report, ours, self._recipe.cloud.labels)
+
+    def _relabel(self, found: ModelVersion, report: EvaluationReport) -> None:
+        wanted = {**self._labels(report, found.labels[KEY]), "ingot-run": found.labels.get("ingot-run", "")}
+        if wanted != found.labels:
+            models.update_labels(self._google, found, wanted)
+
+    def _follow(self, known: Sequence[ModelVersion], now: int | None) -> None:
+        """The alias `live` on the version that the pointer means, and on no other."""
+        try:
+            for version in known:
+                if LIVE in version.aliases and version.number != now:
+                    models.change_aliases(self._google, version, remove=[LIVE])
+            for version in known:
+                if LIVE not in version.aliases and version.number == now:
+                    models.change_aliases(self._google, version, add=[LIVE])
+        except (Failed, WrongInput) as error:
+            say(f"warning: the alias {LIVE} is not where it should be ({error}); the next command tries again")
+
+    def _check_region(self) -> None:
+        there, region = models.bucket_region(self._google), self._recipe.cloud.region
+        if "-" in there and there != region:
+            bucket = self._recipe.cloud.bucket
+            raise WrongInput(f"the bucket {bucket} lies in {there}, cloud.region is {region}; take a bucket of that region, or set cloud.region")
+
+
+def _put_files(folder: Path, bucket: Bucket) -> None:
+    """The folder into the bucket, a marker with sizes and checksums last. What is there already is not sent again."""
+    if bucket.stat(MARKER) is not None:
+        return
+    there = {blob.name: (blob.bytes, blob.crc32c) for blob in bucket.list()}
+    files = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER):
+        name, size, checksum = path.relative_to(folder).as_posix(), os.stat(path).st_size, crc32c(path)
+        if there.get(name) != (size, checksum):
+            bucket.put(name, path)
+        files.append({"path": name, "bytes": size, "crc32c": checksum})
+    bucket.put(MARKER, json.dumps({"schema": SCHEMA, "files": files}, indent=1).encode(), generation=0)
+
+
+def _marked(bucket: Bucket) -> list[dict[str, Any]]:
+    """The files that the marker vouches for. Raises WrongInput where there is none."""
+    try:
+        files: list[dict[str, Any]] = json.loads(bucket.get(MARKER))["files"]
+    except (Missing, ValueError, KeyError):
+        raise WrongInput(f"{bucket.url_of(MARKER)} is missing or damaged; register the model again") from None
+    return files
+
+
+def _classifies(folder: Path) -> bool:
+    config = json.loads((folder / "config.json").read_bytes())
+    return any("Classification" in name for name in config.get("architectures") or [])
+
+
+def _description(report: EvaluationReport) -> str:
+    """One line for the console."""
+    metrics = ", ".join(f"{key} {metric.value:.6g}" for key, metric in sorted(report.metrics.items())[:5])
+    return f"model {report.model_hash}, tokenizer {report.tokenizer_hash}; {metrics}"

@@ -1,0 +1,207 @@
+"""Any causal model through transformers' generate, behind the face of a `Generator`: the same sampling, stop strings, streams and log-probabilities.
+
+transformers runs the model and its cache; which token comes next is chosen here, as for our own decoder. A batch is taken
+together and runs until its last answer ends; who comes meanwhile waits for the next one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.models.generate import Completion, Job, Piece, Request, check, join
+from ingot.models.sampling import choose
+from ingot.models.textstream import Decode
+
+# Positions of models that do not say how many they have: they tell them by distance, or keep a state.
+UNSAID_POSITIONS = 8192
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a request is checked against."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A causal model of transformers, in evaluation mode."""
+
+    inner: Any
+    config: Sizes
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self.inner.parameters())
+
+
+def load_causal(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Causal:
+    """The model in `folder` as transformers reads it; code that lies in the folder is never run.
+
+    Raises:
+        WrongInput: transformers does not know it as a causal model, or its tensors do not fit.
+    """
+    library = _library()
+    library.utils.logging.disable_progress_bar()
+    try:
+        inner, told = library.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # each model complains in its own way
+        reason = " ".join(str(error).split())[:300]
+        raise WrongInput(f"{folder} does not open in transformers as a causal model ({reason}); give another model, or another serve.engine") from None
+    if wrong := sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]])):
+        raise WrongInput(f"{folder}: {', '.join(wrong[:4])} missing, or of another shape than its config.json says; fetch the model again")
+    inner = inner.to(device).eval()
+    # Lengths, sampling and ends come from each request, and nothing from the folder.
+    inner.generation_config = type(inner.generation_config)()
+    config = inner.config.get_text_config()
+    return Causal(inner, Sizes(int(config.vocab_size), int(getattr(config, "max_position_embeddings", None) or UNSAID_POSITIONS)))
+
+
+class CausalWriter:
+    """Answers up to `max_rows` requests together, a token of each a step.
+
+    Args:
+        eos: tokens that end an answer.
+        decode: ids to text.
+    """
+
+    def __init__(self, model: Causal, *, eos: Collection[int], decode: Decode, max_rows: int = 8) -> None:
+        self._model, self._eos, self._decode, self._max_rows = model, frozenset(eos), decode, max_rows
+        self._pending: deque[Job] = deque()
+        self._group: _Group | None = None
+
+    @property
+    def busy(self) -> int:
+        """Requests that are not finished."""
+        return len(self._pending) + (len(self._group.left) if self._group else 0)
+
+    def add(self, request: Request) -> Job:
+        """Queue a request. Raises WrongInput when it cannot be served."""
+        sizes: Any = self._model.config
+        check(request, sizes)
+        job = Job(request, self._decode)
+        self._pending.append(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Forget a request; one that is finished already is ignored."""
+        if job in self._pending:
+            self._pending.remove(job)
+        elif self._group:
+            self._group.drop(job)
+
+    def clear(self) -> None:
+        """Forget every request; what to do after `step` raised."""
+        self._pending.clear()
+        if self._group:
+            for job in list(self._group.left):
+                self._group.drop(job)
+            self._group = None
+
+    def step(self) -> list[tuple[Job, Piece]]:
+        """The next token of each request of the running batch; where none runs, a new one begins."""
+        if self._group is None and self._pending:
+            jobs = [self._pending.popleft() for _ in range(min(self._max_rows, len(self._pending)))]
+            self._group = _Group(self._model, jobs, self._eos)
+        if self._group is None:
+            return []
+        pieces = self._group.next()
+        if pieces is None:
+            self._group = None
+            return []
+        return pieces
+
+    def run(self, requests: Iterable[Request]) -> list[Completion]:
+        """Answer `requests` and nothing else; in their order."""
+        jobs = [self.add(request) for request in requests]
+        parts: dict[Job, list[Piece]] = {job: [] for job in jobs}
+        while self.busy:
+            for job, piece in self.step():
+                parts[job].append(piece)
+        return [join(parts[job]) for job in jobs]
+
+
+class _Group:
+    """One call of `generate`, in a thread of its own, so that its tokens can be had one by one.
+
+    The thread runs ahead of who reads: `left` are the jobs whose end is not read yet, `_growing` those that the thread still goes on with.
+    """
+
+    def __init__(self, model: Causal, jobs: Sequence[Job], eos: Collection[int]) -> None:
+        self._model, self._jobs, self._eos = model, jobs, eos
+        self.left, self._growing = set(jobs), set(jobs)
+        self._said: queue.SimpleQueue[list[tuple[Job, Piece]] | Exception | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="ingot-generate", daemon=True).start()
+
+    def next(self) -> list[tuple[Job, Piece]] | None:
+        """Pieces of the next token; None after the last one."""
+        said = self._said.get()
+        if isinstance(said, Exception):
+            raise said
+        if said is None:
+            return None
+        pieces = [(job, piece) for job, piece in said if job in self.left]
+        self.left.difference_update(job for job, piece in pieces if piece.finish)
+        return pieces
+
+    def drop(self, job: Job) -> None:
+        """Nobody waits for this one any more."""
+        self.left.discard(job)
+        self._growing.discard(job)
+
+    def _work(self) -> None:
+        try:
+            self._generate()
+            self._said.put(None)
+        except Exception as error:
+            self._said.put(error)
+
+    @torch.inference_mode()
+    def _generate(self) -> None:
+        device = next(self._model.parameters()).device
+        prompts = [list(job.request.prompt) for job in self._jobs]
+        longest = max(map(len, prompts))
+        # Shorter prompts are padded in front, so that all go on at the same place.
+        tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        self._model.inner.generate(
+            tokens, attention_mask=mask, max_new_tokens=max(job.request.max_tokens for job in self._jobs), do_sample=False, pad_token_id=0,
+            eos_token_id=None, logits_processor=[self._choose], stopping_criteria=[self._done],
+        )
+
+    def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[B, V]`; all but the chosen token's become -inf."""
+        choices = choose(scores.float(), [job.request.sampling for job in self._jobs], [job.dice.roll() for job in self._jobs])
+        pieces = []
+        for job, choice in zip(self._jobs, choices, strict=True):
+            if job in self._growing:
+                room = self._model.config.max_position_embeddings - len(job.request.prompt) - job.generated - 1
+                piece = job.accept(choice, self._eos, room)
+                pieces.append((job, piece))
+                if piece.finish:
+                    self._growing.discard(job)
+        self._said.put(pieces)
+        chosen = torch.tensor([[choice.token] for choice in choices], device=scores.device)
+        return torch.full_like(scores, float("-inf")).scatter(1, chosen, 0.0)
+
+    def _done(self, ids: Tensor, scores: object, **_: object) -> Tensor:
+        """Which rows `[B]` have ended."""
+        return torch.tensor([job not in self._growing for job in self._jobs], device=ids.device)
+
+
+def _library() -> Any:
+    import transformers
+
+    return transformers

@@ -1,0 +1,121 @@
+"""Metrics of a run as they come to a managed TensorBoard: each step once, and never in the way of the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ingot.base.errors import IngotError
+from ingot.base.sinks import JsonLines
+from ingot.cloud import tensorboard
+from ingot.cloud.clients import Google
+from ingot.cloud.tensorboard import Board, live
+from ingot.config.cloud import Cloud
+from tests.fakes import google, tensorboards
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Google, tensorboards.State]]:
+    monkeypatch.setattr(tensorboard, "LOOK_S", 0.02)
+    server = google.Server()
+    try:
+        yield Google(Cloud(project="proj", endpoint=server.address, tensorboard="77")), tensorboards.install(server)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def logged(path: Path, steps: range, resume_step: int = 0) -> Path:
+    sink = JsonLines(path, resume_step)
+    for step in steps:
+        values: dict[str, float | str] = {"train/loss": 10.0 - step, "train/lr": 0.1, "sample/text": "no number"}
+        sink.write(step, {**values, "gpu/util": float("nan")} if step == 1 else values)
+    return path
+
+
+def test_numbers_come_as_scalars_of_the_runs_experiment(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    google_, state = place
+    assert Board(google_, "Run 1.x").send(logged(tmp_path / "metrics.jsonl", range(3))) == 6
+    assert set(state.points) == {"train/loss", "train/lr"}
+    assert state.points["train/loss"] == [(0, 10.0), (1, 9.0), (2, 8.0)]
+    (experiment,) = state.experiments.values()
+    assert experiment.display_name == "Run 1.x"
+    (run,) = state.runs
+    assert run == f"{experiment.name}/runs/train"
+
+
+def test_only_what_is_new_is_sent_and_a_new_key_begins_a_series(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    google_, state = place
+    path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
+    board.send(logged(path, range(1, 4)))
+    assert board.send(path) == 0
+    JsonLines(path, 10**9).write(4, {"train/loss": 6.0, "held_out/loss": 5.0})
+    assert board.send(path) == 2
+    assert [step for step, _ in state.points["train/loss"]] == [1, 2, 3, 4]
+    assert state.points["held_out/loss"] == [(4, 5.0)]
+
+
+def test_after_a_restart_from_a_checkpoint_no_step_comes_twice(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    google_, state = place
+    path = tmp_path / "metrics.jsonl"
+    Board(google_, "run").send(logged(path, range(8)))
+    Board(google_, "run").send(logged(path, range(6, 12), resume_step=5))
+    assert [step for step, _ in state.points["train/loss"]] == list(range(12))
+
+
+def test_a_lost_answer_makes_no_point_twice(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    google_, state = place
+    path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
+    board.send(logged(path, range(1)))
+    for first in (1, 4):
+        logged(path, range(first, first + 3), resume_step=10**6)
+        state.server.fault("TensorboardService.WriteTensorboardExperimentData", 503, lose=True)
+        with pytest.raises(IngotError):
+            board.send(path)
+        assert board.send(path) == 0
+    assert [step for step, _ in state.points["train/loss"]] == list(range(7))
+
+
+def test_a_long_run_goes_in_several_requests(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    google_, state = place
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "t_wall": 1.0 + step, "train/loss": 1.0}) + "\n" for step in range(2_500)))
+    assert Board(google_, "run").send(path) == 2_500
+    assert [step for step, _ in state.points["train/loss"]] == list(range(2_500))
+
+
+def test_what_is_logged_last_is_there_when_the_run_is_over(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    google_, state = place
+    path = tmp_path / "metrics.jsonl"
+    with live(google_, "run", path):
+        logged(path, range(2))
+        until = time.monotonic() + 30
+        while len(state.points.get("train/loss", [])) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(state.points["train/loss"]) == 2
+        logged(path, range(2, 4), resume_step=10**6)
+    assert [step for step, _ in state.points["train/loss"]] == [0, 1, 2, 3]
+
+
+def test_a_board_that_fails_is_told_once_and_stops_nothing(
+    tmp_path: Path, place: tuple[Google, tensorboards.State], capsys: pytest.CaptureFixture[str]
+) -> None:
+    google_, state = place
+    state.board = "projects/proj/locations/us-central1/tensorboards/78"
+    with live(google_, "run", logged(tmp_path / "metrics.jsonl", range(2))):
+        time.sleep(0.3)
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1
+    assert "tensorboards/77 does not exist" in said
+    assert "cloud.tensorboard 77" in said
+
+
+def test_without_a_board_nothing_is_asked(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    google_, state = place
+    with live(Google(google_.cloud.model_copy(update={"tensorboard": None})), "run", logged(tmp_path / "metrics.jsonl", range(2))):
+        pass
+    assert not state.server.calls

@@ -1,0 +1,166 @@
+"""Configurations in the manner of the five older projects, written for these tests; and a way to adopt and load them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ingot.config.adopt import Adopted, adopt
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+
+CLOUD = """\
+# resources
+PROJECT_ID=forest-lab
+PROJECT_NUMBER=4711
+REGION=europe-north1
+REPOSITORY=forest
+SERVICE_ACCOUNT=trainer@${PROJECT_ID}.iam.gserviceaccount.com
+SUBNETWORK=projects/forest-lab/regions/europe-north1/subnetworks/pines
+HF_SECRET_NAME=projects/4711/secrets/hub/versions/3
+TENSORBOARD=projects/4711/locations/europe-north1/tensorboards/99
+BUCKET_NAME=forest-bucket
+SPARK_RUNTIME_VERSION="2.2"   # quoted
+CUDA_VERSION=12.4
+CUDA_IMAGE=forest-cuda
+"""
+TORCHTUNE = """\
+output_dir: gs://forest-bucket/models/spruce
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/base/original/tokenizer.model, max_seq_len: 2048}
+dataset: {packed: true}
+seed: 7
+shuffle: false
+model: {_component_: torchtune.models.llama3_1.llama3_1_8b}
+batch_size: 4
+epochs: 3
+optimizer: {_component_: torch.optim.AdamW, lr: 3e-5, fused: true}
+gradient_accumulation_steps: 16
+max_steps_per_epoch: null
+enable_activation_checkpointing: true
+enable_activation_offloading: true
+fsdp_cpu_offload: true
+compile: false
+dtype: bf16
+metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: spruce, log_dir: "${output_dir}/logs"}
+profiler: {enabled: true, wait_steps: 2, warmup_steps: 1, active_steps: 4}
+log_every_n_steps: 5
+"""
+PIPELINE = """\
+pretrained_hf_model: meta-llama/Llama-3.1-8B
+source_query: |
+  SELECT id, body AS text
+  FROM `forest.archive.pages`  -- all
+normal_form: NFKD
+ngram_len: 4
+minhash_perm: 64
+sim_threshold: 0.15
+train_config: spruce.yaml
+"""
+T5 = """\
+{
+\t"dataset": "org/news", "dataset_subset": "default", "document_column": "body", "summary_column": "headline",
+\t"cluster_prefix": "larch", "zone": "europe-west4-b", "node_count": 1,
+\t"model_checkpoint": "t5-small", "machine_type": "n1-standard-8", "gpu_type": "nvidia-tesla-t4", "gpu_count": 1,
+\t"batch_size": 12, "epochs": 2, "model_display_name": "Headlines 1",
+\t"deploy_machine_type": "n1-standard-4", "deploy_gpu_type": "NVIDIA_TESLA_T4", "deploy_gpu_count": 1
+}
+"""
+T5_OPTIONS = "python pipeline.py --project=forest-lab --pipeline_root gs://forest-bucket/t5 --enable_caching false --override_deploy --image_tag v1\n"
+CLASSIFIER = """\
+python train.py --job-dir /srv/jobs/reviews \\
+  --train-data-file reviews.csv --batch_size 24 --num-classes 3 \\
+  --model_name org/small-encoder --learning_rate 2e-5 --gpus 0,1,2 --accelerator dp --precision 32 --max-epochs 4
+"""
+LLAMA = """\
+HF_PRETRAIN_DATASET=org/pages
+HF_PRETRAIN_DATASET_NAME=sample-10BT
+HF_PRETRAIN_TARGET_PATH=./shards
+HF_INSTRUCT_DATASET=org/chats
+PRETRAIN_SAVE_CHECKPOINTS_PATH=./out/pretrain
+PRETRAIN_LOAD_CHECKPOINTS_PATH=./out/old.pt
+NUMBER_OF_CPU_PROCESSES=6
+HELLASWAG_PATH=./hellaswag.jsonl
+SAVE_CHECKPOINTS=true
+WNB_ENABLED=true
+WNB_PROJECT_NAME="alder run"
+HUGGINGFACE_TOKENIZER=org/tokenizer
+TOTAL_BATCH_SIZE=524288
+MAX_LR=6e-4
+MIN_LR=6e-5
+WARMUP_STEPS=100
+WEIGHT_DECAY=0.1
+MAX_STEPS=1200
+EARLY_STOPPING_PATIENCE=4
+IS_INSTRUCT_TRAINING=false
+IS_DPO_TRAINING=false
+LORA_ENABLED=false
+LORA_RANK=32
+VALIDATE_EVERY_X_STEPS=50
+VAL_STEPS=10
+HELLASWAG_EVERY_X_STEPS=250
+HELLASWAG_NUMBER_OF_EXAMPLES=500
+GENERATE_EVERY_X_STEPS=100
+MAX_TEST_GEN_LEN=32
+TEST_PRETRAIN_GENERATION_PROMPTS=["Once upon a time", "The forest"]
+TEST_INSTRUCT_GENERATION_PROMPTS=["Who are you?"]
+DIM=1024
+N_LAYERS=12
+N_HEADS=16
+N_KV_HEADS=4
+MULTIPLE_OF=256
+NORM_EPS=1e-5
+ROPE_THETA=500000.0
+MAX_BATCH_SIZE=8
+MAX_SEQ_LEN=1024
+"""
+MEGATRON = """\
+--executor slurm -E birch -A forest -P long -I registry.example/nemo:25 -N 4 -G 8 -M llama31_8b
+--hf-model-id meta-llama/Llama-3.1-8B --nemo-model /models/nemo -gbs 512 -mbs 2 --seq-length 4096 --fp8
+-TP 4 -PP 2 -VPP 2 -CP 1 -SP --dataset-dir corpora/wiki/ --data-prefix wiki --wandb --wandb-project birch
+--recompute-granularity selective --optim-cpu-offloading --optim-cpu-offloading-frac 0.5 --lr 1e-4 --min-lr 1e-5
+--warmup-steps 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 0 --constant-steps 10
+"""
+PREPROCESSING = "--hf-tokenizer meta-llama/Llama-3.1-8B --data-prefix wiki --input-dir dumps/wiki --output-dir corpora/wiki\n"
+CONVERSION = "--source meta-llama/Llama-3.1-8B --output-path /models/nemo --model-name llama31 --model-config-name Llama31Config8B --overwrite\n"
+
+SETS: dict[str, dict[str, str]] = {
+    "torchtune": {"spruce.yaml": TORCHTUNE, "cloud.env": CLOUD, "pipeline.yaml": PIPELINE},
+    "t5_pipeline": {"news.json": T5, "options.args": T5_OPTIONS},
+    "classifier": {"reviews.args": CLASSIFIER},
+    "llama_env": {".env": LLAMA},
+    "megatron": {"birch.args": MEGATRON},
+}
+
+
+def adopt_texts(folder: Path, files: dict[str, str]) -> Adopted:
+    """What the files, written to `folder`, amount to; named in notes by their names alone."""
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return adopt([Path(name) for name in files])
+    finally:
+        os.chdir(before)
+
+
+def load(folder: Path, adopted: Adopted) -> Recipe:
+    path = folder / "adopted-recipe.yaml"
+    path.write_text(adopted.text, encoding="utf-8")
+    return load_recipe([path], environ={}, dotenv=None)
+
+
+def recipe_of(folder: Path, **files: str) -> tuple[Recipe, str]:
+    """The loaded recipe and all notes as one text. A file is given by its name, `_` for the dot before its ending."""
+    adopted = adopt_texts(folder, {".".join(name.rsplit("_", 1)): text for name, text in files.items()})
+    return load(folder, adopted), "\n".join(adopted.notes)
+
+
+def examples() -> Path:
+    """The folder of example files that does not belong to the project."""
+    folder = Path(os.environ.get("TEST_ADOPT", "../shared/adopt"))
+    if not folder.is_dir():
+        pytest.skip(f"no example configurations at {folder}; set TEST_ADOPT to their folder")
+    return folder.resolve()

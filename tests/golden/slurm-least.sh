@@ -1,0 +1,25 @@
+#!/bin/bash
+#SBATCH --job-name=ingot-small-evaluate
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:USR1@300
+#SBATCH --no-requeue
+#SBATCH --output=/shared/work/runs/small/logs/slurm-evaluate-%j.log
+#SBATCH --open-mode=append
+#SBATCH --export=ALL
+#SBATCH --chdir=/shared/work
+#SBATCH --exclusive
+export PET_MASTER_PORT=29500
+export PET_NNODES=1
+export PET_NPROC_PER_NODE=1
+# Shortly before the time limit the ranks are told so by a note: a signal of srun would reach all their helpers too.
+tell() {
+  note=runs/small/jobs/train-1/signal-$(date +%s%N)
+  echo '{"number": 10, "rank": null, "by": "slurm"}' > "$note.partial" && mv "$note.partial" "$note.json"
+}
+trap tell USR1
+srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c 'PET_NODE_RANK=$SLURM_NODEID exec /opt/py/bin/python -m ingot.launch.node --meet runs/small/jobs/train-1 --meet-s 120 --root runs/small -- evaluate r.yaml' &
+srun=$!
+wait $srun; code=$?
+while kill -0 $srun 2>/dev/null; do wait $srun; code=$?; done
+exit $code

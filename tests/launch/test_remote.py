@@ -1,0 +1,214 @@
+"""An attempt whose ranks run elsewhere, at a place that does what a test says: how the end is told, whose beats count, what is tried again."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed
+from ingot.base.heartbeat import Heart
+from ingot.launch.attempt import Exit
+from ingot.launch.job import Handle, Job, Log, State
+from ingot.launch.local import Ended
+from ingot.launch.meeting import EXIT, SIGNAL, Meeting
+from ingot.launch.remote import FileLog, RemoteAttempt
+from ingot.launch.supervise import supervise
+from tests.launch.blocking import wait_until
+from tests.small import small_recipe
+
+
+class Place:
+    """A launcher (`ingot.launch.job.Launcher`) without machines: `state` is what it answers, or what it raises."""
+
+    look_s = 0.01
+
+    def __init__(self, folder: Path) -> None:
+        self.log_file, self.state, self.did = folder / "log", "queued", list[str]()
+        self.refuses = 0
+
+    def can(self, job: Job) -> list[str]:
+        return []
+
+    def render(self, job: Job) -> str:
+        return ""
+
+    def submit(self, job: Job) -> Handle:
+        if self.refuses:
+            self.refuses -= 1
+            raise Failed("the place is not there")
+        self.did.append("submit")
+        return Handle(job.name, "place", str(len(self.did)), job.argv, 1.0, str(self.log_file))
+
+    def status(self, handle: Handle) -> State:
+        if self.state == "error":
+            raise Failed("no answer")
+        return self.state  # type: ignore[return-value]
+
+    def log(self, handle: Handle) -> Log:
+        return FileLog(lambda: [self.log_file])
+
+    def signal(self, handle: Handle, number: int) -> None:
+        self.did.append(f"signal {number}")
+
+    def cancel(self, handle: Handle) -> None:
+        self.did.append("cancel")
+        self.state = "cancelled"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def begin(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RemoteAttempt, Meeting]]:
+    monkeypatch.setattr("ingot.launch.remote.NOTES_S", 0.2)
+    monkeypatch.setattr("ingot.launch.remote.RETRY_S", 0.01)
+
+    def make(**knobs: Any) -> tuple[RemoteAttempt, Meeting]:
+        meet = tmp_path / "meet"
+        meet.mkdir(exist_ok=True)
+        return RemoteAttempt(place, Job("train", ("train",), 2, 2, meet=str(meet)), tmp_path, **knobs), Meeting(str(meet))
+
+    return make
+
+
+Begin = Callable[..., tuple[RemoteAttempt, Meeting]]
+Note = dict[str, Any]
+
+
+@pytest.mark.parametrize(("state", "notes", "end", "taken"), [
+    # All went well, or was stopped in good order by whom nobody asked.
+    ("succeeded", [{"code": 0}, {"code": 0}], Exit(0, 0), False),
+    ("failed", [{"code": 75}, {"code": 75}], Exit(0, 75, "place stopped the job before its time"), True),
+    # The one that failed by itself decides; a killed one before those that noticed.
+    ("failed", [{"code": 1, "because": "1"}, {"code": 7, "rank": 3}], Exit(3, 7), False),
+    ("failed", [{"code": 1}, {"code": -9, "rank": 2}], Exit(2, -9), False),
+    ("failed", [{"code": 2}, {"code": 2, "rank": 2}], Exit(0, 2), False),
+    ("failed", [{"code": 1, "how": "port 5 of node 0 is taken"}], Exit(0, 1, "port 5 of node 0 is taken"), False),
+    ("failed", [{"code": 1, "because": "1"}, None], Exit(2, 1, "node 1 was lost"), False),
+    ("failed", [], Exit(0, 1, "place says that the job failed"), False),
+    ("succeeded", [{"code": 0}, None], Exit(2, 1, "node 1 was lost"), False),
+    # What the place took away is started again, whatever those said who were left alone.
+    ("preempted", [{"code": 1}, None], Exit(0, EXIT_STOPPED, "place took the job's machines away"), True),
+    ("cancelled", [{"code": 143}, {"code": 143}], Exit(0, EXIT_STOPPED), False),
+])
+def test_how_it_ended(state: str, notes: list[Note | None], end: Exit, taken: bool, place: Place, begin: Begin) -> None:
+    attempt, meeting = begin()
+    assert attempt.poll() is None
+    place.state = "running"
+    wait_until(lambda: attempt.poll() is None and attempt.running() == range(4))
+    for node, note in enumerate(notes):
+        if note is not None:
+            meeting.leave(node, EXIT, **{"rank": 0, **note})
+            time.sleep(0.01)
+    place.state = state
+    wait_until(lambda: attempt.poll() is not None)
+    assert attempt.poll() == end
+    assert attempt.taken() is taken
+
+
+def test_asked_by_its_place_before_there_was_anything_to_save_it_is_started_again(place: Place, begin: Begin, tmp_path: Path) -> None:
+    attempt, meeting = begin()
+    (tmp_path / "meet" / f"{SIGNAL}-1.json").write_text('{"number": 10, "rank": null, "by": "slurm"}\n')
+    for node in range(2):
+        meeting.leave(node, EXIT, rank=2 * node, code=138)
+    place.state = "failed"
+    wait_until(lambda: attempt.poll() is not None)
+    assert attempt.taken()
+
+
+def test_what_we_asked_for_is_not_taken(place: Place, begin: Begin) -> None:
+    attempt, meeting = begin()
+    place.state = "running"
+    wait_until(lambda: attempt.poll() is None and bool(attempt.running()))
+    attempt.send(signal.SIGUSR2, 3)
+    assert [(asked["number"], asked["rank"]) for asked in meeting.signals(set())] == [(signal.SIGUSR2, 3)]
+    attempt.send(signal.SIGTERM)
+    assert place.did == ["submit", f"signal {signal.SIGTERM}"]
+    for node in range(2):
+        meeting.leave(node, EXIT, rank=2 * node, code=75)
+    place.state = "failed"
+    wait_until(lambda: attempt.poll() is not None)
+    assert attempt.poll() == Exit(0, 75)
+    assert not attempt.taken()
+
+
+def test_being_asked_for_stacks_is_no_request_to_stop(place: Place, begin: Begin) -> None:
+    attempt, _ = begin()
+    attempt.send(signal.SIGUSR2, 0)
+    place.state = "preempted"
+    wait_until(lambda: attempt.poll() is not None)
+    assert attempt.taken()
+
+
+def test_only_beats_of_this_attempt_count_though_an_earlier_one_had_the_same_number(place: Place, begin: Begin, tmp_path: Path) -> None:
+    """Attempts that die while they load have no number of their own."""
+    old = Heart(tmp_path / "heartbeats", rank=1, local_rank=0, attempt=1)
+    old.beat("loading")
+    attempt, _ = begin()
+    assert attempt.beats() == {}
+    new = Heart(tmp_path / "heartbeats", rank=0, local_rank=1, attempt=1)
+    new.beat("loading")
+    assert list(attempt.beats()) == [0]
+    old.beat("step", step=3)
+    assert {rank: beat.step for rank, beat in attempt.beats().items()} == {0: 0, 1: 3}
+
+
+def test_a_place_without_an_answer_ends_nothing_and_is_told_of_once(place: Place, begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
+    attempt, meeting = begin()
+    place.state = "error"
+    for _ in range(5):
+        assert attempt.poll() is None
+        time.sleep(0.02)
+    assert capfd.readouterr().err.count("warning: no answer\n") == 1
+    for node in range(2):
+        meeting.leave(node, EXIT, rank=0, code=0)
+    place.log_file.write_text("the last word\n")
+    place.state = "succeeded"
+    wait_until(lambda: attempt.poll() is not None)
+    assert "the last word\n" in capfd.readouterr().err
+
+
+def test_a_place_that_takes_no_job_is_an_error_at_first_and_asked_again_later(place: Place, begin: Begin) -> None:
+    place.refuses = 1
+    with pytest.raises(Failed, match="the place is not there"):
+        begin()
+    place.refuses = 3
+    attempt, _ = begin(patience_s=60.0)
+    assert (attempt.handle, attempt.running()) == (None, ())
+    wait_until(lambda: attempt.poll() is None and attempt.handle is not None)
+    place.refuses = 100
+    attempt, _ = begin(patience_s=0.1)
+    wait_until(lambda: attempt.poll() is not None)
+    assert attempt.poll() == Exit(0, EXIT_FAILED, "the place is not there")
+
+
+def test_a_job_in_the_queue_is_no_hang(tmp_path: Path, place: Place, begin: Begin) -> None:
+    recipe = small_recipe(tmp_path, launch__start_s=1)
+    attempt, meeting = begin()
+
+    def later() -> None:
+        time.sleep(3)
+        for node in range(2):
+            meeting.leave(node, EXIT, rank=2 * node, code=0)
+        place.state = "succeeded"
+
+    threading.Thread(target=later).start()
+    assert supervise(Job("train", ("train",), 2, 2), recipe, start=lambda job: attempt) == Ended(0, 0)
+    assert place.did == ["submit"]
+
+
+def test_a_log_is_read_from_where_the_last_look_ended(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_text("of an earlier start\nnew\n")
+    log = FileLog(lambda: [first, second], {first: len("of an earlier start\n")})
+    assert log.read() == b"new\n"
+    second.write_text("later\n")
+    assert (log.read(), log.read()) == (b"later\n", b"")

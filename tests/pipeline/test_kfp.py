@@ -1,0 +1,115 @@
+"""The compiled pipeline, really run: Kubeflow's own local runner starts each step as a process of its own; all that they share is a bucket."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ingot.base.bucket import open_bucket
+from ingot.base.replica import pull
+from ingot.base.steprecord import StepRecord, read_record
+from ingot.config.recipe import Recipe
+from ingot.pipeline import spec as compiler
+from ingot.pipeline.plan import VERBS, plan
+from ingot.pipeline.spec import compiled, text_of
+from ingot.registry.store import Registry
+from tests import gcs
+from tests.small import small_recipe, write_documents
+
+kfp = pytest.importorskip("kfp", reason="kfp is not installed")
+from kfp import components, local  # noqa: E402
+
+REPLICA = "gs://bucket/ingot/runs/small"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
+    with gcs.serving(monkeypatch) as server:
+        yield server
+
+
+def recipe_for(root: Path, **knobs: Any) -> Recipe:
+    return small_recipe(root, **{
+        "output": "runs", "data.train": "[{source: 'gs://bucket/text/*.txt'}]", "cloud.project": "proj", "cloud.bucket": "bucket",
+        "cloud.images.train": "us-docker.pkg.dev/proj/ingot/ingot-train:latest", "registry.path": str(root / "registry.sqlite"), "serve.prompt": "the",
+        "evaluate.tasks": "[{kind: loss}]", **knobs,
+    })
+
+
+def run(recipe: Recipe, root: Path) -> dict[str, StepRecord]:
+    """Compile, run, and the records that lie in the bucket afterwards."""
+    wanted = plan(recipe)
+    folder, _, name = wanted.address.rpartition("/")
+    open_bucket(folder).put(name, wanted.recipe.encode())
+    pipeline = components.load_component_from_text(text_of(compiled(wanted)))
+    local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(root / "outputs"), raise_on_error=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        pipeline()
+    pull(REPLICA, root / "seen", parts=["reports", "jobs", "recipe.yaml"])
+    found = {verb: read_record(root / "seen/reports/steps", verb) for verb in VERBS}
+    return {verb: record for verb, record in found.items() if record is not None}
+
+
+@pytest.mark.slow
+def test_the_pipeline_runs_both_ways_at_the_gate_tries_again_and_skips_what_is_unchanged(
+    tmp_path: Path, bucket: gcs.Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(compiler, "PAUSE", "1s")
+    monkeypatch.chdir(tmp_path)
+    for path in sorted(write_documents(tmp_path / "text").iterdir()):
+        open_bucket("gs://bucket/text").put(path.name, path.read_bytes())
+    good = recipe_for(tmp_path, **{"train.steps": 12})
+
+    # The first step fails once, when it sends what it made.
+    bucket.fault("list", code=403, message="refused on purpose")
+    first = run(good, tmp_path)
+    said = capfd.readouterr().out
+    assert "refused on purpose" in said
+    assert any("Task ingest failed (attempt 1/3)" in record.message for record in caplog.records)
+    assert list(first) == list(VERBS)
+    assert first["gate"].exit_code == 0
+    live = Registry(good.registry_path).live("small")
+    assert live is not None
+    assert live.number == 1
+
+    # Nothing changed: every step says so, and none is done.
+    again = run(good, tmp_path)
+    said = capfd.readouterr().out
+    assert again == first
+    for verb in VERBS:
+        assert f"{verb}: unchanged" in said
+
+    # A worse model: the gate keeps the live one, and what comes after it does not run.
+    before = dict(bucket.objects)
+    worse = run(recipe_for(tmp_path, **{"train.steps": 1}), tmp_path)
+    said = capfd.readouterr().out
+    assert worse["gate"].exit_code == 3
+    assert worse["register"] == first["register"]
+    for verb in ("ingest", "prepare"):
+        assert f"{verb}: unchanged" in said
+        assert worse[verb] == first[verb]
+    assert "register:" not in said
+    live = Registry(good.registry_path).live("small")
+    assert live is not None
+    assert live.number == 1
+    assert before.keys() != bucket.objects.keys()
+    assert not list(tmp_path.glob("runs"))
+
+
+def test_the_compiled_text_is_a_pipeline_by_kfps_own_loader(tmp_path: Path) -> None:
+    wanted = plan(recipe_for(tmp_path))
+    text = text_of(compiled(wanted))
+    loaded = components.load_component_from_text(text).pipeline_spec
+    assert loaded.schema_version == "2.1.0"
+    assert set(loaded.root.dag.tasks) == {"ingest", "prepare", "train", "evaluate", "gate", "condition-1"}
+    assert text == text_of(compiled(wanted))
+    assert json.dumps(yaml.safe_load(text), sort_keys=True) == json.dumps(compiled(wanted), sort_keys=True)

@@ -1,0 +1,329 @@
+"""`ingot submit`: what is sent, what is refused, how a pipeline is followed and found again. Against the service's own interface on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ingot.base.bucket import open_bucket
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.cloud import clients
+from ingot.config.load import dump_recipe, load_recipe
+from ingot.config.recipe import Recipe
+from ingot.pipeline import submit
+from ingot.pipeline.submit import prepared, rendered
+from tests import gcs, golden
+from tests.small import small_recipe
+
+pytest.importorskip("kfp", reason="kfp is not installed")
+from tests.fakes import google, pipelines
+
+
+@pytest.fixture(autouse=True)
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
+    monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(submit, "LOOK_S", 0.01)
+    with gcs.serving(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
+def service() -> Iterator[pipelines.State]:
+    server = google.Server()
+    try:
+        yield pipelines.install(server)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def recipe_for(root: Path, address: str | None, **knobs: Any) -> Recipe:
+    return small_recipe(root, **{
+        "data.train": "[{source: 'gs://bucket/text/*.txt'}]", "cloud.project": "proj", "cloud.bucket": "bucket", "cloud.endpoint": address,
+        "cloud.images.train": "us-docker.pkg.dev/proj/ingot/ingot-train:latest", "cloud.images.serve": "us-docker.pkg.dev/proj/ingot/ingot-serve:latest",
+        "registry.kind": "vertex", "launch.machine": "{type: n1-standard-8, accelerator: nvidia-tesla-t4, accelerators: 1}", **knobs,
+    })
+
+
+ELSEWHERE: dict[str, Any] = {
+    "launch.kind": "vertex", "launch.nodes": 4, "launch.processes": 8, "launch.machine": "{type: a2-highgpu-8g, spot: true}",
+    "pipeline.steps": "{prepare: {launch: dataproc}, evaluate: {launch: local, machine: {type: g2-standard-8}}, register: {image: 'eu.gcr.io/x/y'}}",
+    "cloud.service_account": "runner@proj.iam.gserviceaccount.com", "cloud.network": "projects/12/global/networks/vpc", "cloud.labels": "{team: nlp}",
+    "cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}", "pipeline.retries": 0,
+}
+
+
+@pytest.mark.parametrize(("case", "knobs"), [("here", {}), ("elsewhere", ELSEWHERE)])
+def test_the_same_recipe_gives_the_same_bytes(case: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the name of the recipe's object set aside, since that changes with every knob there is."""
+    submission = prepared(recipe_for(Path("root"), None, **knobs))
+    text = rendered(submission)
+    assert text == rendered(prepared(recipe_for(Path("elsewhere"), None, **{**knobs, "data.train": "[{source: 'gs://bucket/text/*.txt'}]"})))
+    shown = text.replace(submission.plan.address, "gs://bucket/ingot/pipelines/recipes/HASH.yaml").replace(submission.spec_address, "SPEC")
+    golden.check(f"pipelines/{case}.yaml", shown)
+
+
+def test_another_recipe_gives_another_recipe_object_and_nothing_of_this_machine_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (prepared(recipe_for(Path("/home/me"), None, **{"train.steps": steps})) for steps in (6, 7))
+    assert one.plan.address != other.plan.address
+    assert one.plan.address.endswith(f"{fingerprint(one.plan.recipe)}.yaml")
+    assert "/home/me" not in rendered(one) + one.plan.recipe
+    read = yaml.safe_load(one.plan.recipe)
+    assert (read["output"], read["launch"]["kind"], read["checkpoint"]["upload"]) == ("runs", "local", "gs://bucket/ingot/runs/small/checkpoints")
+
+
+def test_no_secret_stands_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    submission = prepared(recipe_for(Path("root"), None, **ELSEWHERE))
+    assert "hf_very_secret" not in rendered(submission) + submission.plan.recipe
+    assert "secret:hf-token" in submission.plan.recipe
+
+
+@pytest.mark.parametrize(("knobs", "told"), [
+    ({"registry.kind": "local"}, "set registry.kind to vertex"),
+    ({"cloud.bucket": None}, "set cloud.bucket"),
+    ({"cloud.project": None}, "no project|no Google Cloud project|GOOGLE_CLOUD_PROJECT"),
+    ({"cloud.images.train": None}, "no container image for train"),
+    ({"data.train": "[{source: text}]"}, "data source text lies on this machine"),
+    ({"data.validation": "[{source: held/out.txt}]", "data.validation.fraction": None}, "data source held/out.txt lies on this machine"),
+    ({"model.source": "models/x", "model.config": None, "tokenizer.source": None, "tokenizer.vocab_size": None}, "model.source models/x lies on this machine"),
+    ({"evaluate.model": "models/y"}, "evaluate.model models/y lies on this machine"),
+    ({"launch.machine": "{type: n1-standrad-8}"}, "nearest is n1-standard-8"),
+    ({"pipeline.steps": "{prepare: {machine: {type: x}}}"}, "prepare: machine type x is not known"),
+    ({"launch.kind": "slurm"}, "set pipeline.steps.train.launch to vertex or gce"),
+    ({"launch.secrets": "[HF_TOKEN]"}, "cloud.secrets: {HF_TOKEN: secret:NAME}"),
+])
+def test_what_cannot_be_a_pipeline_is_told_before_anything_is_asked(knobs: dict[str, Any], told: str, service: pipelines.State) -> None:
+    with pytest.raises(WrongInput, match=told) as refused:
+        prepared(recipe_for(Path("root"), service.server.address, **knobs))
+    assert "\n" not in str(refused.value)
+    assert not service.server.calls
+
+
+def submitted(root: Path, service: pipelines.State, **knobs: Any) -> tuple[Recipe, submit.Submission, str]:
+    recipe = recipe_for(root, service.server.address, **knobs)
+    submission = prepared(recipe)
+    return recipe, submission, submit.submit(recipe, submission)[0]
+
+
+def test_recipe_and_specification_lie_in_the_bucket_and_the_service_takes_the_job(tmp_path: Path, service: pipelines.State, bucket: gcs.Server) -> None:
+    _, submission, id = submitted(tmp_path, service, **ELSEWHERE)
+    job = service.jobs[id]
+    assert bucket.objects[submission.plan.address.removeprefix("gs://bucket/")].data.decode() == submission.plan.recipe
+    assert yaml.safe_load(bucket.objects[submission.spec_address.removeprefix("gs://bucket/")].data) == submission.spec
+    assert job.service_account == "runner@proj.iam.gserviceaccount.com"
+    assert job.network == "projects/12/global/networks/vpc"
+    assert dict(job.labels) == {"team": "nlp", "ingot-run": "small", "ingot-verb": "pipeline"}
+    assert dict(job.runtime_config.parameter_values) == {"recipe": submission.plan.address, "replica": "gs://bucket/ingot/runs/small"}
+    assert job.runtime_config.failure_policy.name == "PIPELINE_FAILURE_POLICY_FAIL_FAST"
+    assert job.runtime_config.gcs_output_directory == "gs://bucket/ingot/pipelines"
+    read = load_recipe([_written(tmp_path, submission.plan.recipe)], environ={}, dotenv=None)
+    assert read.launch.kind == "local"
+
+
+def _written(folder: Path, text: str) -> Path:
+    path = folder / "read.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_steps_are_told_until_the_end(tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]) -> None:
+    _, submission, id = submitted(tmp_path, service)
+    submit.follow(submission, id)
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.endswith(": succeeded")] == [
+        f"{verb}: succeeded" for verb in ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
+    ]
+    assert said[-1] == "deployed"
+
+
+def test_a_gate_that_keeps_the_live_model_is_a_good_end(tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]) -> None:
+    service.decision = "keep"
+    _, submission, id = submitted(tmp_path, service)
+    submit.follow(submission, id)
+    said = capsys.readouterr().err
+    assert "register: not triggered" in said
+    assert said.endswith("the gate keeps the live model; nothing was registered\n")
+
+
+def test_a_step_that_fails_is_named_with_its_error(tmp_path: Path, service: pipelines.State) -> None:
+    service.fails = {"train": "The replica exited with a non-zero status of 1."}
+    _, submission, id = submitted(tmp_path, service)
+    with pytest.raises(Failed, match=f"train failed: The replica exited with a non-zero status of 1.; see its log, .*/pipelines/runs/{id}"):
+        submit.follow(submission, id)
+
+
+def test_a_pipeline_that_somebody_cancels_is_told(tmp_path: Path, service: pipelines.State) -> None:
+    recipe, submission, id = submitted(tmp_path, service)
+    assert submit.cancel(recipe) == [id]
+    with pytest.raises(Failed, match="was cancelled; submit it again"):
+        submit.follow(submission, id)
+    assert submit.cancel(recipe) == []
+
+
+def test_a_network_that_is_down_for_a_while_ends_no_following(
+    tmp_path: Path, service: pipelines.State, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(clients, "PATIENCE_S", 0.02)
+    _, submission, id = submitted(tmp_path, service)
+    service.server.fault("PipelineService.GetPipelineJob", 503, times=20)
+    submit.follow(submission, id)
+    said = capsys.readouterr().err
+    assert said.count("warning: could not look at the pipeline") == 1
+    assert "deployed" in said
+
+
+@pytest.mark.parametrize("lose", [True, False])
+def test_a_lost_answer_makes_no_second_pipeline(lose: bool, tmp_path: Path, service: pipelines.State) -> None:
+    service.server.fault("PipelineService.CreatePipelineJob", 503, lose=lose)
+    _, _, id = submitted(tmp_path, service)
+    assert list(service.jobs) == [id]
+    assert len(service.server.requests("PipelineService.CreatePipelineJob")) == 2
+
+
+def test_the_same_command_again_finds_the_pipeline_that_runs_and_starts_a_new_one_when_it_is_over(tmp_path: Path, service: pipelines.State) -> None:
+    recipe, submission, id = submitted(tmp_path, service)
+    assert submit.submit(recipe, submission) == (id, True)
+    submit.follow(submission, id)
+    time.sleep(1.0)  # names tell seconds
+    other, is_old = submit.submit(recipe, submission)
+    assert other != id
+    assert not is_old
+
+
+def test_a_command_that_was_killed_before_its_answer_gives_the_same_name_again(tmp_path: Path, service: pipelines.State) -> None:
+    recipe, submission, id = submitted(tmp_path, service)
+    del service.jobs[id]
+    assert submit.submit(recipe, submission) == (id, False)
+
+
+def test_two_pipelines_of_one_run_are_refused(tmp_path: Path, service: pipelines.State) -> None:
+    _, _, id = submitted(tmp_path / "one", service)
+    with pytest.raises(Failed, match=f"the pipeline {id} of small goes on"):
+        submitted(tmp_path / "two", service, **{"train.steps": 7})
+    assert list(service.jobs) == [id]
+
+
+def test_the_run_folder_goes_along_where_the_bucket_has_none_and_never_over_a_newer_one(root: Path, service: pipelines.State, bucket: gcs.Server) -> None:
+    steps = root / "runs/small/reports/steps"
+    steps.mkdir(parents=True)
+    (steps / "ingest.json").write_text("{}")
+    recipe, submission, id = submitted(root, service)
+    assert bucket.objects["ingot/runs/small/reports/steps/ingest.json"].data == b"{}"
+    submit.follow(submission, id)
+    (steps / "ingest.json").write_text('{"stale": true}')
+    submit.submit(recipe, submission)
+    assert bucket.objects["ingot/runs/small/reports/steps/ingest.json"].data == b"{}"
+
+
+@pytest.mark.parametrize(("location", "ok"), [("US-CENTRAL1", True), ("US", True), ("NAM4", True), ("EUROPE-WEST4", False), ("EU", False)])
+def test_a_bucket_of_another_region_is_refused(location: str, ok: bool, tmp_path: Path, service: pipelines.State, bucket: gcs.Server) -> None:
+    bucket.location = location
+    if ok:
+        submitted(tmp_path, service)
+    else:
+        with pytest.raises(WrongInput, match=f"lies in {location.lower()}, and cloud.region is us-central1"):
+            submitted(tmp_path, service)
+        assert not service.jobs
+
+
+def test_a_missing_bucket_and_a_missing_right_are_told(tmp_path: Path, service: pipelines.State) -> None:
+    with pytest.raises(WrongInput, match="other"):
+        submitted(tmp_path, service, **{"cloud.bucket": "other"})
+    service.server.fault("PipelineService.CreatePipelineJob", 403, message="Permission 'aiplatform.pipelineJobs.create' denied")
+    with pytest.raises(WrongInput, match=r"pipelineJobs.create.*Vertex AI User"):
+        submitted(tmp_path, service)
+
+
+def test_one_schedule_a_run_made_and_then_replaced(tmp_path: Path, service: pipelines.State) -> None:
+    recipe = recipe_for(tmp_path, service.server.address)
+    first = submit.schedule(recipe, prepared(recipe), "0 3 * * 1")
+    changed = recipe_for(tmp_path, service.server.address, **{"train.steps": 9})
+    second = submit.schedule(changed, prepared(changed), "TZ=Europe/Berlin 30 4 * * *")
+    assert first.name == second.name
+    (kept,) = service.schedules.values()
+    assert kept.cron == "TZ=Europe/Berlin 30 4 * * *"
+    assert kept.max_concurrent_run_count == 1
+    started = service.start_scheduled(first.name)
+    assert started.runtime_config.parameter_values["recipe"] == prepared(changed).plan.address
+
+
+def test_a_schedule_that_was_made_twice_is_made_one(tmp_path: Path, service: pipelines.State) -> None:
+    recipe = recipe_for(tmp_path, service.server.address)
+    made = submit.schedule(recipe, prepared(recipe), "0 3 * * 1")
+    service._keep("projects/proj/locations/us-central1/schedules/77", service.schedules[made.name])
+    submit.schedule(recipe, prepared(recipe), "0 4 * * 1")
+    assert [schedule.cron for schedule in service.schedules.values()] == ["0 4 * * 1"]
+
+
+@pytest.mark.parametrize("cron", ["", "monday", "0 3 * *", "0 24 * * *", "60 * * * *", "0 3 0 * *", "0 3 * 13 *", "*/0 * * * *", "0 3 * * 8"])
+def test_a_time_that_is_none_is_refused(cron: str) -> None:
+    with pytest.raises(WrongInput, match="such as \"0 3"):
+        submit.checked(cron)
+
+
+@pytest.mark.parametrize("cron", ["0 3 * * 1", "*/15 0-6,22 1 */2 1-5", "CRON_TZ=Asia/Tokyo 0 0 * * *"])
+def test_a_time_is_taken(cron: str) -> None:
+    assert submit.checked(cron) == cron
+
+
+def _command(root: Path, recipe: Recipe, *options: str, **variables: str) -> subprocess.Popen[str]:
+    path = root / "recipe.yaml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    return subprocess.Popen(
+        [sys.executable, "-m", "ingot", "submit", str(path), *options], cwd=root, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+
+
+def test_the_command_prints_the_page_and_an_interrupt_leaves_the_pipeline_running(tmp_path: Path, service: pipelines.State) -> None:
+    service.server.fault("PipelineService.GetPipelineJob", 0, times=10**6, delay_s=0.5)
+    process = _command(tmp_path, recipe_for(tmp_path, service.server.address))
+    assert process.stdout is not None
+    link = process.stdout.readline().strip()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (id,) = service.jobs
+    assert link == f"https://console.cloud.google.com/vertex-ai/locations/us-central1/pipelines/runs/{id}?project=proj"
+    assert "the pipeline goes on; the same command follows it, and with --cancel ends it" in said
+    assert not service.server.requests("PipelineService.CancelPipelineJob")
+
+
+def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(tmp_path: Path, service: pipelines.State, bucket: gcs.Server) -> None:
+    recipe = recipe_for(tmp_path, service.server.address)
+    process = _command(tmp_path, recipe, "--dry-run")
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "")
+    assert out == rendered(prepared(recipe))
+    assert not service.server.calls
+    assert not bucket.objects
+
+
+def test_a_dry_run_loads_no_client_of_the_service(tmp_path: Path) -> None:
+    code = "import sys; from ingot.cli.app import main; sys.argv = ['ingot', 'submit', sys.argv[1], '--dry-run']\n" \
+           "try:\n    main()\nfinally:\n    print('aiplatform' if 'google.cloud.aiplatform_v1' in sys.modules else 'none', file=sys.stderr)"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe_for(tmp_path, None)), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "none"
+    assert "schemaVersion" in done.stdout
+
+
+def test_cancel_from_the_command_line(tmp_path: Path, service: pipelines.State) -> None:
+    recipe, _, id = submitted(tmp_path, service)
+    process = _command(tmp_path, recipe, "--cancel")
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out.strip()) == (0, id), said
+    assert open_bucket("gs://bucket/ingot/pipelines").list("specs/")
