@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # A slow example on a busy machine is no fault.
     settings.register_profile("ingot", deadline=None)
     settings.load_profile("ingot")
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Signals as they were before the test: a training that was stopped leaves them without effect."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 PLAIN_EVERY_S = 5.0
 
@@ -45,6 +45,11 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if not self.quiet and sys.stderr.isatty():
+            # 40 ms that whoever only says a line, as every rank does, need not wait for.
+            from rich.console import Console
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
             columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
                        TextColumn("{task.fields[note]}"), TimeRemainingColumn())
             self._bar = Bar(*columns, console=Console(file=sys.stderr), transient=True)

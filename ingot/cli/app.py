@@ -12,7 +12,7 @@ import typer
 import ingot
 from ingot.cli.adopt import adopt
 from ingot.cli.bench import bench
-from ingot.cli.guard import guarded, listen_to_signals
+from ingot.cli.guard import ended, guarded, listen_to_signals
 from ingot.cli.images import images
 from ingot.cli.launch import launch
 from ingot.cli.show import show
@@ -51,7 +51,7 @@ def main() -> None:
     debug = "--debug" in arguments[:end]
     arguments = ["--debug"] * debug + [argument for argument in arguments[:end] if argument != "--debug"] + arguments[end:]
     listen_to_signals()
-    sys.exit(guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug))
+    sys.exit(ended(guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug)))
 
 
 @app.callback()

@@ -64,6 +64,15 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
         return _tell(f"error: {type(error).__name__}: {_first_line(error)}; run again with --debug to see where", EXIT_FAILED, debug=debug)
 
 
+def ended(code: int) -> int:
+    """The exit code, once it is decided. That of a stop stands: Python gives handlers back before the process is gone, and the same request, come
+    late from elsewhere (a launcher asks each node), would end it as killed."""
+    if code == EXIT_STOPPED:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+    return code
+
+
 def _write_no_more() -> None:
     """What stdout could not take must not be tried again when the interpreter ends."""
     try:

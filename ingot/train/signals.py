@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from ingot.base.errors import Stopped
 from ingot.base.progress import say
 
 # Ctrl-C reaches a process from the terminal and again from its launcher: both are one request.
@@ -73,11 +74,15 @@ class Leave(BaseException):
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 ask to stop; `signum` is the first that came, 0 while none has."""
+    """While entered, SIGTERM, SIGINT and SIGUSR1 ask to stop; `signum` is the first that came, 0 while none has.
+
+    When a stop was followed they stay without effect: the process is about to end with the exit code that says so, and another rank, or whoever
+    hands the request to each node, may have been quicker than the signal.
+    """
 
     def __init__(self, grace_s: float) -> None:
         self.signum, self._since, self._grace_s = 0, 0.0, grace_s
-        self._leaving = True
+        self._leaving, self._followed = True, False
         self._committed: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -104,6 +109,8 @@ class StopSignals:
         self._leaving = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._followed:
+            return
         if self.signum and time.monotonic() - self._since > SAME_REQUEST_S:
             # Whatever is half-written has no marker, so leaving now loses only what was not committed.
             os._exit(128 + number)
@@ -115,7 +122,8 @@ class StopSignals:
         say(f"{signal.Signals(number).name}: stopping after this step; send it again to leave at once")
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        self._followed = kind is not None and issubclass(kind, (Leave, Stopped))
+        for number, handler in self._before.items() if not self._followed else ():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
         assert self._watchdog.stdin is not None

@@ -125,7 +125,7 @@ def required() -> None:
 
 
 def record(child: Child, log: Path) -> list[Call]:
-    """Let the child act undisturbed, and tell every call that it and its threads and children made, in the order they began."""
+    """Let the child act undisturbed, and tell every call that it and its threads and children made, in order."""
     names = [*MUTATING, *OPENING, *SEEN_BESIDE]
     with _Attached(child, log, ["-xx", "-s", str(1 << 26), "-e", f"trace={','.join(f'?{name}' for name in names)}"]):
         child.go()
@@ -186,19 +186,31 @@ def renamed(text: str, old: int, new: int) -> str:
 
 
 def read_log(log: Path) -> list[Call]:
-    """What strace wrote, in the order in which calls began."""
+    """What strace wrote, in the order in which calls began; those that open a file, in which they ended.
+
+    A descriptor is free as soon as its `close` has begun, and another thread's `open` that began before may be given it.
+    """
     calls: list[Call] = []
-    open_calls: dict[int, int] = {}
+    unfinished: dict[int, int] = {}
+    opening: dict[int, Call] = {}
     for line in log.read_text().splitlines():
         if found := STARTED.fullmatch(line):
-            open_calls[int(found[1])] = len(calls)
-            calls.append(Call(int(found[1]), found[2], found[3], "?"))
+            call = Call(int(found[1]), found[2], found[3], "?")
+            if call.name in OPENING:
+                opening[call.process] = call
+            else:
+                unfinished[call.process] = len(calls)
+                calls.append(call)
         elif found := RESUMED.fullmatch(line):
-            number = open_calls.pop(int(found[1]))
-            calls[number] = Call(int(found[1]), found[2], calls[number].text + found[3], found[4])
+            process = int(found[1])
+            if process in opening:
+                calls.append(Call(process, found[2], opening.pop(process).text + found[3], found[4]))
+            else:
+                number = unfinished.pop(process)
+                calls[number] = Call(process, found[2], calls[number].text + found[3], found[4])
         elif found := LINE.fullmatch(line):
             calls.append(Call(int(found[1]), found[2], found[3].rstrip(), found[4]))
-    return calls
+    return [*calls, *opening.values()]
 
 
 def here(what: object, folder: Path) -> str:

@@ -134,9 +134,9 @@ def _crashes(heard: Recording, chosen: set[int]) -> Iterator[tuple[int, str, Tre
         if index in chosen:
             yield from ((index, what, tree) for what, tree in disk.crashes())
     modelled, found = disk.all_done(), heard.ended
-    differing = [path for path in sorted(modelled.keys() | found.keys()) if modelled.get(path, b"missing") != found.get(path, b"missing")]
-    differing = [path for path in differing if not MAPPED.search(path)]
-    assert not differing, f"the model of the disk does not end as the disk did: {differing}"
+    differing = {path: (modelled.get(path, b"missing"), found.get(path, b"missing")) for path in sorted(modelled.keys() | found.keys())}
+    differing = {path: both for path, both in differing.items() if both[0] != both[1] and not MAPPED.search(path)}
+    assert not differing, f"the model of the disk does not end as the disk did: {differing}"[:5_000]
 
 
 def _judge(zygote: Zygote, heard: Recording, fault: str, count: Count, *, last: bool = False) -> None:

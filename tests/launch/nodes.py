@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,18 @@ def ended(process: subprocess.Popen[str], seconds: float = 180) -> tuple[int, st
     return process.returncode, out, err
 
 
+def until_it_says(process: subprocess.Popen[str], text: str, seconds: float = 120) -> str:
+    """Wait for words among a command's messages; what it said up to then, which `ended` leaves out."""
+    assert process.stderr is not None
+    said, until = b"", time.monotonic() + seconds
+    while text.encode() not in said:
+        ready, _, _ = select.select([process.stderr], [], [], max(0.0, until - time.monotonic()))
+        new = os.read(process.stderr.fileno(), 1 << 16) if ready else b""
+        assert new, f"it never said {text!r}, but:\n{said.decode()}"
+        said += new
+    return said.decode()
+
+
 def reference(prepared_root: Path, place: Path) -> dict[str, str]:
     """The weights that two processes of this machine come to, trained once for all workers of a test session; `place` is this one's base folder."""
     place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
@@ -106,7 +120,11 @@ def _is_rank(process: psutil.Process) -> bool:
 
 def only_ranks(root: Path) -> dict[int, psutil.Process]:
     """The ranks by their numbers."""
-    return {int(process.environ()["RANK"]): process for process in ranks_of(root) if _is_rank(process)}
+    found = {}
+    for process in ranks_of(root):
+        with contextlib.suppress(psutil.Error, KeyError):  # ended meanwhile, or a node
+            found[int(process.environ()["RANK"])] = process
+    return found
 
 
 def end_all(root: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,22 @@ from ingot.launch.slurm import SlurmLauncher
 from ingot.launch.stops import Stops
 from tests import golden
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
-from tests.launch.nodes import ENDLESS, end_all, ended, events, ingot, only_ranks, ranks_of, recipe_for, reference, steps, wait_for, weights, written
+from tests.launch.nodes import (
+    ENDLESS,
+    end_all,
+    ended,
+    events,
+    ingot,
+    only_ranks,
+    ranks_of,
+    recipe_for,
+    reference,
+    steps,
+    until_it_says,
+    wait_for,
+    weights,
+    written,
+)
 from tests.launch.slurm_cluster import Cluster
 from tests.launch.sshd import need
 from tests.small import small_recipe
@@ -255,7 +269,7 @@ def test_before_its_time_is_over_it_saves_and_goes_on_in_a_new_job(root: Path, s
     training.kill()
     ended(training)
     training = ingot("launch", "train", file, cwd=root)
-    time.sleep(3)
+    told = until_it_says(training, f"train: slurm {first.id}")
     assert slurm.jobs() == [first.id]
     slurm.ask("scancel", "--signal=USR1", "--batch", first.id)  # as Slurm does by itself; see the slow test
     wait_for(training, lambda: len(events(recipe, "start")) == 2)
@@ -267,8 +281,8 @@ def test_before_its_time_is_over_it_saves_and_goes_on_in_a_new_job(root: Path, s
     assert ended(ingot("launch", "cancel", run, cwd=root.parent))[0] == 0
     code, _, err = ended(training)
     assert code == 75, err
-    assert f"Slurm job {first.id}, submitted" in err
-    assert "slurm stopped the job before its time; starting again" in err
+    assert f"Slurm job {first.id}, submitted" in told
+    assert "slurm stopped the job before its time; starting again" in err, err
     assert max(steps(recipe)) >= stop["step"]
     gone(root, slurm)
 

@@ -164,7 +164,9 @@ def test_two_hosts_come_to_what_two_processes_come_to_whatever_happens_on_the_wa
     wait_for(training, lambda: 5 in steps(recipe))
     only_ranks(root)[1].kill()
     wait_for(training, lambda: bool(events(recipe, "restart")) and len(only_ranks(root)) == 2)
-    for rank in only_ranks(root).values():
+    ranks = only_ranks(root).values()
+    for rank in ranks:
+        rank.suspend()  # else it may be done before all is looked at
         environment = rank.environ()
         assert environment["TOKEN_OF_MINE"] == SECRET
         assert "/cache/ingot/code/" in environment["PYTHONPATH"], "launch.code=sync"
@@ -174,6 +176,8 @@ def test_two_hosts_come_to_what_two_processes_come_to_whatever_happens_on_the_wa
     assert [line.split()[:4] for line in status.splitlines()] == [
         ["train", "running", "process", f"{training.pid},"], ["train", "running", "ssh", "train-2,"],
     ]
+    for rank in ranks:
+        rank.resume()
     wait_for(training, lambda: len(events(recipe, "start")) == 2)
     saved = max(steps(recipe))
     training.send_signal(signal.SIGTERM)

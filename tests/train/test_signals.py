@@ -186,6 +186,36 @@ def test_the_same_request_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (leave.value.signum, leave.value.committed) == (signal.SIGINT, 5)
 
 
+LATE = """
+import atexit, os, signal, sys
+from ingot.base.errors import Stopped
+from ingot.cli import app
+from ingot.train.signals import StopSignals
+class AtTheVeryEnd:
+    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.{name}):
+        kill(me, number)  # Python has given its handlers back by now
+def stopped(**knobs):
+    with StopSignals(60) as signals:
+        raise Stopped("stopped by another rank's word", signum=signal.SIGTERM, committed=True)
+def late():
+    try:
+        stopped()
+    finally:
+        os.kill(os.getpid(), signal.{name})
+last = AtTheVeryEnd()
+atexit.register(lambda: os.kill(os.getpid(), signal.{name}))
+app.app = lambda *arguments, **knobs: late()
+app.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_request_that_comes_after_it_was_followed_changes_nothing(name: str) -> None:
+    """Ranks agree on a stop, and one may be done before its own node hands on the signal."""
+    done = subprocess.run([sys.executable, "-c", LATE.format(name=name)], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (75, "stopped by another rank's word\n")
+
+
 def test_stacks_are_written_on_demand(tmp_path: Path) -> None:
     with stacks_on_demand(tmp_path / "logs", 3):
         os.kill(os.getpid(), signal.SIGUSR2)
