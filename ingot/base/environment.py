@@ -10,6 +10,9 @@ from pathlib import Path
 
 from ingot.base.errors import WrongInput
 
+REPLICA = "REPLICA_OF_RUN"
+"""The variable that tells the ranks of a node without a shared disk which replica of the run folder in a bucket people and later starts see."""
+
 
 @dataclass(frozen=True)
 class Ranks:

@@ -15,12 +15,12 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ingot.base.bucket import Blob, Bucket
 from ingot.base.errors import Failed, IngotError
 from ingot.base.gcs import Conflict, Missing
+from ingot.base.processes import machine, ticks
 from ingot.base.progress import say
 
 LIFE_S = 60.0
@@ -55,7 +55,7 @@ class Lease:
         self._renewer = bucket.patient(life_s / 3)
         self._about = {
             "owner": owner, "host": socket.gethostname(), "pid": os.getpid(), "life_s": life_s, "token": uuid.uuid4().hex,
-            "machine": _machine(), "started": _started(os.getpid()),
+            "machine": machine(), "started": ticks(os.getpid()),
         }
         self._renewals, self._generation, self._sure_until = 0, 0, 0.0
         self._taken_by: str | None = None
@@ -169,23 +169,7 @@ def _called(holder: dict[str, Any]) -> str:
     return f"{holder['owner']} (process {holder.get('pid', '?')} on {holder.get('host', '?')})" if "owner" in holder else "somebody"
 
 
-def _machine() -> str | None:
-    """Tells where a process id means the same process: this boot of this machine, and the set of ids of this container."""
-    with contextlib.suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
-    return None
-
-
-def _started(pid: int) -> str | None:
-    """When a process was started, in ticks since the boot; None where it is dead, or nobody can say. Tells a reused id from the old one."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in ("Z", "X") else fields[18]
-
-
 def _dead(holder: dict[str, Any]) -> bool:
     """The holder was a process of this machine, and is no more. False where only time can tell."""
-    here = _machine()
-    return here is not None and holder.get("machine") == here and bool(holder.get("started")) and _started(holder["pid"]) != holder["started"]
+    here = machine()
+    return here is not None and holder.get("machine") == here and bool(holder.get("started")) and ticks(holder["pid"]) != holder["started"]

@@ -56,6 +56,25 @@ def started_at(pid: int) -> float | None:
         return None
 
 
+def machine() -> str | None:
+    """Tells where a process id means the same process: this boot of this machine, and the set of ids of this container."""
+    with contextlib.suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return None
+
+
+def ticks(pid: int) -> str | None:
+    """When a process was started, in ticks since the boot, which no clock that is set changes: tells a reused id from the old one. None where it
+    is dead, or nobody can say."""
+    if sys.platform != "linux":
+        return None if (began := started_at(pid)) is None else str(began)
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in ("Z", "X") else fields[18]
+
+
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
     """Processes are started without the caller's script, which they would import once more: all that it imports, and all that it does."""

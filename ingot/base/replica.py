@@ -23,7 +23,7 @@ from ingot.base.bucket import Blob, Bucket, open_bucket
 from ingot.base.errors import Failed, IngotError
 from ingot.base.gcs import Conflict, Missing
 from ingot.base.progress import Progress, say
-from ingot.base.replicaindex import INDEX, NEVER, STATES, Entry, Index, Keys, busy, garbage, is_content, read_index, scope, write_index
+from ingot.base.replicaindex import INDEX, NEVER, STATES, Entry, Index, Keys, busy, changed_there, garbage, is_content, read_index, scope, write_index
 from ingot.base.replicamemory import HIDDEN, Local, Memory, alone, local_files
 from ingot.base.storage import disk_errors, fsync_folder
 
@@ -42,8 +42,9 @@ def replica_url(bucket: str, name: str) -> str:
 def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
     """Make the bucket hold what the folder holds; what did not change is neither read nor sent.
 
-    Left out are checkpoints, heartbeats (unless `parts` names them) and hidden files: locks, and what is on its way. `parts`: only these
-    top-level names or prefixes (`data/columns`). When it ends early the old state stands, and what was sent already is not sent again.
+    What was changed, made or deleted elsewhere since the two last agreed, and not here, stays as it is there; `pull` brings it. Left out are
+    checkpoints, heartbeats (unless `parts` names them) and hidden files: locks, and what is on its way. `parts`: only these top-level names or
+    prefixes (`data/columns`). When it ends early the old state stands, and what was sent already is not sent again.
 
     Raises:
         Failed: somebody else pushed meanwhile, or the service cannot be reached.
@@ -52,12 +53,14 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
     bucket, within = open_bucket(url), scope(parts)
     with alone(root):
         memory, index = Memory(root, bucket.url), read_index(bucket)
-        here = [found for found in _at_once(memory.look, [path for path in local_files(root, (NEVER,)) if within(path)]) if found is not None]
-        known = {*(local.path for local in here), *index.entries, *memory.known}
+        looked = _at_once(memory.look, [path for path in local_files(root, (NEVER,)) if within(path)])
+        here = {found.path: found for found in looked if found is not None}
+        known = {*here, *index.entries, *memory.known}
         listed = _listed(bucket, [*filter(within, known), *index.garbage])
-        entries = {path: entry for path, entry in index.entries.items() if not within(path)}
+        theirs = {path for path in known if not within(path)} | changed_there(index, here, memory.known)
+        entries = {path: entry for path, entry in index.entries.items() if path in theirs}
         keys, absent = Keys(index, listed), []
-        for local in here:
+        for local in (here[path] for path in here if path not in theirs):
             entry = index.entries.get(local.path)
             if entry is not None and entry.holds(local.bytes, local.crc32c) and is_content(listed.get(entry.key), local):
                 entries[local.path] = entry
@@ -68,16 +71,17 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
         left = garbage(index, listed, entries, known, within)
         if not index.generation or (entries, left) != (index.entries, index.garbage):
             write_index(bucket, Index(entries, left, index.generation))
-        memory.known |= set(filter(within, entries))
+        agreed = {path: entry.content for path, entry in entries.items() if path not in theirs}
+        memory.known = {path: content for path, content in memory.known.items() if path in theirs} | agreed
         memory.write()
         _sweep(bucket, left)
 
 
-def pull(url: str, root: Path, *, parts: Collection[str] | None = None) -> bool:
+def pull(url: str, root: Path, *, parts: Collection[str] | None = None, keep: Callable[[str], bool] = lambda path: False) -> bool:
     """Make the folder hold what the bucket holds; what differs is fetched. False when there is no replica.
 
-    Files that an earlier state had and this one has not are deleted; files that no state ever had are left alone. Nothing is placed before
-    all of it has arrived as the index says. `parts` as with `push`.
+    Files that an earlier state had and this one has not are deleted; files that no state ever had are left alone, and so are those that are here
+    and of whose paths `keep` is true. Nothing is placed before all of it has arrived as the index says. `parts` as with `push`.
 
     Raises:
         Failed: an object is damaged or missing, or the service cannot be reached.
@@ -92,7 +96,8 @@ def pull(url: str, root: Path, *, parts: Collection[str] | None = None) -> bool:
             index = read_index(bucket)
             wanted = [entry for entry in index.entries.values() if within(entry.path)]
             same = _at_once(lambda entry: _has(memory, entry), wanted)
-            differing = [entry for entry, is_same in zip(wanted, same, strict=True) if not is_same]
+            kept = {path for path in {*index.entries, *memory.known} if keep(path) and (root / path).exists()}
+            differing = [entry for entry, is_same in zip(wanted, same, strict=True) if not is_same and entry.path not in kept]
             try:
                 _with_progress("pull", lambda entry: _fetch(bucket, root, entry), differing, [entry.bytes for entry in differing])
             except Missing as error:
@@ -100,9 +105,10 @@ def pull(url: str, root: Path, *, parts: Collection[str] | None = None) -> bool:
                     raise Failed(f"{error}; {bucket.url_of(INDEX)} lists it, push the run folder again") from error
                 seen = index.generation  # a writer may have put a new state in place, and taken this one away
                 continue
-            _remove(root, [path for path in memory.known if within(path) and path not in index.entries])
+            _remove(root, [path for path in memory.known if within(path) and path not in index.entries and path not in kept])
             _place(root, differing, memory)
-            memory.known = {path for path in memory.known if not within(path)} | {entry.path for entry in wanted}
+            left = {path: content for path, content in memory.known.items() if not within(path) or path in kept}
+            memory.known = left | {entry.path: entry.content for entry, is_same in zip(wanted, same, strict=True) if is_same or entry.path not in kept}
             memory.write()
             return True
     raise busy(bucket)
@@ -182,8 +188,8 @@ def _fetch(bucket: Bucket, root: Path, entry: Entry) -> None:
     with disk_errors(root / entry.path):
         partial.parent.mkdir(parents=True, exist_ok=True)
     blob = bucket.get_to_file(entry.key, partial)
-    if not entry.holds(blob.bytes, blob.crc32c):
-        raise Failed(f"{bucket.url_of(entry.key)} has {blob.bytes} bytes, CRC32C {blob.crc32c}, and {entry.bytes}, {entry.crc32c} were pushed; push again")
+    if not entry.holds(blob.bytes, blob.crc32c):  # the object of a later state, or somebody else's
+        raise Missing(f"{bucket.url_of(entry.key)} has {blob.bytes} bytes, CRC32C {blob.crc32c}, and {entry.bytes}, {entry.crc32c} were pushed")
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())
     os.utime(partial, ns=(entry.mtime_ns, entry.mtime_ns))

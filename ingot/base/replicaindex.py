@@ -15,14 +15,16 @@ from typing import Any
 from ingot.base.bucket import Blob, Bucket
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.gcs import Conflict, Missing
-from ingot.base.replicamemory import Local
+from ingot.base.replicamemory import Content, Local
 
 INDEX = "REPLICA.json"
 SCHEMA = 1
 STATES = 10
 """How many states a reader begins with, when writers are quicker than it is."""
 NEVER, WHEN_NAMED = "checkpoints", "heartbeats"
-"""Top-level folders: `checkpoint.upload` takes care of the one, the other says something of one machine only."""
+"""Folders of a training: `checkpoint.upload` takes care of the one, the other says something of one machine only."""
+EARLIER = "earlier"
+"""Here trainings lie that were set aside, each in a folder of its own."""
 
 Within = Callable[[str], bool]
 
@@ -37,8 +39,12 @@ class Entry:
     crc32c: str
     mtime_ns: int
 
+    @property
+    def content(self) -> Content:
+        return self.bytes, self.crc32c
+
     def holds(self, bytes: int, crc32c: str) -> bool:
-        return (self.bytes, self.crc32c) == (bytes, crc32c)
+        return self.content == (bytes, crc32c)
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,8 @@ def scope(parts: Collection[str] | None) -> Within:
     names = None if parts is None else [part.strip("/") for part in parts]
 
     def within(path: str) -> bool:
-        top = path.partition("/")[0]
-        if top in (NEVER, INDEX):
+        top, *below = path.split("/")
+        if top in (NEVER, INDEX) or (top == EARLIER and below[1:2] in ([NEVER], [WHEN_NAMED])):
             return False
         if names is None:
             return top != WHEN_NAMED
@@ -90,6 +96,21 @@ def write_index(bucket: Bucket, index: Index) -> None:
         bucket.put(INDEX, (json.dumps(about, indent=1) + "\n").encode(), generation=index.generation)
     except Conflict as error:
         raise Failed(f"{bucket.url} was written by somebody else meanwhile and is as they left it; stop one of the two, run the command again") from error
+
+
+def changed_there(index: Index, here: Mapping[str, Local], known: Mapping[str, Content]) -> set[str]:
+    """Paths under which the bucket has got something else, or nothing, since the folder last agreed with it, and the folder has not.
+
+    Where both have, the folder counts; but what it lacks is deleted only if it had that very content.
+    """
+    ours, theirs = ({path: about.content for path, about in side.items()} for side in (here, index.entries))
+    seen = known if index.generation else {}
+
+    def is_theirs(path: str) -> bool:
+        mine, other, before = ours.get(path), theirs.get(path), seen.get(path)
+        return mine != other and (mine == before or (mine is None and other != before))
+
+    return {path for path in {*ours, *theirs} if is_theirs(path)}
 
 
 def busy(bucket: Bucket) -> Failed:

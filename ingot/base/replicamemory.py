@@ -1,6 +1,6 @@
-"""What a machine remembers of a run folder that has a replica: checksums of files that did not change, and the paths that a state ever had.
+"""What a machine remembers of a run folder that has a replica: checksums of files that did not change, and what the folder and the bucket last agreed on.
 
-It lies in a hidden folder of the run folder. Losing it costs reading, and that files which were deleted elsewhere stay here.
+It lies in a hidden folder of the run folder. Losing it costs reading, and that files which were deleted on one side stay on the other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ SETTLED_S = 1.0
 """How long ago a file must have been written for its time to tell: within a tick of the disk's clock two contents bear the same."""
 
 
+Content = tuple[int, str]
+"""Bytes and CRC32C."""
+UNKNOWN: Content = (-1, "")
+"""What an ingot remembered that kept paths alone."""
+
+
 @dataclass(frozen=True)
 class Local:
     """A file of the run folder; `path` is relative to it."""
@@ -34,14 +40,19 @@ class Local:
     crc32c: str
     mtime_ns: int
 
+    @property
+    def content(self) -> Content:
+        return self.bytes, self.crc32c
+
 
 class Memory:
-    """`known`: paths that a state in the bucket had, as far as this machine has seen. Threads may share it."""
+    """`known`: by path the content that this folder and a state in the bucket last had in common. Threads may share it."""
 
     def __init__(self, root: Path, url: str, name: str = "memory.json") -> None:
         self._root, self._url, self._file = root, url, root / HIDDEN / name
         said = self._read()
-        self.known: set[str] = set(said["known"]) if said.get("url") == url else set()
+        known = said["known"] if said.get("url") == url else {}
+        self.known: dict[str, Content] = {path: (known[path][0], known[path][1]) if isinstance(known, dict) else UNKNOWN for path in known}
         self._checksums: dict[str, list[int | str]] = said.get("checksums", {})
 
     def look(self, path: str, *, bytes: int | None = None) -> Local | None:
@@ -66,7 +77,7 @@ class Memory:
     def write(self) -> None:
         """Keep all but what is no file any more."""
         checksums = {path: about for path, about in sorted(self._checksums.items()) if (self._root / path).exists()}
-        write_atomic(self._file, json.dumps({"url": self._url, "known": sorted(self.known), "checksums": checksums}))
+        write_atomic(self._file, json.dumps({"url": self._url, "known": dict(sorted(self.known.items())), "checksums": checksums}))
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -37,10 +37,13 @@ class Damaged(Failed):
 
 
 class BucketMirror:
-    """Checkpoints under `gs://BUCKET/FOLDER`. Each method raises what a bucket's do: WrongInput without bucket or rights, Failed otherwise."""
+    """Checkpoints under `gs://BUCKET/FOLDER`. Each method raises what a bucket's do: WrongInput without bucket or rights, Failed otherwise.
 
-    def __init__(self, url: str) -> None:
-        self.bucket = open_bucket(url)
+    `before_commit` is called before a marker is put: what that vouches for beside the checkpoint must be safe then.
+    """
+
+    def __init__(self, url: str, *, before_commit: Callable[[], None] = lambda: None) -> None:
+        self.bucket, self._before_commit = open_bucket(url), before_commit
         self._lease: Lease | None = None
 
     @contextlib.contextmanager
@@ -87,6 +90,7 @@ class BucketMirror:
         for entry in marker["files"]:
             if there.get(name := f"{folder.name}/{entry['path']}") != entry["bytes"]:
                 raise Failed(f"{self.bucket.url_of(name)} has {there.get(name, 'no')} bytes, {entry['bytes']} were sent; run the same command again")
+        self._before_commit()
         if self._lease is not None:
             self._lease.check()
         data = (folder / COMMIT).read_bytes()

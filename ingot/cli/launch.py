@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,6 +56,7 @@ for _verb, _help in OTHERS.items():
 
 
 def _launch(verb: str, arguments: list[str], options: list[str], *, dry_run: bool, handled: bool) -> int:
+    from ingot.base.errors import WrongInput
     from ingot.cli.arguments import read_recipe
     from ingot.launch.job import Job
     from ingot.launch.local import LocalLauncher
@@ -70,19 +71,22 @@ def _launch(verb: str, arguments: list[str], options: list[str], *, dry_run: boo
         return _show(here, job) if dry_run else _submit(job, recipe, here)
     # `run` itself goes on here; the steps that several nodes can share go where the recipe says.
     if recipe.launch.kind != "local" and verb != "run":
+        from ingot.launch.missing import away
         from ingot.launch.places import launcher, place
 
-        job = place(recipe, verb, arguments, shared=shared, options=options)
-        return _show(launcher(recipe), job) if dry_run else _here(job, recipe, here, handled=handled)
-    job = Job(verb, (verb, *arguments, *options), recipe.launch.processes if shared else 1)
+        job = place(recipe, verb, shared=shared, options=options)
+        return _show(launcher(recipe), job, away(recipe, verb) if job.mirror else ()) if dry_run else _here(job, recipe, here, handled=handled)
+    job = Job(verb, (verb, *arguments, *options), recipe.launch.processes if shared else 1, environment=recipe.launch.variables)
+    if shared and recipe.launch.nodes > 1:
+        raise WrongInput(f"launch.nodes={recipe.launch.nodes} and launch.kind=local, which is this machine alone; set launch.kind to where the others are")
     return _show(here, job) if dry_run else _here(job, recipe, here, handled=handled)
 
 
-def _show(launcher: LocalLauncher | Launcher, job: Job) -> int:
+def _show(launcher: LocalLauncher | Launcher, job: Job, missing: Sequence[str] = ()) -> int:
     """What would be started, and what stands in its way from here."""
     from ingot.base.progress import say
 
-    for reason in launcher.can(job):
+    for reason in dict.fromkeys([*launcher.can(job), *missing]):
         say(f"note: as things are it could not be started: {reason}")
     print(launcher.render(job), end="")
     return 0
@@ -156,6 +160,7 @@ def logs(
 ) -> int:
     """What a job has said that is detached, or runs elsewhere."""
     from ingot.base.errors import WrongInput
+    from ingot.launch.job import OVER
 
     found = _jobs(run, job)
     told = next((each for each in found if each.has_log), None)
@@ -163,7 +168,9 @@ def logs(
         raise WrongInput(f"{found[0].handle.name} was started in a terminal, where its messages are; with launch.detach=true they are kept")
     log = told.log()
     while True:
-        over = told.state() not in ("running", "queued", "unknown")  # asked before reading, so that nothing it said is left out
+        state = told.state()  # asked before reading, so that nothing it said is left out
+        # How a process of this machine ended that was killed will never be known; another place may only not answer at the moment.
+        over = state in OVER or (state == "unknown" and told.handle.kind == "local")
         while text := log.read():
             sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
@@ -191,8 +198,9 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
 
 
 def _of_one(running: list[Known]) -> list[Known]:
-    """Whoever waits for the last job, and that job itself, where it runs elsewhere."""
-    return [each for each in running if each.handle.name == running[0].handle.name]
+    """Whoever waits for the last job, and that job itself, where it runs elsewhere: under `run` the job of one of its steps."""
+    first = running[0].handle
+    return [each for each in running if each.handle.name == first.name or (first.name == "run" and each.handle.kind != "local")]
 
 
 def _jobs(run: str, name: str | None) -> list[Known]:

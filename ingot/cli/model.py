@@ -28,7 +28,10 @@ def deploy_version(
 
     is_recipe = Path(target).is_file() or target.endswith((".yaml", ".yml"))
     recipe = read_recipe([target, *arguments]) if is_recipe else settings_without_recipe(arguments)
-    name, wish = recipe.registry_name if is_recipe else target, Wish(version, canary, verify, rollback)
+    name = recipe.registry_name if is_recipe else target
+    if recipe.registry.kind == "vertex":  # what is not given as an option is as the recipe has it
+        canary, verify = recipe.serve.canary if canary is None else canary, verify or recipe.serve.verify
+    wish = Wish(version, canary, verify, rollback)
     if dry_run:
         print(rehearse(recipe, name, wish, is_run=is_recipe), end="")
         return 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ingot.base.environment import ranks
@@ -24,18 +25,22 @@ from ingot.pipeline.steps import step_of
 def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False) -> int:
     """Do one step of the recipe, unless nothing changed; its result on stdout, its exit code back."""
     recipe, step = read_recipe(arguments), step_of(verb)
+    prepare_environment(recipe)
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
         options = [*(["--again"] if again else []), *(["--debug"] if debug else [])]
         return subprocess.run([elsewhere, "-m", "ingot", verb, *arguments, *options], check=False).returncode
-    if step.distributed and recipe.launch.nodes > 1 and not is_rank():
-        raise WrongInput(f"launch.nodes={recipe.launch.nodes}: `ingot launch {verb}` starts a verb on several machines; use it, or set launch.nodes=1")
-    if step.distributed and recipe.launch.processes > 1 and not is_rank():
+    launch = recipe.at(verb).launch
+    if step.distributed and launch.nodes > 1 and not is_rank():
+        raise WrongInput(f"launch.nodes={launch.nodes}: `ingot launch {verb}` starts a verb on several machines; use it, or set launch.nodes=1")
+    if step.distributed and launch.processes > 1 and not is_rank():
         options = [*([AGAIN[verb]] if again else []), *(["--debug"] if debug else [])]
-        return foreground(Job(verb, (verb, *arguments, *options), recipe.launch.processes), results=sys.stdout).code
+        job = Job(verb, (verb, *arguments, *options), launch.processes, environment=launch.variables)
+        return foreground(job, results=sys.stdout).code
     done: list[Outcome] = []
 
     def do() -> Outcome:
-        done.append(DO[verb](recipe, again))
+        with _shown(verb, recipe):
+            done.append(DO[verb](recipe, again))
         return done[0]
 
     record = perform(step, recipe, do, STAMPS, again=again)
@@ -60,6 +65,30 @@ def other_interpreter(recipe: Recipe) -> str | None:
     return os.path.abspath(engine.python)
 
 
+def prepare_environment(recipe: Recipe) -> None:
+    """The variables of `launch.environment`, and those of `cloud.secrets` that are not set yet: a node has set them for all its ranks."""
+    os.environ.update(recipe.launch.variables)
+    absent = {name: reference for name, reference in recipe.cloud.secrets.items() if name not in os.environ}
+    if absent:
+        from ingot.cloud.clients import Google
+        from ingot.cloud.secrets import resolve
+
+        os.environ.update(resolve(Google(recipe.cloud), absent))
+
+
+@contextlib.contextmanager
+def _shown(verb: str, recipe: Recipe) -> Iterator[None]:
+    """While entered, a training's metrics also go to `cloud.tensorboard`."""
+    if verb != "train" or recipe.cloud.tensorboard is None or not ranks().is_main:
+        yield
+        return
+    from ingot.cloud.clients import Google
+    from ingot.cloud.tensorboard import live
+
+    with live(Google(recipe.cloud), recipe.name, recipe.folder.metrics):
+        yield
+
+
 def is_rank() -> bool:
     """Whether this process is one of several that somebody has started already: we ourselves, torchrun, a cluster."""
     return "LOCAL_RANK" in os.environ
@@ -70,6 +99,7 @@ def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
     from ingot.pipeline.summary import show_summary
 
     recipe = read_recipe(arguments)
+    prepare_environment(recipe)
     show_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh, debug=debug))
     return EXIT_DONE
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.cloud.clients import Google, ask, packages
+from ingot.cloud.clients import Google, ask, in_words, packages
 
 LOOK_S = 2.0
 GONE_S = 600.0
@@ -25,6 +25,10 @@ class Standing:
     output: str
     operation: str
     labels: dict[str, str]
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in OVER
 
 
 def parent(google: Google) -> str:
@@ -57,17 +61,16 @@ def get(google: Google, batch_id: str) -> Standing | None:
 def labelled(google: Google, labels: dict[str, str]) -> list[Standing]:
     """Batches with all of these labels, the newest first."""
     wanted = " AND ".join(f"labels.{name}={value}" for name, value in sorted(labels.items()))
-    pages = ask(
-        google.client("batches").list_batches, "list Spark batches", request={"parent": parent(google), "filter": wanted, "order_by": "create_time desc"},
-    )
-    return [_standing(found) for found in pages]
+    request, what = {"parent": parent(google), "filter": wanted, "order_by": "create_time desc"}, "list Spark batches"
+    with in_words(what):  # each page is asked for when it is come to
+        return [_standing(found) for found in ask(google.client("batches").list_batches, what, request=request)]
 
 
 def cancel(google: Google, batch_id: str) -> None:
     """End a batch and wait until it is over; nothing where it is. Raises Failed when it does not end."""
     until = time.monotonic() + GONE_S
     asked = False
-    while (standing := get(google, batch_id)) is not None and standing.state not in OVER:
+    while (standing := get(google, batch_id)) is not None and standing.is_alive:
         if not asked:
             asked = _ask_to_end(google, standing)
         if time.monotonic() > until:
@@ -83,7 +86,7 @@ def _ask_to_end(google: Google, standing: Standing) -> bool:
         ask(google.client("batches").cancel_operation, f"cancel {standing.name}", request={"name": standing.operation})
     except WrongInput:
         now = get(google, standing.name.rpartition("/")[2])
-        if now is not None and now.state not in OVER:
+        if now is not None and now.is_alive:
             raise
     return True
 

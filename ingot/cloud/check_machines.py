@@ -8,19 +8,13 @@ from collections.abc import Iterator
 
 from ingot.cloud.checks import Finding, Site, there
 from ingot.cloud.clients import ask
-from ingot.cloud.machines import accelerator_name
+from ingot.cloud.machines import accelerator_name, zones_of
 from ingot.cloud.needs import Demand
 
-ZONES = "abcf"
-"""Zones of a region that are tried where `cloud.zone` says none."""
 _SHARED_CPUS = {"n1", "e2", "f1", "g1"}
 _GPU_METRICS = {
     "nvidia-h100-80gb": "NVIDIA_H100", "nvidia-h100-mega-80gb": "NVIDIA_H100_MEGA", "nvidia-h200-141gb": "NVIDIA_H200", "nvidia-b200": "NVIDIA_B200",
 }
-
-
-def zones_of(site: Site) -> list[str]:
-    return [site.google.cloud.zone] if site.google.cloud.zone else [f"{site.region}-{letter}" for letter in ZONES]
 
 
 def accelerator_of(name: str) -> str:
@@ -41,7 +35,7 @@ def types(site: Site) -> Iterator[Finding]:
 
 
 def _types(site: Site, demand: Demand) -> Iterator[Finding]:
-    zones, kind = zones_of(site), demand.machine.type
+    zones, kind = zones_of(site.google.cloud), demand.machine.type
     where = ", ".join(zones)
     having = [zone for zone in zones if _machine(site, zone, kind) is not None]
     what = f"machine type {kind} ({demand.why})"
@@ -105,7 +99,7 @@ def quotas(site: Site) -> Iterator[Finding]:
 
 def _amounts(site: Site, demand: Demand) -> dict[str, int]:
     """By quota metric, what the machines of a demand take. {} when no zone knows the machine type, which is told elsewhere."""
-    machine = next((found for zone in zones_of(site) if (found := _machine(site, zone, demand.machine.type)) is not None), None)
+    machine = next((found for zone in zones_of(site.google.cloud) if (found := _machine(site, zone, demand.machine.type)) is not None), None)
     if machine is None:
         return {}
     family = demand.machine.type.split("-")[0]

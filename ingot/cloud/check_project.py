@@ -17,15 +17,18 @@ ACCOUNT_ROLES: dict[str, tuple[str, tuple[Use, ...]]] = {
     "roles/secretmanager.secretAccessor": ("Secret Manager Secret Accessor", ("secrets",)),
     "roles/artifactregistry.writer": ("Artifact Registry Writer", ("images",)),
     "roles/logging.logWriter": ("Logs Writer", ("compute", "vertex", "dataproc", "dataflow", "tpu")),
+    "roles/compute.instanceAdmin.v1": ("Compute Instance Admin (v1)", ("compute",)),
+    "roles/tpu.admin": ("TPU Admin", ("tpu",)),
 }
-"""What the account of jobs must be allowed. Nothing that runs asks for a build; images are built by who types the command."""
+"""What the account of jobs must be allowed; by the last two machines delete themselves. Nothing that runs asks for a build; images are built by who
+types the command."""
 BROADER: dict[str, set[str]] = {
     "roles/owner": set(ACCOUNT_ROLES),
     "roles/editor": set(ACCOUNT_ROLES) - {"roles/secretmanager.secretAccessor"},
     "roles/bigquery.admin": {"roles/bigquery.jobUser"}, "roles/bigquery.user": {"roles/bigquery.jobUser"},
     "roles/aiplatform.admin": {"roles/aiplatform.user"}, "roles/secretmanager.admin": {"roles/secretmanager.secretAccessor"},
     "roles/artifactregistry.admin": {"roles/artifactregistry.writer"}, "roles/artifactregistry.repoAdmin": {"roles/artifactregistry.writer"},
-    "roles/logging.admin": {"roles/logging.logWriter"},
+    "roles/logging.admin": {"roles/logging.logWriter"}, "roles/compute.admin": {"roles/compute.instanceAdmin.v1"},
 }
 """Roles that hold others."""
 CALLER_MAY: dict[str, tuple[str, str, tuple[Use, ...]]] = {
@@ -106,8 +109,8 @@ def caller_rights(site: Site) -> Iterable[Finding]:
 
 def acting(site: Site) -> Iterable[Finding]:
     """Jobs that run as an account can be started only by who may act as it."""
-    if site.needs.why(("compute", "vertex", "dataproc", "dataflow", "tpu")) is None:
-        return
+    if site.needs.why(("compute", "vertex", "dataproc", "dataflow", "tpu")) is None or "@gcp-sa-" in site.account:
+        return  # Google's own agents act by themselves
     answer = ask(
         site.google.client("projects").test_iam_permissions, "ask whether you may act as the account", resource=f"projects/{site.project}",
         permissions=["iam.serviceAccounts.actAs"],

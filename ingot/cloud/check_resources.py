@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
@@ -10,22 +10,13 @@ from ingot.base.gcs import connect, in_words
 from ingot.cloud.checks import CALLER, Finding, Site, there, unknown
 from ingot.cloud.clients import ask
 from ingot.cloud.images import untagged
+from ingot.cloud.regions import fits
 from ingot.cloud.secrets import parsed, resolve
+from ingot.cloud.tensorboard import board_of
 
 BUCKET_S = 20.0
 OBJECT_RIGHTS = ("storage.objects.create", "storage.objects.delete", "storage.objects.get", "storage.objects.list")
 OBJECT_ROLES = {"roles/storage.objectUser", "roles/storage.objectAdmin", "roles/storage.admin", "roles/storage.legacyBucketOwner"}
-# Multi-regions: the regions that begin so are theirs, but for some.
-_WIDE = {"us": ("us-",), "eu": ("europe-",), "asia": ("asia-",)}
-_OUTSIDE = {"europe-west2", "europe-west6"}
-
-
-def fits(location: str, region: str, within: Iterable[str] = ()) -> bool:
-    """Does a bucket in `location` (a region or a multi-region) serve machines of `region`? `within`: the regions of one that spans two."""
-    location = location.lower()
-    if within := [name.lower() for name in within]:
-        return region in within
-    return location == region or (region not in _OUTSIDE and any(region.startswith(start) for start in _WIDE.get(location, ())))
 
 
 def bucket(site: Site) -> Iterator[Finding]:
@@ -141,7 +132,7 @@ def tensorboard(site: Site) -> Iterator[Finding]:
     given = site.google.cloud.tensorboard
     if given is None:
         return
-    name = given if given.startswith("projects/") else f"{site.google.parent}/tensorboards/{given}"
+    name = board_of(site.google)
     what = f"TensorBoard {name.rpartition('/')[2]}"
     make = f"gcloud ai tensorboards create --display-name=ingot --region={site.region} --project={site.project}   # then set cloud.tensorboard to its id"
     if f"/locations/{site.region}/" not in name:

@@ -56,8 +56,13 @@ class Site:
 
     @property
     def account(self) -> str:
-        """The service account that jobs run as."""
-        return self.google.cloud.service_account or f"{self.number}-compute@developer.gserviceaccount.com"
+        """The service account that jobs run as. Custom jobs of Vertex AI that are given none run as an agent of it, all else as Compute Engine's account."""
+        if given := self.google.cloud.service_account:
+            return given
+        kinds = {self.recipe.launch.kind, *(step.launch for step in self.recipe.pipeline.steps.values())}
+        if "vertex" in kinds and self.needs.why(("compute", "dataproc", "dataflow", "tpu")) is None:
+            return f"service-{self.number}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
+        return f"{self.number}-compute@developer.gserviceaccount.com"
 
 
 Check = Callable[[Site], Iterable[Finding]]

@@ -86,6 +86,10 @@ class Google:
         credentials, _ = _credentials(self.cloud.endpoint)
         return google["AuthorizedSession"](credentials)
 
+    def host(self, service: str) -> str:
+        """Where a service in `SERVICES` lives."""
+        return SERVICES[service][2].format(region=self.cloud.region)
+
     def address(self, host: str) -> str:
         """Where to ask a service that lives at `host`."""
         return self.cloud.endpoint or f"https://{host}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ingot.cloud.clients import Google, ask, messages
+from ingot.cloud.clients import Google, ask, in_words, messages
 
 MODULE = "google.cloud.dataflow_v1beta3"
-OVER = ("JOB_STATE_DONE", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_UPDATED", "JOB_STATE_DRAINED")
+OVER = ("JOB_STATE_DONE", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_UPDATED", "JOB_STATE_DRAINED", "JOB_STATE_CANCELLING")
+"""States in which there is nothing to cancel; one that is being cancelled takes minutes to go."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,20 @@ class Dataflow:
     state: str
 
 
-def active(google: Google, labels: Mapping[str, str]) -> list[Dataflow]:
-    """Jobs of the recipe's region with all of these labels that are not over."""
-    types = messages(MODULE)
-    request = types.ListJobsRequest(project_id=google.project, location=google.cloud.region, filter=types.ListJobsRequest.Filter.ACTIVE)
-    jobs = ask(google.client("dataflow jobs").list_jobs, "list Dataflow jobs", request=request)
-    found = [job for job in jobs if labels.items() <= dict(job.labels).items()]
-    return [Dataflow(job.id, job.name, job.current_state.name) for job in found if job.current_state.name not in OVER]
+def active(google: Google, name: str, labels: Mapping[str, str]) -> list[Dataflow]:
+    """Jobs of the recipe's region that are not over, whose names begin with `name`, with all of these labels.
+
+    A list has summaries only, which tell no labels: each that comes into question is asked for by itself.
+    """
+    types, client, what = messages(MODULE), google.client("dataflow jobs"), "list Dataflow jobs"
+    place = {"project_id": google.project, "location": google.cloud.region}
+    with in_words(what):  # each page is asked for when it is come to
+        jobs = ask(client.list_jobs, what, request=types.ListJobsRequest(**place, filter=types.ListJobsRequest.Filter.ACTIVE))
+        listed = [job for job in jobs if job.name.startswith(name) and job.current_state.name not in OVER]
+    view = types.JobView.JOB_VIEW_DESCRIPTION
+    found = [ask(client.get_job, f"look at the Dataflow job {job.name}", request=types.GetJobRequest(**place, job_id=job.id, view=view)) for job in listed]
+    ours = [job for job in found if labels.items() <= dict(job.labels).items() and job.current_state.name not in OVER]
+    return [Dataflow(job.id, job.name, job.current_state.name) for job in ours]
 
 
 def cancel(google: Google, job: Dataflow) -> None:

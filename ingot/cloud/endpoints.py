@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import IngotError, WrongInput
-from ingot.cloud.clients import Google, ask, in_words, messages
+from ingot.cloud.clients import Google, ask, in_words, messages, packages
 from ingot.cloud.operations import cancel, code_of, running, wait
 
 _TYPES = "google.cloud.aiplatform_v1"
+_BY = "X-Vertex-AI-Deployed-Model-Id"
+"""Names in the headers of a raw answer the deployed model that gave it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Endpoint:
     deployed: tuple[Deployed, ...]
     traffic: dict[str, int]
     etag: str
+    labels: dict[str, str]
 
 
 def find(google: Google, display_name: str) -> list[Endpoint]:
@@ -157,12 +160,39 @@ def predict(google: Google, endpoint: str, texts: Sequence[str], parameters: Map
     return list(plain["predictions"]), answer.deployed_model_id
 
 
+def raw_predict(google: Google, endpoint: str, body: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """The same for a container that takes `body` in words of its own: its answer, and who gave it, None where the service does not say.
+
+    What another deployed model than the one that is wanted says to such words may be an error, and is an answer too.
+    """
+    url = f"{google.address(google.host('predictions'))}/v1/{endpoint}:rawPredict"
+
+    def once(timeout: float) -> tuple[Any, str | None]:
+        with google.session() as session:
+            answer = session.post(url, json=dict(body), timeout=timeout)
+            by = answer.headers.get(_BY)
+            if by is None and not answer.ok:
+                raise packages()["exceptions"].from_http_response(answer)
+            try:
+                return answer.json(), by
+            except ValueError:
+                return answer.text, by
+
+    def call(retry: Any, timeout: float) -> tuple[Any, str | None]:
+        found: tuple[Any, str | None] = (retry(once) if retry else once)(timeout)
+        return found
+
+    asked: tuple[Any, str | None] = ask(call, f"get a prediction from {endpoint}")
+    return asked
+
+
 def _deploying(request: Any) -> str:
     return f"deploy {request.deployed_model.display_name} on {request.deployed_model.dedicated_resources.machine_spec.machine_type}"
 
 
 def _endpoint(endpoint: Any) -> Endpoint:
-    return Endpoint(endpoint.name, endpoint.display_name, tuple(map(_deployed, endpoint.deployed_models)), dict(endpoint.traffic_split), endpoint.etag)
+    deployed = tuple(map(_deployed, endpoint.deployed_models))
+    return Endpoint(endpoint.name, endpoint.display_name, deployed, dict(endpoint.traffic_split), endpoint.etag, dict(endpoint.labels))
 
 
 def _deployed(deployed: Any) -> Deployed:

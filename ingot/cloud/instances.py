@@ -22,7 +22,7 @@ GONE = ("STOPPING", "STOPPED", "TERMINATED", "PENDING_STOP", "DEPROVISIONING", "
 """Of a machine's states those in which nothing runs any more, or soon will not."""
 _NO_ROOM = re.compile(r"QUOTA_EXCEEDED|RESOURCE_POOL_EXHAUSTED|STOCKOUT|quota|does not have enough resources", re.IGNORECASE)
 _NO_SUCH = re.compile(r"(?:machineTypes|acceleratorTypes|diskTypes|zones)/\S*(?: was not found|'?\. The referenced resource does not exist)"
-                      r"|UNSUPPORTED_OPERATION|locations/\S* \(or it may not exist\)", re.IGNORECASE)
+                      r"|does not exist in zone|Unknown zone|UNSUPPORTED_OPERATION|locations/\S* \(or it may not exist\)", re.IGNORECASE)
 
 
 class NoRoom(Failed):

@@ -30,16 +30,15 @@ class Line:
 def entries(google: Google, filter: str, after: str = "") -> tuple[list[Line], str]:
     """The entries that are new since `after`, oldest first, and what to hand in as `after` the next time; "" at first.
 
-    Entries come to be seen out of order: the last half minute is asked for once more, and what was seen is left out.
+    Entries come to be seen out of order: the last half minute is asked for once more, and what was seen is left out. Where that is more than one
+    question can hold, it goes on from the last that was seen, and what comes late meanwhile is given up.
 
     Raises:
         WrongInput: the right to read logs is missing.
         Failed: the service cannot be reached, or too much is asked (sixty questions a minute).
     """
     seen: dict[str, str] = json.loads(after) if after else {}
-    last = max((_moment(at) for at in seen.values()), default=None)
-    wanted = filter if last is None else f'{filter} AND timestamp>="{_told(last - timedelta(seconds=LATE_S))}"'
-    found = [entry for entry in _asked(google, wanted) if entry["insertId"] not in seen]
+    found = _unseen(google, filter, seen)
     seen |= {entry["insertId"]: entry["timestamp"] for entry in found}
     if not seen:
         return [], after
@@ -48,7 +47,22 @@ def entries(google: Google, filter: str, after: str = "") -> tuple[list[Line], s
     return [_line(entry) for entry in found], json.dumps(recent)
 
 
-def _asked(google: Google, filter: str) -> list[dict[str, Any]]:
+def _unseen(google: Google, filter: str, seen: Mapping[str, str]) -> list[dict[str, Any]]:
+    """`seen`: when each entry was, by its id."""
+    if not seen:
+        return _asked(google, filter)[0]
+    last = max(_moment(at) for at in seen.values())
+    # The last is for more entries at one moment than a question can hold.
+    for start in (last - timedelta(seconds=LATE_S), last, last + timedelta(microseconds=1)):
+        found, is_all = _asked(google, f'{filter} AND timestamp>="{_told(start)}"')
+        new = [entry for entry in found if entry["insertId"] not in seen]
+        if new or is_all:
+            return new
+    return []
+
+
+def _asked(google: Google, filter: str) -> tuple[list[dict[str, Any]], bool]:
+    """The first entries that fit, and whether those are all."""
     body: dict[str, Any] = {"resourceNames": [f"projects/{google.project}"], "filter": filter, "orderBy": "timestamp asc", "pageSize": PAGE}
     found: list[dict[str, Any]] = []
     with in_words("read Cloud Logging", denied="ask for the role Logs Viewer"):
@@ -59,9 +73,9 @@ def _asked(google: Google, filter: str) -> list[dict[str, Any]]:
             page = answer.json()
             found += page.get("entries", [])
             if "nextPageToken" not in page:
-                break
+                return found, True
             body["pageToken"] = page["nextPageToken"]
-    return found
+    return found, False
 
 
 def _line(entry: Mapping[str, Any]) -> Line:

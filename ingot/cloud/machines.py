@@ -10,7 +10,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ingot.config.cloud import Cloud
 from ingot.config.launch import Machine
+
+ZONES = "abcdf"
+"""Letters of the zones that regions have. None has all of them, and few have an `e`."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,17 @@ _BRINGING: dict[str, tuple[int, float, str, int]] = {
     "ct5p-hightpu-1t": (52, 112, "tpu-v5p", 1), "ct5p-hightpu-2t": (104, 224, "tpu-v5p", 2), "ct5p-hightpu-4t": (208, 448, "tpu-v5p", 4),
     "ct6e-standard-1t": (44, 176, "tpu-v6e", 1), "ct6e-standard-4t": (180, 720, "tpu-v6e", 4), "ct6e-standard-8t": (180, 1440, "tpu-v6e", 8),
 }
+NOT_ON_DEMAND = ("a3-ultragpu-8g", "a4-highgpu-8g", "a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
+"""Compute Engine gives these as Spot, by flex-start, or the large ones bound to a reservation; never as an ordinary machine."""
 MACHINES = {
     **{f"{series}-{size}": MachineType(f"{series}-{size}", size, size * memory) for series, (memory, sizes) in _SERIES.items() for size in sizes},
     **{name: MachineType(name, *values) for name, values in _BRINGING.items()},
 }
+
+
+def zones_of(cloud: Cloud) -> list[str]:
+    """The zones to try, in order."""
+    return [cloud.zone] if cloud.zone else [f"{cloud.region}-{letter}" for letter in ZONES]
 
 
 def machine_type(name: str) -> MachineType | None:

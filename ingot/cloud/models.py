@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.gcs import connect
 from ingot.cloud.clients import Google, ask, in_words, messages
 from ingot.cloud.operations import code_of, running, wait
 
 _TYPES = "google.cloud.aiplatform_v1"
 _PAGE = 100
-_CHECK_S = (10.0, 60.0)
-"""How long it may take to connect to the service of buckets, and to be answered."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +116,6 @@ def update_labels(google: Google, version: ModelVersion, labels: Mapping[str, st
         google.client("models").update_model, f"label {name}",
         request=types.UpdateModelRequest(model=types.Model(name=name, labels=dict(labels)), update_mask={"paths": ["labels"]}),
     )
-
-
-def bucket_region(google: Google) -> str:
-    """The location of `cloud.bucket`, in lower case: a region, or the name of several (`us`, `nam4`).
-
-    Raises:
-        WrongInput: there is no such bucket, or no right to look at it.
-    """
-    name = google.bucket.removeprefix("gs://")
-    client, _ = connect(google.bucket)
-    with in_words(f"look at the bucket {name}", missing="create it, or mend cloud.bucket", denied=f"ask for the role Storage Object User on the bucket {name}"):
-        found = client.get_bucket(name, timeout=_CHECK_S)
-    return str(found.location or "").lower()
 
 
 def _version(model: Any) -> ModelVersion:

@@ -68,7 +68,7 @@ def needs_of(recipe: Recipe) -> Needs:
         images |= {"serve": "registry.kind vertex"} if recipe.serve.engine in ("native", "transformers") and not recipe.serve.image else {}
     if recipe.cloud.tensorboard:
         uses.setdefault("vertex", "cloud.tensorboard")
-    if bigquery := next((source for source in _sources(recipe) if source.startswith("bigquery:")), None):
+    if bigquery := next((source for source in recipe.sources if source.startswith("bigquery:")), None):
         uses["bigquery"] = f"data source {bigquery[:40]}"
     if recipe.cloud.secrets:
         uses["secrets"] = "cloud.secrets"
@@ -89,11 +89,6 @@ def _places(recipe: Recipe) -> dict[str, str]:
     if "pipeline" in recipe.model_fields_set:
         found.setdefault("vertex", "pipeline")
     return found
-
-
-def _sources(recipe: Recipe) -> list[str]:
-    validation = recipe.data.validation
-    return [item.source for item in (*recipe.data.train, *(validation if isinstance(validation, list) else ()))]
 
 
 def _machines(recipe: Recipe) -> list[Demand]:

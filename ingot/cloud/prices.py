@@ -68,30 +68,33 @@ def chips(kind: str) -> int | None:
     return int(found[2]) if found[1] in ("v5litepod", "v6e") else max(1, int(found[2]) // 2)
 
 
-def time_limit_s(recipe: Recipe, *, nodes: int | None = None, used_s: float = 0.0) -> float:
-    """Seconds that a job may take at the most: `cloud.max_run`, or less where `cloud.max_cost` allows less. `nodes`: of the job, `launch.nodes` when
-    not given; `used_s`: what earlier attempts of the same launch have had of the money already.
+def time_limit_s(recipe: Recipe, *, nodes: int | None = None, used: tuple[float, float] = (0.0, 0.0)) -> float:
+    """Seconds that a job may still take: what is left of `cloud.max_run`, or less where what is left of `cloud.max_cost` pays for less; not above
+    zero when that is used up. `nodes`: of the job, `launch.nodes` when not given; `used`: seconds and US dollars that its earlier starts have had.
 
     Raises:
-        WrongInput: `max_cost` is set, and the machine's price is not known, or it pays for less than it takes to come up.
+        WrongInput: `max_cost` is set, and the machine's price is not known, or all of it pays for less than it takes to come up.
     """
+    cloud, each = recipe.cloud, hourly_of(recipe, nodes)
+    if cloud.max_cost is None or not each:
+        return cloud.max_run - used[0]
+    if cloud.max_cost / each * 3600 < LEAST_S:
+        raise WrongInput(f"cloud.max_cost {cloud.max_cost:g} pays for {duration(cloud.max_cost / each * 3600)} at {each:.2f} US dollars an hour, too "
+                         "little to start with; raise it, or take fewer or smaller machines")
+    return min(cloud.max_run - used[0], (cloud.max_cost - used[1]) / each * 3600)
+
+
+def hourly_of(recipe: Recipe, nodes: int | None = None) -> float:
+    """US dollars an hour of the machines that the recipe asks for; 0 where that is not known and `cloud.max_cost` does not ask. Raises WrongInput
+    where it does."""
     cloud, launch = recipe.cloud, recipe.launch
-    if cloud.max_cost is None:
-        return cloud.max_run
     if launch.kind == "tpu":
         each, name = hourly_tpu(cloud, launch.tpu.type, spot=launch.machine.spot), launch.tpu.type
     else:
         each, name = hourly(cloud, launch.machine, nodes or launch.nodes), _name(launch.machine)
-    if each is None:
+    if each is None and cloud.max_cost is not None:
         raise WrongInput(f"cloud.max_cost {cloud.max_cost:g} cannot be kept: the price of {name} is not known; give it in cloud.prices, US dollars an hour")
-    if each == 0.0:
-        return cloud.max_run
-    paid_s = cloud.max_cost / each * 3600 - used_s
-    if paid_s < LEAST_S:
-        after = f" after the {duration(used_s)} that were used" if used_s else ""
-        raise WrongInput(f"cloud.max_cost {cloud.max_cost:g} pays for {duration(max(0.0, paid_s))}{after} at {each:.2f} US dollars an hour, too little to "
-                         "start with; raise it, or take fewer or smaller machines")
-    return min(cloud.max_run, paid_s)
+    return each or 0.0
 
 
 def _name(machine: Machine) -> str:

@@ -1,21 +1,22 @@
 """Metrics of a run to a managed TensorBoard while it trains: what `metrics.jsonl` holds goes there, each step once, whoever was restarted meanwhile.
 
-The service itself knows how far it is, by the highest step of each time series; nothing is kept here.
+The service itself knows how far it is, by the highest step of each time series; nothing is kept on this disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import IngotError, WrongInput
-from ingot.base.events import read_lines
+from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.cloud.clients import Google, ask, in_words, messages
 from ingot.cloud.instances import name_of
@@ -26,7 +27,7 @@ LOOK_S = 30.0
 END_S = 60.0
 """How long the last of them may take when a run is over."""
 MOST_POINTS = 1000
-"""Of one time series in one request."""
+"""Of one time series in one request: the lines that are read at a time, so that a long run's are never in memory together."""
 RUN = "train"
 _TYPES = "google.cloud.aiplatform_v1"
 _EXISTS = 409
@@ -43,20 +44,21 @@ class _Series:
 def live(google: Google, name: str, metrics: Path) -> Iterator[None]:
     """While entered, and at its end, what comes to the file `metrics` goes to `cloud.tensorboard` as the experiment `name`. Without one, nothing.
 
-    What goes wrong is warned of once and never raised.
+    What goes wrong is warned of once and never raised, and the end takes END_S at the most: it may be entered in the training itself.
     """
     if google.cloud.tensorboard is None:
         yield
         return
-    board, over = Board(google, name), threading.Event()
+    over = threading.Event()
 
     def go_on() -> None:
-        told = False
+        board, told = None, False
         while True:
             is_last = over.wait(LOOK_S)
             try:
+                board = board or Board(google, name)
                 board.send(metrics)
-            except (IngotError, OSError) as error:
+            except Exception as error:  # whatever a client raises: none of it may stop a training
                 if not told:
                     say(f"warning: metrics do not reach TensorBoard ({error}); training goes on")
                 told = True
@@ -72,13 +74,20 @@ def live(google: Google, name: str, metrics: Path) -> Iterator[None]:
         thread.join(END_S)
 
 
+def board_of(google: Google) -> str:
+    """The whole name of `cloud.tensorboard`, which may be given by it or by its id alone. Raises WrongInput where no project is known."""
+    given = google.cloud.tensorboard or ""
+    return given if given.startswith("projects/") else f"{google.parent}/tensorboards/{given}"
+
+
 class Board:
-    """One run of one experiment."""
+    """One run of one experiment. Raises WrongInput where no project is known."""
 
     def __init__(self, google: Google, name: str) -> None:
         self._google, self._name = google, name
-        self._experiment = f"{google.parent}/tensorboards/{google.cloud.tensorboard}/experiments/{name_of(name)}"
+        self._experiment = f"{board_of(google)}/experiments/{name_of(name)}"
         self._series: dict[str, _Series] | None = None
+        self._at, self._last = 0, b""
 
     def send(self, metrics: Path) -> int:
         """Send what the file holds and the service has not yet; how many points that were.
@@ -86,25 +95,42 @@ class Board:
         Raises:
             WrongInput, Failed: as Google's services do; what was sent is looked up again before anything more is.
         """
-        points = _points(metrics)
-        if not points:
-            return 0
+        sent = 0
         try:
-            series = self._series if self._series is not None else self._known()
-            self._series = None  # until this has come off
-            self._add(series, points.keys() - series.keys())
-            sent = 0
-            while new := {tag: wanted for tag, found in points.items() if (wanted := [point for point in found if point[0] > series[tag].sent][:MOST_POINTS])}:
-                self._write(series, new)
-                for tag, written in new.items():
-                    series[tag].sent = written[-1][0]
-                    sent += len(written)
-            self._series = series
+            while lines := self._unsent(metrics):
+                sent += self._send(_points(lines))
+                self._at, self._last = self._at + sum(map(len, lines)), lines[-1]
             return sent
         except WrongInput as error:
             if code_of(error) == 404:
                 raise WrongInput(f"{error} (cloud.tensorboard {self._google.cloud.tensorboard})") from error
             raise
+
+    def _unsent(self, metrics: Path) -> list[bytes]:
+        """The next whole lines, MOST_POINTS at the most. Where the last one that was sent is there no more, a resumed run has written the file anew:
+        then from its beginning."""
+        with contextlib.suppress(FileNotFoundError), metrics.open("rb") as stream:
+            stream.seek(self._at - len(self._last))
+            if stream.read(len(self._last)) != self._last:
+                self._at, self._last = 0, b""
+                stream.seek(0)
+            return list(takewhile(lambda line: line.endswith(b"\n"), islice(stream, MOST_POINTS)))
+        return []
+
+    def _send(self, points: Mapping[str, list[tuple[int, float, float]]]) -> int:
+        """Those beyond the highest step of their series."""
+        if not points:
+            return 0
+        series = self._series if self._series is not None else self._known()
+        self._series = None  # until this has come off
+        self._add(series, points.keys() - series.keys())
+        new = {tag: wanted for tag, found in points.items() if (wanted := [point for point in found if point[0] > series[tag].sent])}
+        if new:
+            self._write(series, new)
+        for tag, written in new.items():
+            series[tag].sent = written[-1][0]
+        self._series = series
+        return sum(map(len, new.values()))
 
     def _known(self) -> dict[str, _Series]:
         """The time series that there are; experiment and run are made where they are not."""
@@ -158,10 +184,16 @@ def _made(create: Any, request: Any) -> None:
             raise
 
 
-def _points(metrics: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Step, seconds since the epoch and value by key, in the order of steps, each step once."""
+def _points(lines: Iterable[bytes]) -> dict[str, list[tuple[int, float, float]]]:
+    """Step, seconds since the epoch and value by key, in the order of steps, each step once. Torn lines are left out."""
     found: dict[str, dict[int, tuple[int, float, float]]] = {}
-    for line in read_lines(metrics):
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if not isinstance(line, dict):
+            continue
         step, wall = line.get("step"), line.get("t_wall")
         if not isinstance(step, int) or not isinstance(wall, int | float):
             continue

@@ -33,7 +33,7 @@ class Cloud(Section):
     region: str = "us-central1"
     """Region of everything that has one."""
     zone: str | None = None
-    """Zone of virtual machines; the region's `-a`, `-b`, `-c`, `-f` are tried in order when empty."""
+    """Zone of virtual machines; the region's `-a`, `-b`, `-c`, `-d`, `-f` are tried in order when empty."""
     bucket: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]+$")] | None = None
     """Bucket (its name alone) where runs, pipelines and models lie."""
     service_account: str | None = None
@@ -45,14 +45,16 @@ class Cloud(Section):
     subnetwork: str | None = None
     """Subnetwork of virtual machines and Spark."""
     tensorboard: str | None = None
-    """Id of a managed TensorBoard that metrics also go to, live."""
+    """Id, or whole name, of a managed TensorBoard that the metrics of a training also go to, live."""
     secrets: dict[str, str] = {}
-    """Variables whose values lie in Secret Manager: `{HF_TOKEN: "secret:hf-token"}`, the newest version, or `secret:hf-token/3`. Read on the
-    node, into the environment of the verb, and never written down."""
+    """Variables whose values lie in Secret Manager: `{HF_TOKEN: "secret:hf-token"}`, the newest version, or `secret:hf-token/3`. Read
+    where the verb runs, into its environment, unless they are set there; never written down."""
     max_run: Duration = 7 * 86_400.0
-    """How long a job may take at the most (`24h`), after which the place itself ends it and its machines, whatever became of us."""
+    """How long a job may take at the most (`24h`), all its launches together, after which the place itself ends it and its machines, whatever became
+    of us. For gce, vertex, tpu, dataproc and dataflow."""
     max_cost: Annotated[float, Field(gt=0)] | None = None
-    """US dollars that one `ingot launch` may spend on machines at the most, by the table of prices; stops like `max_run`. No bound when empty."""
+    """US dollars that a job may spend on machines at the most, by the table of prices: all its launches together, until it is done or begun anew by
+    --fresh. Stops like `max_run`; for gce, vertex and tpu. No bound when empty."""
     prices: dict[str, Annotated[float, Field(ge=0)]] = {}
     """US dollars an hour by machine type or accelerator, in place of the table's (`ingot/cloud/prices.yaml`, which says of what day it is)."""
     labels: dict[str, str] = {}
@@ -75,14 +77,16 @@ class StepPlace(Section):
     """The place of one step of the pipeline; what is empty is as `launch` says."""
 
     launch: Kind | None = None
-    """Where it runs, as `launch.kind` says it. Empty: train and evaluate where `launch.kind` says, everything else on this machine, or in the
-    pipeline's own container."""
+    """Where it runs, as `launch.kind` says it. Empty: train and evaluate where `launch.kind` says, everything else `local`: on this machine, and
+    in a pipeline in the step's own container, which neither `cloud.max_run` nor `cloud.max_cost` bounds. `vertex` is a custom job of its own."""
     image: str | None = None
     """Container image."""
     machine: Machine | None = None
     """Machine that it runs on, or each of them."""
     nodes: Positive | None = None
     """Machines that share it."""
+    processes: Positive | None = None
+    """Processes on each machine."""
 
 
 class Spark(Section):

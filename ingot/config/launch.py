@@ -132,3 +132,8 @@ class Launch(Section):
     """For `kind: slurm`."""
     tpu: Tpu = Tpu()
     """For `kind: tpu`."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """`environment`, and what `interface` comes to."""
+        return self.environment | ({"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface} if self.interface else {})

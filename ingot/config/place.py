@@ -55,6 +55,11 @@ class Serve(Section):
     """The machine behind an endpoint of the cloud."""
     replicas: Annotated[tuple[Positive, Positive], Field()] = (1, 1)
     """The least and the most machines behind an endpoint of the cloud."""
+    canary: Annotated[int, Field(ge=1, le=99)] | None = None
+    """Percent of an endpoint's traffic that a new version gets first, as `ingot deploy --canary`; empty: all at once, 10 where it is verified."""
+    verify: bool = False
+    """Ask a new version behind an endpoint, and compare its answer with the model folder's, before it gets all of the traffic, as
+    `ingot deploy --verify`."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080

@@ -148,6 +148,12 @@ class Recipe(Section):
         return self.objective.labels if isinstance(self.objective, Classify) else []
 
     @property
+    def sources(self) -> list[str]:
+        """Where the documents come from that `ingest` reads."""
+        held_out = self.data.validation
+        return [source.source for source in (*self.data.train, *(held_out if isinstance(held_out, list) else ()))]
+
+    @property
     def tasks(self) -> list[Task]:
         """The evaluations, `evaluate.tasks` or what stands for none."""
         return self.evaluate.tasks or [LossTask(), *([ClassificationTask(kind="classification")] if self.documents == "labelled" else [])]
@@ -172,7 +178,8 @@ class Recipe(Section):
         place = {str(name): place for name, place in self.pipeline.steps.items()}.get(verb)
         if place is None:
             return self
-        given = {"kind": place.launch, "image": place.image, "machine": place.machine, "nodes": place.nodes}
+        nodes = place.nodes or (1 if place.launch == "local" else None)  # moved here, it leaves the machines of `launch` to the others
+        given = {"kind": place.launch, "image": place.image, "machine": place.machine, "nodes": nodes, "processes": place.processes}
         return self.model_copy(update={"launch": self.launch.model_copy(update={knob: value for knob, value in given.items() if value is not None})})
 
     @property

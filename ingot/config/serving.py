@@ -23,6 +23,8 @@ TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.06-vllm-python-py3"
 PORT = 8080
 STORAGE = "$(AIP_STORAGE_URI)"
 """Where Vertex AI puts the model's files; it fills this in itself."""
+RAW = ("vllm", "triton")
+"""Engines that take questions in their own words only: their endpoints are asked by rawPredict."""
 SHARED_MEMORY_MB = 8192
 FINISH_S = 8
 """Seconds that vLLM lets running requests finish in once it is told to stop."""
@@ -38,8 +40,8 @@ _G2 = {24: 2, 48: 4, 96: 8}
 class Container:
     """The container of one endpoint, in Vertex AI's terms.
 
-    `image` None: our own serving image. `raw`: the engine takes questions in its own words only (`question`), so that an endpoint is asked by
-    rawPredict; without it `predict_route` takes Vertex AI's `instances`. No key is asked for: an endpoint knows its callers.
+    `image` None: our own serving image. `predict_route` takes Vertex AI's `instances`, but for an engine in RAW its own words (`question`). No key
+    is asked for: an endpoint knows its callers.
     """
 
     image: str | None
@@ -49,7 +51,6 @@ class Container:
     ports: tuple[int, ...] = (PORT,)
     health_route: str = "/health"
     predict_route: str = "/predict"
-    raw: bool = False
     shared_memory_mb: int = 0
 
 
@@ -70,14 +71,14 @@ def container_of(recipe: Recipe) -> Container:
             args = vllm_arguments(STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve.machine))
             args = (*args, "--load-format", "runai_streamer", "--tensor-parallel-size", str(cards))
             return Container(
-                serve.image or VLLM_IMAGE, ("python3", "-m", VLLM_MODULE), args, _QUIET, predict_route="/invocations", raw=True,
+                serve.image or VLLM_IMAGE, ("python3", "-m", VLLM_MODULE), args, _QUIET, predict_route="/invocations",
                 shared_memory_mb=SHARED_MEMORY_MB,
             )
         case "triton":
             _accelerators(serve)
             return Container(
                 serve.image or TRITON_IMAGE, ("tritonserver",), triton_arguments(STORAGE, host="0.0.0.0", port=PORT), {},
-                health_route="/v2/health/ready", predict_route=triton_route(name), raw=True, shared_memory_mb=SHARED_MEMORY_MB,
+                health_route="/v2/health/ready", predict_route=triton_route(name), shared_memory_mb=SHARED_MEMORY_MB,
             )
         case _:
             # The image's own entry point runs `ingot serve`; what it takes are knobs.

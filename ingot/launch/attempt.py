@@ -40,7 +40,9 @@ class Exit:
 
 
 class Attempt(Protocol):
-    """The ranks of one start. None of these waits, but for `stop`."""
+    """The ranks of one start. None of these waits, but for `stop`. `stacks_s`: how long stacks that ranks were asked for may take to be seen here."""
+
+    stacks_s: float
 
     def poll(self) -> Exit | None:
         """None while a rank runs. The first that fails decides how all end; the others are ended then."""

@@ -22,6 +22,8 @@ STATES: Mapping[str, State] = {
     "DEADLINE": "failed",
 }
 """Slurm's states of a job, as ours."""
+VARIABLES = {"time": "TIMELIMIT", "array": "ARRAY_INX", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
+"""Options of sbatch whose variables have other names than they."""
 NO_SUCH_JOB = "Invalid job id"
 LOST = ("timed out", "Unable to contact", "Zero Bytes were transmitted", "Communication", "Connection", "Unexpected message")
 """What says that no answer came, and nothing about what was done."""
@@ -66,6 +68,11 @@ def ask(*command: str, environ: Mapping[str, str] | None = None) -> str:
     if any(lost in done.stderr for lost in LOST):
         raise Unanswered(f"{command[0]}: {words}; see whether Slurm's controller is up (`scontrol ping`)")
     raise Failed(f"{command[0]}: {words}")
+
+
+def variable(option: str) -> str:
+    """The variable by which a person's environment overrides an option of a script."""
+    return f"SBATCH_{VARIABLES.get(option, option.upper().replace('-', '_'))}"
 
 
 def partitions() -> list[Partition]:

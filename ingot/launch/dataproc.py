@@ -14,16 +14,20 @@ from typing import Any
 from ingot.base.bucket import open_bucket
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
+from ingot.base.lock import folder_lock
+from ingot.base.progress import say
 from ingot.cloud import batches
 from ingot.cloud.clients import Google, messages
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import label
 from ingot.config.launch import seconds
 from ingot.config.recipe import Recipe
-from ingot.launch.handles import store
+from ingot.launch.gce_cluster import ATTEMPT, labels_of
+from ingot.launch.handles import find, jobs_folder, store
 from ingot.launch.job import Handle, Job, Log, State
 from ingot.launch.meeting import Meeting
 
+KIND = "dataproc"
 MODULE = "google.cloud.dataproc_v1"
 VERBS = ("ingest", "prepare")
 LEAST_S, MOST_S = 600.0, 14 * 86_400.0
@@ -59,7 +63,7 @@ class DataprocLauncher:
     look_s = 5.0
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._google = recipe, Google(recipe.cloud)
+        self._recipe, self._google, self._root = recipe, Google(recipe.cloud), recipe.folder.root
 
     def can(self, job: Job) -> list[str]:
         """See `Launcher`."""
@@ -91,17 +95,36 @@ class DataprocLauncher:
         return f"# {self._script()}\n{DRIVER}\n# {MODULE}: CreateBatch\n{json.dumps(request, indent=2, sort_keys=True)}\n"
 
     def submit(self, job: Job) -> Handle:
-        """See `Launcher`. The handle is stored before the batch is asked for: killed in between, the next command looks for it."""
+        """See `Launcher`. The handle is stored before the batch is asked for: killed in between, the next command looks for it.
+
+        A batch of this run and verb that is alive already, of an earlier command, is not made twice: its handle comes back.
+        """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run on Managed Service for Apache Spark: {'; '.join(reasons)}")
-        script, request_id = self._script(), uuid.uuid4()
-        open_bucket(script.rpartition("/")[0]).put(script.rpartition("/")[2], DRIVER.encode())
-        name = f"{self._name(job)}-{request_id.hex[:10]}"
-        about = {"meet": job.meet or "", "region": self._recipe.cloud.region}
-        handle = Handle(job.name, "dataproc", name, job.argv, time.time(), self._address(name), about)
-        store(self._recipe.folder.root, handle, self._recipe)
-        batches.create(self._google, name, self._batch(job, script), str(request_id))
-        return handle
+        with folder_lock(jobs_folder(self._root), f"{job.name}.{KIND}.lock"):
+            if (running := self._running(job)) is not None:
+                say(f"{job.name}: it runs already")
+                return running
+            script, request_id = self._script(), uuid.uuid4()
+            open_bucket(script.rpartition("/")[0]).put(script.rpartition("/")[2], DRIVER.encode())
+            handle = self._stored(job, f"{self._name(job)}-{request_id.hex[:10]}", job.meet or "")
+            batches.create(self._google, handle.id, self._batch(job, script), str(request_id))
+            return handle
+
+    def _running(self, job: Job) -> Handle | None:
+        """By the handle, or where that lies on another machine by the labels."""
+        known = find(self._root, job.name, KIND)
+        if known is not None and self.status(known) in ("queued", "running"):
+            return known
+        alive = [found for found in batches.labelled(self._google, labels_of(self._recipe, job.name, job.mirror or "")) if found.is_alive]
+        if not alive:
+            return None
+        meet = f"{(job.meet or '').rpartition('-')[0]}-{alive[0].labels[ATTEMPT]}"
+        return self._stored(job, alive[0].name.rpartition("/")[2], meet)
+
+    def _stored(self, job: Job, name: str, meet: str) -> Handle:
+        about = {"meet": meet, "region": self._recipe.cloud.region}
+        return store(self._root, Handle(job.name, KIND, name, job.argv, time.time(), self._address(name), about), self._recipe)
 
     def status(self, handle: Handle) -> State:
         """See `Launcher`. A batch that never came to be has failed."""
@@ -148,7 +171,7 @@ class DataprocLauncher:
 
     def _labels(self, job: Job) -> dict[str, str]:
         given = {label(name): label(value) for name, value in self._recipe.cloud.labels.items()}
-        return {**given, "ingot-run": label(self._recipe.name), "ingot-verb": label(job.name)}
+        return {**given, **labels_of(self._recipe, job.name, job.mirror or ""), ATTEMPT: (job.meet or "").rpartition("-")[2]}
 
     def _variables(self, job: Job) -> dict[str, str]:
         return {name: value for name, value in sorted(job.environment.items()) if name not in job.secrets}

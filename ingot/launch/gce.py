@@ -1,13 +1,15 @@
 """Virtual machines of Compute Engine made for one job, and always destroyed.
 
 The handle is stored before the first machine is asked for; each carries the run in its labels, deletes itself at its end, and is deleted by
-Compute Engine when its time is over, whatever became of us. Every look at the job and every new start first remove what earlier starts left.
+Compute Engine when its time is over, whatever became of us. Every look at the job and every new start first remove what earlier starts left; but
+not what runs of the same run started from another computer, which is refused a second start for as long.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
@@ -18,19 +20,19 @@ from ingot.base.progress import duration, say
 from ingot.cloud import instances
 from ingot.cloud.clients import Google
 from ingot.cloud.instances import Found, NoRoom, NoSuch
-from ingot.cloud.machines import accelerators_of, check_machine, machine_type
+from ingot.cloud.machines import NOT_ON_DEMAND, accelerators_of, check_machine, machine_type
 from ingot.cloud.prices import time_limit_s
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import WELL
 from ingot.launch.cloudlog import CloudLog
-from ingot.launch.gce_cluster import ATTEMPT, NODE, Cluster, labels_of
+from ingot.launch.gce_cluster import BOOT, LEAST_S, NODE, START, Cluster, labels_of
 from ingot.launch.handles import find, jobs_folder, store
 from ingot.launch.job import OVER, Handle, Job, Log, State
 from ingot.launch.meeting import EXIT, HERE, Meeting
 
 KIND = "gce"
-BOOT, CANCELLED = "boot", "cancelled"
-"""Notes: how far a machine has come that has not met the others yet, and that somebody has cancelled the job."""
+CANCELLED = "cancelled"
+"""A note: that somebody has cancelled the job."""
 LINGER_S = 120.0
 """How long other nodes may go on when one has failed: they notice within seconds, and may have something to save."""
 LONGEST_S = 120 * 86_400
@@ -58,6 +60,9 @@ class GceLauncher:
             reasons.append(f"{job.processes} processes share {accelerators} accelerators on each machine; lower launch.processes, or take larger machines")
         if launch.machine.flex_start:
             reasons.append("launch.machine.flex_start is known to Vertex AI alone; set launch.kind to vertex, or launch.machine.spot")
+        if launch.machine.type in NOT_ON_DEMAND and not launch.machine.spot:
+            reasons.append(f"machine type {launch.machine.type} is given neither on demand nor by a plain reservation; set launch.machine.spot, or "
+                           "launch.kind to vertex")
         if launch.code == "sync":
             reasons.append("launch.code sync copies ingot to hosts that are there already; set it to image and build one with `ingot images build train`")
         if job.secrets:
@@ -69,8 +74,11 @@ class GceLauncher:
             reasons.append(f"cloud.zone {cloud.zone} does not lie in cloud.region {cloud.region}; set one of them right")
         if cloud.max_run > LONGEST_S:
             reasons.append(f"cloud.max_run {duration(cloud.max_run)} is longer than the 120 days that a machine may be given; lower it")
+        if (cluster := Cluster(self.recipe, job)).leave_s < LEAST_S:
+            reasons.append(f"{duration(cluster.limit_s)} leave no time before the {duration(self.recipe.checkpoint.grace_s)} of checkpoint.grace_s; raise "
+                           "cloud.max_run and cloud.max_cost, or lower it")
         looks: list[Callable[[], object]] = [
-            lambda: self.google.project, lambda: Cluster(self.recipe, job).image, lambda: time_limit_s(self.recipe, nodes=job.nodes),
+            lambda: self.google.project, lambda: cluster.image, lambda: time_limit_s(self.recipe, nodes=job.nodes),
         ]
         for look in looks:
             try:
@@ -92,30 +100,37 @@ class GceLauncher:
         note = f"# In {zone}{elsewhere}; all machines in one zone.\n"
         return note + "".join(shown) + f"# startup-script\n{cluster.script(zone)}"
 
+    def busy(self, job: Job) -> str | None:
+        """Why the job must not be started: machines of it run that this run folder has not made. Asks and changes nothing, for whoever has yet to send
+        what a start would find."""
+        return _elsewhere(find(self._root, job.name, KIND), self._machines(job.name, job.mirror or ""))
+
     def submit(self, job: Job) -> Handle:
         """A job of this name that runs already is not started twice: its handle comes back.
 
         Raises:
             NoRoom: no zone has the machines now.
+            Failed: it runs, and was started elsewhere.
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run with launch.kind {KIND}: {'; '.join(reasons)}")
-        cluster = Cluster(self.recipe, job)
+        cluster = Cluster(self.recipe, job, uuid.uuid4().hex[:8])
         with folder_lock(jobs_folder(self._root), _lock(job.name)):
             known, left = find(self._root, job.name, KIND), self._machines(job.name, job.mirror or "")
             if known is not None and known.id != cluster.id and self._judge(known, _of(known, left), making=False) in ("queued", "running"):
                 return known
+            if reason := _elsewhere(known, left):
+                raise Failed(reason)
             self._remove(left)
             place = open_bucket(job.meet or "")
             for blob in place.list():  # of a run that had this name and is gone
                 place.delete(blob.name)
-            about = {"nodes": str(job.nodes), "processes": str(job.processes), "attempt": str(cluster.attempt),
-                     "meet": job.meet or "", "mirror": job.mirror or ""}
+            about = {"nodes": str(job.nodes), "processes": str(job.processes), "start": cluster.start, "meet": job.meet or "", "mirror": job.mirror or ""}
             handle = store(self._root, Handle(job.name, KIND, cluster.id, job.argv, time.time(), "", about), self.recipe)
             try:
                 made = self._make(cluster)
             except BaseException:
-                self._remove(self._machines(job.name, job.mirror or ""))
+                self._remove(_of_start(cluster.start, self._machines(job.name, job.mirror or "")))
                 raise
             ids = json.dumps({one.labels[NODE]: one.id for one in made})
             return store(self._root, replace(handle, about={**about, "zone": made[0].zone, "machines": ids}), self.recipe)
@@ -128,9 +143,9 @@ class GceLauncher:
                 instances.insert(self.google, zone, [cluster.machine(node, zone) for node in range(cluster.job.nodes)])
             except NoRoom as error:
                 refused.append(error)
-                self._remove(_of_attempt(cluster.attempt, self._machines(cluster.job.name, cluster.job.mirror or "")))
+                self._remove(_of_start(cluster.start, self._machines(cluster.job.name, cluster.job.mirror or "")))
                 continue
-            made = _of_attempt(cluster.attempt, self._machines(cluster.job.name, cluster.job.mirror or ""))
+            made = _of_start(cluster.start, self._machines(cluster.job.name, cluster.job.mirror or ""))
             if len(made) == cluster.job.nodes:
                 say(f"{cluster.job.name}: {cluster.job.nodes} x {self.recipe.launch.machine.type} in {zone}")
                 return made
@@ -143,11 +158,10 @@ class GceLauncher:
         raise NoRoom(f"no room for {wanted} in {', '.join(cluster.zones)}: {told}; try later, or another cloud.region, cloud.zone or launch.machine")
 
     def status(self, handle: Handle) -> State:
-        """Machines of earlier starts are removed, and those of this one when it is over."""
+        """Machines of other starts in which nothing runs any more are removed, and those of this one when it is over."""
         machines = self._machines(handle.name, handle.about["mirror"])
-        attempt = int(handle.about["attempt"])
-        self._remove([one for one in machines if int(one.labels[ATTEMPT]) < attempt])
-        mine = _of_attempt(attempt, machines)
+        mine = _of_start(handle.about["start"], machines)
+        self._remove([one for one in machines if one.is_gone and one not in mine])
         making = "machines" not in handle.about and lock_holder(jobs_folder(self._root), _lock(handle.name)) is not None
         state = self._judge(handle, {int(one.labels[NODE]): one for one in mine}, making=making)
         if state in OVER:
@@ -216,8 +230,8 @@ class GceLauncher:
 
     def cancel(self, handle: Handle) -> None:
         Meeting(handle.about["meet"]).leave(0, CANCELLED)
-        self._remove(self._machines(handle.name, handle.about["mirror"]))
-        if left := self._machines(handle.name, handle.about["mirror"]):
+        self._remove(_of_start(handle.about["start"], self._machines(handle.name, handle.about["mirror"])))
+        if left := _of_start(handle.about["start"], self._machines(handle.name, handle.about["mirror"])):
             raise Failed(f"{left[0].name} in {left[0].zone} is still there; cancel once more, or delete it in the console")
 
     def _machines(self, verb: str, mirror: str) -> list[Found]:
@@ -233,12 +247,20 @@ def _lock(verb: str) -> str:
     return f"{verb}.{KIND}.lock"
 
 
-def _of_attempt(attempt: int, machines: Collection[Found]) -> list[Found]:
-    return [one for one in machines if int(one.labels[ATTEMPT]) == attempt]
+def _of_start(start: str, machines: Collection[Found]) -> list[Found]:
+    return [one for one in machines if one.labels.get(START) == start]
+
+
+def _elsewhere(known: Handle | None, machines: Collection[Found]) -> str | None:
+    """All that this folder starts is in its handle before the first machine is asked for, and gone before the next one is: what runs besides is not ours,
+    and somebody may wait for it."""
+    ours = known.about["start"] if known is not None else None
+    foreign = next((one for one in machines if not one.is_gone and one.labels.get(START) != ours), None)
+    return None if foreign is None else f"{foreign.name} in {foreign.zone} works on this run and was started elsewhere; cancel it there, or delete it"
 
 
 def _of(handle: Handle, machines: Collection[Found]) -> dict[int, Found]:
     """The machines of a start, by node."""
-    return {int(one.labels[NODE]): one for one in _of_attempt(int(handle.about["attempt"]), machines)}
+    return {int(one.labels[NODE]): one for one in _of_start(handle.about["start"], machines)}
 
 

@@ -5,8 +5,11 @@ seconds, is the same with and without GPUs, installs the driver that fits its ke
 Registry with the machine's account, and sends what containers say to Cloud Logging (metadata `google-logging-enabled`).
 
 Machines have an external address only in the project's default network, whose machines reach Artifact Registry and the bucket by nothing else.
-With `cloud.subnetwork` they have none: Private Google Access must be on there, and Cloud NAT where Hugging Face is to be reached. A firewall
-rule of one's own network must let machines with the tag `ingot` talk to each other.
+With `cloud.subnetwork` they have none: Private Google Access must be on there, and Cloud NAT where Hugging Face is to be reached.
+
+Several nodes talk over TCP on `launch.port` and on ports that the system chooses. The system's own firewall, which lets in SSH alone, is opened by
+the start-up script; the network's rules stand in front of it, and one of them must let machines with the tag `ingot` talk to each other. The default
+network's do.
 """
 
 from __future__ import annotations
@@ -25,14 +28,17 @@ from ingot.base.fingerprint import fingerprint
 from ingot.cloud.clients import Google, messages
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import MODULE, label, name_of
-from ingot.cloud.machines import accelerators_of
+from ingot.cloud.machines import accelerators_of, zones_of
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
+from ingot.launch.shared import MEET_SHARE, where_secrets_are
 
 SYSTEM = "projects/cos-cloud/global/images/family/cos-stable"
-BOOT_S = 300.0
-"""What a machine takes until its ranks start, roughly: its own time limit is told to ranks that much earlier, with their time to save."""
-RUN, VERB, ATTEMPT, NODE, REPLICA = "ingot-run", "ingot-verb", "ingot-attempt", "ingot-node", "ingot-replica"
+SPARE_S, LEAST_S = 60, 60
+"""Of a machine's time what is lost before its script starts and while it goes; and with how little left a container is not started any more."""
+BOOT = "boot"
+"""A note: how far a machine has come that has not met the others yet."""
+RUN, VERB, ATTEMPT, NODE, REPLICA, START = "ingot-run", "ingot-verb", "ingot-attempt", "ingot-node", "ingot-replica", "ingot-start"
 _NEW_DISKS = ("a3-ultragpu-8g", "a4-highgpu-8g")
 
 
@@ -43,10 +49,11 @@ def labels_of(recipe: Recipe, verb: str, mirror: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of one start of a job."""
+    """The machines of one start of a job. `start` tells it from one of the same number that another computer made."""
 
     recipe: Recipe
     job: Job
+    start: str = "drawn-by-submit"
 
     @property
     def attempt(self) -> int:
@@ -55,8 +62,8 @@ class Cluster:
 
     @property
     def id(self) -> str:
-        """What the names of its machines begin with."""
-        return name_of(f"ingot-{self.recipe.name}-{self.job.name}-{self.attempt}", room=5)
+        """What the names of its machines begin with; two people may have runs of one name in one project."""
+        return name_of(f"ingot-{self.recipe.name}-{self.job.name}-{fingerprint(self.job.mirror or '')[:6]}-{self.attempt}", room=5)
 
     def name(self, node: int) -> str:
         return f"{self.id}-{node}"
@@ -64,10 +71,8 @@ class Cluster:
     @property
     def zones(self) -> list[str]:
         """Those to try, in order."""
-        cloud = self.recipe.cloud
         of_reservation = re.search(r"/zones/([^/]+)/", self.recipe.launch.machine.reservation or "")
-        zone = of_reservation[1] if of_reservation else cloud.zone
-        return [zone] if zone else [f"{cloud.region}-{letter}" for letter in "abcf"]
+        return [of_reservation[1]] if of_reservation else zones_of(self.recipe.cloud)
 
     @cached_property
     def google(self) -> Google:
@@ -79,12 +84,17 @@ class Cluster:
         return int(self.job.time_limit_s or self.recipe.cloud.max_run)
 
     @property
+    def leave_s(self) -> int:
+        """Seconds from the start of its script after which ranks are told to save and leave."""
+        return self.limit_s - round(self.recipe.checkpoint.grace_s) - SPARE_S
+
+    @property
     def image(self) -> str:
         return self.job.image or image_of(self.recipe.cloud, "train")
 
     def labels(self, node: int) -> dict[str, str]:
         given = {label(key): label(value) for key, value in self.recipe.cloud.labels.items()}
-        return {**given, **labels_of(self.recipe, self.job.name, self.job.mirror or ""), ATTEMPT: str(self.attempt), NODE: str(node)}
+        return {**given, **labels_of(self.recipe, self.job.name, self.job.mirror or ""), ATTEMPT: str(self.attempt), NODE: str(node), START: self.start}
 
     def machine(self, node: int, zone: str) -> Any:
         """The request for one machine, a message `Instance`."""
@@ -145,28 +155,30 @@ class Cluster:
     def script(self, zone: str) -> str:
         """What a machine does when it comes up; the same for all nodes. No secret stands in it."""
         job, project = self.job, self.google.project
-        bucket, _, folder = (job.meet or "").removeprefix("gs://").partition("/")
         registry = self.image.partition("/")[0]
         environment = {
             **job.environment, "GOOGLE_CLOUD_PROJECT": project, "PET_NNODES": str(job.nodes), "PET_NPROC_PER_NODE": str(job.processes),
             "PET_MASTER_ADDR": self.address(zone), "PET_MASTER_PORT": str(self.recipe.launch.port),
         }
-        leave_s = self.limit_s - self.recipe.checkpoint.grace_s - BOOT_S
         return template("gce.sh.jinja").render(
-            cluster=self.id, bucket=bucket, folder=quote(folder, safe=""), processes=job.processes, project=project, zone=zone,
+            **notes_of(job), cluster=self.id, nodes=job.nodes, project=project, zone=zone,
             compute=self.google.address("compute.googleapis.com"), gpus=accelerators_of(self.recipe.launch.machine)[1], image=self.image,
-            registry=registry if registry.endswith((".pkg.dev", "gcr.io")) else "", leave_s=round(leave_s) if leave_s > BOOT_S else 0,
+            registry=registry if registry.endswith((".pkg.dev", "gcr.io")) else "", leave_s=self.leave_s, least_s=LEAST_S,
             environment=environment, command=shlex.join(node_command(self.recipe, job)),
         )
 
 
 def node_command(recipe: Recipe, job: Job) -> list[str]:
     """What runs in the container of each node. Secrets are named here, and read there."""
-    command = ["python", "-m", "ingot.launch.node", "--meet", job.meet or "", "--mirror", job.mirror or "", "--root", str(Path(recipe.output) / recipe.name)]
-    if recipe.cloud.secrets or recipe.cloud.tensorboard:
-        told = {"project", "region", "secrets", "tensorboard", "endpoint"}
-        command += ["--cloud", recipe.cloud.model_dump_json(include=told, exclude_none=True)]
-    return [*command, "--", *job.argv]
+    meet = ["--meet", job.meet or "", "--meet-s", f"{MEET_SHARE * recipe.launch.start_s:g}"]
+    command = ["python", "-m", "ingot.launch.node", *meet, "--mirror", job.mirror or "", "--root", str(Path(recipe.output) / recipe.name)]
+    return [*command, *where_secrets_are(recipe), "--", *job.argv]
+
+
+def notes_of(job: Job) -> dict[str, Any]:
+    """What `notes.sh.jinja` is filled in with: where a machine leaves notes before its container does."""
+    bucket, _, folder = (job.meet or "").removeprefix("gs://").partition("/")
+    return {"bucket": bucket, "folder": quote(folder, safe=""), "processes": job.processes}
 
 
 def template(name: str) -> jinja2.Template:

@@ -1,9 +1,12 @@
-"""The handles of a run's jobs, under `RUN/jobs/`: `VERB.KIND.json`, and the recipe that a place was given, `KIND.yaml`."""
+"""The handles of a run's jobs, under `RUN/jobs/`: `VERB.KIND.json`, and the recipe that its place was given, `VERB.KIND.yaml`."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
+from ingot.base.errors import IngotError
 from ingot.base.storage import write_atomic
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
@@ -14,9 +17,10 @@ def jobs_folder(root: Path) -> Path:
     return root / "jobs"
 
 
-def store(root: Path, handle: Handle, recipe: Recipe) -> Handle:
-    """Keep a handle, and the recipe by which its place is asked later on."""
-    write_atomic(jobs_folder(root) / f"{handle.kind}.yaml", dump_recipe(recipe))
+def store(root: Path, handle: Handle, recipe: Recipe | None = None) -> Handle:
+    """Keep a handle, and the recipe by which its place is asked later on; without one it has been kept already."""
+    if recipe is not None:
+        keep_recipe(root, handle, recipe)
     write_atomic(jobs_folder(root) / f"{handle.name}.{handle.kind}.json", handle.to_json())
     return handle
 
@@ -37,6 +41,26 @@ def find(root: Path, name: str, kind: str) -> Handle | None:
     return next((handle for handle in stored(root) if (handle.name, handle.kind) == (name, kind)), None)
 
 
+def keep_recipe(root: Path, handle: Handle, recipe: Recipe) -> None:
+    write_atomic(_recipe_file(root, handle), dump_recipe(recipe))
+
+
 def recipe_of(root: Path, handle: Handle) -> Recipe:
-    """The recipe that the job was submitted with."""
-    return load_recipe([jobs_folder(root) / f"{handle.kind}.yaml"], environ={}, dotenv=None)
+    """The recipe that the job was submitted with. Raises WrongInput where it cannot be read, as one of another version."""
+    return load_recipe([_recipe_file(root, handle)], environ={}, dotenv=None)
+
+
+def does_the_work_of(root: Path, handle: Handle, recipe: Recipe) -> bool:
+    """Whether a job was submitted with this recipe, as far as what it comes to depends on it."""
+    with contextlib.suppress(IngotError):  # one of another version is another one
+        return _work(recipe_of(root, handle)) == _work(recipe)
+    return False
+
+
+def _work(recipe: Recipe) -> dict[str, Any]:
+    """Without where it is done; but with how many processes."""
+    return {**recipe.model_dump(exclude={"launch", "cloud", "serve"}), "shared by": (recipe.launch.nodes, recipe.launch.processes)}
+
+
+def _recipe_file(root: Path, handle: Handle) -> Path:
+    return jobs_folder(root) / f"{handle.name}.{handle.kind}.yaml"

@@ -88,9 +88,14 @@ def _last(said: str) -> str:
     return lines[-1] if lines else "ssh says nothing"
 
 
-def check(config: str | None, host: str, *, folder: str, python: str, meet: str, code: str | None) -> None:
+def python_path(code: str | None, given: str) -> str:
+    """PYTHONPATH for a shell there: ingot as it was copied, then what the recipe says."""
+    return ":".join([*([f"{CODE}{code}"] if code else []), *([shlex.quote(given)] if given else [])])
+
+
+def check(config: str | None, host: str, *, folder: str, python: str, meet: str, path: str) -> None:
     """Raises WrongInput, naming the knob, where a node could not run on this host, and Failed where it cannot be reached."""
-    where = f"export PYTHONPATH={CODE}{code}; " if code else ""
+    where = f"export PYTHONPATH={path}; " if path else ""
     probe = "import sys; sys.version_info < (3, 11) and sys.exit(93); import ingot.launch.node"
     script = (
         f"cd {shlex.quote(folder)} 2>/dev/null || exit {NO_FOLDER}; command -v {shlex.quote(python)} >/dev/null || exit {NO_PYTHON}; "

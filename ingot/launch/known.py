@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 from typing import Protocol
 
+from ingot.base.errors import Failed, IngotError
 from ingot.base.heartbeat import read_beats
 from ingot.config.load import load_recipe
 from ingot.config.work import Checkpoint
 from ingot.launch.handles import recipe_of, stored
-from ingot.launch.job import Handle, Log, State
+from ingot.launch.job import OVER, Handle, Log, State
 from ingot.launch.local import LocalLauncher
 from ingot.launch.places import launcher
 from ingot.launch.remote import FileLog, ask_or_unknown
 
 LOCAL_LOOK_S = 0.2
+MORE_S = 60.0
+"""What a job may take to end beyond `checkpoint.grace_s`, which its ranks have."""
 
 
 class Known(Protocol):
@@ -34,8 +39,15 @@ class Known(Protocol):
 def known_jobs(root: Path) -> list[Known]:
     """The last one first; a process of this machine that waits for a job elsewhere comes before that job."""
     here: list[Known] = [Here(root, handle) for handle in LocalLauncher(root).handles()]
-    there: list[Known] = [There(root, handle) for handle in stored(root)]
+    there = [_there(root, handle) for handle in stored(root)]
     return sorted([*here, *there], key=lambda job: (job.handle.kind == "local", job.handle.started), reverse=True)
+
+
+def _there(root: Path, handle: Handle) -> Known:
+    try:
+        return There(root, handle)
+    except IngotError as error:
+        return Unreadable(handle, str(error).splitlines()[0])  # of a line for each knob that is unknown
 
 
 class Here:
@@ -62,7 +74,7 @@ class Here:
         """Waits for all that its ranks may take to stop, and a minute for what waits for them."""
         resolved = self._root / "recipe.yaml"
         checkpoint = load_recipe([resolved], environ={}, dotenv=None).checkpoint if resolved.exists() else Checkpoint()
-        self._launcher.cancel(self.handle, grace_s=60.0 + checkpoint.grace_s)
+        self._launcher.cancel(self.handle, grace_s=MORE_S + checkpoint.grace_s)
 
 
 class There:
@@ -72,7 +84,8 @@ class There:
 
     def __init__(self, root: Path, handle: Handle) -> None:
         self.handle, self.where = handle, f"{handle.kind} {handle.id}"
-        self._launcher = launcher(recipe_of(root, handle))
+        recipe = recipe_of(root, handle)
+        self._launcher, self._grace_s = launcher(recipe), recipe.checkpoint.grace_s
         self.look_s = self._launcher.look_s
 
     def state(self) -> State:
@@ -85,4 +98,32 @@ class There:
         return self._launcher.log(self.handle)
 
     def cancel(self) -> None:
-        self._launcher.cancel(self.handle)
+        """Its ranks are asked first, and have the time to save a checkpoint."""
+        if self.state() == "running":
+            self._launcher.signal(self.handle, signal.SIGTERM)
+            until = time.monotonic() + MORE_S + self._grace_s
+            while self.state() not in OVER and time.monotonic() < until:
+                time.sleep(self.look_s)
+        if self.state() not in OVER:
+            self._launcher.cancel(self.handle)
+
+
+class Unreadable:
+    """A job at such a place whose recipe cannot be read: of another version, or by hand."""
+
+    has_log, look_s = False, LOCAL_LOOK_S
+
+    def __init__(self, handle: Handle, why: str) -> None:
+        self.handle, self.where, self._why = handle, f"{handle.kind} {handle.id}, which cannot be asked: {why}", why
+
+    def state(self) -> State:
+        return "unknown"
+
+    def how_far(self) -> str:
+        return ""
+
+    def log(self) -> Log:
+        raise Failed(self._why)
+
+    def cancel(self) -> None:
+        raise Failed(f"{self.handle.name} cannot be cancelled from here: {self._why}")

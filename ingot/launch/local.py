@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ingot.base.errors import EXIT_DONE, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, WrongInput
-from ingot.base.processes import started_at
+from ingot.base.processes import machine, ticks
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.launch.attempt import WELL, follow
@@ -121,7 +121,8 @@ class LocalLauncher:
             self._path(job.name, "jobs", ending).unlink(missing_ok=True)
 
     def _note(self, job: Job, process: int, log: str) -> Handle:
-        handle = Handle(job.name, KIND, str(process), job.argv, started_at(process) or time.time(), log)
+        about = {"machine": machine() or "", "started": ticks(process) or ""}
+        handle = Handle(job.name, KIND, str(process), job.argv, time.time(), log, about)
         write_atomic(self._path(job.name, "jobs", "json"), handle.to_json())
         return handle
 
@@ -185,5 +186,5 @@ class LocalLauncher:
             return None
 
     def _alive(self, handle: Handle) -> bool:
-        began = started_at(int(handle.id))
-        return began is not None and abs(began - handle.started) < 2.0
+        """Of this machine, and still the process that was started; not by the clock, which may have been set since."""
+        return handle.about.get("machine") == (machine() or "") and ticks(int(handle.id)) == handle.about["started"]

@@ -5,6 +5,7 @@ Signals go this way too: it works wherever the nodes are, also from a process th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -18,14 +19,20 @@ from ingot.base.storage import atomic_file, is_remote
 
 HERE, EXIT, SIGNAL = "here", "exit", "signal"
 """That a node has come, with its version; how its ranks ended; what the ranks are asked."""
+LOOK_BUCKET_S = 2.0
+Stamp = tuple[int, int]
 
 
 class Meeting:
-    """Notes by name, small JSON objects. Reading never raises for what is not there yet. `patience_s`: how long a bucket is asked again."""
+    """Notes by name, small JSON objects. Reading never raises for what is not there yet. `patience_s`: how long a bucket is asked again.
+
+    Each note is read once: of a thousand nodes each looks for all others, again and again.
+    """
 
     def __init__(self, place: str, *, patience_s: float | None = None) -> None:
         self.place = place
         self._bucket = open_bucket(place, patience_s=patience_s) if is_remote(place) else None
+        self._kept: dict[str, tuple[Stamp, dict[str, Any]]] = {}
 
     @property
     def is_folder(self) -> bool:
@@ -37,7 +44,7 @@ class Meeting:
 
     def notes(self, kind: str) -> dict[int, dict[str, Any]]:
         """The notes of this kind, by node."""
-        found = [note for name in self._names(kind) if (note := self._read(name)) is not None]
+        found = [note for name, stamp in self._names(kind).items() if (note := self._once(name, stamp)) is not None]
         return {int(note["node"]): note for note in found if "node" in note}
 
     def send(self, number: int, rank: int | None = None) -> None:
@@ -60,9 +67,9 @@ class Meeting:
             if time.monotonic() > until:
                 absent = ", ".join(str(node) for node in range(nodes) if node not in found)
                 raise Failed(f"node {absent} did not come to {self.place} within {seconds:g} s; see its log, and whether all nodes see that place "
-                             "(a shared disk, or cloud.bucket)")
+                             "(a shared disk, or cloud.bucket); nodes that come up later than that need a longer launch.start_s")
             look()
-            time.sleep(look_s if self._bucket is None else max(look_s, 2.0))
+            time.sleep(look_s if self._bucket is None else max(look_s, LOOK_BUCKET_S))
         return found
 
     def _write(self, name: str, note: dict[str, Any]) -> None:
@@ -74,10 +81,26 @@ class Meeting:
         with atomic_file(Path(self.place) / name) as stream:
             stream.write(text)
 
-    def _names(self, kind: str) -> list[str]:
+    def _names(self, kind: str) -> dict[str, Stamp]:
+        """Of the notes that are there, with what is another when a note was replaced."""
         if self._bucket is not None:
-            return [blob.name for blob in self._bucket.list(f"{kind}-")]
-        return [path.name for path in Path(self.place).glob(f"{kind}-*.json")]
+            return {blob.name: (blob.generation, 0) for blob in self._bucket.list(f"{kind}-")}
+        found = {}
+        for path in Path(self.place).glob(f"{kind}-*.json"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found[path.name] = (status.st_ino, status.st_mtime_ns)
+        return found
+
+    def _once(self, name: str, stamp: Stamp) -> dict[str, Any] | None:
+        """A note that was read before is not read again."""
+        kept = self._kept.get(name)
+        if kept is None or kept[0] != stamp:
+            note = self._read(name)
+            if note is None:
+                return None
+            kept = self._kept[name] = stamp, note
+        return kept[1]
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:

@@ -25,7 +25,6 @@ from ingot.base.errors import EXIT_DONE, EXIT_FAILED, Failed, IngotError, WrongI
 from ingot.base.progress import say
 from ingot.cloud.clients import Google
 from ingot.cloud.secrets import resolve
-from ingot.cloud.tensorboard import live
 from ingot.config.cloud import Cloud
 from ingot.launch.attempt import Exit, follow
 from ingot.launch.job import Job
@@ -54,7 +53,7 @@ def main() -> int:
     parser.add_argument("--mirror", help="gs:// replica of the run folder to work from")
     parser.add_argument("--root", help="the run folder")
     parser.add_argument("--environment", help="JSON file of variables, read and removed: secrets; {node} stands for this node's number")
-    parser.add_argument("--cloud", help="JSON of the knobs of `cloud` that a node needs: secrets, whose values it reads, and the TensorBoard")
+    parser.add_argument("--cloud", help="JSON of the knobs of `cloud` by which this node reads the secrets of its ranks")
     parser.add_argument("--tied", action="store_true", help="standard input holds such variables and signs of life; end when it does")
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- VERB ...")
     options = parser.parse_args()
@@ -69,7 +68,7 @@ def main() -> int:
         tie = Tie() if options.tied else None
         if tie is not None:
             os.environ.update(tie.environment())
-        return run(job, node, Path(options.root) if options.root else None, tie=tie, meet_s=options.meet_s, cloud=cloud)
+        return run(job, node, Path(options.root) if options.root else None, tie=tie, meet_s=options.meet_s)
     except IngotError as error:
         say(f"error: {error}")
         return error.exit_code
@@ -93,7 +92,7 @@ def placed(argv: Sequence[str], environ: Mapping[str, str], *, meet: str | None 
     return Job(argv[0], tuple(argv), processes, nodes, meet=meet, mirror=mirror), Node(number, address, port if nodes > 1 else 0)
 
 
-def run(job: Job, node: Node, root: Path | None = None, *, tie: Tie | None = None, meet_s: float = MEET_S, cloud: Cloud | None = None) -> int:
+def run(job: Job, node: Node, root: Path | None = None, *, tie: Tie | None = None, meet_s: float = MEET_S) -> int:
     """This node's share of a job, to its end: its exit code, as a shell shows it."""
     meeting = _meeting(job.meet, node) if job.meet else None
     end, because, how = Exit(0, EXIT_FAILED), None, ""
@@ -104,7 +103,7 @@ def run(job: Job, node: Node, root: Path | None = None, *, tie: Tie | None = Non
                 if job.mirror and root is not None:
                     bring(job.mirror, root)
                 _meet(job, node, meeting, watch, meet_s)
-                with _shown(job, node, root, Google(cloud or Cloud())):
+                with _shown(job, node, root):
                     watch.ranks = LocalRanks(job, results=sys.stdout, node=node)
                     end = follow(watch.ranks, stops, watch.look)
             because = watch.because
@@ -142,14 +141,12 @@ def _meeting(place: str, node: Node) -> Meeting:
 
 
 @contextlib.contextmanager
-def _shown(job: Job, node: Node, root: Path | None, google: Google) -> Iterator[None]:
+def _shown(job: Job, node: Node, root: Path | None) -> Iterator[None]:
     """While entered, whoever watches sees this node's signs of life and what it has to show."""
     if root is None:
         yield
         return
-    trains = job.name == "train" and node.number == 0
-    board = live(google, root.name, root / "metrics.jsonl") if trains else contextlib.nullcontext()
-    with Sending(job, root, node.number) if job.mirror else flushing(root), board:
+    with Sending(job, root, node.number) if job.mirror else flushing(root):
         yield
 
 

@@ -13,9 +13,6 @@ from ingot.base.errors import IngotError
 from ingot.base.events import record_event
 from ingot.launch.attempt import Attempt
 
-STACKS_S = 1.0
-"""How long a rank may take to write its stacks. One that is stopped, or stuck in the kernel, never does."""
-
 
 def note(events: Path, kind: str, **about: Any) -> None:
     """Record an event, if the disk lets us."""
@@ -31,14 +28,14 @@ def stacks_file(logs: Path, rank: int) -> Path:
 def ask_for_stacks(attempt: Attempt, logs: Path, ranks: Collection[int]) -> dict[int, Path]:
     """Have `ranks` write their stacks; the files of those that did. Only of ranks that gave a sign of life: SIGUSR2 ends any other process."""
     files = {rank: stacks_file(logs, rank) for rank in ranks if rank in attempt.running()}
-    before = {rank: _size(path) for rank, path in files.items()}
+    before = {rank: _stamp(path) for rank, path in files.items()}
     for rank in files:
         attempt.send(signal.SIGUSR2, rank)
-    until = time.monotonic() + STACKS_S
-    while time.monotonic() < until and any(_size(path) == before[rank] for rank, path in files.items()):
+    until = time.monotonic() + attempt.stacks_s
+    while time.monotonic() < until and any(_stamp(path) == before[rank] for rank, path in files.items()):
         time.sleep(0.05)
     time.sleep(0.1)  # what has begun to be written is soon there
-    return {rank: path for rank, path in files.items() if _size(path) > before[rank]}
+    return {rank: path for rank, path in files.items() if _stamp(path) != before[rank]}
 
 
 def told_stacks(files: Mapping[int, Path]) -> str:
@@ -46,8 +43,10 @@ def told_stacks(files: Mapping[int, Path]) -> str:
     return f"; stacks: {', '.join(str(path) for path in files.values())}" if files else "; it does not answer when asked for its stacks"
 
 
-def _size(path: Path) -> int:
+def _stamp(path: Path) -> tuple[int, int]:
+    """Its size alone would not do: a rank on another machine begins a file of its own."""
     try:
-        return path.stat().st_size
+        status = path.stat()
     except OSError:
-        return 0
+        return 0, 0
+    return status.st_size, status.st_mtime_ns

@@ -28,6 +28,8 @@ GRACE_S = 2.0
 """How long the other ranks have to say their own last word when one has failed: they wait for it in vain."""
 END_S = 30.0
 """How long a killed process may take to be gone; longer, and it is stuck in the kernel."""
+STACKS_S = 1.0
+"""How long a rank may take to write its stacks. One that is stopped, or stuck in the kernel, never does."""
 PORTS = range(20_000, 30_000)
 """Below those that a system gives to whoever asks for any, so that nobody gets ours between our look and rank 0's."""
 
@@ -61,6 +63,8 @@ class LocalRanks:
     signs of life, where its ranks give any. Start it from a thread that lives as long as the process: the kernel ends the
     ranks when that thread is gone.
     """
+
+    stacks_s = STACKS_S
 
     def __init__(self, job: Job, *, results: TextIO | None = None, heartbeats: Path | None = None, node: Node = Node()) -> None:
         self._heartbeats = heartbeats

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ingot.base.errors import EXIT_STOPPED
@@ -11,9 +13,10 @@ from ingot.config.recipe import Recipe
 from ingot.launch.attempt import WELL
 from ingot.launch.job import Job, State
 from ingot.launch.meeting import EXIT, Meeting
+from ingot.launch.stops import SIGNALS
 
-MEET_S = 120
-"""How long nodes wait for each other that are all started at once."""
+MEET_SHARE = 0.9
+"""Nodes wait for each other so much of `launch.start_s`: their word who did not come is said before their silence counts as a hang."""
 
 
 def folder(recipe: Recipe) -> str:
@@ -29,8 +32,14 @@ def seen(path: str | Path) -> str:
 
 def node_argv(recipe: Recipe, job: Job, python: str, *options: str) -> list[str]:
     """The command line of a node; it runs in `folder`."""
-    meet = ["--meet", seen(job.meet or ""), "--meet-s", str(MEET_S), "--root", seen(recipe.folder.root)]
-    return [python, "-m", "ingot.launch.node", *meet, *options, "--", *job.argv]
+    meet = ["--meet", seen(job.meet or ""), "--meet-s", f"{MEET_SHARE * recipe.launch.start_s:g}", "--root", seen(recipe.folder.root)]
+    return [python, "-m", "ingot.launch.node", *meet, *options, *where_secrets_are(recipe), "--", *job.argv]
+
+
+def where_secrets_are(recipe: Recipe) -> list[str]:
+    """The option of a node that reads the secrets of all its ranks. They are named there, and read by it alone."""
+    cloud = recipe.cloud
+    return ["--cloud", cloud.model_dump_json(include={"project", "region", "secrets", "endpoint"}, exclude_none=True)] if cloud.secrets else []
 
 
 def interpreter(recipe: Recipe) -> str:
@@ -48,16 +57,31 @@ def secrets(job: Job) -> dict[str, str]:
     return {name: os.environ[name] for name in job.secrets if name in os.environ}
 
 
+def leave_secrets(path: Path, values: Mapping[str, str]) -> None:
+    """In a file for one node, which removes it when it has read it."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+        json.dump(dict(values), stream)
+
+
+def forget_secrets(meet: Path) -> None:
+    for path in meet.glob("secrets-*.json"):
+        path.unlink(missing_ok=True)
+
+
 def told_by_nodes(place: str, nodes: int) -> State:
     """How a job that is over has ended, by its nodes' notes; a node that left none was killed."""
     meeting = Meeting(place)
     codes = [int(note["code"]) for note in meeting.notes(EXIT).values()]
-    if len(codes) < nodes or any(code not in WELL for code in codes):
+    stopped = [code for code in codes if code == EXIT_STOPPED or code - 128 in SIGNALS]
+    if len(codes) < nodes or any(code not in (*WELL, *stopped) for code in codes):
         return "failed"
-    if EXIT_STOPPED not in codes:
+    if not stopped:
         return "succeeded"
-    asked = meeting.signals(set())
-    return "cancelled" if asked and not any("by" in each for each in asked) else "preempted"
+    asked = [each for each in meeting.signals(set()) if each.get("number") in SIGNALS]  # and not for their stacks
+    if asked and not any("by" in each for each in asked):
+        return "cancelled"  # by a person, maybe before there was anything to save
+    return "preempted" if all(code in WELL for code in codes) else "failed"
 
 
 def refused(recipe: Recipe, job: Job) -> list[str]:

@@ -15,7 +15,7 @@ import shlex
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ingot.base.errors import Failed, IngotError, WrongInput
@@ -24,15 +24,19 @@ from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.launch import cluster
 from ingot.launch.cluster import Partition, Unanswered
-from ingot.launch.handles import find, store
+from ingot.launch.handles import does_the_work_of, find, keep_recipe, store
 from ingot.launch.job import OVER, Handle, Job, Log, State
 from ingot.launch.meeting import SIGNAL, Meeting
 from ingot.launch.remote import FileLog
-from ingot.launch.shared import folder, node_argv, refused, secrets, seen, told_by_nodes, variables
+from ingot.launch.shared import folder, forget_secrets, leave_secrets, node_argv, refused, secrets, seen, told_by_nodes, variables
 from ingot.launch.shared import interpreter as own_interpreter
 
 KIND = "slurm"
 TRIES, TRY_AGAIN_S = 5, 3.0
+GONE_S = 300.0
+"""How long a job may take to be gone after scancel: its ranks have Slurm's KillWait to save a checkpoint."""
+TOKEN = "slurm.token"
+"""In the place where a start's nodes meet, from before it is submitted until its number is known: the handle without one, and what finds it."""
 CORES = ("exclusive", "cpus-per-task", "cpus-per-gpu", "mincpus", "cores-per-socket")
 """Options of sbatch by which a person says how many cores a node gives."""
 OURS = ("job-name", "output", "error", "chdir", "nodes", "ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "array", "export",
@@ -49,6 +53,13 @@ class SlurmLauncher:
         self.recipe, self._knobs = recipe, recipe.launch.slurm
 
     def can(self, job: Job) -> list[str]:
+        try:
+            return self._reasons(job)
+        except IngotError as error:
+            return [str(error)]
+
+    def _reasons(self, job: Job) -> list[str]:
+        """Raises Failed where the cluster does not answer, which is no word about the job."""
         knobs, reasons = self._knobs, refused(self.recipe, job)
         reasons += [f"launch.slurm.options.{name} is set by ingot itself; leave it out" for name in knobs.options if name in OURS]
         if self.recipe.launch.code == "sync":
@@ -59,23 +70,22 @@ class SlurmLauncher:
             reasons.append(f"launch.slurm.time {knobs.time:g} s is no longer than launch.slurm.signal_s {knobs.signal_s} s, at which ranks are told to stop")
         if not cluster.installed():
             return [*reasons, "sbatch is not installed here; log in to a node of the Slurm cluster"]
-        try:
-            return reasons + self._cluster_refuses(job)
-        except IngotError as error:
-            return [*reasons, str(error)]
+        # What is wrong in any case is told before the cluster is asked.
+        return reasons or self._cluster_refuses(job)
 
     def _cluster_refuses(self, job: Job) -> list[str]:
         if (found := cluster.version()) < cluster.OLDEST:
             return [f"Slurm {found[0]}.{found[1]:02d} is too old; {cluster.OLDEST[0]}.{cluster.OLDEST[1]} or newer is needed"]
         partitions = {partition.name: partition for partition in cluster.partitions()}
-        name = self._knobs.partition or next((each.name for each in partitions.values() if each.is_default), None)
+        knob, theirs = "launch.slurm.partition" if self._knobs.partition else "SBATCH_PARTITION", os.environ.get("SBATCH_PARTITION")
+        name = self._knobs.partition or theirs or next((each.name for each in partitions.values() if each.is_default), None)
         if name is None:
             return [f"the cluster has no default partition; set launch.slurm.partition to one of {', '.join(partitions)}"]
         reasons = []
         for one in name.split(","):
             if one not in partitions:
                 near = difflib.get_close_matches(one, partitions, 1, 0.0)
-                reasons.append(f"launch.slurm.partition {one} is unknown; there are {', '.join(partitions)}{f'; nearest: {near[0]}' if near else ''}")
+                reasons.append(f"{knob} {one} is unknown; there are {', '.join(partitions)}{f'; nearest: {near[0]}' if near else ''}")
             else:
                 reasons += _beyond(partitions[one], job.nodes, self._limit(job))
         return reasons
@@ -145,51 +155,90 @@ class SlurmLauncher:
             WrongInput: the cluster cannot run it.
             Failed: the controller does not answer or refuses; another command of this run is queued or running.
         """
-        if reasons := self.can(job):
+        if reasons := self._reasons(job):
             raise WrongInput(f"{job.name} cannot run on Slurm: {'; '.join(reasons)}")
-        root = self.recipe.folder.root
-        if (old := find(root, job.name, KIND)) is not None and (state := self.status(old)) not in OVER:
-            if old.argv == job.argv and "--fresh" not in job.argv:
-                say(f"{job.name}: Slurm job {old.id}, submitted {duration(time.time() - old.started)} ago, is {state} and is watched from here again")
-                return old
-            raise Failed(f"{job.name} is {state} already as Slurm job {old.id} with other arguments; wait for it, or `ingot launch cancel {root}`")
+        self._settle(job)
+        if (old := self._runs_already(job)) is not None:
+            return old
         meet = Path(job.meet or "")
-        script = meet / "slurm.sh"
-        write_atomic(script, self.render(job))
+        write_atomic(meet / "slurm.sh", self.render(job))
         self.recipe.folder.logs.mkdir(parents=True, exist_ok=True)
         for node in range(job.nodes if job.secrets else 0):
-            _leave_secrets(meet / f"secrets-{node}.json", secrets(job))
+            leave_secrets(meet / f"secrets-{node}.json", secrets(job))
+        about = {"meet": str(meet), "nodes": str(job.nodes), "token": f"ingot-{uuid.uuid4()}"}
+        unsure = Handle(job.name, KIND, "", job.argv, time.time(), "", about)
+        keep_recipe(self.recipe.folder.root, unsure, self.recipe)
+        write_atomic(meet / TOKEN, unsure.to_json())
+        return self._known(unsure, self._sbatch(job, meet, about["token"]))
+
+    def _sbatch(self, job: Job, meet: Path, token: str) -> str:
+        """The number of the job. A lost answer is looked for before it is asked again, so that there is one job and not two."""
+        command = ("sbatch", "--parsable", f"--comment={token}", str(meet / "slurm.sh"))
+        for _ in range(TRIES):
+            try:
+                return cluster.ask(*command, environ=self._environ(job)).strip().partition(";")[0]
+            except Unanswered as error:
+                told = str(error)
+                say(f"warning: {told}")
+            except IngotError:
+                forget_secrets(meet)
+                (meet / TOKEN).unlink()
+                raise
+            time.sleep(TRY_AGAIN_S)
+            try:
+                if (number := cluster.commented(token, getpass.getuser())) is not None:
+                    return number
+            except Failed as error:
+                told = str(error)
+                break
+        # It may run all the same, and its nodes need the secrets then.
+        raise Unanswered(f"{told}; whether {job.name} was submitted is unknown: the same command asks that first")
+
+    def _environ(self, job: Job) -> dict[str, str]:
+        """Of sbatch: without secrets, for Slurm keeps in its spool folders what is exported, and without what would override the script."""
+        ours = (option.partition("=")[0] for option in (*self._options(job, Path()), *OURS))
+        without = {*job.secrets, *map(cluster.variable, ours)}
+        return {name: value for name, value in os.environ.items() if name not in without}
+
+    def _settle(self, job: Job) -> None:
+        """Submissions of this verb whose answer was lost: the cluster is asked what became of them. Raises Unanswered as long as it does not say."""
+        for path in Path(job.meet or "").parent.glob(f"{job.name}-*/{TOKEN}"):
+            unsure = Handle.from_json(path.read_text(encoding="utf-8"))
+            number = cluster.commented(unsure.about["token"], getpass.getuser())
+            if number is not None:
+                self._known(unsure, number)
+            else:
+                forget_secrets(path.parent)
+                path.unlink()
+
+    def _known(self, unsure: Handle, number: str) -> Handle:
+        """Keep the handle of a job whose number we know now."""
+        log = self.recipe.folder.logs.absolute() / f"slurm-{unsure.name}-{number}.log"
+        handle = replace(unsure, id=number, log=str(log))
         try:
-            number = self._sbatch(job, script)
-        except BaseException:
-            _forget_secrets(meet)
-            raise
-        log = self.recipe.folder.logs.absolute() / f"slurm-{job.name}-{number}.log"
-        handle = Handle(job.name, KIND, number, job.argv, time.time(), str(log), {"meet": str(meet), "nodes": str(job.nodes)})
-        try:
-            return store(root, handle, self.recipe)
+            store(self.recipe.folder.root, handle)
         except BaseException:
             self.cancel(handle)
             raise
+        Path(handle.about["meet"], TOKEN).unlink(missing_ok=True)
+        return handle
 
-    def _sbatch(self, job: Job, script: Path) -> str:
-        """The number of the job. A lost answer is looked for before it is asked again, so that there is one job and not two."""
-        token = f"ingot-{uuid.uuid4()}"
-        # What is exported is kept by Slurm in its spool folders.
-        environ = {name: value for name, value in os.environ.items() if name not in job.secrets}
-        for left in range(TRIES - 1, -1, -1):
-            try:
-                return cluster.ask("sbatch", "--parsable", f"--comment={token}", str(script), environ=environ).strip().partition(";")[0]
-            except Unanswered as error:
-                say(f"warning: {error}")
-                time.sleep(TRY_AGAIN_S)
-                with contextlib.suppress(Unanswered):
-                    if (number := cluster.commented(token, getpass.getuser())) is not None:
-                        return number
-                    if left:
-                        continue
-                raise Failed(f"{error}; whether {job.name} was submitted is unknown: see `squeue --me`, then run the same command again") from None
-        raise AssertionError("the last try returns or raises")
+    def _runs_already(self, job: Job) -> Handle | None:
+        """The job that does what is asked for already. Raises Failed where it does something else."""
+        root = self.recipe.folder.root
+        old = find(root, job.name, KIND)
+        if old is not None and (old.about["meet"], old.argv) == (job.meet, job.argv):  # of this very start, whose answer was lost
+            return old
+        if old is None or (state := self.status(old)) in OVER:
+            return None
+        if old.argv != job.argv or "--fresh" in job.argv:
+            differs = "other arguments"
+        elif not does_the_work_of(root, old, self.recipe):
+            differs = "another recipe"
+        else:
+            say(f"{job.name}: Slurm job {old.id}, submitted {duration(time.time() - old.started)} ago, is {state} and is watched from here again")
+            return old
+        raise Failed(f"{job.name} is {state} already as Slurm job {old.id} with {differs}; wait for it, or `ingot launch cancel {root}`")
 
     def status(self, handle: Handle) -> State:
         about = cluster.job(handle.id)
@@ -198,7 +247,7 @@ class SlurmLauncher:
         if state == "failed":
             state = told_by_nodes(handle.about["meet"], int(handle.about["nodes"]))
         if state in OVER:
-            _forget_secrets(Path(handle.about["meet"]))
+            forget_secrets(Path(handle.about["meet"]))
         return state
 
     def log(self, handle: Handle) -> Log:
@@ -208,12 +257,18 @@ class SlurmLauncher:
         Meeting(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
-        """scancel, and wait until the job is gone: its ranks have Slurm's KillWait to save a checkpoint."""
-        if self.status(handle) in OVER:
-            return
-        cluster.ask("scancel", handle.id)
-        while self.status(handle) not in OVER:
+        """scancel, and wait until the job is gone. Raises Failed where it does not go."""
+        until, asked = time.monotonic() + GONE_S, False
+        while time.monotonic() < until:
+            with contextlib.suppress(Unanswered):
+                if self.status(handle) in OVER:
+                    return
+                if not asked:
+                    cluster.ask("scancel", handle.id)
+                    asked = True
             time.sleep(0.5)
+        raise Failed(f"Slurm job {handle.id} is not gone {GONE_S:g} s after scancel: see its state and nodes (`scontrol show job {handle.id}`), and have a "
+                     "node whose processes cannot be ended set down (`scontrol update NodeName=... State=DOWN Reason=...`); then cancel once more")
 
 
 def _beyond(partition: Partition, nodes: int, limit_s: float | None) -> list[str]:
@@ -230,16 +285,3 @@ def _beyond(partition: Partition, nodes: int, limit_s: float | None) -> list[str
 def _quoted(value: str) -> str:
     """As sbatch reads the rest of a line."""
     return shlex.quote(value) if any(character in value for character in " '\"\\#") else value
-
-
-def _leave_secrets(path: Path, values: Mapping[str, str]) -> None:
-    """For one node, which removes it when it has read it."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-        json.dump(dict(values), stream)
-
-
-def _forget_secrets(meet: Path) -> None:
-    for path in meet.glob("secrets-*.json"):
-        path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -18,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.base.errors import EXIT_FAILED, Failed, WrongInput
-from ingot.base.processes import started_at, tied_to_me
+from ingot.base.processes import machine, ticks, tied_to_me
 from ingot.base.progress import say
 from ingot.config.recipe import Recipe
 from ingot.launch import hosts
 from ingot.launch.handles import find, store
 from ingot.launch.hostlog import HostsLog
-from ingot.launch.job import Handle, Job, Log, State
+from ingot.launch.job import OVER, Handle, Job, Log, State
 from ingot.launch.meeting import EXIT, HERE, Meeting
+from ingot.launch.remote import ask_or_unknown
 from ingot.launch.shared import folder, interpreter, node_argv, refused, secrets, seen, told_by_nodes, variables
 from ingot.launch.tie import SIGN_S, SILENT_S
 
@@ -82,23 +84,32 @@ class SshLauncher:
             raise WrongInput(f"{job.name} cannot run by ssh: {'; '.join(reasons)}")
         root, names = self.recipe.folder.root, self._hosts(job)
         if (old := find(root, job.name, KIND)) is not None:
-            if old.about["process"] != str(os.getpid()) and self._launcher_lives(old):
-                raise Failed(f"{job.name} runs already, started by process {old.about['process']}; cancel it, or wait for it")
-            self._end_rest(old)
+            self._end_earlier(old)
         code, content = hosts.packed() if self.recipe.launch.code == "sync" else (None, b"")
         if code is not None:
             hosts.each(names, lambda host: hosts.sync(self._config, host, code, content))
-        python, meet = interpreter(self.recipe), seen(job.meet or "")
-        hosts.each(names, lambda host: hosts.check(self._config, host, folder=folder(self.recipe), python=python, meet=meet, code=code))
+        python, meet, path = interpreter(self.recipe), seen(job.meet or ""), hosts.python_path(code, job.environment.get("PYTHONPATH", ""))
+        hosts.each(names, lambda host: hosts.check(self._config, host, folder=folder(self.recipe), python=python, meet=meet, path=path))
         handle = self._handle(job, names)
         self._start(job, handle, self._commands(job, code))
         return handle
+
+    def _end_earlier(self, old: Handle) -> None:
+        """Raises Failed where an earlier start runs under somebody else."""
+        lives = self._launcher_lives(old)
+        if lives and old.about["process"] != str(os.getpid()):
+            raise Failed(f"{old.name} runs already, started by process {old.about['process']}; cancel it, or wait for it")
+        if lives is None and self.status(old) == "running":
+            raise Failed(f"{old.name} runs already and was started on {_host(old)}; cancel it there (if that machine is gone, the nodes end by themselves "
+                         f"within {SILENT_S:g} s)")
+        self._end_rest(old)
 
     def _handle(self, job: Job, names: Sequence[str]) -> Handle:
         logs = [self.recipe.folder.logs.absolute() / f"ssh-{job.name}-{number}.log" for number in range(job.nodes)]
         logs[0].parent.mkdir(parents=True, exist_ok=True)
         about = {
-            "meet": job.meet or "", "hosts": json.dumps(names), "process": str(os.getpid()), "since": str(started_at(os.getpid())),
+            "meet": job.meet or "", "hosts": json.dumps(names), "process": str(os.getpid()), "started": ticks(os.getpid()) or "",
+            "machine": machine() or "", "host": socket.gethostname(),
             "logs": json.dumps([[str(path), path.stat().st_size if path.exists() else 0] for path in logs]),
         }
         handle = Handle(job.name, KIND, Path(job.meet or job.name).name, job.argv, time.time(), str(logs[0]), about)
@@ -111,8 +122,8 @@ class SshLauncher:
         commands = []
         for number, name in enumerate(names):
             values = {**variables(self.recipe, job), **master, "PET_NODE_RANK": str(number)}
-            exports = [f"{key}={shlex.quote(value)}" for key, value in values.items()]
-            exports += [f"PYTHONPATH={hosts.CODE}{code}"] if code else []
+            path = hosts.python_path(code, values.pop("PYTHONPATH", ""))
+            exports = [*(f"{key}={shlex.quote(value)}" for key, value in values.items()), *([f"PYTHONPATH={path}"] if path else [])]
             commands.append(hosts.ssh(self._config, name, f"cd {shlex.quote(folder(self.recipe))} && export {' '.join(exports)} && exec {shlex.join(argv)}"))
         return commands
 
@@ -135,6 +146,8 @@ class SshLauncher:
     def status(self, handle: Handle) -> State:
         meeting = Meeting(handle.about["meet"])
         if not self._started(handle):
+            if len(_ended(meeting)) == len(json.loads(handle.about["hosts"])):
+                return self._over(handle)
             alive = self._launcher_lives(handle) or any(self._lives(handle, number, process) for number, process in self._rest(meeting))
             return "running" if alive else self._over(handle)
         notes = meeting.notes(EXIT)
@@ -144,7 +157,7 @@ class SshLauncher:
 
     def _started(self, handle: Handle) -> bool:
         """Whether it was this very object that started it."""
-        return bool(self._clients) and handle.about["process"] == str(os.getpid())
+        return bool(self._clients) and handle.about["process"] == str(os.getpid()) and bool(self._launcher_lives(handle))
 
     def _has_ended(self, node: int, client: _Client, meeting: Meeting, has_note: bool) -> bool:
         """Whether a node's connection has ended. Where the node could not say how, we do: the others see it then, and end their ranks."""
@@ -168,7 +181,8 @@ class SshLauncher:
 
     def log(self, handle: Handle) -> Log:
         names = json.loads(handle.about["hosts"])
-        return HostsLog([(name if len(names) > 1 else "", Path(path), at) for name, (path, at) in zip(names, json.loads(handle.about["logs"]), strict=True)])
+        files = [(name if len(names) > 1 else "", Path(path), at) for name, (path, at) in zip(names, json.loads(handle.about["logs"]), strict=True)]
+        return HostsLog(files, lambda: ask_or_unknown(lambda: self.status(handle)) in OVER)
 
     def signal(self, handle: Handle, number: int) -> None:
         Meeting(handle.about["meet"]).send(number)
@@ -181,7 +195,10 @@ class SshLauncher:
                 client.process.kill()
             for client in self._clients:
                 client.process.wait()
-        elif self._launcher_lives(handle):
+        elif (lives := self._launcher_lives(handle)) is None:
+            self._ask_from_afar(handle)
+            return
+        elif lives:
             # Whoever launched it asks for a checkpoint; one that does not listen is killed, and its connections with it.
             os.kill(int(handle.about["process"]), signal.SIGTERM)
             until = time.monotonic() + 60.0 + self.recipe.checkpoint.grace_s
@@ -197,14 +214,26 @@ class SshLauncher:
             # The next start does not begin before that is settled.
             say(f"warning: {error}; what runs there ends by itself when it hears nothing from here for {SILENT_S:g} s")
 
-    def _launcher_lives(self, handle: Handle) -> bool:
-        began = started_at(int(handle.about["process"]))
-        return began is not None and abs(began - float(handle.about["since"])) < 2.0
+    def _ask_from_afar(self, handle: Handle) -> None:
+        """Nobody can say from here whether the launcher lives, which would start again what is killed: the ranks are asked, and waited for."""
+        meeting, until = Meeting(handle.about["meet"]), time.monotonic() + 60.0 + self.recipe.checkpoint.grace_s
+        meeting.send(signal.SIGTERM)
+        while self._rest(meeting) and time.monotonic() < until:
+            time.sleep(self.look_s)
+        if self.status(handle) == "running":
+            raise Failed(f"{handle.name} was started on {_host(handle)} and has not ended though its ranks were asked; cancel it there")
+
+    @staticmethod
+    def _launcher_lives(handle: Handle) -> bool | None:
+        """None on another machine than its own, where nobody can say."""
+        if handle.about.get("machine") != (machine() or ""):
+            return None
+        return ticks(int(handle.about["process"])) == handle.about["started"]
 
     @staticmethod
     def _rest(meeting: Meeting) -> list[tuple[int, int]]:
         """Nodes that have come and not said how they ended, each with its process there."""
-        ended = {number for number, note in meeting.notes(EXIT).items() if "by" not in note}
+        ended = _ended(meeting)
         return [(number, int(note["process"])) for number, note in sorted(meeting.notes(HERE).items()) if number not in ended]
 
     def _end_rest(self, handle: Handle) -> None:
@@ -225,6 +254,15 @@ class SshLauncher:
     def _lives(self, handle: Handle, number: int, process: int) -> bool:
         """Whether a node's process is there still. Raises Failed when its host cannot be asked."""
         return hosts.run(self._config, json.loads(handle.about["hosts"])[number], _is_ours(handle, process)).returncode == 0
+
+
+def _ended(meeting: Meeting) -> set[int]:
+    """Nodes that have said themselves how they ended."""
+    return {number for number, note in meeting.notes(EXIT).items() if "by" not in note}
+
+
+def _host(handle: Handle) -> str:
+    return handle.about.get("host", "another machine")
 
 
 def _is_ours(handle: Handle, process: int) -> str:

@@ -5,6 +5,7 @@ Works wherever an `Attempt` can be started; the local one is the first. Reads th
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ LOOK_S = 0.25
 LONGEST_WAIT_S = 60.0
 MOST_TAKEN = 3
 """How often in a row a place may end a training that has come no further, before more would be paid in vain."""
+LATE_S = 60.0
+"""What a sign of life may take by way of a bucket: nodes send them every 15 seconds, and a request may have to be repeated."""
 LEAVE_S = 30.0
 """What ranks that were asked to stop get beyond `checkpoint.grace_s`, after which they end themselves."""
 FRESH = "--fresh"
@@ -126,9 +129,12 @@ class _Supervisor:
             if watch.too_late or watch.hang:
                 say(f"the ranks did not stop in time and were ended{f': {watch.hang.told()}' if watch.hang else ''}")
                 return self._stopped(self.committed())
-            return Ended(end.shown, self.stops.first)
+            # Ended by the signal itself, in the queue or while it was loading: what earlier attempts saved stands all the same.
+            return self._stopped(self.committed()) if end.shown in (128 + self.stops.asked, 128 + signal.SIGTERM) else Ended(end.shown, self.stops.first)
         if attempt.taken():
             return _Failure(end.shown, end.told(), noticed, taken=True)
+        if end.code == EXIT_STOPPED and not self.committed():
+            return Ended(128 + signal.SIGTERM, 0)  # there is nothing yet that the same command could go on from
         if end.code in (*WELL, EXIT_WRONG_INPUT):
             return Ended(end.code, 0)
         if watch.hang is not None:
@@ -181,7 +187,7 @@ class _Watch:
         self.told = ""
         self.too_late = False
         self._next, self._stop_until = 0.0, 0.0
-        self._hangs = HangWatch(self.recipe.launch, time.monotonic())
+        self._hangs = HangWatch(self.recipe.launch, time.monotonic(), late_s=LATE_S if supervisor.job.mirror is not None else 0.0)
         # The stages of a pipeline stand at different places by their nature.
         self._stragglers = StragglerWatch() if self.recipe.parallel.pipeline == 1 else None
 

@@ -21,15 +21,15 @@ from ingot.cloud.instances import label, name_of
 from ingot.cloud.prices import chips, time_limit_s
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import WELL
-from ingot.launch.gce_cluster import node_command, template
+from ingot.launch.gce_cluster import BOOT, node_command, notes_of, template
 from ingot.launch.handles import find, store
 from ingot.launch.job import Handle, Job, Log, State
 from ingot.launch.meeting import EXIT, HERE, Meeting
 
 KIND = "tpu"
 CANCELLED = "cancelled"
-MOST_CHIPS = 8
-"""Of one TPU VM: a larger slice has several hosts."""
+MOST_CHIPS, OF_EIGHT = 4, ("v5litepod-", "v6e-")
+"""Of one TPU VM, and the generations in which it may have eight: a larger slice has several hosts."""
 WAITING = ("ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES", "STATE_UNSPECIFIED")
 
 
@@ -47,10 +47,11 @@ class TpuLauncher:
 
     def can(self, job: Job) -> list[str]:
         kind, reasons = self.recipe.launch.tpu.type, []
+        most = 8 if kind.startswith(OF_EIGHT) else MOST_CHIPS
         if (count := chips(kind)) is None:
             reasons.append(f"launch.tpu.type {kind} is none; write a generation and a number, such as v5litepod-8")
-        elif count > MOST_CHIPS:
-            reasons.append(f"launch.tpu.type {kind} has {count} chips on several hosts, and this drives one host of up to {MOST_CHIPS}; take a smaller one")
+        elif count > most:
+            reasons.append(f"launch.tpu.type {kind} has {count} chips on several hosts, and this drives one host of up to {most}; take a smaller one")
         if job.nodes > 1:
             reasons.append(f"{job.nodes} nodes are asked for and a TPU VM is one; set launch.nodes=1")
         if job.image is None and self.recipe.cloud.images.train is None:
@@ -122,7 +123,7 @@ class TpuLauncher:
         environment = {**job.environment, "GOOGLE_CLOUD_PROJECT": self.google.project, "PET_NNODES": "1", "PET_NODE_RANK": "0",
                        "PET_NPROC_PER_NODE": str(job.processes), "PET_MASTER_PORT": str(self.recipe.launch.port)}
         return template("tpu.sh.jinja").render(
-            id=self._id(job), registry=registry if re.search(r"(\.pkg\.dev|gcr\.io)$", registry) else "", image=image, environment=environment,
+            **notes_of(job), id=self._id(job), registry=registry if re.search(r"(\.pkg\.dev|gcr\.io)$", registry) else "", image=image, environment=environment,
             limit_s=round(job.time_limit_s or self.recipe.cloud.max_run),
             resource=f"{self.google.address(tpus.HOST)}/v2/projects/{self.google.project}/locations/{self._zone}/queuedResources/{self._id(job)}",
             command=shlex.join(node_command(self.recipe, job)),
@@ -149,7 +150,7 @@ class TpuLauncher:
         return "failed" if state == "FAILED" else "preempted"
 
     def log(self, handle: Handle) -> Log:
-        return _Nothing()
+        return _Notes(Meeting(handle.about["meet"]))
 
     def signal(self, handle: Handle, number: int) -> None:
         Meeting(handle.about["meet"]).send(number)
@@ -159,10 +160,17 @@ class TpuLauncher:
         tpus.delete(self.google, handle.about["zone"], handle.id)
 
 
-class _Nothing:
-    """A TPU VM's log stays on it, and in `RUN/logs` of the replica what ranks write there."""
+class _Notes:
+    """How far the TPU VM has come, and how it ended: the rest of its log stays on it, and in `RUN/logs` of the replica what ranks write there."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._told = meeting, set[str]()
 
     def read(self) -> bytes:
-        return b""
+        said = [str(note["phase"]) for note in self._meeting.notes(BOOT).values()]
+        said += [str(note.get("how") or f"ended with exit code {note['code']}") for note in self._meeting.notes(EXIT).values()]
+        new = [text for text in said if text not in self._told]
+        self._told.update(new)
+        return "".join(f"ingot: {text}\n" for text in new).encode()
 
 

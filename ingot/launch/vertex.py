@@ -26,6 +26,7 @@ from ingot.cloud.logs import entries
 from ingot.cloud.machines import accelerators_of, check_machine, machine_type, vertex_accelerator
 from ingot.cloud.operations import code_of
 from ingot.cloud.prices import time_limit_s
+from ingot.cloud.tensorboard import board_of
 from ingot.config.recipe import Recipe
 from ingot.launch.gce_cluster import ATTEMPT, labels_of, node_command
 from ingot.launch.handles import jobs_folder, store
@@ -84,8 +85,9 @@ class VertexLauncher:
         if cloud.network and not re.fullmatch(r"projects/[0-9]+/global/networks/[^/]+|projects/[^/]+/regions/[^/]+/networkAttachments/[^/]+", cloud.network):
             reasons.append(f"cloud.network {cloud.network} must be projects/NUMBER/global/networks/NAME for Vertex AI "
                            "(gcloud projects describe PROJECT --format='value(projectNumber)'), or a network attachment by its whole name")
-        if cloud.tensorboard and not cloud.service_account:
-            reasons.append("cloud.tensorboard needs an account of its own on Vertex AI; set cloud.service_account")
+        # Without one a custom job runs as an agent of the service's, which may read no secret and write to no TensorBoard.
+        for knob in (name for name in ("tensorboard", "secrets") if getattr(cloud, name) and not cloud.service_account):
+            reasons.append(f"cloud.{knob} needs an account of its own on Vertex AI; set cloud.service_account")
         if launch.machine.reservation and "/" not in launch.machine.reservation and not cloud.zone:
             reasons.append(f"launch.machine.reservation {launch.machine.reservation} lies in a zone; set cloud.zone, or give its whole name")
         looks: tuple[Callable[[Job], object], ...] = (lambda _: self._google.project, self._image, self._limit_s, self._topology)
@@ -150,10 +152,10 @@ class VertexLauncher:
         others = job.nodes - 1 if "tpuTopology" not in pool["machineSpec"] else 0
         pools = [{**pool, "replicaCount": "1"}, *([{**pool, "replicaCount": str(others)}] if others else [])]
         strategy = "FLEX_START" if launch.machine.flex_start else "SPOT" if launch.machine.spot else "STANDARD"
-        limit = f"{self._limit_s(job)}s"
         scheduling = {
-            "timeout": limit, "restartJobOnWorkerRestart": False, "disableRetries": True, "strategy": strategy,
-            **({"maxWaitDuration": limit} if launch.machine.flex_start else {}),
+            "timeout": f"{self._limit_s(job)}s", "restartJobOnWorkerRestart": False, "disableRetries": True, "strategy": strategy,
+            # To wait costs nothing, so that `cloud.max_cost` does not bound it.
+            **({"maxWaitDuration": f"{int(cloud.max_run)}s"} if launch.machine.flex_start else {}),
         }
         spec: dict[str, Any] = {"workerPoolSpecs": pools, "scheduling": scheduling, "baseOutputDirectory": {"outputUriPrefix": f"{job.mirror}/vertex"}}
         if cloud.service_account:
@@ -161,7 +163,7 @@ class VertexLauncher:
         if cloud.network:
             spec |= {"pscInterfaceConfig": {"networkAttachment": cloud.network}} if "/networkAttachments/" in cloud.network else {"network": cloud.network}
         if cloud.tensorboard:
-            spec["tensorboard"] = f"{self._google.parent}/tensorboards/{cloud.tensorboard}"
+            spec["tensorboard"] = board_of(self._google)
         given = {label(key): label(value) for key, value in cloud.labels.items()}
         labels = {**given, **self._labels(job), ATTEMPT: _attempt(job), **({MARK: mark} if mark else {})}
         return {"displayName": name_of(f"ingot-{self._recipe.name}-{job.name}-{_attempt(job)}"), "jobSpec": spec, "labels": labels}

@@ -37,10 +37,11 @@ class Hang:
 
 
 class HangWatch:
-    """Looked through several times a second. Silence is counted in our own waking time, so that no clock can betray it."""
+    """Looked through several times a second. Silence is counted in our own waking time, so that no clock can betray it. `late_s`: how old a sign
+    of life may be when it is seen here."""
 
-    def __init__(self, knobs: Launch, now: float) -> None:
-        self._knobs, self._last = knobs, now
+    def __init__(self, knobs: Launch, now: float, *, late_s: float = 0.0) -> None:
+        self._knobs, self._last, self._late_s = knobs, now, late_s
         self._quiet: dict[int, float] = {}
         self._heard: dict[int, float] = {}
 
@@ -54,7 +55,7 @@ class HangWatch:
         behind = _behind({rank: beats.get(rank) for rank in running})
         if not behind:
             return None
-        bound = max(self._bound(beats.get(rank)) for rank in behind)
+        bound = max(self._bound(beats.get(rank)) for rank in behind) + self._late_s
         quiet = min(self._quiet[rank] for rank in behind)
         if quiet <= bound:
             return None

@@ -21,15 +21,17 @@ from ingot.launch.local import command
 def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
     """Serve the run's model on a free port and send `serve.prompt`; the answer goes to `reports/predict.json`.
 
-    `arguments` are the recipe files and overrides as they were typed.
+    `arguments` are those of `ingot run`, of which the options go on to the server. Files and overrides are in the run's resolved recipe already,
+    and the first of them need not be the TARGET that `serve` wants there.
 
     Raises:
         Failed: the server did not come up, or did not answer as it should.
     """
     run = recipe.folder
     headers = {"Authorization": f"Bearer {secret(recipe.serve.api_key, 'serve.api_key')}"} if recipe.serve.api_key else {}
+    options = [argument for argument in arguments if argument.startswith("--")]
     began = time.monotonic()
-    with running_server(command(Job("serve", ("serve", *arguments, "serve.port=0")))) as url:
+    with running_server(command(Job("serve", ("serve", str(run.recipe), "serve.port=0", *options)))) as url:
         up = time.monotonic()
         answer = ask(url, *_question(recipe), headers)
         answered = time.monotonic()
@@ -43,11 +45,12 @@ def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
 
 def _question(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     """The route and the request: a model that was tuned on chats is asked as in a chat, a decoder of texts to go on, the others for a whole text or a label."""
+    tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)
     if recipe.documents in ("pair", "labelled"):
         return "/predict", {"instances": [recipe.serve.prompt]}
     if recipe.serve.engine == "triton":
-        return triton_route(recipe.name), question("triton", recipe.name, recipe.serve.prompt, recipe.serve.prompt_tokens)
-    request = {"model": recipe.name, "max_tokens": recipe.serve.prompt_tokens, "temperature": 0}
+        return triton_route(recipe.name), question("triton", recipe.name, recipe.serve.prompt, tokens)
+    request = {"model": recipe.name, "max_tokens": tokens, "temperature": 0}
     if recipe.documents in ("chat", "preference"):
         return "/v1/chat/completions", {**request, "messages": [{"role": "user", "content": recipe.serve.prompt}]}
     return "/v1/completions", {**request, "prompt": recipe.serve.prompt}

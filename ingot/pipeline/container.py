@@ -114,10 +114,12 @@ def _job(verb: str, place: list[str], options: list[str]) -> Job:
 
 
 def _options(verb: str, recipe: Recipe, submission: str) -> list[str]:
-    """With `pipeline.cache: false` all is done again."""
+    """With `pipeline.cache: false` all is done again; so is a query always, since nothing but its rows tells whether the tables behind it changed. Where
+    they did not, the documents come out the same, and the steps after it are skipped."""
     if verb == "train":
         return _of_training(recipe, submission)
-    return [] if recipe.pipeline.cache or verb == "deploy" else ["--again"]
+    queries = verb == "ingest" and any(source.startswith("bigquery:") for source in recipe.sources)
+    return ["--again"] if queries or (verb != "deploy" and not recipe.pipeline.cache) else []
 
 
 def _of_training(recipe: Recipe, submission: str) -> list[str]:

@@ -13,11 +13,13 @@ from ingot.base.storage import is_remote
 from ingot.cloud.clients import Google
 from ingot.cloud.images import image_of
 from ingot.cloud.machines import accelerators_of, check_machine, machine_type, vertex_accelerator
+from ingot.cloud.prices import time_limit_s
 from ingot.config.cloud import StepPlace, Verb
 from ingot.config.launch import Machine
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.launch.places import for_nodes
+from ingot.launch.missing import local_folders
+from ingot.launch.staging import for_nodes
 from ingot.pipeline.steps import STEPS
 
 VERBS: tuple[Verb, ...] = ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
@@ -27,6 +29,10 @@ DEPLOYS, KEEPS = "deploy", "keep"
 """What the gate says to the steps after it."""
 REACHED = ("gce", "vertex", "tpu", "dataproc", "dataflow")
 """Places that a container of the pipeline reaches."""
+MACHINES = ("local", "gce", "vertex")
+"""Places whose machines `launch.machine` describes."""
+BOUNDED = ("gce", "vertex", "tpu")
+"""Places that `cloud.max_cost` bounds, by a table of prices."""
 OUTPUT = "runs"
 """The folder that run folders are made in, in a container."""
 
@@ -82,15 +88,20 @@ def reasons(recipe: Recipe) -> list[str]:
     if recipe.launch.secrets:
         found.append(f"launch.secrets {recipe.launch.secrets[0]} is known to this machine alone; put it into Secret Manager and "
                      f"name it in cloud.secrets: {{{recipe.launch.secrets[0]}: secret:NAME}}")
-    sources = [*recipe.data.train, *(recipe.data.validation if isinstance(recipe.data.validation, list) else [])]
-    named = [("data source", source.source) for source in sources] + [("model.source", recipe.model.source)]
-    named += [(knob, value) for knob, value in (("tokenizer.source", recipe.tokenizer.source), ("evaluate.model", recipe.evaluate.model)) if value]
-    named += [(f"the source of task {task.name}", value) for task in recipe.tasks if isinstance(value := getattr(task, "source", None), str)]
+    named = [("data source", source) for source in recipe.sources]
+    named += [(f"the {knob} of task {task.name}", value) for task in recipe.tasks for knob in ("source", "include")
+              if isinstance(value := getattr(task, knob, None), str)]
     found += [f"{what} {value} lies on this machine; put it into the bucket and give gs://..." for what, value in named if _is_here(value)]
+    found += [f"{knob} {value} cannot be read by the pipeline's containers, which fetch models from the hub alone; give hf:ORGANIZATION/NAME"
+              for knob, value in local_folders(recipe).items()]
+    if _kind(recipe, "deploy") != "local":
+        found.append("pipeline.steps.deploy.launch: a deployment is asked for by the pipeline's own container; remove it")
     for verb in VERBS:
-        machine = _machine(recipe, verb)
-        found += [f"{verb}: {reason}" for reason in (check_machine(machine) if machine is not None else [])]
-    looks: tuple[Callable[[], object], ...] = (lambda: Google(recipe.cloud).project, lambda: plan(recipe))
+        found += [f"{verb}: {reason}" for reason in _misplaced(recipe, verb)]
+    bounded = [verb for verb in VERBS if _is_shared(verb) and _kind(recipe, verb) in BOUNDED]
+    looks: tuple[Callable[[], object], ...] = (
+        lambda: Google(recipe.cloud).project, lambda: plan(recipe), lambda: [time_limit_s(recipe.at(verb)) for verb in bounded],
+    )
     for look in looks:
         try:
             look()
@@ -99,19 +110,46 @@ def reasons(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _misplaced(recipe: Recipe, verb: Verb) -> list[str]:
+    """Why a step cannot be done where the recipe puts it."""
+    kind, machine = _kind(recipe, verb), _machine(recipe, verb)
+    found = check_machine(machine) if machine is not None else []
+    if _is_shared(verb) and machine is not None and kind in MACHINES:
+        processes, accelerators = recipe.at(verb).launch.processes, accelerators_of(machine)[1]
+        if 0 < accelerators < processes:
+            found.append(f"{processes} processes share {accelerators} accelerators on each machine; set pipeline.steps.{verb}.processes to {accelerators}, "
+                         "or take larger machines")
+        if kind == "local" and accelerators and recipe.cloud.max_cost is not None:
+            found.append(f"what runs in a container of the pipeline is not bounded by cloud.max_cost; set pipeline.steps.{verb}.launch to vertex")
+    return found if kind != "local" else [*found, *_beyond(recipe, verb)]
+
+
+def _beyond(recipe: Recipe, verb: Verb) -> list[str]:
+    """What a step asks for that its own container cannot have."""
+    given, machine = recipe.pipeline.steps.get(verb, StepPlace()), _machine(recipe, verb)
+    # Where it is moved here by name, it leaves the machines that `launch` asks for to the others.
+    nodes = given.nodes or (recipe.launch.nodes if _is_shared(verb) and given.launch is None else 1)
+    asked = [f"launch.nodes {nodes}"] if nodes > 1 else []
+    asked += [f"launch.machine.{way}" for way in ("spot", "flex_start", "reservation") if machine is not None and getattr(machine, way)]
+    asked += ["launch.machine.disk_gb"] if machine is not None and machine.disk_gb != Machine().disk_gb else []
+    return [f"{what} cannot be had in a container of the pipeline; set pipeline.steps.{verb}.launch to vertex" for what in asked]
+
+
 def _is_here(source: str) -> bool:
-    return not is_remote(source) and ":" not in source and source not in ("train", "none")
+    return source.startswith("megatron:") or (not is_remote(source) and ":" not in source)
 
 
 def _planned(recipe: Recipe, verb: Verb) -> Planned:
     given = recipe.pipeline.steps.get(verb, StepPlace())
-    kind, machine = _kind(recipe, verb, given), _machine(recipe, verb)
+    kind, machine = _kind(recipe, verb), _machine(recipe, verb)
     image = given.image or (recipe.launch.image if _is_shared(verb) else None)
     if kind == "local":
-        return Planned(verb, image or image_of(recipe.cloud, "train"), (), _resources(machine))
+        return Planned(verb, image or image_of(recipe.cloud, "train"), (), _resources(machine, verb))
     if kind not in REACHED:
         raise WrongInput(f"{verb} cannot run with launch.kind {kind} from a container of the pipeline; set pipeline.steps.{verb}.launch to vertex or gce")
     place = [f"launch.kind={kind}", f"launch.nodes={given.nodes or (recipe.launch.nodes if _is_shared(verb) else 1)}"]
+    if given.processes is not None:
+        place.append(f"launch.processes={given.processes}")
     if machine is not None:
         place.append(f"launch.machine={json.dumps(machine.model_dump(mode='json', exclude_defaults=True), sort_keys=True)}")
     if image is not None:
@@ -120,18 +158,10 @@ def _planned(recipe: Recipe, verb: Verb) -> Planned:
     return Planned(verb, image_of(recipe.cloud, "train"), tuple(place))
 
 
-def _kind(recipe: Recipe, verb: Verb, given: StepPlace) -> str:
-    """Where a step runs: `local` is its own container, which is a machine of Vertex AI that nothing shares."""
-    if given.launch is not None:
-        return given.launch
-    if not _is_shared(verb):
-        return "local"
-    if recipe.launch.kind not in ("local", "vertex"):
-        return recipe.launch.kind
-    machine = _machine(recipe, verb) or recipe.launch.machine
-    known = machine_type(machine.type)
-    beyond = machine.spot or machine.flex_start or machine.reservation or (known is not None and known.is_tpu)
-    return "vertex" if (given.nodes or recipe.launch.nodes) > 1 or beyond else "local"
+def _kind(recipe: Recipe, verb: Verb) -> str:
+    """Where a step runs. `local` is its own container, a machine of Vertex AI that nothing shares and whose time nobody bounds."""
+    given = recipe.pipeline.steps.get(verb, StepPlace())
+    return given.launch or (recipe.launch.kind if _is_shared(verb) else "local")
 
 
 def _is_shared(verb: Verb) -> bool:
@@ -144,7 +174,7 @@ def _machine(recipe: Recipe, verb: Verb) -> Machine | None:
     return given or (recipe.launch.machine if _is_shared(verb) else None)
 
 
-def _resources(machine: Machine | None) -> Resources | None:
+def _resources(machine: Machine | None, verb: Verb) -> Resources | None:
     known = machine_type(machine.type) if machine is not None else None
     if machine is None or known is None:
         return None
@@ -152,4 +182,4 @@ def _resources(machine: Machine | None) -> Resources | None:
     try:
         return Resources(known.vcpus, known.memory_gb, vertex_accelerator(name) if name else None, count)
     except KeyError:
-        raise WrongInput(f"accelerator {name} cannot be had in a container of the pipeline; choose another launch.machine") from None
+        raise WrongInput(f"{verb}: accelerator {name} cannot be had in a container of the pipeline; set pipeline.steps.{verb}.launch to vertex") from None

@@ -83,8 +83,9 @@ def _in_its_place(step: Step, recipe: Recipe, arguments: Sequence[str]) -> Ended
     """What several nodes can share goes where `launch` says; everything else is done here."""
     supervised, recipe = step.verb == "train", recipe.at(step.verb)
     if recipe.launch.kind != "local" and (step.distributed or step.verb in recipe.pipeline.steps):
-        return do(recipe, place(recipe, step.verb, arguments, shared=step.distributed), supervised=supervised)
-    job = Job(step.verb, (step.verb, *arguments), recipe.launch.processes if step.distributed else 1)
+        options = [argument for argument in arguments if argument.startswith("--")]
+        return do(recipe, place(recipe, step.verb, shared=step.distributed, options=options), supervised=supervised)
+    job = Job(step.verb, (step.verb, *arguments), recipe.launch.processes if step.distributed else 1, environment=recipe.launch.variables)
     return supervise(job, recipe) if supervised else foreground(job)
 
 

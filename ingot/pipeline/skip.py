@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ingot
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.fingerprint import canonical_json, fingerprint
 from ingot.base.progress import say
 from ingot.base.steprecord import StepRecord, is_intact, read_record
-from ingot.base.storage import find_files, stamp
+from ingot.base.storage import find_files, is_remote, stamp
 from ingot.config.identity import changes
 from ingot.config.recipe import Recipe
 from ingot.pipeline.steps import Step, before
@@ -56,13 +56,24 @@ def what_it_reads(step: Step, recipe: Recipe, stamps: Stamps) -> dict[str, Any]:
         record = read_record(recipe.folder.steps, verb)
         reads[f"from {verb}"] = record.outputs if record else None
     if folders := step.folders(recipe):
-        reads["folders"] = {str(folder): fingerprint([stamp(file) for file in find_files(str(folder))]) for folder in folders}
+        reads["folders"] = {folder: _stamped(folder) for folder in folders}
     if step.verb in stamps:
         reads["outside"] = stamps[step.verb](recipe)
     reads |= {"ingot": ingot.__version__, "revision": step.revision}
     # As the record will have it after a trip through its file, so that the two compare equal.
     plain: dict[str, Any] = json.loads(canonical_json(reads))
     return plain
+
+
+def _stamped(folder: str) -> str:
+    try:
+        return fingerprint([stamp(file) for file in find_files(folder)])
+    except IngotError:
+        raise
+    except Exception as error:  # each storage client raises its own kinds
+        if not is_remote(folder):
+            raise
+        raise Failed(f"{folder} cannot be reached ({type(error).__name__}: {error}); check the network and your credentials") from error
 
 
 def describe(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -65,7 +65,7 @@ def _task(dsl: Any, plan: Plan, planned: Planned, recipe: Any, replica: Any, aft
     if plan.retries:
         task.set_retry(plan.retries, PAUSE, FACTOR, LONGEST)
     if (wanted := planned.resources) is not None:
-        task.set_cpu_limit(str(wanted.cpus)).set_memory_limit(f"{wanted.memory_gb:g}G")
+        task.set_cpu_limit(str(wanted.cpus)).set_memory_limit(f"{int(wanted.memory_gb * 1000)}M")  # kfp takes whole numbers alone
         if wanted.accelerator is not None:
             task.set_accelerator_type(wanted.accelerator).set_accelerator_limit(wanted.accelerators)
     return task

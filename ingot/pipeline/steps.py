@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.base.storage import find_files
 from ingot.config.data import Source
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
@@ -28,8 +27,8 @@ class Step:
     """The knobs that it reads, with their values: nested or dotted names that a person can type."""
     after: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
     """The steps whose outputs it takes."""
-    folders: Callable[[Recipe], list[Path]] = lambda recipe: []
-    """Folders outside the run folder that it reads (models, tokenizers)."""
+    folders: Callable[[Recipe], list[str]] = lambda recipe: []
+    """What lies outside the run folder and is read (models, tokenizers, items): folders, files, globs, addresses in a bucket."""
     distributed: bool = False
     """Whether several processes can share it (`launch.processes`)."""
     revision: int = 1
@@ -87,34 +86,45 @@ def _evaluates_base(recipe: Recipe) -> bool:
     return recipe.evaluate.model is None and not (recipe.folder.model / "config.json").exists()
 
 
-def _evaluated_folders(recipe: Recipe) -> list[Path]:
+def _evaluated_folders(recipe: Recipe) -> list[str]:
     """The models that are measured, and the files with the items of tasks."""
     base = recipe.model.source if _evaluates_base(recipe) or recipe.evaluate.base else None
     items = [getattr(task, knob, None) for task in recipe.tasks for knob in ("source", "include")]
-    files = [Path(item) for item in items if item and not item.startswith("hf:") and find_files(item)]
+    files = [item for item in items if item and not item.startswith("hf:")]
     return [*_local(base), *_local(recipe.evaluate.model), *files]
 
 
 def _gate(recipe: Recipe) -> Knobs:
-    return recipe.select(("gate",)) | {"gate.metric": recipe.gate_metric} | _register(recipe)
+    return recipe.select(("gate",)) | {"gate.metric": recipe.gate_metric} | _registry(recipe)
 
 
-def _register(recipe: Recipe) -> Knobs:
+def _registry(recipe: Recipe) -> Knobs:
+    """Which versions the model is compared with, and joins."""
     if recipe.registry.kind == "vertex":
-        # A version there is its container too.
-        told = ("cloud.project", "cloud.region", "cloud.bucket", "cloud.repository", "cloud.images.serve", "serve.engine", "serve.image")
-        where = recipe.select(told)
+        where = recipe.select(("cloud.project", "cloud.region", "cloud.bucket"))
     else:
         where = {"registry.path": str(recipe.registry_path)}
     return {"registry.name": recipe.registry_name, "registry.kind": recipe.registry.kind, **where}
 
 
+def _register(recipe: Recipe) -> Knobs:
+    return _registry(recipe) | (_container(recipe) if recipe.registry.kind == "vertex" else {})
+
+
+def _container(recipe: Recipe) -> Knobs:
+    """A version in Vertex AI is its container too: the image, and what that is started with (`config/serving.py`)."""
+    told = ("cloud.repository", "cloud.images.serve", "serve.engine", "serve.image", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue",
+            "serve.max_batch", "serve.any_template")
+    return recipe.select((*told, "serve.machine") if recipe.serve.engine in ("vllm", "triton") else told)
+
+
 def _serve(recipe: Recipe) -> Knobs:
-    return recipe.select(("serve.engine", "serve.prompt", "serve.prompt_tokens"))
+    tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)  # as many are asked for
+    return recipe.select(("serve.engine", "serve.prompt")) | {"serve.prompt_tokens": tokens}
 
 
 def _deploy(recipe: Recipe) -> Knobs:
-    return _register(recipe) | recipe.select(("serve.engine", "serve.image", "serve.machine", "serve.replicas"))
+    return _register(recipe) | recipe.select(("serve.engine", "serve.image", "serve.machine", "serve.replicas", "serve.verify", "serve.canary"))
 
 
 def _takes(*verbs: str) -> Callable[[Recipe], tuple[str, ...]]:
@@ -125,12 +135,12 @@ def _evaluated(recipe: Recipe) -> tuple[str, ...]:
     return ("prepare",) if recipe.evaluate.model else ("prepare", "train")
 
 
-def _local(source: str | None) -> list[Path]:
+def _local(source: str | None) -> list[str]:
     """`source` where it is a folder of this machine, not a name on the hub or of a preset."""
-    return [Path(source)] if source and Path(source).is_dir() else []
+    return [str(Path(source))] if source and Path(source).is_dir() else []
 
 
-def _training_folders(recipe: Recipe) -> list[Path]:
+def _training_folders(recipe: Recipe) -> list[str]:
     """Every model that training starts from or learns from. That of `train.start_from` may itself go on meanwhile, and is not among them."""
     objective, lora = recipe.objective, recipe.model.lora
     others = (getattr(objective, "teacher", None), getattr(objective, "reference", None), lora.adapter if lora else None)

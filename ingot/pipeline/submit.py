@@ -23,7 +23,7 @@ from ingot.base.storage import write_atomic
 from ingot.cloud import pipelines
 from ingot.cloud.clients import Google
 from ingot.cloud.instances import label, name_of
-from ingot.cloud.models import bucket_region
+from ingot.cloud.regions import region_mismatch
 from ingot.config.recipe import Recipe
 from ingot.pipeline.plan import VERBS, Plan, plan, reasons
 from ingot.pipeline.spec import compiled, text_of
@@ -191,9 +191,8 @@ def _labels(recipe: Recipe) -> dict[str, str]:
 def _look(recipe: Recipe, google: Google) -> None:
     """What only Google can tell: credentials, the bucket and its region."""
     google.client("pipelines")
-    found, region = bucket_region(google), recipe.cloud.region
-    if found != region and not (found in ("us", "eu", "asia") and region.startswith(found.replace("eu", "europe"))) and not re.fullmatch(r"[a-z]+\d", found):
-        raise WrongInput(f"the bucket {google.bucket} lies in {found}, and cloud.region is {region}; set it to {found}, or take a bucket in {region}")
+    if reason := region_mismatch(recipe.cloud):
+        raise WrongInput(reason)
 
 
 def _send(recipe: Recipe, submission: Submission) -> None:
@@ -213,7 +212,8 @@ def _judge(submission: Submission, standing: pipelines.Standing) -> None:
     link = submission.link(standing.id)
     if standing.state == "SUCCEEDED":
         ran = {task.name for task in standing.tasks if task.state == "SUCCEEDED"}
-        say("deployed" if "deploy" in ran else "the gate keeps the live model; nothing was registered")
+        say("the gate passed the model, and the step deploy is done; its log says what it changed" if "deploy" in ran else
+            "the gate keeps the live model; nothing was registered")
     elif standing.state == "CANCELLED":
         raise Failed(f"the pipeline {standing.id} was cancelled; submit it again to go on: {link}")
     elif failed is not None:

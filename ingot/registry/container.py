@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, dataclass
 
 from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
 from ingot.cloud.images import image_of
 from ingot.cloud.models import Container
 from ingot.config import serving
 from ingot.config.recipe import Recipe
 
 _REGISTRY = re.compile(r"(?:([a-z]+-[a-z]+\d+)|[a-z]+)-docker\.pkg\.dev/")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe asks to be served with. `files` lie beside the model; `mark` tells both from what else the model is served with."""
+
+    container: Container
+    files: dict[str, str]
+    mark: str
 
 
 def container_of(recipe: Recipe) -> Container:
@@ -28,3 +39,9 @@ def container_of(recipe: Recipe) -> Container:
         image, wanted.args, wanted.command, dict(wanted.env), wanted.ports[0], wanted.health_route, wanted.predict_route,
         shared_memory_mb=wanted.shared_memory_mb,
     )
+
+
+def wanted_by(recipe: Recipe, model: str) -> Wanted:
+    """What the recipe asks for the model that lies at `model` (gs://). Raises as `container_of` does."""
+    container, files = container_of(recipe), serving.artifact_of(recipe, model)
+    return Wanted(container, files, fingerprint({"container": asdict(container), "files": files}))

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.cloud.clients import Google
 from ingot.config.recipe import Recipe
+from ingot.registry import pointer
 from ingot.registry.endpoint import Plan, find, render, roll_out
 from ingot.registry.kinds import Registered, registry_of
 from ingot.registry.labels import label
 from ingot.registry.machine import resources_of
-from ingot.registry.verbs import approved, lies_in, newest
+from ingot.registry.verbs import approved, compared_with, lies_in, newest
 from ingot.registry.verification import SHARE, Check, answer_of
 from ingot.registry.vertex import VertexRegistry, VertexVersion
 
@@ -48,13 +49,19 @@ def deploy(recipe: Recipe, name: str, wish: Wish, *, is_run: bool = False) -> Re
         registry.check(version)
         plan = _planned(recipe, version, wish, registry)
 
+        def allow(live: int | None) -> None:
+            if wish.back and registry.previous(name).number != version.number:
+                raise Failed(f"another version of {name} went live meanwhile; run the same command again")
+            if live != version.number:
+                pointer.check(name, live, instead_of)
+
         def commit() -> None:
             if wish.back:
                 registry.rollback(name, reason, to=version.number)
             else:
                 registry.point(name, version.number, reason, instead_of=instead_of)
 
-        roll_out(Google(recipe.cloud), plan, lambda: _live(registry, name), commit)
+        roll_out(Google(recipe.cloud), plan, lambda: _live(registry, name), allow, commit)
         return version
     if wish.back:
         before: Registered = registry.rollback(name, "rolled back by hand")
@@ -92,11 +99,6 @@ def _check(recipe: Recipe, wish: Wish) -> None:
         raise WrongInput(f"--canary {wish.canary} is no share of the traffic; give 1 to 99 percent, or leave it out")
     if recipe.registry.kind == "local" and (wish.canary is not None or wish.verify):
         raise WrongInput("--canary and --verify are for an endpoint, and the local registry has none; leave them out, or set registry.kind=vertex")
-    if recipe.serve.engine in ("vllm", "triton") and (wish.canary is not None or wish.verify):
-        raise WrongInput(
-            f"--canary and --verify ask by Vertex AI's predict, whose form serve.engine {recipe.serve.engine} does not speak; "
-            "leave them out, or set serve.engine to native"
-        )
 
 
 def _chosen(recipe: Recipe, registry: VertexRegistry, name: str, wish: Wish, is_run: bool) -> tuple[VertexVersion, str, int | None]:
@@ -112,7 +114,15 @@ def _chosen(recipe: Recipe, registry: VertexRegistry, name: str, wish: Wish, is_
     found = registry.find(name, report)
     if found is None:
         raise WrongInput(f"the model of {recipe.folder.root} is not registered as {name} in {registry.place}; run `ingot register` first")
-    return found, f"gate: {decided['reason']}", found.number if _live(registry, name) == found.number else (decided["live"] or {}).get("version")
+    if not registry.is_served_so(found):
+        raise WrongInput(f"{name} v{found.number} has another container than the recipe now asks for (serve, cloud.images); run `ingot register` first")
+    live = registry.live(name)
+    is_live = live is not None and live.number == found.number
+    if not is_live and any(turn.version == found.number for turn in registry.history(name)):
+        raise WrongInput(f"{name} v{found.number} was live and was replaced or rolled back since; --version {found.number} deploys it all the same")
+    # The same model in another container: the decision that made it live still stands.
+    stands = live is not None and (live.model_hash, live.tokenizer_hash) == (found.model_hash, found.tokenizer_hash)
+    return found, f"gate: {decided['reason']}", live.number if live is not None and stands else compared_with(registry, name, decided)
 
 
 def _planned(recipe: Recipe, version: VertexVersion, wish: Wish, registry: VertexRegistry | None) -> Plan:
@@ -125,11 +135,11 @@ def _planned(recipe: Recipe, version: VertexVersion, wish: Wish, registry: Verte
             say(f"no copy of {version.name} v{version.number} lies here, so only the form of its answer is compared")
         else:
             expected = answer_of(folder, recipe.serve.prompt)
-    check = Check(recipe.serve.prompt, version.classifies, expected) if asks else None
+    check = Check(recipe.serve.prompt, version.classifies, expected, version.engine, version.name) if asks else None
     labels = {**{label(key): label(value) for key, value in recipe.cloud.labels.items()}, "ingot-run": label(recipe.name)}
     return Plan(version, resources_of(recipe), wish.canary or (SHARE if wish.verify else None), check, labels)
 
 
 def _live(registry: VertexRegistry, name: str) -> int | None:
-    version = registry.live(name)
-    return None if version is None else version.number
+    turns = registry.history(name)
+    return turns[-1].version if turns else None

@@ -19,6 +19,8 @@ from ingot.base.progress import say
 from ingot.cloud import endpoints
 from ingot.cloud.clients import Google
 from ingot.cloud.endpoints import Deployed, Endpoint, Resources
+from ingot.cloud.operations import code_of
+from ingot.config.serving import RAW
 from ingot.registry.labels import label, resource_id
 from ingot.registry.verification import Check, probe
 from ingot.registry.vertex import VertexVersion
@@ -27,6 +29,10 @@ LEASE_S = 60.0
 """How long a command that died keeps the next one waiting, where it ran on another machine."""
 TRIES, PAUSE_S = 5, 2.0
 """How often a change of the endpoint is tried that did not come off, and how long is waited between two tries."""
+_OURS = ("ingot-verb", "deploy")
+"""The label of an endpoint that was made here, and that may be deleted here again."""
+_AT_IT = "other operation"
+"""What a refusal says that is due to what somebody else does to the endpoint at that moment."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +53,35 @@ class Plan:
     def called(self) -> str:
         return f"{self.name} v{self.version.number}"
 
+    def check_ours(self, there: Endpoint) -> None:
+        """Raises WrongInput where the endpoint serves a model that is not a version of this name: no other's traffic is taken away."""
+        ours = _in_project(self.version.resource)
+        for deployed in there.deployed:
+            if _in_project(deployed.model) != ours:
+                raise WrongInput(
+                    f"the endpoint {there.name} serves {deployed.model} too, which is no version of {self.name}; take it away there, "
+                    "rename the endpoint, or set registry.name to another name"
+                )
+
     def runs(self, deployed: Deployed) -> bool:
         """Is it this version on these machines?"""
         return f"{deployed.model}@{deployed.number}" == self.version.resource and deployed.resources == self.resources
 
 
-def roll_out(google: Google, plan: Plan, live: Callable[[], int | None], commit: Callable[[], None]) -> None:
+def roll_out(google: Google, plan: Plan, live: Callable[[], int | None], allow: Callable[[int | None], None], commit: Callable[[], None]) -> None:
     """Make `plan` serve all of the traffic; `live` says which version should until then, `commit` makes it the live one once it does.
 
+    `allow` raises where that is not wanted any more: it is told what is live while nobody else can change it, before anything is touched.
+
     Raises:
-        WrongInput: there are two endpoints of the name, or the service refuses machine, image or rights.
+        WrongInput: there are two endpoints of the name, it serves what is not ours, or the service refuses machine, image or rights.
         Failed: another command deploys this name, or the new version does not come up or does not answer as it should. The old one then serves.
     """
     bucket = open_bucket(f"{google.bucket}/ingot/endpoints/{plan.name}")
     with lease(bucket, f"ingot deploy {plan.name}", life_s=LEASE_S, wait=True) as held:
-        _RollOut(google, plan, live(), held).run(commit)
+        before = live()
+        allow(before)
+        _RollOut(google, plan, before, held).run(live, commit)
 
 
 def find(google: Google, name: str) -> Endpoint | None:
@@ -75,9 +95,10 @@ def find(google: Google, name: str) -> Endpoint | None:
 
 def render(google: Google, plan: Plan) -> str:
     """What would be sent, as text; looks at the endpoint and changes nothing."""
-    there = find(google, plan.name)
-    parts: list[str] = []
-    if there is None:
+    there, parts = find(google, plan.name), list[str]()
+    if there is not None:
+        plan.check_ours(there)
+    else:
         parts += ["CreateEndpoint", _text(_creation(google, plan))]
     name = there.name if there else f"{google.parent}/endpoints/{resource_id(plan.name)}"
     old = [deployed for deployed in there.deployed if not plan.runs(deployed)] if there else []
@@ -86,7 +107,7 @@ def render(google: Google, plan: Plan) -> str:
     if old and plan.share is not None:
         parts.append(f"UpdateEndpoint: {plan.share} % of the traffic to {plan.called}")
     if plan.check is not None:
-        parts.append(f"Predict: {plan.check.prompt!r}")
+        parts.append(f"{'RawPredict' if plan.check.engine in RAW else 'Predict'}: {plan.check.prompt!r}")
     parts.append(f"UpdateEndpoint: 100 % of the traffic to {plan.called}")
     parts += [f"UndeployModel: {deployed.id} (v{deployed.number})" for deployed in old]
     return "\n".join(parts) + "\n"
@@ -102,8 +123,9 @@ class _RollOut:
         self._is_right = False  # whether `_put_right` knows what is to serve
         self._operation: str | None = None
 
-    def run(self, commit: Callable[[], None]) -> None:
-        there = find(self._google, self._plan.name)
+    def run(self, live: Callable[[], int | None], commit: Callable[[], None]) -> None:
+        there, has_begun = find(self._google, self._plan.name), False
+        finish = f"`ingot deploy {self._plan.name} --version {self._plan.version.number}` finishes it"
         try:
             self._created = there is None
             self._name = there.name if there else endpoints.create(self._google, _creation(self._google, self._plan))
@@ -112,17 +134,30 @@ class _RollOut:
                 new = self._deploy()
             self._move_traffic(new)
             self._held.check()
+            has_begun = True
             commit()
         except BaseException as error:
+            if has_begun and self._is_live(live):  # back again would leave an endpoint that serves another version than the live one
+                if isinstance(error, IngotError):
+                    raise Failed(f"{self._plan.called} serves all of the traffic, but {error}; {finish}") from error
+                raise
             self._undo(error)
             if isinstance(error, Failed | WrongInput) and self._name:
-                state = "the version before serves on" if self._stable else "nothing is deployed"
+                undone = "nothing is deployed" if self._is_right or self._created else "nothing was changed"
+                state = "the version before serves on" if self._stable else undone
                 raise type(error)(f"{self._plan.called} is not deployed, {state}: {error}") from error
             raise
         try:
             self._keep_only(new)
         except IngotError as error:
-            raise Failed(f"{self._plan.called} is live, but the one before could not be taken away: {error}; run the same command again") from error
+            raise Failed(f"{self._plan.called} is live, but the one before could not be taken away: {error}; {finish}") from error
+
+    def _is_live(self, live: Callable[[], int | None]) -> bool:
+        """Whether the pointer moved before `commit` broke off; where nobody can say, too: what serves now may stay so."""
+        try:
+            return live() == self._plan.version.number
+        except IngotError:
+            return True
 
     def _put_right(self) -> str | None:
         """Undo or keep what a command left that died: one version serves all of the traffic afterwards, and beside it is at most the new one.
@@ -174,7 +209,7 @@ class _RollOut:
         self._set_traffic({new: 100})
 
     def _undo(self, error: BaseException) -> None:
-        """The traffic back to what served before, nothing else left, and no endpoint that never served."""
+        """The traffic back to what served before, nothing else left, and no endpoint of our making that never served."""
         if not self._name:
             return
         try:
@@ -188,7 +223,8 @@ class _RollOut:
                     self._undeploy(deployed.id)
             elif not self._created:
                 return  # it was not looked at, and nothing was done to it
-            if self._created or self._live is None:
+            there = endpoints.get(self._google, self._name)
+            if (self._created or self._live is None) and _OURS in there.labels.items() and not there.deployed:
                 endpoints.delete(self._google, self._name)
         except IngotError as wrong:
             say(f"warning: {self._name} could not be put back ({wrong}); the next `ingot deploy {self._plan.name}` does it")
@@ -202,11 +238,17 @@ class _RollOut:
     def _settled(self) -> Endpoint:
         """The endpoint, when nothing is being done to it any more."""
         endpoints.settle(self._google, self._name)
-        return endpoints.get(self._google, self._name)
+        return self._seen()
+
+    def _seen(self) -> Endpoint:
+        """The endpoint, if all that it serves is ours: looked at before each change, since others may use it."""
+        there = endpoints.get(self._google, self._name)
+        self._plan.check_ours(there)
+        return there
 
     def _set_traffic(self, traffic: dict[str, int]) -> None:
         def act() -> bool:
-            there = endpoints.get(self._google, self._name)
+            there = self._seen()
             if {key: share for key, share in there.traffic.items() if share} == traffic:
                 return True
             self._held.check()
@@ -232,10 +274,16 @@ def _insist(act: Callable[[], bool]) -> None:
         try:
             act()
             return
-        except Failed:
-            if not left:
+        except (Failed, WrongInput) as error:
+            passes = isinstance(error, Failed) or code_of(error) in (409, 412) or _AT_IT in str(error)
+            if not (left and passes):
                 raise
         time.sleep(PAUSE_S)
+
+
+def _in_project(model: str) -> str:
+    """A model without its version and its project, which the service writes by name here and by number there."""
+    return model.partition("@")[0].partition("/locations/")[2]
 
 
 def _creation(google: Google, plan: Plan) -> Any:

@@ -11,6 +11,8 @@ from ingot.base.fingerprint import fingerprint
 MOST_LABELS, MOST_CHARACTERS = 64, 63
 KEY = "ingot-key"
 """The label of a version that says which model it is, by `key_of`."""
+CONTAINER, ENGINE = "ingot-container", "ingot-engine"
+"""The labels of a version that say in which container it is, by `container.Wanted.mark`, and what answers there."""
 _ID_CHARACTERS = 45
 
 

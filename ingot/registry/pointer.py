@@ -62,6 +62,13 @@ def read(bucket: Bucket) -> Pointer:
     raise Failed(f"{bucket.url_of(NAME)} does not stand still; see who else deploys, and run the same command again")
 
 
+def check(name: str, live: int | None, instead_of: int | None) -> None:
+    """Raises WrongInput where another version is live than the one that was compared with; -1: any will do."""
+    if instead_of not in (-1, live):
+        now, then = (f"{name} v{version}" if version is not None else f"nothing as {name}" for version in (live, instead_of))
+        raise WrongInput(f"{now} went live while {then} was compared with the new model; run `ingot gate` again")
+
+
 def move(bucket: Bucket, pointer: Pointer, number: int, reason: str, *, back: bool = False) -> None:
     """Add a turn to version `number`; `back`: it is a rollback, and the next one goes further back.
 

@@ -108,11 +108,18 @@ class Registry:
             return [Turn(*row) for row in db.execute("SELECT version, time, reason FROM turns WHERE name = ? ORDER BY id", (name,))]
 
     def add(self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]) -> Version:
-        """Register the model in `folder` with its report. A model that is registered already keeps its version and takes the new report."""
+        """Register the model in `folder` with its report. A model that is registered already keeps its version and takes the new report.
+
+        Where its files are damaged they are put there anew, all at once; whatever is live stays so meanwhile.
+
+        Raises:
+            WrongInput: they are damaged, and so are those in `folder`.
+        """
         with opened(self.path, writing=True) as db:
             known = self._refreshed(db, name, report)
             identity = str(db.execute("SELECT id FROM registry").fetchone()[0])
         if known is not None:
+            self._mend(known, folder, identity)
             return known
         with disk_errors(self.home), self._staged(name, folder, identity) as staged, opened(self.path, writing=True) as db:
             known = self._refreshed(db, name, report)  # another writer may have been faster
@@ -208,6 +215,25 @@ class Registry:
                 yield staged
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
+
+    def _mend(self, version: Version, folder: Path, identity: str) -> None:
+        """Put the files of a damaged version there anew from `folder`."""
+        marker = read_marker(version.folder, MARKER)
+        if marker is not None and not problems(version.folder, marker, checksums=True):
+            return
+        if version.folder.exists() and folder.exists() and version.folder.samefile(folder):
+            self.check(version, checksums=True)
+        for entry in marker["files"] if marker is not None else ():
+            mine, other = version.folder / entry["path"], folder / entry["path"]
+            # One file with two names, and so damaged under both: it must not be vouched for.
+            if mine.exists() and other.exists() and mine.samefile(other) and problems(version.folder, {"files": [entry]}, checksums=True):
+                called = _called(version.name, version.number)
+                raise WrongInput(f"{other} is damaged, and {called} with it; remove {folder} and run `ingot train` again, which exports it anew")
+        with (
+            disk_errors(self.home), self._staged(version.name, folder, identity) as staged, opened(self.path, writing=True),
+            atomic_folder(version.folder) as partial,
+        ):
+            os.replace(staged, partial)
 
     def _clear(self, target: Path, identity: str) -> None:
         """Remove the folder of a writer that died before its row was written; never one of another registry."""

@@ -17,6 +17,7 @@ from ingot.base.errors import EXIT_DONE, EXIT_KEEP, WrongInput
 from ingot.base.evaluation import EvaluationReport, read_report
 from ingot.base.events import record_event
 from ingot.base.fingerprint import fingerprint
+from ingot.base.runfolder import RunFolder
 from ingot.base.steprecord import Outcome, sizes
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
@@ -33,13 +34,14 @@ def gate(recipe: Recipe) -> Outcome:
     Exit code 0 for deploy, 3 for keep.
 
     Raises:
-        WrongInput: no report, or one about another model; see also `decide`.
+        WrongInput: no report, or one about another model, or about one that could not be registered; see also `decide`.
     """
     run = recipe.folder
     report = _report(recipe)
+    _folder(recipe)
     live = registry_of(recipe).live(recipe.registry_name)
     decision = decide(report, None if live is None else live.report, recipe.gate.model_copy(update={"metric": recipe.gate_metric}))
-    written = _written(decision, report, live) | {"live": _compared(recipe, report, live)}
+    written = _written(decision, report, live) | {"registry": _registry(recipe), "live": _compared(recipe, report, live)}
     path = run.reports / GATE
     write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
     record_event(run.events, "gate", cause=decision.reason, decision=decision.decision, live=written["live"])
@@ -49,7 +51,7 @@ def gate(recipe: Recipe) -> Outcome:
 
 
 def gate_stamp(recipe: Recipe) -> dict[str, Any] | None:
-    """The live model that the gate would compare with, as far as it decides whether the gate must run again.
+    """The registry and its live model that the gate would compare with, as far as they decide whether the gate must run again.
 
     Once the run's own model is live, that is still the one that it was compared with: registering it undoes no decision.
     """
@@ -57,7 +59,8 @@ def gate_stamp(recipe: Recipe) -> dict[str, Any] | None:
         report = _report(recipe)
     except WrongInput:
         return None  # nothing to compare yet; the gate itself will say so
-    return _compared(recipe, report, registry_of(recipe).live(recipe.registry_name))
+    # With the registry, since a decision that was made against another one, or by an ingot that did not write down which, does not count.
+    return {"registry": _registry(recipe), "live": _compared(recipe, report, registry_of(recipe).live(recipe.registry_name))}
 
 
 def _compared(recipe: Recipe, report: EvaluationReport, live: Registered | None) -> dict[str, Any] | None:
@@ -84,13 +87,12 @@ def register(recipe: Recipe) -> Outcome:
     known = registry.find(name, report)
     decided = _decided(recipe)
     if known is None and (decided is None or not _is_about(report, decided["candidate"])):
-        raise WrongInput(f"{run.reports / GATE} holds no decision about the model of {run.root}; run `ingot gate` first")
+        raise _undecided(recipe)
     version = registry.add(name, _folder(recipe), report, _lineage(recipe))
     was_live = any(turn.version == version.number for turn in registry.history(name))
     says_deploy = decided is not None and _is_about(report, decided["candidate"]) and decided["decision"] == "deploy" and not was_live
     if decided is not None and says_deploy and recipe.registry.kind == "local":
-        before = decided["live"]
-        registry.point(name, version.number, f"gate: {decided['reason']}", instead_of=before and before["version"])
+        registry.point(name, version.number, f"gate: {decided['reason']}", instead_of=compared_with(registry, name, decided))
     live = registry.live(name)
     is_live = live is not None and live.number == version.number
     state = "live" if is_live else f"v{live.number} stays live" if live is not None else "nothing is live"
@@ -118,10 +120,25 @@ def approved(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:
     """The run's report, and the decision to deploy its model. Raises WrongInput when there is none, or it is another one."""
     report, decided = _report(recipe), _decided(recipe)
     if decided is None or not _is_about(report, decided["candidate"]):
-        raise WrongInput(f"{recipe.folder.reports / GATE} holds no decision about the model of {recipe.folder.root}; run `ingot gate` first")
+        raise _undecided(recipe)
     if decided["decision"] != "deploy":
         raise WrongInput(f"the gate says keep ({decided['reason']}); `--version V` deploys a version all the same")
     return report, decided
+
+
+def compared_with(registry: VersionStore[Any], name: str, decided: dict[str, Any]) -> int | None:
+    """The version that must be live still for a decision to hold (None: nothing), for `point(instead_of=...)`.
+
+    Raises:
+        WrongInput: a model is live under that number which is another one, as in a registry that a run folder was copied to.
+    """
+    before: dict[str, Any] | None = decided["live"]
+    if before is None:
+        return None
+    live = registry.live(name)
+    if live is not None and live.number == before["version"] and not _is_about(live.report, before):
+        raise WrongInput(f"{name} v{live.number} in {registry.place} is not the model that the gate compared with; run `ingot gate` again")
+    return int(before["version"])
 
 
 def lies_in(recipe: Recipe, model_hash: str) -> Path | None:
@@ -145,7 +162,12 @@ def _folder(recipe: Recipe) -> Path:
 
 
 def _place(recipe: Recipe) -> Path:
-    return Path(recipe.evaluate.model) if recipe.evaluate.model else recipe.folder.model
+    """The folder that was measured; of another run, the model that it exported, as `ingot evaluate` takes it."""
+    if not recipe.evaluate.model:
+        return recipe.folder.model
+    given = Path(recipe.evaluate.model)
+    exported = RunFolder(given).model
+    return exported if not (given / "config.json").exists() and (exported / "config.json").exists() else given
 
 
 def _report(recipe: Recipe) -> EvaluationReport:
@@ -180,10 +202,24 @@ def _written(decision: Decision, report: EvaluationReport, live: Registered | No
     }
 
 
+def _registry(recipe: Recipe) -> dict[str, Any]:
+    """What a decision is about: a name in a registry. A file as seen from the run folder, so that both may be moved together."""
+    if recipe.registry.kind == "vertex":
+        return {"name": recipe.registry_name, "place": registry_of(recipe).place, "bucket": recipe.cloud.bucket}
+    return {"name": recipe.registry_name, "place": os.path.relpath(recipe.registry_path, recipe.folder.root)}
+
+
 def _decided(recipe: Recipe) -> dict[str, Any] | None:
-    """`reports/gate.json`, or None where there is none that this version can read."""
+    """`reports/gate.json`; None where there is none that this version can read, or it is about another name or registry."""
     value = _read_json(recipe.folder.reports / GATE)
-    return value if value is not None and value.get("schema") == SCHEMA and {"decision", "reason", "candidate", "live"} <= value.keys() else None
+    if value is None or value.get("schema") != SCHEMA or not {"decision", "reason", "candidate", "live", "registry"} <= value.keys():
+        return None
+    return value if value["registry"] == _registry(recipe) else None
+
+
+def _undecided(recipe: Recipe) -> WrongInput:
+    run, place = recipe.folder, registry_of(recipe).place
+    return WrongInput(f"{run.reports / GATE} holds no decision about the model of {run.root} for {recipe.registry_name} in {place}; run `ingot gate` first")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -7,14 +7,13 @@ and lineage; the service's labels are too narrow for them), and `live.json`. A v
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import Bucket, crc32c, open_bucket
+from ingot.base.bucket import Bucket, open_bucket
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.evaluation import EvaluationReport, parse_report
 from ingot.base.gcs import Missing
@@ -25,23 +24,27 @@ from ingot.cloud import models
 from ingot.cloud.clients import Google
 from ingot.cloud.models import ModelVersion
 from ingot.cloud.operations import code_of
+from ingot.cloud.regions import region_mismatch
 from ingot.config.recipe import Recipe
-from ingot.config.serving import artifact_of
 from ingot.registry import pointer
-from ingot.registry.container import container_of
-from ingot.registry.labels import KEY, key_of, label, labels_of, resource_id
-from ingot.registry.store import MARKER, Turn
+from ingot.registry.container import Wanted, wanted_by
+from ingot.registry.labels import CONTAINER, ENGINE, KEY, key_of, label, labels_of, resource_id
+from ingot.registry.modelfiles import SCHEMA, classifies, damaged, marked, put_files
+from ingot.registry.store import Turn
 
-SCHEMA = 1
 BESIDE = "-repository/"
-"""Ends the name of the folder of a model repository beside the model that it is of, for engines that want one."""
+"""Ends the name of the folder of a model repository beside the model and for the container that it is of, for engines that want one."""
 LIVE = "live"
 """The alias of the live version, for whoever asks the service rather than ingot."""
 
 
 @dataclass(frozen=True)
 class VertexVersion:
-    """One registered model. `where` is the folder in the bucket, `resource` the service's name for it, `classifies` whether it gives labels."""
+    """One registered model in one container, which says how it is served; the same files in another container are another version.
+
+    `where` is the folder in the bucket, `resource` the service's name for it, `classifies` whether it gives labels, `container` tells its
+    container from others.
+    """
 
     name: str
     number: int
@@ -53,6 +56,8 @@ class VertexVersion:
     where: str
     resource: str
     classifies: bool
+    engine: str
+    container: str
 
 
 class VertexRegistry:
@@ -90,9 +95,20 @@ class VertexRegistry:
         return None if now is None else self.version(name, now)
 
     def find(self, name: str, report: EvaluationReport) -> VertexVersion | None:
-        """The version with the model that `report` is about."""
-        found = self._found(name, key_of(report.model_hash, report.tokenizer_hash))
-        return None if found is None else self._version(name, found)
+        """The version with the model that `report` is about: in the recipe's container, else the newest.
+
+        None too where its record is missing or damaged, which registering it again mends.
+        """
+        key = key_of(report.model_hash, report.tokenizer_hash)
+        known = [version for version in self._listed(name) if version.labels[KEY] == key]
+        if not known or self._record(name, key) is None:
+            return None
+        wanted = self._wanted(name, key).mark
+        return self._version(name, next((version for version in known if version.labels.get(CONTAINER) == wanted), known[-1]))
+
+    def is_served_so(self, version: VertexVersion) -> bool:
+        """Has the version the container that the recipe asks for?"""
+        return version.container == self._wanted(version.name, key_of(version.model_hash, version.tokenizer_hash)).mark
 
     def history(self, name: str) -> Sequence[Turn]:
         """All moves of the live pointer, oldest first."""
@@ -108,24 +124,24 @@ class VertexRegistry:
         return self.version(name, found.previous)
 
     def add(self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]) -> VertexVersion:
-        """Upload the model in `folder` and register it with its report. A model that is registered already takes the new report.
+        """Upload the model in `folder` and register it with its report. A version that there is already takes the new report, and is mended.
 
         Raises:
             WrongInput: bucket or image are missing or lie elsewhere, a right is missing, or somebody else's model has the id.
             Failed: another process registers the very same model.
         """
         self._check_region()
-        container, key, bucket = container_of(self._recipe), key_of(report.model_hash, report.tokenizer_hash), self._bucket(name)
+        key, bucket = key_of(report.model_hash, report.tokenizer_hash), self._bucket(name)
+        wanted = self._wanted(name, key)
         with lease(bucket, f"ingot register {name}", name=f"locks/{key}", wait=True):
-            found = self._found(name, key)
+            put_files(folder, open_bucket(bucket.url_of(key)))
+            for path, text in wanted.files.items():
+                bucket.put(f"{key}-{wanted.mark}{BESIDE}{path}", text.encode())
+            self._write_record(name, key, folder, report, lineage)
+            found = self._found(name, key, wanted.mark)
             if found is None:
-                _put_files(folder, open_bucket(bucket.url_of(key)))
-                for path, text in artifact_of(self._recipe, bucket.url_of(key)).items():
-                    bucket.put(f"{key}{BESIDE}{path}", text.encode())
-            self._record(bucket, key, folder, report, lineage)
-            if found is None:
-                self._upload(name, key, report, container)
-                found = self._found(name, key)
+                self._upload(name, key, report, wanted)
+                found = self._found(name, key, wanted.mark)
             else:
                 self._relabel(found, report)
         if found is None:
@@ -138,9 +154,7 @@ class VertexRegistry:
         self.version(name, number)
         found = pointer.read(self._bucket(name))
         if found.now != number:
-            if instead_of not in (-1, found.now):
-                now, then = (f"{name} v{version}" if version is not None else f"nothing as {name}" for version in (found.now, instead_of))
-                raise WrongInput(f"{now} went live while {then} was compared with the new model; run `ingot gate` again")
+            pointer.check(name, found.now, instead_of)
             pointer.move(self._bucket(name), found, number, reason)
         self._follow(known, number)
 
@@ -158,15 +172,12 @@ class VertexRegistry:
 
     def check(self, version: VertexVersion, *, checksums: bool = False) -> None:
         """Raises WrongInput when objects of a version are missing or changed, by the checksums that the service keeps: no byte is read."""
-        bucket = open_bucket(version.where)
-        there = {blob.name: (blob.bytes, blob.crc32c) for blob in bucket.list()}
-        wrong = [bucket.url_of(file["path"]) for file in _marked(bucket) if there.get(file["path"]) != (file["bytes"], file["crc32c"])]
-        if wrong:
+        if wrong := damaged(open_bucket(version.where)):
             raise WrongInput(f"{version.name} v{version.number} is damaged: {wrong[0]} is missing or changed; register it again, or deploy another version")
 
     def fetch(self, version: VertexVersion) -> Path:
         """The version's files in a folder of this disk, downloaded where they are not there yet."""
-        bucket, files = open_bucket(version.where), _marked(open_bucket(version.where))
+        bucket, files = open_bucket(version.where), marked(open_bucket(version.where))
         folder = Path(self._recipe.output) / "registry-vertex" / version.name / key_of(version.model_hash, version.tokenizer_hash)
         if not all((folder / file["path"]).is_file() and (folder / file["path"]).stat().st_size == file["bytes"] for file in files):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -185,51 +196,59 @@ class VertexRegistry:
         return {}
 
     def _listed(self, name: str) -> list[ModelVersion]:
-        """The versions that ingot registered, oldest first; of a model that another upload doubled, the first."""
-        found: dict[str, ModelVersion] = {}
+        """The versions that ingot registered, oldest first; of one that another upload doubled, the first."""
+        found: dict[tuple[str, str | None], ModelVersion] = {}
         for version in models.versions(self._google, resource_id(name)):
             if KEY in version.labels:
-                found.setdefault(version.labels[KEY], version)
+                found.setdefault((version.labels[KEY], version.labels.get(CONTAINER)), version)
         return list(found.values())
 
-    def _found(self, name: str, key: str) -> ModelVersion | None:
-        return next((version for version in self._listed(name) if version.labels[KEY] == key), None)
+    def _found(self, name: str, key: str, mark: str) -> ModelVersion | None:
+        return next((version for version in self._listed(name) if (version.labels[KEY], version.labels.get(CONTAINER)) == (key, mark)), None)
+
+    def _wanted(self, name: str, key: str) -> Wanted:
+        return wanted_by(self._recipe, self._bucket(name).url_of(key))
 
     def _version(self, name: str, found: ModelVersion) -> VertexVersion:
-        bucket = self._bucket(name)
-        record = f"{found.labels[KEY]}.json"
-        try:
-            value = json.loads(bucket.get(record))
-        except (Missing, ValueError):
-            raise WrongInput(f"{bucket.url_of(record)}, the record of {name} v{found.number}, is missing or damaged; register the model again") from None
+        bucket, value = self._bucket(name), self._record(name, found.labels[KEY])
+        record = bucket.url_of(f"{found.labels[KEY]}.json")
+        if value is None:
+            raise WrongInput(f"{record}, the record of {name} v{found.number}, is missing or damaged; register the model again")
         if value["schema"] > SCHEMA:
-            raise WrongInput(f"{bucket.url_of(record)} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
-        report = parse_report(json.dumps(value["report"]), bucket.url_of(record))
+            raise WrongInput(f"{record} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+        report = parse_report(json.dumps(value["report"]), record)
         return VertexVersion(
             name, found.number, report.model_hash, report.tokenizer_hash, report, value["lineage"], found.created,
             bucket.url_of(found.labels[KEY]), f"{found.model}@{found.number}", value["classifies"],
+            found.labels.get(ENGINE, self._recipe.serve.engine), found.labels.get(CONTAINER, ""),
         )
 
-    def _record(self, bucket: Bucket, key: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]) -> None:
-        """The exact numbers; of a version that is there already only the report is new."""
+    def _record(self, name: str, key: str) -> dict[str, Any] | None:
+        """The exact numbers of a model; None where they are missing or damaged."""
         try:
-            value = json.loads(bucket.get(f"{key}.json"))
+            value: dict[str, Any] = json.loads(self._bucket(name).get(f"{key}.json"))
         except (Missing, ValueError):
-            value = {"schema": SCHEMA, "lineage": dict(lineage), "classifies": _classifies(folder)}
-        bucket.put(f"{key}.json", json.dumps({**value, "report": asdict(report)}, indent=1, ensure_ascii=False, allow_nan=False).encode())
+            return None
+        return value
 
-    def _upload(self, name: str, key: str, report: EvaluationReport, container: models.Container) -> None:
+    def _write_record(self, name: str, key: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]) -> None:
+        """Of a model that is there already only the report is new."""
+        value = self._record(name, key) or {"schema": SCHEMA, "lineage": dict(lineage), "classifies": classifies(folder)}
+        text = json.dumps({**value, "report": asdict(report)}, indent=1, ensure_ascii=False, allow_nan=False)
+        self._bucket(name).put(f"{key}.json", text.encode())
+
+    def _upload(self, name: str, key: str, report: EvaluationReport, wanted: Wanted) -> None:
         """Make the version, after whatever a process that died began has ended."""
         model_id = resource_id(name)
         for operation in models.being_uploaded(self._google, model_id):
             models.await_upload(self._google, operation)
-        if self._found(name, key) is not None:
+        if self._found(name, key, wanted.mark) is not None:
             return
-        artifacts = self._bucket(name).url_of(f"{key}{BESIDE}".rstrip("/") if self._recipe.serve.engine == "triton" else key)
+        artifacts = self._bucket(name).url_of(f"{key}-{wanted.mark}{BESIDE}".rstrip("/") if wanted.files else key)
         for first in (not models.versions(self._google, model_id), False):
             request = models.upload_request(
-                self._google, model_id, first=first, display_name=name, artifacts=artifacts, container=container,
-                labels=self._labels(report, key), description=_description(report),
+                self._google, model_id, first=first, display_name=name, artifacts=artifacts, container=wanted.container,
+                labels=self._labels(report, key, wanted.mark), description=_description(report),
             )
             try:
                 models.upload(self._google, request)
@@ -238,12 +257,12 @@ class VertexRegistry:
                 if not first or code_of(error) != 409:  # another process made the first version of this name meanwhile
                     raise
 
-    def _labels(self, report: EvaluationReport, key: str) -> dict[str, str]:
-        ours = {KEY: key, "ingot-run": label(self._recipe.name), "ingot-verb": "register"}
+    def _labels(self, report: EvaluationReport, key: str, mark: str) -> dict[str, str]:
+        ours = {KEY: key, CONTAINER: mark, ENGINE: self._recipe.serve.engine, "ingot-run": label(self._recipe.name), "ingot-verb": "register"}
         return labels_of(report, ours, self._recipe.cloud.labels)
 
     def _relabel(self, found: ModelVersion, report: EvaluationReport) -> None:
-        wanted = {**self._labels(report, found.labels[KEY]), "ingot-run": found.labels.get("ingot-run", "")}
+        wanted = {**self._labels(report, found.labels[KEY], found.labels[CONTAINER]), "ingot-run": found.labels.get("ingot-run", "")}
         if wanted != found.labels:
             models.update_labels(self._google, found, wanted)
 
@@ -260,38 +279,8 @@ class VertexRegistry:
             say(f"warning: the alias {LIVE} is not where it should be ({error}); the next command tries again")
 
     def _check_region(self) -> None:
-        there, region = models.bucket_region(self._google), self._recipe.cloud.region
-        if "-" in there and there != region:
-            bucket = self._recipe.cloud.bucket
-            raise WrongInput(f"the bucket {bucket} lies in {there}, cloud.region is {region}; take a bucket of that region, or set cloud.region")
-
-
-def _put_files(folder: Path, bucket: Bucket) -> None:
-    """The folder into the bucket, a marker with sizes and checksums last. What is there already is not sent again."""
-    if bucket.stat(MARKER) is not None:
-        return
-    there = {blob.name: (blob.bytes, blob.crc32c) for blob in bucket.list()}
-    files = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER):
-        name, size, checksum = path.relative_to(folder).as_posix(), os.stat(path).st_size, crc32c(path)
-        if there.get(name) != (size, checksum):
-            bucket.put(name, path)
-        files.append({"path": name, "bytes": size, "crc32c": checksum})
-    bucket.put(MARKER, json.dumps({"schema": SCHEMA, "files": files}, indent=1).encode(), generation=0)
-
-
-def _marked(bucket: Bucket) -> list[dict[str, Any]]:
-    """The files that the marker vouches for. Raises WrongInput where there is none."""
-    try:
-        files: list[dict[str, Any]] = json.loads(bucket.get(MARKER))["files"]
-    except (Missing, ValueError, KeyError):
-        raise WrongInput(f"{bucket.url_of(MARKER)} is missing or damaged; register the model again") from None
-    return files
-
-
-def _classifies(folder: Path) -> bool:
-    config = json.loads((folder / "config.json").read_bytes())
-    return any("Classification" in name for name in config.get("architectures") or [])
+        if reason := region_mismatch(self._recipe.cloud):
+            raise WrongInput(reason)
 
 
 def _description(report: EvaluationReport) -> str:

@@ -46,7 +46,7 @@ def create_front(url: str, settings: Serve, name: str, *, key: str | None, envir
     async def predict(body: PredictBody) -> dict[str, Any]:
         prompts = [item if isinstance(item, str) else item.prompt for item in body.instances]
         wishes = body.parameters.model_dump(exclude_none=True)
-        if wishes.setdefault("max_tokens", PREDICT_TOKENS) > settings.max_tokens:
+        if wishes.setdefault("max_tokens", min(PREDICT_TOKENS, settings.max_tokens)) > settings.max_tokens:
             raise Refused(400, f"max_tokens {wishes['max_tokens']} is over this server's limit of {settings.max_tokens}; lower it, or raise serve.max_tokens")
         answer = await _asked(client, "/v1/completions", {"model": name, "prompt": prompts, **wishes})
         return {"predictions": [choice["text"] for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]}

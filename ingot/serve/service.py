@@ -38,7 +38,7 @@ class Service:
 
     def limit(self, default: int) -> int | None:
         """The tokens that are meant where a request does not say how many: a sequence-to-sequence model writes to the end of its text."""
-        return default if self.loaded.kind == "decoder" else None
+        return min(default, self.settings.max_tokens) if self.loaded.kind == "decoder" else None
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Ids of prompts; in a thread, since a long text takes a while and others wait for the event loop."""

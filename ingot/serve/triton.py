@@ -67,10 +67,7 @@ def render_triton(folder: Path, settings: Serve, name: str) -> str:
     _check_key(settings)
     check_causal(folder, "triton", any_template=settings.any_template)
     python = settings.python or sys.executable
-    try:
-        installation = find_triton(python)
-    except WrongInput:
-        installation = Installation(Path(PROGRAM))  # what would be sent can be looked at without having it
+    installation = _look(python) or Installation(Path(PROGRAM))  # what would be sent can be looked at without having it
     files = triton_repository(name, settings, str(folder.resolve()), "python")
     shown_files = "".join(f"# PLACE/models/{path}\n{text}\n" for path, text in files.items())
     made = command(python, installation, Path("PLACE"), triton_name(name), settings.host, settings.port)
@@ -91,8 +88,21 @@ def command(python: str, installation: Installation, place: Path, model: str, ho
 
 
 def find_triton(python: str) -> Installation:
-    """The Triton in the environment of an interpreter, else the one on PATH. Raises WrongInput where there is none."""
-    done = subprocess.run([python, "-c", _ASK], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
+    """The Triton in the environment of an interpreter, else the one on PATH. Raises WrongInput where there is none, or no such interpreter."""
+    if (found := _look(python)) is None:
+        raise WrongInput(
+            f"there is no Triton in the environment of {python}, and no {PROGRAM} on PATH; set serve.python to the interpreter of an environment that has "
+            "nvidia-pytriton"
+        )
+    return found
+
+
+def _look(python: str) -> Installation | None:
+    try:
+        done = subprocess.run([python, "-c", _ASK], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WrongInput(f"serve.python {python} cannot be run ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an "
+                         "environment that has nvidia-pytriton") from None
     if done.returncode == 0:
         packages, libraries, version = json.loads(done.stdout)
         root = Path(packages) / "pytriton" / PROGRAM
@@ -104,12 +114,8 @@ def find_triton(python: str) -> Installation:
             return Installation(
                 root / "bin" / PROGRAM, (*sorted((root / "backends" / "python").glob("*.*")), stub), (Path(packages) / "nvidia_pytriton.libs", Path(libraries)),
             )
-    if found := shutil.which(PROGRAM):
-        return Installation(Path(found))
-    raise WrongInput(
-        f"there is no Triton in the environment of {python}, and no {PROGRAM} on PATH; set serve.python to the interpreter of an environment that has "
-        "nvidia-pytriton"
-    )
+    on_path = shutil.which(PROGRAM)
+    return Installation(Path(on_path)) if on_path else None
 
 
 def gather(installation: Installation, folder: Path) -> None:

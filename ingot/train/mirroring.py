@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from ingot.base.environment import REPLICA
 from ingot.base.errors import WrongInput
 from ingot.base.markers import problems, read_marker
+from ingot.base.replica import push
 from ingot.checkpoints.mirror import BucketMirror, fetch_newer, send_newest
-from ingot.checkpoints.store import COMMIT, step_folder
+from ingot.checkpoints.store import COMMIT, Found, step_folder
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import Mesh
+from ingot.train.resume import LEFT_OUT
+
+NOTED = ("metrics.jsonl", "events.jsonl", LEFT_OUT)
+"""What rank 0 writes beside checkpoints that a training goes on with."""
 
 
 def open_mirror(recipe: Recipe, mesh: Mesh, closing: ExitStack, *, again: bool) -> BucketMirror | None:
@@ -23,7 +30,9 @@ def open_mirror(recipe: Recipe, mesh: Mesh, closing: ExitStack, *, again: bool) 
     """
     if recipe.checkpoint.upload is None:
         return None
-    mirror = BucketMirror(recipe.checkpoint.upload)
+    replica, root = os.environ.get(REPLICA), recipe.folder.root
+    # A checkpoint vouches for what was noted up to its step, wherever training goes on from it.
+    mirror = BucketMirror(recipe.checkpoint.upload, before_commit=(lambda: push(root, replica, parts=NOTED)) if replica else lambda: None)
 
     def lease() -> None:
         closing.enter_context(mirror.lease(f"run {recipe.name}", wait=again))
@@ -32,13 +41,20 @@ def open_mirror(recipe: Recipe, mesh: Mesh, closing: ExitStack, *, again: bool) 
     return mirror
 
 
-def bring_together(mirror: BucketMirror, checkpoints: Path, mesh: Mesh) -> None:
-    """Fetch what only the bucket has, and send what it has not yet, where an earlier attempt was stopped in between. Collective."""
+def fetch_missing(mirror: BucketMirror | None, checkpoints: Path, mesh: Mesh) -> None:
+    """Fetch the newest checkpoint where only the bucket has it whole, on every node. Collective."""
+    if mirror is None:
+        return
     mesh.from_main(lambda: fetch_newer(mirror, checkpoints))
-    mesh.from_main(lambda: send_newest(mirror, checkpoints))
     if mesh.ranks.local_rank == 0 and not mesh.is_main:
         fetch_newer(mirror, checkpoints)  # nothing to do where all nodes share a disk
     mesh.barrier()
+
+
+def send_missing(mirror: BucketMirror | None, start: Found | None, mesh: Mesh) -> None:
+    """Send what the bucket has not yet of the training that goes on from `start`: an attempt was stopped in between. Collective."""
+    if mirror is not None and start is not None:
+        mesh.from_main(lambda: send_newest(mirror, start.folder.parent))
 
 
 def complete(mirror: BucketMirror | None, checkpoints: Path, reached: int, best: int | None, mesh: Mesh) -> None:
@@ -53,8 +69,8 @@ def complete(mirror: BucketMirror | None, checkpoints: Path, reached: int, best:
     mesh.barrier()
 
 
-def refuse_others(mirror: BucketMirror) -> None:
+def refuse_others(mirror: BucketMirror | None) -> None:
     """Raises WrongInput where another training's checkpoints lie in the bucket: they would be taken for this one's later on."""
-    if (step := mirror.newest()) is not None:
+    if mirror is not None and (step := mirror.newest()) is not None:
         raise WrongInput(f"{mirror.bucket.url} holds checkpoints of an earlier training, up to step {step:,}, and this one begins anew; "
                          "set checkpoint.upload to another folder, or empty that one")

@@ -12,7 +12,7 @@ from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder
-from ingot.checkpoints.store import Found, newest_valid
+from ingot.checkpoints.store import Found, committed, newest_valid
 from ingot.config.identity import MAY_CHANGE, changes
 from ingot.data.order import place_of
 
@@ -21,12 +21,14 @@ LEFT_OUT = "left_out.json"
 
 
 def find_start(
-    run: RunFolder, identity: Mapping[str, Any], *, fresh: bool, allow: Collection[str] = (), tell: Callable[[Found, str], None] = lambda found, changed: None
+    run: RunFolder, identity: Mapping[str, Any], *, fresh: bool, allow: Collection[str] = (), tell: Callable[[Found, str], None] = lambda found, changed: None,
+    before_anew: Callable[[], None] = lambda: None,
 ) -> Found | None:
     """The checkpoint to go on from, or None to start from the first step.
 
     A finished training with another recipe is set aside under `earlier/`, and brought back when the recipe is. Knobs among `allow` may
-    differ; `tell` then hears what does.
+    differ; `tell` then hears what does. `before_anew` is called where no checkpoint is to be gone on from, before anything is set aside: what it
+    raises leaves all as it is.
 
     Raises:
         WrongInput: an unfinished training lies here and its recipe differs; names what changed.
@@ -46,7 +48,10 @@ def find_start(
             raise _refused(run, found, dict(identity), differ)
     if found is not None:
         say(f"the recipe changed since the last training ({'; '.join(changes(found.commit['identity'], dict(identity)))})")
-    if found is None and not fresh and not _place_of(run, identity).exists():
+    place = _place_of(run, identity)
+    if fresh or not committed(place / "checkpoints"):
+        before_anew()
+    if found is None and not fresh and not place.exists():
         return None
     set_aside(run, found.commit["identity"] if found else identity)
     return None if fresh else _bring_back(run, identity)

@@ -37,7 +37,7 @@ from ingot.train.fitting import with_fitting_micro_batch
 from ingot.train.hooks import CheckpointHook, EvaluateHook, KillHook, LogHook, SampleHook, Workload
 from ingot.train.loop import Hook, StepInfo, Work, run_loop
 from ingot.train.measure import measuring, sample_texts
-from ingot.train.mirroring import bring_together, complete, open_mirror, refuse_others
+from ingot.train.mirroring import complete, fetch_missing, open_mirror, refuse_others, send_missing
 from ingot.train.notice import Notice
 from ingot.train.optim import set_learning_rate
 from ingot.train.plan import Plan, plan_run
@@ -46,7 +46,7 @@ from ingot.train.reference import reference_tables
 from ingot.train.resume import find_start
 from ingot.train.schedule import learning_rate
 from ingot.train.signals import Leave, StopSignals, stacks_on_demand
-from ingot.train.skipping import RolledBack, Skips, TooManySkipped, roll_back, with_left_out
+from ingot.train.skipping import RolledBack, Skips, TooManySkipped, left_out, roll_back, with_left_out
 from ingot.train.spikes import Spikes
 from ingot.train.step import global_targets, train_step
 from ingot.train.watch import Tracker
@@ -73,8 +73,8 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
             heart.beat("loading")
             mesh = closing.enter_context(running_mesh(recipe.parallel))
             mirror = open_mirror(recipe, mesh, closing, again=heart.attempt > 1)
-            if mirror is not None and not fresh:
-                bring_together(mirror, run.checkpoints, mesh)
+            if not fresh:
+                fetch_missing(mirror, run.checkpoints, mesh)
             job = Job(with_fitting_micro_batch(recipe, mesh), mesh, heart, signals, tell, mirror)
             while True:
                 try:
@@ -83,6 +83,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
                 except RolledBack:
                     fresh, began = False, time.monotonic()
                     heart.attempt += 1
+                    fetch_missing(mirror, run.checkpoints, mesh)
     except Leave as leave:
         tell("stop", step=leave.committed or 0, cause=signal.Signals(leave.signum).name)
         heart.beat("over")
@@ -112,11 +113,12 @@ def _attempt(job: Job, began: float, *, fresh: bool) -> Outcome:
     """Train from where the checkpoints say to the end; `began` is monotonic."""
     recipe, mesh, tell = job.recipe, job.mesh, job.tell
     with ExitStack() as closing:
-        plan = plan_run(recipe, mesh) if fresh else with_left_out(plan_run(recipe, mesh))
-        start = mesh.from_main(lambda: find_start(recipe.folder, plan.identity, fresh=fresh, allow=recipe.resume.allow, tell=_changed(tell)))
+        plan = plan_run(recipe, mesh) if fresh else with_left_out(plan_run(recipe, mesh), mesh)
+        start = mesh.from_main(lambda: find_start(
+            recipe.folder, plan.identity, fresh=fresh, allow=recipe.resume.allow, tell=_changed(tell), before_anew=lambda: refuse_others(job.mirror)
+        ))
+        send_missing(job.mirror, start, mesh)
         first = start.step if start else plan.begin
-        if start is None and (mirror := job.mirror) is not None:
-            mesh.from_main(lambda: refuse_others(mirror))
         if first > plan.last:
             raise WrongInput(f"{first:,} steps are done, the recipe asks for {plan.last:,} only; raise train.steps, or start over with --fresh")
         job.signals.leave_at_once(start.step if start else None)
@@ -195,6 +197,7 @@ def _hooks(job: Job, plan: Plan, trainee: Trainee, start: Found | None, closing:
         return {
             "samples": step * plan.batch.global_batch, "finished": step >= plan.last or evaluation.is_over, "identity": plan.identity,
             "watched": evaluation.state(), "skipped": log.skipped, "owed": owed, **({"spikes": spikes.state()} if spikes else {}),
+            "left_out": left_out(plan, recipe),
         }
 
     saver = Saver(run.checkpoints, mesh, asynchronous=recipe.checkpoint.asynchronous, mirror=job.mirror, said=job.heart.beat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
+from ingot.checkpoints.store import committed
 from ingot.config.identity import MAY_CHANGE
+from ingot.config.recipe import Recipe
 from ingot.data.order import Order
 from ingot.parallel.mesh import Mesh
 from ingot.train.account import Tell
@@ -84,14 +86,32 @@ def roll_back(bad: TooManySkipped, plan: Plan, checkpoint: CheckpointHook, mesh:
     return RolledBack()
 
 
-def with_left_out(plan: Plan) -> Plan:
-    """The plan without the data that earlier attempts at this same training have left out."""
-    spans = _read(_file(plan.recipe.folder), plan)
+def with_left_out(plan: Plan, mesh: Mesh) -> Plan:
+    """The plan without the data that earlier attempts at this same training have left out. Collective: nodes may have a disk each."""
+    spans = mesh.from_main(lambda: _so_far(plan))
     if not spans:
         return plan
     every = sorted({*map(tuple, plan.recipe.data.skip), *spans})
     data = plan.recipe.data.model_copy(update={"skip": every})
     return replace(plan, recipe=plan.recipe.model_copy(update={"data": data}), identity={**plan.identity, "data.skip": [list(span) for span in every]})
+
+
+def left_out(plan: Plan, recipe: Recipe) -> list[Span]:
+    """What `plan` leaves out beyond what the recipe itself does."""
+    return [span for span in plan.recipe.data.skip if span not in recipe.data.skip]
+
+
+def _so_far(plan: Plan) -> list[Span]:
+    """What is noted; where the note was lost with its machine, it is written anew from the newest checkpoint, which knows what it has behind it."""
+    path = _file(plan.recipe.folder)
+    spans, newest = _read(path, plan), next(iter(committed(plan.recipe.folder.checkpoints)), None)
+    if newest is None or _same_training(newest.commit["identity"]) != _same_training(plan.identity):
+        return spans
+    known = [(int(first), int(after)) for first, after in newest.commit.get("left_out", [])]
+    if any(span not in spans for span in known):
+        spans = [*known, *(span for span in spans if span not in known)]
+        _write(path, plan, spans)
+    return spans
 
 
 def leave_out(plan: Plan, span: Span) -> None:
@@ -104,7 +124,11 @@ def leave_out(plan: Plan, span: Span) -> None:
     spans = _read(path, plan)
     if len(spans) >= most:
         raise Failed(f"training went back {len(spans)} times (train.skip.rollbacks) and comes to bad steps again; lower train.optimizer.lr")
-    write_atomic(path, json.dumps({"schema": 1, "of": _same_training(plan.identity), "spans": [*spans, span]}) + "\n")
+    _write(path, plan, [*spans, span])
+
+
+def _write(path: Path, plan: Plan, spans: Sequence[Span]) -> None:
+    write_atomic(path, json.dumps({"schema": 1, "of": _same_training(plan.identity), "spans": spans}) + "\n")
 
 
 def _read(path: Path, plan: Plan) -> list[Span]:

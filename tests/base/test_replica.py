@@ -110,6 +110,14 @@ def test_checkpoints_heartbeats_hidden_files_and_what_is_on_its_way_stay(server:
     assert content(tmp_path / "other") == kept | {"heartbeats/host": b"beat"}
 
 
+def test_checkpoints_of_trainings_that_were_set_aside_stay_too(server: Server, run: Path) -> None:
+    kept = content(run) | {"earlier/abc/metrics.jsonl": b"1\n"}
+    fill(run, {"earlier/abc/metrics.jsonl": b"1\n", "earlier/abc/checkpoints/step-00000001/x": b"x", "earlier/abc/heartbeats/host": b"beat"})
+    push(run, URL)
+    push(run, URL, parts=["earlier"])
+    assert objects(server) == sorted(["REPLICA.json", *kept])
+
+
 def test_what_did_not_change_is_neither_read_nor_sent(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     fill(run, {f"data/{number % 7}/{number}": b"%d" % number for number in range(1000)})
@@ -183,6 +191,83 @@ def test_what_is_deleted_is_deleted_where_it_was_known_and_nothing_else(server: 
     push(other, URL)  # and the other way round, from what it pulled
     assert pull(URL, run)
     assert content(run) == content(other)
+
+
+def test_what_was_made_elsewhere_meanwhile_stays_as_it_is_there(server: Server, run: Path, tmp_path: Path) -> None:
+    """A launcher that did not fetch what a job made pushes, twice: neither the model, nor what changed, nor what was deleted is as it was here."""
+    push(run, URL)
+    other, third = tmp_path / "other", tmp_path / "third"
+    pull(URL, other)
+    fill(other, {"model/w": b"weights", "metrics.jsonl": b"1\n2\n", "logs/train.log": b"theirs"})
+    (other / "data/columns/a.bin").unlink()
+    push(other, URL)
+    fill(run, {"recipe.yaml": b"name: two", "logs/train.log": b"mine"})
+    for _ in range(2):
+        push(run, URL)
+        pull(URL, third)
+        assert content(third) == content(other) | {"recipe.yaml": b"name: two", "logs/train.log": b"mine"}
+    assert len(server.objects) == len(content(third)) + 1
+    pull(URL, run)
+    assert content(run) == content(third)
+
+
+def test_only_what_a_folder_had_as_it_is_there_is_deleted_by_it(server: Server, run: Path, tmp_path: Path) -> None:
+    push(run, URL)
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):
+        push(tmp_path / "empty", URL)
+    other = tmp_path / "other"
+    pull(URL, other)
+    assert content(other) == content(run)
+    fill(other, {"metrics.jsonl": b"1\n2\n"})
+    push(other, URL)
+    for name in ("metrics.jsonl", "recipe.yaml"):
+        (run / name).unlink()
+    push(run, URL)
+    pull(URL, tmp_path / "third")
+    assert content(tmp_path / "third") == {name: data for name, data in content(other).items() if name != "recipe.yaml"}
+
+
+def test_without_an_index_a_folder_is_sent_whole_whatever_it_remembers(server: Server, run: Path, tmp_path: Path) -> None:
+    push(run, URL)
+    del server.objects[PREFIX + "REPLICA.json"]
+    push(run, URL)
+    assert pull(URL, tmp_path / "other")
+    assert content(tmp_path / "other") == content(run)
+
+
+def test_a_memory_of_an_older_ingot_that_kept_paths_alone_deletes_nothing_there(server: Server, run: Path, tmp_path: Path) -> None:
+    push(run, URL)
+    memory = run / ".replica/memory.json"
+    about = json.loads(memory.read_text())
+    memory.write_text(json.dumps(about | {"known": sorted(about["known"])}))
+    (run / "recipe.yaml").unlink()
+    fill(run, {"metrics.jsonl": b"2\n"})
+    push(run, URL)
+    pull(URL, tmp_path / "other")
+    assert content(tmp_path / "other") == content(run) | {"recipe.yaml": b"name: one"}
+    memory.write_text(json.dumps(about | {"known": [*sorted(about["known"]), "notes"]}))
+    fill(run, {"notes": b"of a state that was"})
+    pull(URL, run)
+    assert content(run) == content(tmp_path / "other")
+
+
+def test_what_is_to_be_kept_is_neither_overwritten_nor_deleted_nor_forgotten(server: Server, run: Path, tmp_path: Path) -> None:
+    fill(run, {"jobs/a": b"1", "jobs/b": b"1", "jobs/c": b"1", "jobs/d": b"1"})
+    push(run, URL)
+    other = tmp_path / "other"
+    pull(URL, other)
+    fill(other, {"jobs/a": b"theirs", "jobs/d": b"theirs", "jobs/new": b"theirs", "metrics.jsonl": b"theirs"})
+    (other / "jobs/b").unlink()
+    push(other, URL)
+    fill(run, {"jobs/d": b"mine"})
+    (run / "jobs/c").unlink()
+    before = content(run)
+    pull(URL, run, keep=lambda path: path.startswith("jobs/"))
+    assert content(run) == before | {"jobs/c": b"1", "jobs/new": b"theirs", "metrics.jsonl": b"theirs"}
+    push(run, URL)
+    pull(URL, tmp_path / "third")
+    assert content(tmp_path / "third") == content(other) | {"jobs/d": b"mine"}  # a and b did not change here
 
 
 def test_a_file_becomes_a_folder_and_a_folder_a_file(server: Server, run: Path, tmp_path: Path) -> None:
@@ -322,17 +407,25 @@ def test_a_writer_relies_on_nothing_that_another_is_deleting(server: Server, run
     monkeypatch.undo()
 
 
-def test_a_reader_that_a_writer_overtakes_gets_the_new_state_whole(server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("states", [1, 2], ids=["once", "twice, and the objects hold something else"])
+def test_a_reader_that_a_writer_overtakes_gets_the_new_state_whole(
+    states: int, server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(run, {f"data/{number}": b"old %d" % number for number in range(20)})
     push(run, URL)
-    fetch, met = replica._fetch, threading.Event()
+    fetch, met, alone = replica._fetch, threading.Event(), threading.Lock()
 
     def overtaken(*arguments: object) -> None:
+        with alone:  # nobody meets with what is half-way
+            overtake()
+        fetch(*arguments)  # type: ignore[arg-type]
+
+    def overtake() -> None:
         if not met.is_set():
             met.set()
-            fill(run, {f"data/{number}": b"new %d" % number for number in range(20)})
-            push(run, URL)
-        fetch(*arguments)  # type: ignore[arg-type]
+            for state in range(states):
+                fill(run, {f"data/{number}": b"new %d.%d" % (state, number) for number in range(20)})
+                push(run, URL)
 
     monkeypatch.setattr(replica, "_fetch", overtaken)
     assert pull(URL, tmp_path / "other")

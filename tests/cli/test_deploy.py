@@ -86,7 +86,7 @@ def test_a_model_is_registered_deployed_and_verified_against_a_real_server(place
     assert not place.state.endpoints
     with _container(place, "ingot-mine") as answer:
         place.state.answer = lambda *_: ["something else"]
-        refused = ingot("deploy", "r.yaml", "--verify", cwd=place.root)
+        refused = ingot("deploy", "r.yaml", "serve.verify=true", cwd=place.root)
         assert refused.returncode == 1
         assert "the new version answers 'something else', its folder here '" in refused.stderr
         assert not place.state.endpoints
@@ -101,6 +101,8 @@ def test_what_is_wrong_is_one_line(place: Place) -> None:
     cloud = ["registry.kind=vertex", "cloud.project=proj", "cloud.bucket=bucket", f"cloud.endpoint={place.google.address}"]
     for arguments, code, says in (
         (["words", *cloud], 2, "nothing is registered as words in the Model Registry of projects/proj/locations/us-central1"),
+        (["words", "serve.verify=true", "serve.canary=10"], 2, "nothing is registered as words"),
+        (["words", *cloud, "serve.canary=100"], 2, "serve.canary"),
         (["words", "--canary", "10"], 2, "--canary and --verify are for an endpoint"),
         (["words", *cloud, "--rollback", "--version", "1"], 2, "two wishes"),
         (["words", *cloud[:3], "cloud.project=wrong", cloud[3]], 2, "Permission denied on resource project wrong"),

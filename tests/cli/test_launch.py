@@ -116,6 +116,23 @@ def test_another_verb_is_a_job_without_restarts(place: Path) -> None:
     assert [line.split()[:2] for line in lines] == [["gate", "failed"], ["ingest", "succeeded"]], "the last one first"
 
 
+def test_what_a_killed_job_said_is_followed_to_its_end_and_a_job_of_another_version_hides_none(place: Path) -> None:
+    jobs = place / "runs/small/jobs"
+    jobs.mkdir(parents=True)
+    (place / "log").write_text("its last word\n")
+    about = {"id": "1", "argv": ["train"], "started": 1.0, "about": {}}
+    (jobs / "train.json").write_text(json.dumps({**about, "name": "train", "kind": "local", "log": str(place / "log")}))
+    (jobs / "evaluate.slurm.json").write_text(json.dumps({**about, "name": "evaluate", "kind": "slurm", "log": ""}))
+    (jobs / "evaluate.slurm.yaml").write_text("knob_of_tomorrow: 1\n")
+    followed = ingot("launch", "logs", "runs/small", "--follow", cwd=place)
+    assert (followed.returncode, followed.stdout) == (0, "its last word\n")
+    status = ingot("launch", "status", "runs/small", cwd=place)
+    assert status.returncode == 0, status.stderr
+    lines = status.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["train", "unknown"], ["evaluate", "unknown"]]
+    assert "slurm 1, which cannot be asked: " in lines[1]
+
+
 def test_a_dry_run_prints_what_would_be_started(place: Path) -> None:
     here = ingot("launch", "train", "r.yaml", "launch.processes=2", "--fresh", "--dry-run", cwd=place, OMP_NUM_THREADS="1")
     assert here.returncode == 0, here.stderr

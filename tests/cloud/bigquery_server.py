@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 PAGE = 3
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every query with `rows`, a mapping of columns to values each; `fault` (code, message) refuses it instead."""
+    """Answers every query with `rows`, a mapping of columns to values each; `fault` (code, message) refuses it instead, for `reason`; where it is `late`,
+    when it has run: to whoever asks for rows, or as `job`, in what is told of it."""
 
-    def __init__(self, rows: list[dict[str, Any]], fault: tuple[int, str] | None = None) -> None:
+    def __init__(
+        self, rows: list[dict[str, Any]], fault: tuple[int, str] | None = None, reason: str = "invalidQuery", late: Literal["rows", "job"] | None = None
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.rows, self.fault = rows, fault
+        self.rows, self.fault, self.reason, self.late = rows, fault, reason, late
         self.queries: list[str] = []
         self.projects: list[str] = []
-        self.pages = 0
+        self.pages, self.page_sizes = 0, list[int]()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -34,9 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.projects.append(self.path.partition("/projects/")[2].partition("/")[0])
         self.server.queries.append(asked["configuration"]["query"]["query"])
-        if self.server.fault:
-            code, message = self.server.fault
-            self._answer({"error": {"code": code, "message": message, "errors": [{"reason": "invalidQuery", "message": message}]}}, code)
+        if self.server.late is None and self._refuse():
             return
         self._answer(self._job(asked))
 
@@ -45,7 +46,10 @@ class _Handler(BaseHTTPRequestHandler):
         if "/queries/" not in address.path:
             self._answer(self._job({"configuration": {"query": {"query": "?"}}}))
             return
+        if self.server.late == "rows" and self._refuse():
+            return
         asked = parse_qs(address.query)
+        self.server.page_sizes += map(int, asked.get("maxResults", []))
         names = list(self.server.rows[0]) if self.server.rows else ["text"]
         fields = [{"name": name, "type": "STRING", "mode": "NULLABLE"} for name in names]
         answer: dict[str, Any] = {"jobComplete": True, "jobReference": _REFERENCE, "schema": {"fields": fields}, "totalRows": str(len(self.server.rows))}
@@ -57,10 +61,20 @@ class _Handler(BaseHTTPRequestHandler):
                 answer["pageToken"] = str(begin + PAGE)
         self._answer(answer)
 
+    def _refuse(self) -> bool:
+        if self.server.fault is None:
+            return False
+        code, message = self.server.fault
+        self._answer({"error": {"code": code, "message": message, "errors": [{"reason": self.server.reason, "message": message}]}}, code)
+        return True
+
     def _job(self, asked: dict[str, Any]) -> dict[str, Any]:
+        status: dict[str, Any] = {"state": "DONE"}
+        if self.server.fault is not None and self.server.late == "job":
+            status["errorResult"] = {"reason": self.server.reason, "message": self.server.fault[1]}
         query = {**asked["configuration"]["query"], "destinationTable": {"projectId": "p", "datasetId": "d", "tableId": "t"}}
         return {
-            "id": "p:US.j", "jobReference": asked.get("jobReference", _REFERENCE) | {"location": "US"}, "status": {"state": "DONE"},
+            "id": "p:US.j", "jobReference": asked.get("jobReference", _REFERENCE) | {"location": "US"}, "status": status,
             "configuration": {"jobType": "QUERY", "query": query}, "statistics": {"query": {"statementType": "SELECT"}},
         }
 

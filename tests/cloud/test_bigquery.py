@@ -10,7 +10,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.cloud import bigquery
-from ingot.cloud.bigquery import EMULATOR, query_rows
+from ingot.cloud.bigquery import EMULATOR, PAGE_ROWS, query_rows
 from tests.cloud.bigquery_server import PAGE, Server
 
 pytest.importorskip("google.cloud.bigquery", reason="google-cloud-bigquery is not installed")
@@ -21,8 +21,8 @@ ROWS = [{"text": f"row {number}", "lang": "en" if number % 2 else None} for numb
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(rows: list[dict[str, Any]], fault: tuple[int, str] | None = None) -> Server:
-        servers.append(Server(rows, fault))
+    def start(rows: list[dict[str, Any]], fault: tuple[int, str] | None = None, *how: Any) -> Server:
+        servers.append(Server(rows, fault, *how))
         monkeypatch.setenv(EMULATOR, servers[-1].address)
         return servers[-1]
 
@@ -40,7 +40,8 @@ def test_all_pages_one_by_one(serve: Callable[..., Server]) -> None:
     assert server.pages == 1, "the next page is asked for when it is needed"
     assert first + list(rows) == ROWS
     assert server.queries == ["SELECT text, lang FROM d.t"]
-    assert server.pages == 4
+    assert server.pages == 4, "the service ends a page where it likes"
+    assert max(server.page_sizes) == PAGE_ROWS
 
 
 def test_the_project_that_is_given_pays_else_that_of_the_environment(serve: Callable[..., Server]) -> None:
@@ -62,6 +63,15 @@ def test_a_wrong_query_is_told(serve: Callable[..., Server]) -> None:
     serve(ROWS, (403, "Access Denied: Table d.t"))
     with pytest.raises(WrongInput, match=r"403: .*Access Denied"):
         list(query_rows("SELECT * FROM d.t"))
+
+
+@pytest.mark.parametrize("late", [None, "rows", "job"])
+def test_a_result_that_is_too_large_is_told_with_the_way_out(late: str | None, serve: Callable[..., Server]) -> None:
+    """It is known only when the query has run, and been paid for."""
+    serve(ROWS, (403, "Response too large to return. Consider specifying a destination table in your job configuration."), "responseTooLarge", late)
+    with pytest.raises(WrongInput, match=r"larger than BigQuery hands out \(10 GB, .*EXPORT DATA .*give gs://\S+\.parquet as the source$") as told:
+        list(query_rows("SELECT text FROM d.t"))
+    assert "\n" not in str(told.value)
 
 
 def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

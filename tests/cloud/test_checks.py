@@ -11,7 +11,6 @@ from ingot.base import bucket as objects
 from ingot.base.errors import WrongInput
 from ingot.cli.doctor import examine_cloud
 from ingot.cloud import clients
-from ingot.cloud.check_resources import fits
 from tests import gcs
 from tests.fakes import project
 from tests.fakes.google import Server
@@ -103,7 +102,8 @@ MISSING: list[tuple[str, Callable[[project.State], None], str, str]] = [
        f"gcloud projects add-iam-policy-binding proj --member=serviceAccount:{project.ACCOUNT} --role={role} --condition=None")
       for role, title in (("roles/bigquery.jobUser", "BigQuery Job User"), ("roles/dataproc.worker", "Dataproc Worker"),
                           ("roles/aiplatform.user", "Vertex AI User"), ("roles/secretmanager.secretAccessor", "Secret Manager Secret Accessor"),
-                          ("roles/artifactregistry.writer", "Artifact Registry Writer"), ("roles/logging.logWriter", "Logs Writer"))),
+                          ("roles/artifactregistry.writer", "Artifact Registry Writer"), ("roles/logging.logWriter", "Logs Writer"),
+                          ("roles/compute.instanceAdmin.v1", "Compute Instance Admin (v1)"))),
     *((permission, lambda state, permission=permission: state.lacking.add(permission), f"you: {title}",  # type: ignore[misc]
        f'gcloud projects add-iam-policy-binding proj --member="user:$(gcloud config get-value account)" --role={role} --condition=None')
       for permission, title, role in (
@@ -254,7 +254,7 @@ def test_each_knob_needs_its_service(there: project.State, doctor: Callable[...,
 
 @pytest.mark.parametrize(("knobs", "says"), [
     (["launch.machine={type: n1-standard-9}"],
-     "machine type n1-standard-9 (launch.machine): not in us-central1-a, us-central1-b, us-central1-c, us-central1-f; near are n1-standard-8"),
+     "machine type n1-standard-9 (launch.machine): not in us-central1-a, us-central1-b, us-central1-c, us-central1-d, us-central1-f; near are n1-standard-8"),
     (["launch.machine={type: n1-standard-8, accelerator: nvidia-tesla-t5}"], "accelerator nvidia-tesla-t5 (launch.machine): not in us-central1-a"),
     (["launch.machine={type: n1-standard-8, accelerator: nvidia-tesla-p100}", "cloud.zone=us-central1-a"],
      "accelerator nvidia-tesla-p100 (launch.machine): not in us-central1-a; near are nvidia-tesla-v100, nvidia-tesla-t4"),
@@ -335,20 +335,21 @@ def test_a_bucket_that_may_not_be_looked_at_is_unknown(there: project.State, doc
     assert any(line.startswith("bucket gs://bucket: not known:") for line in told.marked("unknown"))
 
 
-@pytest.mark.parametrize(("location", "region", "near"), [
-    ("US-CENTRAL1", "us-central1", True), ("US-CENTRAL1", "us-east1", False), ("US", "us-west4", True), ("EU", "europe-west4", True),
-    ("EU", "europe-west2", False), ("US", "europe-west4", False), ("ASIA", "asia-east1", True), ("US", "northamerica-northeast1", False),
-])
-def test_a_multi_region_serves_its_regions(location: str, region: str, near: bool) -> None:
-    assert fits(location, region) is near
-    assert fits("US", "us-east1", ["US-CENTRAL1", "US-EAST1"])
-    assert not fits("US", "us-west1", ["US-CENTRAL1", "US-EAST1"])
-
-
 def test_a_role_that_holds_another_does(there: project.State, doctor: Callable[..., Told]) -> None:
     there.roles = {"roles/editor": [f"serviceAccount:{project.ACCOUNT}"]}
     told = doctor()
     assert [line.split(":")[1].strip() for line in told.marked("missing")] == ["Secret Manager Secret Accessor"]
+
+
+def test_the_account_of_a_tpu_must_be_able_to_delete_it(there: project.State, doctor: Callable[..., Told]) -> None:
+    there.on.add("tpu")
+    knobs = ("launch.kind=tpu", "cloud.bucket=bucket", "cloud.images.train=i", f"cloud.service_account={project.ACCOUNT}")
+    assert doctor(recipe=list(knobs)).code == 0
+    del there.roles["roles/tpu.admin"]
+    told = doctor(recipe=list(knobs))
+    assert told.code == 1
+    assert told.command_of(f"{project.ACCOUNT}: TPU Admin") == (
+        f"gcloud projects add-iam-policy-binding proj --member=serviceAccount:{project.ACCOUNT} --role=roles/tpu.admin --condition=None")
 
 
 def test_a_role_under_a_condition_does_not_count(there: project.State, doctor: Callable[..., Told]) -> None:
@@ -359,6 +360,17 @@ def test_a_role_under_a_condition_does_not_count(there: project.State, doctor: C
 def test_the_default_account_is_the_project_number_s(there: project.State, doctor: Callable[..., Told]) -> None:
     told = doctor(recipe=[item for item in RECIPE if "service_account" not in item])
     assert any(line.startswith(f"{project.NUMBER}-compute@developer.gserviceaccount.com: Vertex AI User") for line in told.marked("missing"))
+
+
+def test_the_default_account_of_custom_jobs_is_an_agent_of_vertex_ai(there: project.State, doctor: Callable[..., Told]) -> None:
+    agent, default = f"service-{project.NUMBER}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com", f"{project.NUMBER}-compute@developer.gserviceaccount.com"
+    alone = doctor(recipe=["launch.kind=vertex", "cloud.bucket=bucket"])
+    assert f"--member=serviceAccount:{agent} --role=roles/aiplatform.user" in alone.out
+    assert default not in alone.out
+    both = doctor(recipe=["launch.kind=vertex", "cloud.bucket=bucket", "pipeline.steps={prepare: {launch: dataproc}}"])
+    models = doctor(recipe=["registry.kind=vertex", "cloud.bucket=bucket"])
+    assert [told.out.count(agent) for told in (both, models)] == [0, 0]
+    assert f"--member=serviceAccount:{default} --role=roles/aiplatform.user" in both.out
 
 
 def test_settings_that_are_missing_are_told_with_what_makes_them(doctor: Callable[..., Told]) -> None:

@@ -51,6 +51,27 @@ def test_an_entry_that_comes_late_is_not_lost(place: tuple[Google, vertex_jobs.S
     assert entries(google_, FILTER, after)[0] == []
 
 
+@pytest.mark.parametrize("apart", [1, 0])
+def test_more_in_one_second_than_a_question_holds_does_not_freeze_it(apart: int, place: tuple[Google, vertex_jobs.State]) -> None:
+    """12,000 entries, a few microseconds apart or all at once, and one more a second later."""
+    google_, state = place
+    state.page = 1000
+    for number in range(12_000):
+        state.say("7", str(number), at=f"2026-11-22T04:00:00.{number * 10 * apart:06d}Z")
+    told, after = entries(google_, FILTER)
+    assert len(told) == 10_000
+    state.say("7", "one more", at="2026-11-22T04:00:01Z")
+    for _ in range(3):
+        more, after = entries(google_, FILTER, after)
+        told += more
+    texts = [line.text for line in told]
+    assert texts[-1] == "one more"
+    assert len(set(texts)) == len(texts)
+    assert len(texts) == (12_001 if apart else 10_001), "of those at one moment what no question holds is given up"
+    state.say("7", "and another", at="2026-11-22T04:00:02Z")
+    assert [line.text for line in entries(google_, FILTER, after)[0]] == ["and another"]
+
+
 def test_payloads_of_every_kind_become_text(place: tuple[Google, vertex_jobs.State]) -> None:
     google_, state = place
     state.say("7", "", at="2026-11-22T04:00:00Z", textPayload="plain\n")

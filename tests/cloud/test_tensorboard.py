@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ingot.base.errors import IngotError
+from ingot.base.events import append_line
 from ingot.base.sinks import JsonLines
 from ingot.cloud import tensorboard
 from ingot.cloud.clients import Google
@@ -88,6 +90,53 @@ def test_a_long_run_goes_in_several_requests(tmp_path: Path, place: tuple[Google
     assert [step for step, _ in state.points["train/loss"]] == list(range(2_500))
 
 
+def test_the_board_goes_by_its_whole_name_too(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    google_, state = place
+    whole = Google(google_.cloud.model_copy(update={"tensorboard": state.board}))
+    assert Board(whole, "run").send(logged(tmp_path / "metrics.jsonl", range(3))) == 6
+
+
+def test_a_look_at_a_long_run_reads_only_what_is_new(
+    tmp_path: Path, place: tuple[Google, tensorboards.State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    google_, state = place
+    path, board, read = tmp_path / "metrics.jsonl", Board(google_, "run"), []
+
+    def loads(text: str | bytes, really: Callable[..., Any] = json.loads, **options: Any) -> Any:
+        read.extend([1] if b"train/loss" in (text.encode() if isinstance(text, str) else text) else [])
+        return really(text, **options)
+
+    lines = "".join(json.dumps({"step": step, "t_wall": 1.0 + step, "train/loss": 1.0}) + "\n" for step in range(2_500))
+    path.write_text(lines + '{"step": 2500, "t_wa')
+    board.send(path)
+    monkeypatch.setattr(json, "loads", loads)
+    assert board.send(path) == 0
+    assert read == []
+    JsonLines(path, 10**9).write(2_500, {"train/loss": 2.0})
+    assert board.send(path) == 1
+    assert len(read) <= 2 * 2_501, "the file was written anew, without the torn line: once by JsonLines, once here"
+    read.clear()
+    append_line(path, {"step": 2_501, "t_wall": 1.0, "train/loss": 3.0})
+    assert board.send(path) == 1
+    assert read == [1]
+    assert [step for step, _ in state.points["train/loss"]] == list(range(2_502))
+
+
+def test_a_file_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+    """By the same board, as in a process that goes on; the file is shorter than what was read of it, or longer again already."""
+    google_, state = place
+    path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
+    board.send(logged(path, range(20)))
+    logged(path, range(6, 8), resume_step=5)
+    assert board.send(path) == 0
+    logged(path, range(8, 40), resume_step=7)
+    assert board.send(path) == 40
+    logged(path, range(11, 90), resume_step=10)
+    assert board.send(path) == 100
+    assert [step for step, _ in state.points["train/loss"]] == list(range(90))
+    assert [value for _, value in state.points["train/loss"]] == [10.0 - step for step in range(90)]
+
+
 def test_what_is_logged_last_is_there_when_the_run_is_over(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
     google_, state = place
     path = tmp_path / "metrics.jsonl"
@@ -112,6 +161,36 @@ def test_a_board_that_fails_is_told_once_and_stops_nothing(
     assert said.count("warning") == 1
     assert "tensorboards/77 does not exist" in said
     assert "cloud.tensorboard 77" in said
+
+
+def test_nothing_that_goes_wrong_is_raised_where_it_is_entered(
+    tmp_path: Path, place: tuple[Google, tensorboards.State], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    google_, _ = place
+    path = logged(tmp_path / "metrics.jsonl", range(2))
+    with live(Google(google_.cloud.model_copy(update={"project": None})), "run", path):
+        pass
+    assert "set cloud.project" in capsys.readouterr().err
+
+    def broken(*_: object) -> int:
+        raise ValueError("what no client should raise")
+
+    monkeypatch.setattr(Board, "send", broken)
+    with live(google_, "run", path):
+        time.sleep(0.2)
+    assert capsys.readouterr().err.count("what no client should raise") == 1
+
+
+def test_a_board_that_does_not_answer_keeps_nobody_from_ending(
+    tmp_path: Path, place: tuple[Google, tensorboards.State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    google_, state = place
+    monkeypatch.setattr(tensorboard, "END_S", 0.3)
+    state.server.fault("*", 0, times=10**6, delay_s=5.0)
+    began = time.monotonic()
+    with live(google_, "run", logged(tmp_path / "metrics.jsonl", range(2))):
+        time.sleep(0.2)
+    assert 0.4 < time.monotonic() - began < 3.0
 
 
 def test_without_a_board_nothing_is_asked(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:

@@ -171,11 +171,10 @@ class Compute:
         if project != self.project:
             raise Refused(403, f"Required 'compute.instances.create' permission for 'projects/{project}'")
         if zone not in self.zones:
-            raise Refused(404, f"The resource 'projects/{self.project}/zones/{zone}' was not found")
+            raise Refused(400, f"Invalid value for field 'zone': '{zone}'. Unknown zone.")
 
     def _check(self, wanted: Any, zone: str) -> None:
         """What Compute Engine refuses at once."""
-        at = f"https://compute.googleapis.com/compute/v1/projects/{self.project}/zones/{zone}"
         if not NAME.fullmatch(wanted.name):
             raise Refused(400, f"Invalid value for field 'resource.name': '{wanted.name}'. Must be a match of regex '{NAME.pattern}'")
         for key, value in wanted.labels.items():
@@ -185,7 +184,8 @@ class Compute:
         known = machine_type(kind[2]) if kind else None
         if kind is None or kind[1] != zone or known is None or kind[2] in self.lacking.get(zone, ()):
             named = kind[2] if kind else wanted.machine_type
-            raise Refused(400, f"Invalid value for field 'resource.machineType': '{at}/machineTypes/{named}'. The referenced resource does not exist.")
+            raise Refused(400, f"Invalid value for field 'resource.machineType': 'zones/{zone}/machineTypes/{named}'. Machine type with name '{named}' does "
+                               f"not exist in zone '{zone}'.")
         for attached in wanted.guest_accelerators:
             name = attached.accelerator_type.rpartition("/")[2]
             if name not in ACCELERATORS or name in self.lacking.get(zone, ()):

@@ -54,6 +54,8 @@ class State:
     pending_s: float = 0.2
     running_s: float = 0.2
     ending_s: float = 0.2
+    page: int = 2
+    """Batches of one answer."""
     fails: str = ""
     submit: Callable[[Any], tuple[int, bytes]] | None = None
 
@@ -129,7 +131,9 @@ def install(server: Server, bucket: gcs.Server | None = None) -> State:
         wanted = [item.removeprefix("labels.").split("=") for item in request.filter.split(" AND ")] if request.filter else []
         found = [state.look(running) for running in state.batches.values()]
         matching = [batch for batch in reversed(found) if all(batch.labels.get(name) == value for name, value in wanted)]
-        return types.ListBatchesResponse(batches=matching)
+        start = int(request.page_token or 0)
+        more = str(start + state.page) if len(matching) > start + state.page else ""
+        return types.ListBatchesResponse(batches=matching[start : start + state.page], next_page_token=more)
 
     def cancel(match: re.Match[str], query: dict[str, str], body: Any) -> Any:
         for running in state.batches.values():

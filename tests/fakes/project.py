@@ -32,7 +32,7 @@ ON = (
 )
 ROLES = (
     "roles/bigquery.jobUser", "roles/dataproc.worker", "roles/aiplatform.user", "roles/secretmanager.secretAccessor", "roles/artifactregistry.writer",
-    "roles/logging.logWriter", "roles/storage.objectUser",
+    "roles/logging.logWriter", "roles/storage.objectUser", "roles/compute.instanceAdmin.v1", "roles/tpu.admin",
 )
 MACHINES = {"n1-standard-8": (8, ()), "n1-standard-16": (16, ()), "a2-highgpu-8g": (96, (("nvidia-tesla-a100", 8),)), "e2-standard-4": (4, ())}
 

@@ -46,6 +46,8 @@ class State:
     """Machines that may run at once."""
     endings: list[tuple[Any, int, str]] = field(default_factory=list)
     """How the next jobs end instead of well: state, code of google.rpc, message."""
+    page: int = 2
+    """Jobs, or entries of the log, of one answer."""
     jobs: dict[str, types.CustomJob] = field(default_factory=dict)
     entries: list[dict[str, Any]] = field(default_factory=list)
     processes: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
@@ -99,8 +101,8 @@ class State:
         wanted = dict(part.removeprefix("labels.").split("=", 1) for part in request.filter.split(" AND "))
         found = [job for job in self.jobs.values() if all(job.labels.get(key) == json.loads(value) for key, value in wanted.items())]
         start = int(request.page_token or 0)
-        page = found[start : start + 2]
-        return types.ListCustomJobsResponse(custom_jobs=page, next_page_token=str(start + 2) if len(found) > start + 2 else "")
+        more = str(start + self.page) if len(found) > start + self.page else ""
+        return types.ListCustomJobsResponse(custom_jobs=found[start : start + self.page], next_page_token=more)
 
     def cancel(self, request: types.CancelCustomJobRequest) -> None:
         job = self.jobs.get(request.name)
@@ -121,8 +123,8 @@ class State:
             mine = [entry for entry in mine if datetime.fromisoformat(entry["timestamp"]) >= datetime.fromisoformat(found[2])]
         mine.sort(key=lambda entry: datetime.fromisoformat(entry["timestamp"]))
         start = int(body.get("pageToken", 0))
-        more = {"nextPageToken": str(start + 2)} if len(mine) > start + 2 else {}
-        return {"entries": mine[start : start + 2], **more} if mine else {}
+        more = {"nextPageToken": str(start + self.page)} if len(mine) > start + self.page else {}
+        return {"entries": mine[start : start + self.page], **more} if mine else {}
 
     def _go_on(self, job: types.CustomJob) -> None:
         if job.state == STATE.JOB_STATE_CANCELLING:

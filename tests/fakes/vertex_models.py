@@ -6,18 +6,22 @@ served an endpoint over time. A deployed model answers by `answer`, which a test
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+from urllib.parse import unquote
 
 from google.cloud import aiplatform_v1 as types
 from google.longrunning import operations_pb2
 from google.protobuf import json_format, struct_pb2
 from google.rpc import status_pb2
 
-from tests.fakes.google import Refused, Server
+from tests.fakes.google import Call, Refused, Server
+from tests.fakes.google import _Handler as Plain
 
 MACHINES = re.compile(r"(n1|n2|e2|c2|c3|a2|a3|g2)-(standard|highmem|highcpu|highgpu|megagpu|ultragpu)-\d+g?")
 BRING_THEIRS = {"a2": "NVIDIA_TESLA_A100", "g2": "NVIDIA_L4"}
@@ -42,6 +46,13 @@ class State:
     answer: Callable[[types.DeployedModel, list[Any], dict[str, Any]], list[Any]] = lambda deployed, instances, parameters: [
         f"{instance} from v{deployed.model_version_id}" for instance in instances
     ]
+
+    raw: Callable[[types.DeployedModel, dict[str, Any]], tuple[int, Any]] | None = None
+    """What a deployed model's container says to a raw prediction: status and JSON."""
+    says_who: bool = True
+    """Whether a raw answer names the deployed model in its headers."""
+    misses: int = 0
+    """So many predictions go on by the traffic of before, as while a new share spreads: to whatever was deployed first."""
 
     @property
     def parent(self) -> str:
@@ -76,6 +87,7 @@ def install(server: Server) -> State:
         server.on(f"EndpointService.{_camel(name)}", _bound(state, name))
     server.on("ModelService.ListOperations", _bound(state, "list_operations"))
     server.on("PredictionService.Predict", _bound(state, "predict"))
+    server.RequestHandlerClass = _raw_handler(state)
     return state
 
 
@@ -361,19 +373,55 @@ def cancel_operation(state: State, request: Any) -> None:
         operation.done = True
 
 
-def predict(state: State, request: Any) -> Any:
-    endpoint = _endpoint(state, request.endpoint)
+def _by_traffic(state: State, name: str) -> types.DeployedModel:
+    """Who answers the next prediction."""
+    endpoint = _endpoint(state, name)
+    if state.misses and endpoint.deployed_models:
+        state.misses -= 1
+        return endpoint.deployed_models[0]
     state.asked += 37
     at, chosen = state.asked % 100, None
     for deployed, share in sorted(endpoint.traffic_split.items()):
         chosen = chosen or (deployed if at < share else None)
         at -= share
-    if chosen is None or not request.instances:
-        raise Refused(400, f"Endpoint {endpoint.name} has no deployed model with traffic, or there is no instance.")
-    deployed = next(one for one in endpoint.deployed_models if one.id == chosen)
+    if chosen is None:
+        raise Refused(400, f"Endpoint {name} has no deployed model with traffic.")
+    return next(one for one in endpoint.deployed_models if one.id == chosen)
+
+
+def _raw_handler(state: State) -> type[BaseHTTPRequestHandler]:
+    """Raw predictions are the container's own answers, with who gave them in the headers, which no client's message has."""
+
+    class Handler(Plain):
+        def do_POST(self) -> None:
+            raw = re.fullmatch(r"/v1/(projects/.+/endpoints/[^/:]+):rawPredict", unquote(self.path))
+            if raw is None or state.raw is None:
+                self._answer()
+                return
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with state.server.lock:
+                state.server.calls.append(Call("PredictionService.RawPredict", body))
+                deployed = _by_traffic(state, raw[1])
+            code, answer = state.raw(deployed, body)
+            content = json.dumps(answer).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            if state.says_who:
+                self.send_header("X-Vertex-AI-Endpoint-Id", raw[1].rpartition("/")[2])
+                self.send_header("X-Vertex-AI-Deployed-Model-Id", deployed.id)
+            self.end_headers()
+            self.wfile.write(content)
+
+    return Handler
+
+
+def predict(state: State, request: Any) -> Any:
+    if not request.instances:
+        raise Refused(400, "There is no instance.")
+    deployed = _by_traffic(state, request.endpoint)
     plain = json_format.MessageToDict(types.PredictRequest.pb(request))
     answers = state.answer(deployed, plain["instances"], plain.get("parameters") or {})
-    response = types.PredictResponse(deployed_model_id=chosen, model=deployed.model, model_version_id=deployed.model_version_id)
+    response = types.PredictResponse(deployed_model_id=deployed.id, model=deployed.model, model_version_id=deployed.model_version_id)
     response.predictions.extend(json_format.ParseDict(answer, struct_pb2.Value()) for answer in answers)
     return response
 

@@ -35,7 +35,7 @@ PLACE = {"pipeline", "launch", "registry", "report"}
 # The one file that may import an optional or heavy library inside a function.
 LAZY_OWNERS = {
     "huggingface_hub": {"ingot.base.hub", "ingot.data.hubsets"}, "tensorboard": {"ingot.base.sinks"}, "wandb": {"ingot.base.sinks"},
-    "pynvml": {"ingot.models.device"},
+    "pynvml": {"ingot.models.device"}, "rich": {"ingot.base.progress"},
     "torch": {"ingot.cli.doctor"},
     "gigatoken": {"ingot.tokenizers.fast"}, "fastokens": {"ingot.tokenizers.fast"}, "tiktoken": {"ingot.tokenizers.ranks"},
     "sentencepiece": {"ingot.tokenizers.pieces"}, "datasets": {"ingot.data.hubsets"}, "mwparserfromhell": {"ingot.data.wikipedia"},

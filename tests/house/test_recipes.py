@@ -12,6 +12,8 @@ from ingot.cloud.machines import accelerators_of, check_machine
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.shape import batch_plan
+from ingot.pipeline.plan import plan, reasons
+from ingot.pipeline.steps import STEPS
 from tests.house.source import PROJECT
 
 RECIPES = sorted((PROJECT / "recipes").glob("*.yaml"))
@@ -85,13 +87,23 @@ def test_its_machines_exist_and_have_a_device_for_each_process(place: Path, reci
     launch = loaded.launch
     machines = [step.machine for step in loaded.pipeline.steps.values() if step.machine is not None]
     if launch.kind in ("gce", "vertex"):
-        assert accelerators_of(launch.machine)[1] == launch.processes
         machines += [launch.machine, loaded.serve.machine]
     assert [reason for machine in machines for reason in check_machine(machine)] == []
+    for placed in (loaded.at(step.verb).launch for step in STEPS if step.distributed):
+        if placed.kind in ("gce", "vertex"):
+            assert accelerators_of(placed.machine)[1] == placed.processes
     if launch.kind == "slurm":
         assert launch.slurm.gpus == launch.processes
     if launch.kind == "ssh":
         assert len(launch.ssh.hosts) == launch.nodes
+
+
+@pytest.mark.parametrize(("place", "recipe"), [pair for pair in PAIRS if "ingot submit" in pair[0].read_text(encoding="utf-8")], ids=lambda path: path.stem)
+def test_a_place_for_pipelines_is_one(place: Path, recipe: Path) -> None:
+    """But for data of this machine, which a pipeline does not see."""
+    loaded = _with(place, recipe)
+    assert [reason for reason in reasons(loaded) if "lies on this machine" not in reason] == []
+    assert all("launch.kind=vertex" in step.place for step in plan(loaded).steps if step.verb in ("train", "evaluate"))
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda path: path.stem)

@@ -106,9 +106,19 @@ def ranks_of(root: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []
-        if any(str(root) in part for part in line) and ("ingot.launch.node" in line or _is_rank(process)) and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if _is_in(root, process, line) and ("ingot.launch.node" in line or _is_rank(process)) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
+
+
+def _is_in(root: Path, process: psutil.Process, line: list[str]) -> bool:
+    """Nodes are given paths as they see them, from their working folder on."""
+    if any(str(root) in part for part in line):
+        return True
+    try:
+        return any(part.startswith("runs/") for part in line) and process.cwd() == str(root)
+    except psutil.Error:
+        return False
 
 
 def _is_rank(process: psutil.Process) -> bool:

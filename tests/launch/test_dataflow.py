@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.cloud import dataflow_v1beta3 as types
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.lock import folder_lock
+from ingot.cloud import clients, dataflows
 from ingot.config.recipe import Recipe
 from ingot.launch.dataflow import DataflowLauncher
-from ingot.launch.handles import find
+from ingot.launch.handles import find, jobs_folder
 from ingot.launch.job import Handle, Job
 from ingot.launch.meeting import EXIT, Meeting
 from tests import gcs, golden
 from tests.data.engines.places import BEAM, needs_beam
-from tests.fakes.google import Server
+from tests.fakes import dataflow
+from tests.fakes.dataflow import STATES
+from tests.fakes.google import Refused, Server
 from tests.house.source import PROJECT
 from tests.small import small_recipe
 
@@ -38,21 +42,26 @@ JOB = Job(
     "prepare", ("prepare", "runs/small/jobs/nodes.prepare.yaml"), environment={"COLOUR": "blue"}, image="us-docker.pkg.dev/proj/images/beam:1",
     meet=f"{MIRROR}/jobs/prepare-1", mirror=MIRROR,
 )
+NAME = f"ingot-small-{fingerprint(MIRROR)[:6]}-prepare"
+OURS = {"ingot-run": "small", "ingot-verb": "prepare", "ingot-replica": fingerprint(MIRROR), "ingot-attempt": "1", "team": "data"}
+LABELS = ",".join(f"{name}={value}" for name, value in sorted(OURS.items()))
+WALLTIME = "max_workflow_runtime_walltime_seconds"
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[dataflow.State]:
+    monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.01)
     with gcs.serving(monkeypatch):
         running = Server()
-        yield running
+        yield dataflow.install(running)
         running.shutdown()
         running.server_close()
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Callable[..., Recipe]:
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: dataflow.State) -> Callable[..., Recipe]:
     monkeypatch.chdir(tmp_path)
-    return lambda **knobs: small_recipe(tmp_path, **{"cloud__endpoint": server.address, **CLOUD, "output": "runs", **knobs})
+    return lambda **knobs: small_recipe(tmp_path, **{"cloud__endpoint": service.server.address, **CLOUD, "output": "runs", **knobs})
 
 
 def engine_of(launcher: DataflowLauncher, job: Job = JOB) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def test_every_option_comes_from_its_knob(made: Callable[..., Recipe]) -> None:
         "options": {
             "project": "proj", "region": "us-central1", "temp_location": "gs://bucket/ingot/dataflow/temp",
             "staging_location": "gs://bucket/ingot/dataflow/staging", "sdk_container_image": "us-docker.pkg.dev/proj/images/beam:1",
-            "labels": "ingot-run=small,ingot-verb=prepare,team=data", "job_name": "ingot-small-prepare",
+            "labels": LABELS, "job_name": NAME, "dataflow_service_options": f"{WALLTIME}=604800", "number_of_worker_harness_threads": "1",
             "service_account_email": "beam@proj.iam.gserviceaccount.com", "subnetwork": "regions/us-central1/subnetworks/private", "max_num_workers": "7",
         },
     }
@@ -81,6 +90,39 @@ def test_every_option_comes_from_its_knob(made: Callable[..., Recipe]) -> None:
     options = json.dumps({"kind": "beam", "python": sys.executable, "runner": "PrismRunner", "options": {"region": "here"}})
     own = engine_of(DataflowLauncher(made(data__engine=options)))
     assert (own["runner"], own["options"]["region"]) == ("PrismRunner", "here")
+
+
+def test_labels_and_service_options_of_the_recipe_go_along_with_ours(made: Callable[..., Recipe]) -> None:
+    def options(**given: str) -> dict[str, str]:
+        recipe = made(data__engine=json.dumps({"kind": "beam", "python": sys.executable, "options": given}))
+        found: dict[str, str] = engine_of(DataflowLauncher(recipe), dataclasses.replace(JOB, time_limit_s=90.5))["options"]
+        return found
+
+    both = options(labels="team=search,cost=low,ingot-run=theirs", dataflow_service_options="enable_prime,graph_validate_only")
+    assert both["labels"] == ",".join(f"{name}={value}" for name, value in sorted({**OURS, "team": "search", "cost": "low"}.items()))
+    assert both["dataflow_service_options"] == f"enable_prime,graph_validate_only,{WALLTIME}=90"
+    assert options(dataflow_service_options=f"{WALLTIME}=60")["dataflow_service_options"] == f"{WALLTIME}=60"
+
+
+def test_secrets_are_references_that_the_driver_resolves(made: Callable[..., Recipe], service: dataflow.State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node's own program runs, and finds its secret refused: it asked for it."""
+    asked = []
+
+    def access(request: Any) -> Any:
+        asked.append(request.name)
+        raise Refused(403, "Permission denied on secret")
+
+    service.server.on("SecretManagerService.AccessSecretVersion", access)
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    launcher = DataflowLauncher(made(cloud__secrets="{HF_TOKEN: 'secret:hf-token/3'}"))
+    shown = launcher.render(JOB)
+    assert "secret:hf-token/3" in shown
+    assert "hf_very_secret" not in shown
+    handle = launcher.submit(JOB)
+    assert ended(launcher, handle) == "failed"
+    assert asked == ["projects/proj/secrets/hf-token/versions/3"]
+    assert b"hf-token for $HF_TOKEN" in launcher.log(handle).read()
 
 
 @pytest.mark.parametrize(("change", "knobs", "told"), [
@@ -103,7 +145,7 @@ class Driven(DataflowLauncher):
 
     program = ""
 
-    def _command(self, job: Job) -> list[str]:
+    def _driver(self, job: Job) -> list[str]:
         return [sys.executable, "-c", self.program]
 
 
@@ -138,21 +180,18 @@ def test_a_signal_is_a_note(made: Callable[..., Recipe]) -> None:
     assert [note["number"] for note in Meeting(JOB.meet or "").signals(set())] == [signal.SIGTERM]
 
 
-def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(made: Callable[..., Recipe], server: Server) -> None:
-    running, ours, over = types.JobState.JOB_STATE_RUNNING, {"ingot-run": "small", "ingot-verb": "prepare", "team": "data"}, []
-    jobs = {
-        "a": types.Job(id="a", name="a", labels=ours, current_state=running),
-        "b": types.Job(id="b", name="b", labels={"ingot-run": "other"}, current_state=running),
-        "c": types.Job(id="c", name="c", labels=ours, current_state=types.JobState.JOB_STATE_DONE),
-    }
+def some_jobs(service: dataflow.State) -> None:
+    """Of which `a` is ours and runs."""
+    service.make("other", "else", OURS)
+    service.make("same-name", NAME, {**OURS, "ingot-replica": fingerprint("gs://another/runs/small")})
+    service.make("earlier-start", NAME, {**OURS, "ingot-attempt": "7"})
+    service.make("over", NAME, OURS, STATES.JOB_STATE_DONE)
+    service.make("going", NAME, OURS, STATES.JOB_STATE_CANCELLING)
+    service.make("a", NAME, OURS)
 
-    def update(request: Any) -> Any:
-        assert request.job.requested_state == types.JobState.JOB_STATE_CANCELLED
-        over.append((request.project_id, request.location, request.job_id))
-        return jobs[request.job_id]
 
-    server.on("JobsV1Beta3.ListJobs", lambda request: types.ListJobsResponse(jobs=list(jobs.values())))
-    server.on("JobsV1Beta3.UpdateJob", update)
+def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(made: Callable[..., Recipe], service: dataflow.State) -> None:
+    some_jobs(service)
     launcher = Driven(made())
     launcher.program = (
         "import subprocess, sys, time, signal\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
@@ -166,12 +205,69 @@ def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(mad
     assert launcher.status(handle) == "running"
     launcher.cancel(handle)
     assert launcher.status(handle) == "cancelled"
-    assert over == [("proj", "us-central1", "a")]
+    assert service.cancelled == ["a"]
+    assert {request.job_id for request in service.server.requests("JobsV1Beta3.GetJob")} == {"same-name", "earlier-start", "a"}
     until = time.monotonic() + 20
     while Path(f"/proc/{int(said)}").exists() and Path(f"/proc/{int(said)}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert server.requests("JobsV1Beta3.ListJobs")[0].filter == types.ListJobsRequest.Filter.ACTIVE
+
+
+def test_a_driver_that_ran_out_of_time_is_over_and_takes_its_job_with_it(made: Callable[..., Recipe], service: dataflow.State) -> None:
+    some_jobs(service)
+    launcher = Driven(made())
+    launcher.program = "import time; time.sleep(600)"
+    handle = launcher.submit(dataclasses.replace(JOB, time_limit_s=1.0))
+    assert launcher.status(handle) == "running"
+    assert service.cancelled == []
+    assert ended(launcher, handle) == "failed"
+    assert time.time() - handle.started < 30
+    assert service.cancelled == ["a"]
+    assert launcher.status(handle) == "failed"
+    assert service.cancelled == ["a"], "it is asked once"
+
+
+def test_one_that_did_its_work_asks_for_nothing(made: Callable[..., Recipe], service: dataflow.State) -> None:
+    launcher = Driven(made())
+    Meeting(JOB.meet or "").leave(0, EXIT, rank=0, code=0, how="")
+    assert ended(launcher, launcher.submit(JOB)) == "succeeded"
+    assert not service.server.calls
+
+
+def test_where_beam_makes_its_jobs_there_they_are_looked_for(made: Callable[..., Recipe], service: dataflow.State) -> None:
+    service.project, service.region = "theirs", "europe-west4"
+    options = {"project": "theirs", "region": "europe-west4", "job_name": "mine"}
+    launcher = Driven(made(data__engine=json.dumps({"kind": "beam", "python": sys.executable, "options": options})))
+    service.make("a", "mine", OURS)
+    launcher.cancel(launcher.submit(JOB))
+    assert service.cancelled == ["a"]
+
+
+def test_a_page_that_fails_is_told_in_one_line(made: Callable[..., Recipe], service: dataflow.State) -> None:
+    some_jobs(service)
+    listed = service.list
+
+    def fails_later(request: Any) -> Any:
+        if request.page_token:
+            raise Refused(403, "no more of it")
+        return listed(request)
+
+    service.server.on("JobsV1Beta3.ListJobs", fails_later)
+    with pytest.raises(WrongInput, match=r"could not list Dataflow jobs: .*no more of it"):
+        dataflows.active(clients.Google(made().cloud), NAME, OURS)
+
+
+def test_a_command_that_is_repeated_while_it_runs_starts_no_second_driver(made: Callable[..., Recipe]) -> None:
+    launcher = Driven(made())
+    launcher.program = "import time; time.sleep(600)"
+    first = launcher.submit(JOB)
+    again = dataclasses.replace(JOB, meet=f"{MIRROR}/jobs/prepare-2")
+    assert Driven(made()).submit(again) == first
+    with folder_lock(jobs_folder(launcher._recipe.folder.root), "prepare.dataflow.lock"), pytest.raises(Failed, match="in use"):
+        launcher.submit(again)
+    launcher.cancel(first)
+    assert launcher.submit(again).id != first.id
+    launcher.cancel(find(launcher._recipe.folder.root, "prepare", "dataflow") or first)
 
 
 @needs_beam
@@ -186,7 +282,7 @@ def test_beam_takes_these_options(made: Callable[..., Recipe]) -> None:
     done = subprocess.run([str(BEAM), "-c", program, json.dumps(options)], capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     known = json.loads(done.stdout.splitlines()[-1])
-    assert known["labels"] == ["ingot-run=small", "ingot-verb=prepare", "team=data"]
-    assert {name: known[name] for name in options if name != "labels"} == {
-        **{name: value for name, value in options.items() if name != "labels"}, "max_num_workers": 7,
-    }
+    assert known["labels"] == LABELS.split(",")
+    assert known["dataflow_service_options"] == [f"{WALLTIME}=604800"]
+    single = [name for name in options if name not in ("labels", "dataflow_service_options")]
+    assert {name: known[name] for name in single} == {**{name: options[name] for name in single}, "max_num_workers": 7, "number_of_worker_harness_threads": 1}

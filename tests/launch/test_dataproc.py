@@ -16,21 +16,23 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.lock import folder_lock
 from ingot.base.replica import pull, replica_url
 from ingot.cloud import batches, clients
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.launch.dataproc import DataprocLauncher
-from ingot.launch.handles import find
+from ingot.launch.handles import find, jobs_folder
 from ingot.launch.job import Job
 from ingot.launch.meeting import EXIT, Meeting
-from ingot.launch.places import for_nodes, stage
+from ingot.launch.staging import for_nodes, stage
 from tests import gcs, golden
 from tests.data.engines.places import SPARK, needs_spark
 from tests.data.small import everything
 from tests.fakes import dataproc
-from tests.fakes.google import Server
+from tests.fakes.google import Refused, Server
 from tests.house.source import PROJECT
 from tests.small import small_recipe, write_documents
 
@@ -41,6 +43,7 @@ CLOUD = {
     "pipeline__spark__properties": '{spark.executor.instances: "20"}', "launch__kind": "dataproc",
 }
 MIRROR = "gs://bucket/ingot/runs/small"
+OURS = {"ingot-run": "small", "ingot-verb": "prepare", "ingot-replica": fingerprint(MIRROR)}
 JOB = Job("prepare", ("prepare", "runs/small/jobs/nodes.prepare.yaml"), environment={"COLOUR": "blue"}, meet=f"{MIRROR}/jobs/prepare-1", mirror=MIRROR)
 
 
@@ -110,7 +113,7 @@ def test_a_batch_is_made_as_it_was_rendered(made: Callable[..., Recipe], service
     assert (execution.ttl.total_seconds(), list(execution.network_tags), execution.staging_bucket) == (7200, ["ingot"], "bucket")
     labels = dict(batch.labels)
     assert labels.pop("team").startswith("data-team")
-    assert labels == {"ingot-run": "small", "ingot-verb": "prepare"}
+    assert labels == {**OURS, "ingot-attempt": "1"}
 
 
 @pytest.mark.parametrize(("knobs", "field", "value"), [
@@ -185,8 +188,40 @@ def test_a_lost_answer_makes_no_second_batch(made: Callable[..., Recipe], servic
     handle = launcher.submit(JOB)
     assert [request.batch_id for request in service.server.requests("BatchController.CreateBatch")] == [handle.id, handle.id]
     assert list(service.batches) == [handle.id]
-    launcher.submit(JOB)
-    assert len(service.batches) == 2, "another start is another batch"
+
+
+AGAIN = dataclasses.replace(JOB, meet=f"{MIRROR}/jobs/prepare-2")
+"""The same job of another command."""
+
+
+@pytest.mark.parametrize("when", ["queued", "running"])
+def test_a_command_that_is_repeated_while_it_runs_makes_no_second_batch(when: str, made: Callable[..., Recipe], service: dataproc.State) -> None:
+    service.pending_s, service.running_s = (10**6, 1) if when == "queued" else (0, 10**6)
+    recipe = made()
+    first = DataprocLauncher(recipe).submit(JOB)
+    wait_for(when, DataprocLauncher(recipe), first)
+    assert DataprocLauncher(recipe).submit(AGAIN) == first
+    assert list(service.batches) == [first.id]
+    with folder_lock(jobs_folder(recipe.folder.root), "prepare.dataproc.lock"), pytest.raises(Failed, match="in use"):
+        DataprocLauncher(recipe).submit(AGAIN)
+    DataprocLauncher(recipe).cancel(first)
+    assert DataprocLauncher(recipe).submit(AGAIN).id != first.id, "another start is another batch"
+
+
+def test_a_batch_whose_handle_is_lost_is_found_by_its_labels(made: Callable[..., Recipe], service: dataproc.State) -> None:
+    """As when the pipeline tries its step again in another container."""
+    service.running_s = 10**6
+    DataprocLauncher(made(name="other")).submit(dataclasses.replace(JOB, mirror="gs://bucket/ingot/runs/other"))
+    recipe = made()
+    first = DataprocLauncher(recipe).submit(JOB)
+    (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
+    again = DataprocLauncher(recipe).submit(AGAIN)
+    assert (again.id, again.about["meet"]) == (first.id, JOB.meet)
+    assert find(recipe.folder.root, "prepare", "dataproc") == again
+    assert len(service.batches) == 2
+    elsewhere = dataclasses.replace(JOB, mirror="gs://another/runs/small")
+    (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
+    assert DataprocLauncher(recipe).submit(elsewhere).id != first.id, "a run of this name with another replica"
 
 
 def test_a_service_that_is_busy_is_asked_again(made: Callable[..., Recipe], service: dataproc.State) -> None:
@@ -279,6 +314,24 @@ def test_a_runs_batches_are_found_by_their_labels(made: Callable[..., Recipe], s
     DataprocLauncher(made(name="other")).submit(JOB)
     found = batches.labelled(clients.Google(recipe.cloud), {"ingot-run": "small", "ingot-verb": "prepare"})
     assert [standing.name.rpartition("/")[2] for standing in found] == [handle.id]
+
+
+def test_a_page_that_fails_is_told_in_one_line(made: Callable[..., Recipe], service: dataproc.State) -> None:
+    recipe = made()
+    for number in range(5):
+        DataprocLauncher(recipe).submit(dataclasses.replace(JOB, mirror=f"gs://bucket/runs/{number}", meet=f"gs://bucket/runs/{number}/jobs/prepare-1"))
+        (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
+    assert len(batches.labelled(clients.Google(recipe.cloud), {"ingot-run": "small"})) == 5
+    listed = service.server.handlers["BatchController.ListBatches"]
+
+    def fails_later(request: Any) -> Any:
+        if request.page_token:
+            raise Refused(403, "no more of it")
+        return listed(request)
+
+    service.server.on("BatchController.ListBatches", fails_later)
+    with pytest.raises(WrongInput, match=r"could not list Spark batches: .*no more of it"):
+        batches.labelled(clients.Google(recipe.cloud), {"ingot-run": "small"})
 
 
 @pytest.mark.parametrize("name", ["x" * 100, "Ünicode Name", "a_b.c-", "9"])

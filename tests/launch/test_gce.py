@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.fingerprint import fingerprint
 from ingot.base.lock import folder_lock
 from ingot.cloud import clients, instances
 from ingot.cloud.instances import NoRoom
@@ -99,7 +100,8 @@ def run(tmp_path: Path, cloud: compute.Compute) -> Run:
     return Run(tmp_path, cloud)
 
 
-NAMES = ["ingot-small-train-1-0", "ingot-small-train-1-1", "ingot-small-train-1-2"]
+NAME = f"ingot-small-train-{fingerprint(REPLICA)[:6]}"
+NAMES = [f"{NAME}-1-{node}" for node in range(3)]
 
 
 @pytest.mark.parametrize(("name", "knobs"), [
@@ -111,7 +113,7 @@ NAMES = ["ingot-small-train-1-0", "ingot-small-train-1-1", "ingot-small-train-1-
         "launch.environment": {"NCCL_DEBUG": "WARN", "GREETING": "it's $HOME"},
     }),
     ("reserved", {
-        "launch.nodes": 1, "launch.processes": 8, "launch.machine.type": "a3-ultragpu-8g", "cloud.network": "ours", "cloud.images.train": "example.com/i:1",
+        "launch.nodes": 1, "launch.processes": 8, "launch.machine.type": "a3-highgpu-8g", "cloud.network": "ours", "cloud.images.train": "example.com/i:1",
         "launch.machine.reservation": "projects/other/zones/europe-west4-a/reservations/big", "cloud.region": "europe-west4", "cloud.max_run": "20m",
     }),
 ])
@@ -133,6 +135,8 @@ def test_what_is_sent_is_what_was_shown(run: Run, cloud: compute.Compute) -> Non
         script = next(item for item in machine.metadata.items if item.key == "startup-script")
         assert script.value in shown
         script.value = "(the script below)"
+        for labels in (machine.labels, machine.disks[0].initialize_params.labels):
+            labels[gce_cluster.START] = gce_cluster.Cluster.start
         assert instances.as_json(machine) in shown
         assert (request.project, request.zone) == ("p", "us-central1-a")
 
@@ -173,8 +177,8 @@ def test_a_machine_that_is_taken_away_is_told_of_and_the_rest_goes(tmp_path: Pat
     assert run.launcher.status(handle) == "preempted"
     assert cloud.names() == []
     second = run.submit(2)
-    assert cloud.names() == [f"ingot-small-train-2-{node}" for node in range(3)]
-    assert second.id == "ingot-small-train-2"
+    assert cloud.names() == [f"{NAME}-2-{node}" for node in range(3)]
+    assert second.id == f"{NAME}-2"
 
 
 def test_a_machine_that_failed_while_another_was_lost_is_a_failure(run: Run, cloud: compute.Compute) -> None:
@@ -198,7 +202,7 @@ def test_machines_that_never_come_up_are_told_apart(tmp_path: Path, cloud: compu
     handle = run.submit()
     place = Meeting(handle.about["meet"])
     place.leave(0, HERE)
-    place.leave(1, gce.BOOT, phase="pulling the image")
+    place.leave(1, gce_cluster.BOOT, phase="pulling the image")
     deadline = time.monotonic() + 60
     while (state := run.launcher.status(handle)) == "queued" and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -240,6 +244,26 @@ def test_a_zone_that_knows_no_such_machine_is_passed_over(tmp_path: Path, cloud:
     cloud.lacking = {"us-central1-a": {"n1-standard-8"}, "us-central1-b": {"nvidia-tesla-t4"}}
     run = Run(tmp_path, cloud, **{"launch.machine.accelerator": "nvidia-tesla-t4", "launch.machine.accelerators": 1})
     assert run.submit().about["zone"] == "us-central1-c"
+
+
+@pytest.mark.parametrize("text", [
+    "Invalid value for field 'resource.machineType': 'zones/us-east4-a/machineTypes/n2-highcpu-16'. Machine type with name 'n2-highcpu-16' does not exist "
+    "in zone 'us-east4-a'.",
+    "Invalid value for field 'resource.machineType': 'https://compute.googleapis.com/compute/v1/projects/p/zones/us-east4-a/machineTypes/n2-highcpu-16'. "
+    "The referenced resource does not exist.",
+    "Invalid value for field 'zone': 'us-east1-a'. Unknown zone.",
+    "The resource 'projects/p/zones/us-east1-a' was not found",
+    "The resource 'projects/p/zones/us-east1-a/acceleratorTypes/nvidia-l4' was not found",
+])
+def test_every_way_of_saying_that_a_zone_has_none_leads_to_the_next(run: Run, cloud: compute.Compute, text: str) -> None:
+    cloud.server.fault("Instances.Insert", 400, message=text)
+    assert run.submit().about["zone"] == "us-central1-b"
+
+
+def test_a_region_whose_zones_begin_at_b_and_end_at_d_is_searched(tmp_path: Path, cloud: compute.Compute) -> None:
+    cloud.zones = ("us-east1-b", "us-east1-c", "us-east1-d")
+    cloud.rooms = {"us-east1-b": 0, "us-east1-c": 0}
+    assert Run(tmp_path, cloud, **{"cloud.region": "us-east1"}).submit().about["zone"] == "us-east1-d"
 
 
 def test_no_room_anywhere_is_one_line_and_may_be_tried_again(run: Run, cloud: compute.Compute) -> None:
@@ -298,8 +322,74 @@ def test_a_run_of_the_same_name_in_another_bucket_is_left_alone(tmp_path: Path, 
     handle = theirs.launcher.submit(other)
     ours.submit()
     ours.launcher.cancel(ours.submit(2))
-    assert cloud.names() == [f"ingot-small-train-7-{node}" for node in range(3)]
+    assert cloud.names() == [f"{handle.id}-{node}" for node in range(3)]
     assert theirs.launcher.status(handle) == "queued"
+
+
+def test_two_runs_of_one_name_in_one_project_run_side_by_side(tmp_path: Path, cloud: compute.Compute) -> None:
+    ours, theirs = Run(tmp_path / "a", cloud), Run(tmp_path / "b", cloud)
+    other = replace(job_of(theirs.recipe), mirror="gs://bucket/elsewhere", meet="gs://bucket/elsewhere/jobs/train-1")
+    handles = [ours.submit(), theirs.launcher.submit(other)]
+    assert len(cloud.names()) == 6
+    assert [run.launcher.status(handle) for run, handle in zip((ours, theirs), handles, strict=True)] == ["queued", "queued"]
+
+
+@pytest.mark.parametrize("start", [1, 2])
+def test_what_another_computer_started_is_left_alone_and_not_started_again(tmp_path: Path, cloud: compute.Compute, start: int) -> None:
+    """Whether the number of its start is ours too, or is one that we have never had."""
+    here, there = Run(tmp_path / "here", cloud), Run(tmp_path / "there", cloud)
+    ended = here.submit()
+    here.end(ended, 0)
+    assert here.launcher.status(ended) == "succeeded"
+    handle = there.submit(start)
+    there.come(handle)
+    made = cloud.names()
+    told = f"{NAME}-{start}-0 in us-central1-a works on this run and was started elsewhere; cancel it there, or delete it"
+    for run in (here, Run(tmp_path / "third", cloud)):
+        assert run.launcher.busy(job_of(run.recipe, 3)) == told
+        with pytest.raises(Failed, match=told):
+            run.submit(3)
+    assert here.handle == ended
+    here.launcher.status(ended)
+    here.launcher.cancel(ended)
+    assert cloud.names() == made
+    there.launcher.cancel(handle)
+    assert cloud.names() == []
+    assert here.launcher.busy(job_of(here.recipe, 3)) is None
+    here.launcher.cancel(here.submit(3))
+
+
+def test_after_no_room_here_another_computer_is_not_taken_for_us(tmp_path: Path, cloud: compute.Compute) -> None:
+    here, there = Run(tmp_path / "here", cloud), Run(tmp_path / "there", cloud)
+    cloud.quota = 0
+    with pytest.raises(NoRoom):
+        here.submit()
+    cloud.quota = None
+    there.submit()
+    with pytest.raises(Failed, match="started elsewhere"):
+        here.submit()
+    assert cloud.names() == NAMES
+
+
+def test_what_stopped_without_being_deleted_goes_with_the_next_command(run: Run, cloud: compute.Compute) -> None:
+    """As a machine does whose account may not delete it."""
+    handle = run.submit()
+    run.come(handle)
+    run.end(handle, 0)
+    for machine in cloud.machines.values():
+        machine.state = "TERMINATED"
+    assert run.launcher.status(handle) == "succeeded"
+    assert cloud.names() == []
+
+
+def test_what_stopped_elsewhere_stands_in_nobody_s_way(tmp_path: Path, cloud: compute.Compute) -> None:
+    here, there = Run(tmp_path / "here", cloud), Run(tmp_path / "there", cloud)
+    there.submit()
+    for machine in cloud.machines.values():
+        machine.state = "TERMINATED"
+    assert here.submit().id == f"{NAME}-1"
+    assert cloud.names() == NAMES
+    assert {machine.state for machine in cloud.machines.values()} == {"RUNNING"}
 
 
 def test_a_job_that_runs_is_not_started_twice(run: Run, cloud: compute.Compute) -> None:
@@ -432,7 +522,7 @@ def check_what_follows(run: Run, cloud: compute.Compute, *, wait: bool) -> None:
     if launcher.status(handle) in OVER:
         assert cloud.names() == []
         second = launcher.submit(job_of(run.recipe, 2))
-        assert cloud.names() == [f"ingot-small-train-2-{node}" for node in range(2)]
+        assert cloud.names() == [f"{NAME}-2-{node}" for node in range(2)]
     else:
         assert cloud.names() == NAMES[:2]  # a whole cluster, which does not need us
         second = launcher.submit(job_of(run.recipe, 2))
@@ -470,7 +560,10 @@ def test_an_interrupt_while_machines_are_made_removes_them(run: Run, cloud: comp
     ({"launch.machine.type": "a2-highgpu-1g", "launch.processes": 2}, "launch.processes"), ({"launch.machine.flex_start": True}, "Vertex AI"),
     ({"launch.code": "sync"}, "images build"), ({"launch.secrets": ["HF_TOKEN"]}, "Secret Manager"), ({"cloud.zone": "europe-west4-a"}, "cloud.region"),
     ({"cloud.max_run": "121d"}, "120 days"), ({"cloud.max_cost": 1000, "launch.machine.type": "n2-custom-8-16384"}, "cloud.prices"),
-    ({"cloud.images.train": None}, "images build train"),
+    ({"cloud.images.train": None}, "images build train"), ({"cloud.max_run": "400s"}, "checkpoint.grace_s"),
+    ({"launch.machine.type": "a3-ultragpu-8g"}, "launch.machine.spot"), ({"launch.machine.type": "a4-highgpu-8g"}, "launch.kind to vertex"),
+    ({"launch.machine.type": "a3-highgpu-2g"}, "neither on demand"),
+    ({"launch.machine.type": "a4-highgpu-8g", "launch.machine.reservation": "ours"}, "nor by a plain reservation"),
 ])
 def test_what_cannot_be_is_said_before_anything_is_sent(tmp_path: Path, cloud: compute.Compute, knobs: dict[str, Any], told: str) -> None:
     run = Run(tmp_path, cloud, **knobs)
@@ -479,6 +572,16 @@ def test_what_cannot_be_is_said_before_anything_is_sent(tmp_path: Path, cloud: c
     with pytest.raises(WrongInput, match=r"cannot run with launch\.kind gce"):
         run.launcher.submit(job)
     assert cloud.server.calls == []
+
+
+@pytest.mark.parametrize(("kind", "disk"), [
+    ("a3-ultragpu-8g", "hyperdisk-balanced"), ("a4-highgpu-8g", "hyperdisk-balanced"), ("a3-highgpu-1g", "pd-balanced"),
+])
+def test_what_is_not_given_on_demand_can_be_had_as_spot(tmp_path: Path, kind: str, disk: str) -> None:
+    recipe = recipe_for(tmp_path, None, **{"launch.machine.type": kind, "launch.machine.spot": True})
+    assert GceLauncher(recipe).can(job_of(recipe)) == []
+    machine = gce_cluster.Cluster(recipe, job_of(recipe)).machine(0, "us-central1-a")
+    assert machine.disks[0].initialize_params.disk_type == f"zones/us-central1-a/diskTypes/{disk}"
 
 
 def test_without_a_bucket_there_is_no_cluster(run: Run) -> None:

@@ -13,12 +13,13 @@ import pytest
 from ingot.base.events import read_lines
 from ingot.base.lock import folder_lock
 from ingot.cloud import instances
+from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.launch import places
 from ingot.launch.gce import GceLauncher
-from ingot.launch.job import Job
+from ingot.launch.job import Handle, Job
 from ingot.launch.meeting import EXIT, Meeting
 from ingot.launch.ranks import free_port
 from ingot.launch.supervise import supervise
@@ -27,6 +28,8 @@ from tests.fakes import compute, google
 from tests.fakes.compute import Stored
 from tests.fakes.vm import Machine
 from tests.small import small_recipe, write_documents
+
+Machines = tuple[compute.Compute, list[Machine]]
 
 
 @pytest.fixture
@@ -38,13 +41,13 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[tuple[compute.Compute, list[Machine]]]:
+def machines(tmp_path: Path) -> Iterator[Machines]:
     """A cloud whose machines run, each in a folder of its own."""
     server, running = google.Server(), dict[str, Machine]()
     made: list[Machine] = []
 
     def up(stored: Stored) -> None:
-        machine = running[stored.wanted.name] = Machine(stored, tmp_path / "machines" / stored.wanted.name)
+        machine = running[stored.wanted.name] = Machine(stored.wanted.name, stored.metadata, tmp_path / "machines" / stored.wanted.name)
         made.append(machine)
 
     def down(stored: Stored) -> None:
@@ -79,7 +82,7 @@ def trained_here(root: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """The model that two processes of this machine make of the same recipe."""
     monkeypatch.chdir(root)
     recipe = recipe_in(root)
-    (root / "r.yaml").write_text(places.dump_recipe(recipe))
+    (root / "r.yaml").write_text(dump_recipe(recipe))
     assert supervise(Job("train", ("train", "r.yaml"), 2), recipe).code == 0
     return (recipe.folder.model / "model.safetensors").read_bytes()
 
@@ -93,7 +96,7 @@ def prepared_in(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is_taken_away(
-    tmp_path: Path, bucket: gcs.Server, machines: tuple[compute.Compute, list[Machine]], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cloud, made = machines
     here, there = tmp_path / "here", tmp_path / "there"
@@ -109,11 +112,11 @@ def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is
         """When the first checkpoint is in the bucket, before anybody knows."""
         answer = write(name, *about)
         if name.endswith("step-00000004/COMMIT.json") and len(made) == 2:
-            cloud.preempt("ingot-small-train-1-1")
+            cloud.preempt(next(machine.name for machine in made if machine.name.endswith("-1-1")))
         return answer
 
     monkeypatch.setattr(bucket, "write", take_one_away)
-    job = places.place(recipe, "train", [], shared=True)
+    job = places.place(recipe, "train", shared=True)
     with folder_lock(recipe.folder.root, "run-lock"):
         ended = places.do(recipe, job, supervised=True)
     assert ended.code == 0, "\n\n".join(machine.serial for machine in made)
@@ -131,26 +134,36 @@ def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is
     assert not any("a-token-of-the-machine" in argument for machine in made for call in machine.calls for argument in call)
 
 
-def test_a_machine_that_cannot_have_the_image_says_so_and_deletes_itself(
-    tmp_path: Path, bucket: gcs.Server, machines: tuple[compute.Compute, list[Machine]], monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Though nobody ever looks."""
+def one_machine(tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], **knobs: Any) -> tuple[GceLauncher, Handle]:
+    """A job of one machine whose tools find these files on its disk, followed until it has asked to be deleted; nobody looks meanwhile."""
     cloud, made = machines
     up = cloud.on_running
 
-    def without_image(stored: Stored) -> None:
-        (tmp_path / "machines" / stored.wanted.name).mkdir(parents=True)
-        (tmp_path / "machines" / stored.wanted.name / "no-image").touch()
+    def prepared(stored: Stored) -> None:
+        folder = tmp_path / "machines" / stored.wanted.name
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
         up(stored)
 
-    cloud.on_running = without_image
+    cloud.on_running = prepared
     monkeypatch.chdir(tmp_path)
-    recipe = on_machines(tmp_path, cloud.server.address, **{"launch.nodes": 1})
+    recipe = on_machines(tmp_path, cloud.server.address, **{"launch.nodes": 1, **knobs})
     launcher = GceLauncher(recipe)
-    handle = launcher.submit(replace(places.place(recipe, "train", [], shared=True), argv=("train", "r.yaml")))
+    handle = launcher.submit(replace(places.place(recipe, "train", shared=True), argv=("train", "r.yaml")))
     deadline = time.monotonic() + 120
     while not cloud.server.requests("Instances.Delete") and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert cloud.server.requests("Instances.Delete"), made[0].serial
+    return launcher, handle
+
+
+def test_a_machine_that_cannot_have_the_image_says_so_and_deletes_itself(
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though nobody ever looks."""
+    cloud, made = machines
+    launcher, handle = one_machine(tmp_path, machines, monkeypatch, {"no-image": ""})
     cloud.settle()
     assert cloud.names() == [], made[0].serial
     assert launcher.status(handle) == "failed"
@@ -159,3 +172,40 @@ def test_a_machine_that_cannot_have_the_image_says_so_and_deletes_itself(
     assert "the image could not be pulled: Error response from daemon: manifest for  it  not found" in note["how"]
     [last] = Meeting(handle.about["meet"]).notes("boot").values()
     assert last["phase"] == "over"
+
+
+def test_a_machine_that_may_not_delete_itself_shuts_down_and_the_next_look_removes_it(
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cloud, made = machines
+    cloud.server.fault("Instances.Delete", 403, message="Required 'compute.instances.delete' permission")
+    launcher, handle = one_machine(tmp_path, machines, monkeypatch, {"no-run": ""})
+    made[0].process.wait(60)
+    assert made[0].calls[-1] == ["shutdown", "-h", "now"]
+    [stored] = cloud.machines.values()
+    stored.state = "TERMINATED"
+    assert launcher.status(handle) == "failed"
+    assert cloud.names() == []
+
+
+def test_ranks_leave_by_the_clock_of_the_machine_however_long_it_took_to_come_up(
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The place counts from when it runs: what the driver and the image take is not theirs."""
+    one_machine(tmp_path, machines, monkeypatch, {"no-run": "", "pull-takes": "4"}, **{"cloud.max_run": "20m"})
+    calls = machines[1][0].calls
+    [waited] = [call for call in calls if call[0] == "timeout"]
+    assert waited[1:3] == ["--preserve-status", "--signal=TERM"]
+    whole = 20 * 60 - 20 - 60  # grace_s, and a minute
+    assert whole - 60 < int(waited[3]) <= whole - 4
+    assert not [call for call in calls if call[0] == "iptables"]  # one node lets nobody in
+
+
+def test_a_machine_that_came_up_too_late_starts_nothing(
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher, handle = one_machine(tmp_path, machines, monkeypatch, {"pull-takes": "4"}, **{"cloud.max_run": "142s"})
+    assert launcher.status(handle) == "failed"
+    [note] = Meeting(handle.about["meet"]).notes(EXIT).values()
+    assert "its time was over before the container could start; raise cloud.max_run" in note["how"]
+    assert not [call for call in machines[1][0].calls if call[:2] == ["docker", "run"]]

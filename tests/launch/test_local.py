@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.processes import machine, ticks
 from ingot.launch.job import Handle, Job
 from ingot.launch.local import LocalLauncher, command, environment, foreground
 from ingot.launch.stops import SAME_REQUEST_S
@@ -101,9 +103,16 @@ def test_a_job_over_its_time_is_stopped(launcher: LocalLauncher, tmp_path: Path)
 
 
 def test_a_handle_whose_process_is_another_now_is_unknown(launcher: LocalLauncher) -> None:
-    handle = Handle("old", "local", "1", ("train",), started=1.0, log="nowhere")
-    assert launcher.status(handle) == "unknown"
-    launcher.cancel(handle)  # must not signal process 1
+    for about in ({"machine": str(machine()), "started": "1"}, {"machine": "another", "started": str(ticks(1))}, {}):
+        handle = Handle("old", "local", "1", ("train",), started=1.0, log="nowhere", about=about)
+        assert launcher.status(handle) == "unknown"
+        launcher.cancel(handle)  # must not signal process 1
+
+
+def test_a_job_runs_whatever_the_clock_says(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = launcher.begin(Job("train", ("train", "r.yaml")))
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 1.0)  # counted from a time of boot that moves when the clock is set
+    assert launcher.status(handle) == "running"
 
 
 def test_what_this_machine_cannot_do_is_refused_with_the_reason(launcher: LocalLauncher) -> None:

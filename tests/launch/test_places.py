@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed
-from ingot.launch import places
+from ingot.base.events import read_lines, record_event
+from ingot.base.replica import pull, push
+from ingot.base.storage import write_atomic
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+from ingot.launch import places, staging
 from ingot.launch.handles import store
-from ingot.launch.job import Handle, State
+from ingot.launch.job import Handle, Job, State
+from ingot.launch.local import Ended
+from ingot.launch.meeting import EXIT, Meeting
+from ingot.launch.remote import FileLog
 from tests import gcs
 from tests.small import small_recipe
 
@@ -27,28 +38,135 @@ class Standing:
 
 def test_nodes_meet_where_nobody_has_left_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
-    job = places.place(recipe, "train", ["r.yaml"], shared=True)
+    job = places.place(recipe, "train", shared=True)
     with gcs.serving(monkeypatch) as server:
-        places.open_bucket(job.meet or "").put("exit-0.json", b"{}")
-        assert places.again(recipe, job).meet == job.meet
+        open_bucket(job.meet or "").put("exit-0.json", b"{}")
+        assert staging.again(recipe, job).meet == job.meet
         assert not server.objects
-
-
-def test_each_start_gets_what_is_left_of_the_time_and_none_begins_for_nothing(tmp_path: Path) -> None:
-    recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p", cloud__max_run="1h")
-    job = places.place(recipe, "train", ["r.yaml"], shared=True)
-    assert job.time_limit_s == 3600.0
-    assert places._in_time(job, 600.0).time_limit_s == 3000.0
-    assert places._in_time(replace(job, time_limit_s=None), 1e9).time_limit_s is None
-    with pytest.raises(Failed, match=r"cloud\.max_run and cloud\.max_cost allow are used up"):
-        places._in_time(job, 3590.0)
 
 
 @pytest.mark.parametrize(("state", "runs"), [("running", True), ("queued", True), ("failed", False), ("preempted", False)])
 def test_a_job_that_an_earlier_launcher_left_running_is_known(tmp_path: Path, state: State, runs: bool) -> None:
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
-    job = places.place(recipe, "train", ["r.yaml"], shared=True)
+    job = places.place(recipe, "train", shared=True)
     elsewhere = Standing(state)
     assert not places._runs_already(recipe, elsewhere, job)
     store(recipe.folder.root, Handle("train", "gce", "ingot-1", job.argv, 0.0, ""), recipe)
     assert places._runs_already(recipe, elsewhere, job) is runs
+
+
+class Ending:
+    """A launcher of which each job ends as it is told to, at once; `limits` are the times that they were given."""
+
+    look_s = 0.01
+
+    def __init__(self, states: list[State]) -> None:
+        self.states, self.limits = states, list[float | None]()
+
+    def can(self, job: Job) -> list[str]:
+        return []
+
+    def submit(self, job: Job) -> Handle:
+        self.limits.append(job.time_limit_s)
+        if self.states[-1:] == ["succeeded"]:
+            Meeting(job.meet or "").leave(0, EXIT, rank=0, code=0)
+        return Handle(job.name, "gce", str(len(self.limits)), job.argv, 1.0, "")
+
+    def status(self, handle: Handle) -> State:
+        return self.states.pop(0)
+
+    def log(self, handle: Handle) -> FileLog:
+        return FileLog(list)
+
+
+@pytest.fixture
+def bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    def staged(recipe: Recipe, job: Job) -> Job:
+        meet = tmp_path / f"meet-{time.monotonic_ns()}"
+        meet.mkdir()
+        return replace(job, meet=str(meet))
+
+    monkeypatch.setattr(places, "staged", staged)
+    monkeypatch.setattr(places, "what_is_missing", lambda recipe, job: [])
+    monkeypatch.setattr("ingot.launch.remote.NOTES_S", 0.0)
+    monkeypatch.setattr(places, "checkpoints", lambda recipe, job: lambda: {4: (1, 1)})
+    monkeypatch.chdir(tmp_path)
+    return small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p", cloud__max_run="2h", launch__restarts=1)
+
+
+def run_out(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, states: list[State], *options: str) -> tuple[Ended, list[float | None]]:
+    elsewhere = Ending(states)
+    monkeypatch.setitem(places.LAUNCHERS, "gce", lambda recipe: elsewhere)
+    job = replace(places.place(recipe, "train", shared=True, options=options), mirror=None)
+    return places.do(recipe, job, supervised=True), elsewhere.limits
+
+
+def test_the_bounds_hold_for_all_launches_together_until_the_job_is_done(bounded: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = bounded.folder.root / "jobs" / "train.spent.json"
+    ended, limits = run_out(bounded, monkeypatch, ["preempted", "preempted"])
+    assert (ended.code, [round(limit or 0) for limit in limits]) == (75, [7200, 7200])
+    write_atomic(spent, '{"seconds": 3600, "dollars": 9.5}')
+    _, limits = run_out(bounded, monkeypatch, ["preempted", "preempted"])
+    assert [round(limit or 0) for limit in limits] == [3600, 3600]
+    write_atomic(spent, '{"seconds": 7000, "dollars": 9.5}')
+    with pytest.raises(Failed, match=r"is used up \(1h 56m, about 9\.50 US dollars\); raise them, and the same command goes on"):
+        run_out(bounded, monkeypatch, [])
+    raised = bounded.model_copy(update={"cloud": bounded.cloud.model_copy(update={"max_run": 10_600.0})})
+    ended, limits = run_out(raised, monkeypatch, ["succeeded"])
+    assert (ended.code, [round(limit or 0) for limit in limits]) == (0, [3600])
+    assert not spent.exists(), "it is done"
+    write_atomic(spent, '{"seconds": 7000, "dollars": 9.5}')
+    assert round(run_out(bounded, monkeypatch, ["succeeded"], "--fresh")[1][0] or 0) == 7200
+
+
+def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(bounded: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meet = tmp_path / "meet"
+    meet.mkdir()
+    now = time.time()
+    (meet / "exit-0.json").write_text(json.dumps({"node": 0, "rank": 0, "code": 0, "t_wall": now - 80_000}))
+    root = bounded.folder.root
+    store(root, Handle("train", "gce", "0", ("train",), 1.0, "", {"meet": str(meet)}), bounded)
+    write_atomic(root / "jobs" / "train.spent.json", json.dumps({"since": now - 81_800, "limit_s": 7200, "dollars_an_hour": 2.0}))
+    _, limits = run_out(bounded, monkeypatch, ["failed", "succeeded"])
+    assert [round(limit or 0) for limit in limits] == [5400]
+
+
+def test_a_place_that_does_not_say_whether_the_job_runs_is_sent_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
+    store(recipe.folder.root, Handle("train", "gce", "ingot-1", ("train",), 0.0, ""), recipe)
+    with pytest.raises(Failed, match=r"whether gce ingot-1 still does train cannot be told now; run the same command again"):
+        places._runs_already(recipe, Standing("unknown"), places.place(recipe, "train", shared=True))
+
+
+def test_nodes_read_the_recipe_as_it_is_resolved_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, overrides and variables of this machine alike; also where they share its disk."""
+    monkeypatch.chdir(tmp_path)
+    for kind, options in (("ssh", ("--fresh",)), ("gce", ())):
+        recipe = small_recipe(tmp_path, output="runs", launch__kind=kind, cloud__bucket="bucket", cloud__project="p", train__steps=7)
+        with gcs.serving(monkeypatch):
+            job = staging.staged(recipe, places.place(recipe, "train", shared=True, options=options))
+        verb, given, *more = job.argv
+        assert (verb, given, more) == ("train", "runs/small/jobs/nodes.train.yaml", list(options))
+        assert load_recipe([given], environ={}, dotenv=None).train.steps == 7
+
+
+def test_what_a_job_made_while_nobody_waited_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop that was closed, and the same command the next morning."""
+    recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
+    root, node = recipe.folder.root, tmp_path / "node"
+    with gcs.serving(monkeypatch):
+        job = staging.staged(recipe, places.place(recipe, "train", shared=True))
+        store(root, Handle("train", "gce", "1", job.argv, 0.0, ""), recipe)
+        record_event(recipe.folder.events, "hang", rank=1)
+        pull(job.mirror or "", node)
+        (node / "model").mkdir()
+        (node / "model" / "model.safetensors").write_bytes(b"weights")
+        (node / "metrics.jsonl").write_text('{"step": 1}\n')
+        record_event(node / "events.jsonl", "finish", step=1)
+        push(node, job.mirror or "")
+        staging.staged(recipe, places.place(recipe, "train", shared=True))
+        pull(job.mirror or "", tmp_path / "third")
+    for folder in (root, tmp_path / "third"):
+        assert (folder / "model" / "model.safetensors").read_bytes() == b"weights"
+        assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+        assert {event["kind"] for event in read_lines(folder / "events.jsonl")} == {"finish", "hang"}

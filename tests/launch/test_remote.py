@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed
+from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError, WrongInput
 from ingot.base.heartbeat import Heart
 from ingot.launch.attempt import Exit
 from ingot.launch.job import Handle, Job, Log, State
 from ingot.launch.local import Ended
 from ingot.launch.meeting import EXIT, SIGNAL, Meeting
 from ingot.launch.remote import FileLog, RemoteAttempt
+from ingot.launch.remotebeats import RemoteBeats
 from ingot.launch.supervise import supervise
 from tests.launch.blocking import wait_until
 from tests.small import small_recipe
@@ -31,6 +34,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.log_file, self.state, self.did = folder / "log", "queued", list[str]()
         self.refuses = 0
+        self.refusal: type[IngotError] = Failed
 
     def can(self, job: Job) -> list[str]:
         return []
@@ -41,7 +45,7 @@ class Place:
     def submit(self, job: Job) -> Handle:
         if self.refuses:
             self.refuses -= 1
-            raise Failed("the place is not there")
+            raise self.refusal("the place is not there")
         self.did.append("submit")
         return Handle(job.name, "place", str(len(self.did)), job.argv, 1.0, str(self.log_file))
 
@@ -57,6 +61,9 @@ class Place:
         self.did.append(f"signal {number}")
 
     def cancel(self, handle: Handle) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise Failed("the place is not there")
         self.did.append("cancel")
         self.state = "cancelled"
 
@@ -71,10 +78,11 @@ def begin(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> Call
     monkeypatch.setattr("ingot.launch.remote.NOTES_S", 0.2)
     monkeypatch.setattr("ingot.launch.remote.RETRY_S", 0.01)
 
-    def make(**knobs: Any) -> tuple[RemoteAttempt, Meeting]:
+    def make(*, name: str = "train", mirror: str | None = None, **knobs: Any) -> tuple[RemoteAttempt, Meeting]:
         meet = tmp_path / "meet"
         meet.mkdir(exist_ok=True)
-        return RemoteAttempt(place, Job("train", ("train",), 2, 2, meet=str(meet)), tmp_path, **knobs), Meeting(str(meet))
+        place.state = "queued"
+        return RemoteAttempt(place, Job(name, (name,), 2, 2, meet=str(meet), mirror=mirror), tmp_path, **knobs), Meeting(str(meet))
 
     return make
 
@@ -188,6 +196,123 @@ def test_a_place_that_takes_no_job_is_an_error_at_first_and_asked_again_later(pl
     attempt, _ = begin(patience_s=0.1)
     wait_until(lambda: attempt.poll() is not None)
     assert attempt.poll() == Exit(0, EXIT_FAILED, "the place is not there")
+
+
+def test_what_was_right_at_the_first_start_is_not_wrong_input_later(place: Place, begin: Begin) -> None:
+    """A controller that is away, a disk that is not mounted yet after a reboot."""
+    place.refuses, place.refusal = 2, WrongInput
+    with pytest.raises(WrongInput):
+        begin()
+    attempt, _ = begin(patience_s=60.0)
+    wait_until(lambda: attempt.poll() is None and attempt.handle is not None)
+    assert place.did == ["submit"]
+
+
+def test_what_is_to_be_ready_is_made_ready_once_and_as_patiently(place: Place, begin: Begin) -> None:
+    made: list[str] = []
+
+    def ready(job: Job) -> Job:
+        made.append("try")
+        if len(made) < 3:
+            raise Failed("the bucket is not there")
+        return replace(job, argv=("evaluate",))
+
+    place.refuses = 2
+    attempt, _ = begin(patience_s=60.0, ready=ready)
+    wait_until(lambda: attempt.poll() is None and attempt.handle is not None)
+    assert attempt.handle is not None
+    assert (made, attempt.handle.argv) == (["try"] * 3, ("evaluate",))
+
+
+def test_a_request_to_stop_is_handed_on_when_the_place_answers_again(place: Place, begin: Begin) -> None:
+    attempt, _ = begin()
+    place.state = "error"
+    attempt.send(signal.SIGTERM)
+    assert attempt.poll() is None
+    assert place.did == ["submit"]
+    place.state = "running"
+    wait_until(lambda: attempt.poll() is None and len(place.did) > 1)
+    assert place.did == ["submit", f"signal {signal.SIGTERM}"]
+
+
+def test_a_place_is_asked_to_cancel_until_it_answers(place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, _ = begin()
+    place.refuses = 2
+    attempt.stop()
+    attempt.stop()
+    assert place.did == ["submit", "cancel"]
+    attempt, _ = begin()
+    monkeypatch.setattr("ingot.launch.remote.STOP_S", 0.05)
+    place.refuses = 1000
+    with pytest.raises(Failed, match=r"place 3 may still run: `ingot launch cancel .*` ends it"):
+        attempt.stop()
+
+
+def test_signs_of_life_that_cannot_be_had_are_no_silence_of_the_ranks(place: Place, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, _ = begin()
+    place.state = "running"
+    wait_until(lambda: attempt.poll() is None and attempt.running() == range(4))
+
+    def away(folder: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    Heart(tmp_path / "heartbeats", rank=0, local_rank=0, attempt=1).beat("step", step=3)
+    with monkeypatch.context() as gone:
+        gone.setattr("ingot.launch.remotebeats.read_beats", away)
+        assert (attempt.beats(), attempt.running()) == ({}, ())
+        assert attempt.poll() is None
+    assert (list(attempt.beats()), attempt.running()) == ([0], range(4))
+
+
+def test_results_are_fetched_until_the_bucket_answers(place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    tries: list[str] = []
+
+    def bring_back(mirror: str, root: Path) -> None:
+        tries.append(mirror)
+        if len(tries) < 3 or mirror.endswith("never"):
+            raise Failed("no answer")
+
+    monkeypatch.setattr("ingot.launch.remote.bring_back", bring_back)
+    monkeypatch.setattr("ingot.launch.remote.RemoteBeats", lambda root, mirror: RemoteBeats(root, None))
+    attempt, meeting = begin(mirror="gs://bucket/run")
+    for node in range(2):
+        meeting.leave(node, EXIT, rank=2 * node, code=0)
+    place.state = "succeeded"
+    wait_until(lambda: attempt.poll() is not None)
+    assert (attempt.poll(), len(tries)) == (Exit(0, 0), 3)
+    monkeypatch.setattr("ingot.launch.remote.BRING_S", 0.05)
+    attempt, _ = begin(mirror="gs://bucket/never")
+    place.state = "succeeded"
+    wait_until(lambda: attempt.poll() is not None)
+    assert "what the job has made lies in gs://bucket/never, and the same command fetches it" in capfd.readouterr().err
+
+
+def test_what_somebody_cancelled_goes_on_only_where_there_is_a_checkpoint(tmp_path: Path, place: Place, begin: Begin) -> None:
+    def ended(name: str, checkpoints: dict[int, tuple[int, int]]) -> Ended:
+        attempt, _ = begin(name=name)
+        place.state = "cancelled"
+        return supervise(Job("train", ("train",), 2, 2), small_recipe(tmp_path), start=lambda job: attempt, checkpoints=lambda: checkpoints)
+
+    assert ended("train", {4: (1, 1)}) == Ended(75, 0)
+    assert ended("train", {}) == Ended(143, 0)
+    attempt, _ = begin(name="evaluate")
+    place.state = "cancelled"
+    wait_until(lambda: attempt.poll() is not None)
+    assert attempt.poll() == Exit(0, 143)
+
+
+@pytest.mark.parametrize(("checkpoints", "code"), [({4: (1, 1)}, 75), ({}, 130)])
+def test_stopped_in_the_queue_it_goes_on_where_earlier_starts_were(
+    checkpoints: dict[int, tuple[int, int]], code: int, tmp_path: Path, place: Place, begin: Begin,
+) -> None:
+    attempt, _ = begin()
+
+    def start(job: Job) -> RemoteAttempt:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return attempt
+
+    assert supervise(Job("train", ("train",), 2, 2), small_recipe(tmp_path), start=start, checkpoints=lambda: checkpoints) == Ended(code, signal.SIGINT)
+    assert place.did == ["submit", "cancel"]
 
 
 def test_a_job_in_the_queue_is_no_hang(tmp_path: Path, place: Place, begin: Begin) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -12,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from ingot.base.errors import EXIT_STOPPED, Failed
+from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.launch import cluster
 from ingot.launch.attempt import follow
 from ingot.launch.handles import find
 from ingot.launch.job import Handle, Job
-from ingot.launch.places import again, place
+from ingot.launch.places import place
 from ingot.launch.remote import RemoteAttempt
 from ingot.launch.slurm import SlurmLauncher
+from ingot.launch.staging import again
 from ingot.launch.stops import Stops
 from tests import golden
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
@@ -164,7 +166,7 @@ def program(folder: Path, name: str, script: str) -> None:
 def waiting(root: Path, **knobs: Any) -> tuple[SlurmLauncher, Job]:
     """A job on both nodes that waits for ever."""
     recipe = on_cluster(root, **knobs)
-    job = place(recipe, "show", blocking_argv(root)[1:], shared=True)
+    job = dataclasses.replace(place(recipe, "show", shared=True), argv=blocking_argv(root))
     return SlurmLauncher(recipe), again(recipe, job)
 
 
@@ -204,6 +206,118 @@ exit 1""")
     gone(tmp_path, slurm)
 
 
+def test_a_submission_that_nobody_answers_for_is_asked_about_before_another_is_made(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN_OF_MINE", SECRET)
+    monkeypatch.setattr("ingot.launch.slurm.TRY_AGAIN_S", 0.1)
+    monkeypatch.setattr("ingot.launch.remote.RETRY_S", 0.1)
+    lost = "slurm_load_jobs error: Socket timed out on send/recv operation"
+    program(tmp_path / "bin", "sbatch", f"""
+[ "$1" = --version ] || echo "$@" >> {tmp_path}/submitted
+/usr/bin/sbatch "$@"
+[ "$1" = --version ] && exit 0
+echo '{lost}' >&2; exit 1""")
+    program(tmp_path / "bin", "squeue", f"""
+echo x >> {tmp_path}/asked
+[ $(wc -l < {tmp_path}/asked) = 1 ] || exec /usr/bin/squeue "$@"
+echo '{lost}' >&2; exit 1""")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        launcher, job = waiting(tmp_path, launch__secrets=["TOKEN_OF_MINE"])
+        attempt = RemoteAttempt(launcher, job, launcher.recipe.folder.root, patience_s=60)
+        assert attempt.handle is None
+        wait_until(lambda: attempt.poll() is None and attempt.handle is not None)
+        assert attempt.handle is not None
+        assert slurm.jobs() == [attempt.handle.id]
+        assert len((tmp_path / "submitted").read_text().splitlines()) == 1
+        wait_until(lambda: len(waiting_on(job.argv)) == 2)
+        assert {process.environ()["TOKEN_OF_MINE"] for process in waiting_on(job.argv)} == {SECRET}, "kept for nodes that might come"
+        attempt.stop()
+        gone(tmp_path, slurm)
+        # Another command of the same verb finds it too, whoever had asked.
+        (tmp_path / "asked").unlink()
+        with pytest.raises(Failed, match="whether show was submitted is unknown"):
+            launcher.submit(again(launcher.recipe, job))
+    (job_id,) = slurm.jobs()
+    assert launcher.submit(again(launcher.recipe, job)).id == job_id
+    assert slurm.jobs() == [job_id]
+    slurm.ask("scancel", job_id)
+    gone(tmp_path, slurm)
+
+
+def test_a_refusal_of_sbatch_leaves_nothing_to_ask_about(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN_OF_MINE", SECRET)
+    launcher, job = waiting(tmp_path, launch__secrets=["TOKEN_OF_MINE"], launch__slurm__options={"constraint": "nowhere"})
+    with pytest.raises(Failed, match="sbatch: "):
+        launcher.submit(job)
+    assert sorted(path.name for path in Path(job.meet or "").iterdir()) == ["slurm.sh"]
+
+
+def test_a_controller_that_does_not_answer_is_no_fault_of_the_recipe(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart waits for it to answer; what is wrong with the recipe ends it."""
+    monkeypatch.chdir(tmp_path)
+    program(tmp_path / "bin", "scontrol", "echo 'slurm_load_partitions error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    launcher, job = waiting(tmp_path)
+    with pytest.raises(Failed, match="Unable to contact slurm controller"):
+        launcher.submit(job)
+    launcher, job = SlurmLauncher(on_cluster(tmp_path, launch__code="sync")), again(launcher.recipe, job)
+    with pytest.raises(WrongInput, match=r"launch\.code=sync"):
+        launcher.submit(job)
+
+
+def test_a_job_of_another_recipe_is_not_taken_over(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe file that was edited has the same name."""
+    monkeypatch.chdir(tmp_path)
+    launcher, job = waiting(tmp_path)
+    handle = launcher.submit(job)
+    for knobs in ({"train__optimizer__lr": 0.5}, {"launch__processes": 3}):
+        other = SlurmLauncher(on_cluster(tmp_path, **knobs))
+        with pytest.raises(Failed, match=f"as Slurm job {handle.id} with another recipe; wait for it, or `ingot launch cancel"):
+            other.submit(again(other.recipe, job))
+    elsewhere = SlurmLauncher(on_cluster(tmp_path, launch__slurm__time="30m", serve__port=9999))
+    assert elsewhere.submit(again(elsewhere.recipe, job)) == handle
+    assert slurm.jobs() == [handle.id]
+    launcher.cancel(handle)
+    gone(tmp_path, slurm)
+
+
+def test_a_persons_variables_do_not_override_the_script(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch takes its variables before the options of a script; those of knobs that are not set may come from there."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"EXPORT": "NONE", "TIMELIMIT": "1", "REQUEUE": "1", "SIGNAL": "KILL@60", "WAIT": "1", "PARTITION": "one", "ARRAY_INX": "0-3"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    monkeypatch.setenv("COLOUR", "blue")
+    launcher, job = waiting(tmp_path, launch__slurm__time="4m", launch__slurm__signal_s=60)
+    assert launcher.can(job) == ["launch.nodes=2 and partition one gives 1; lower it, or choose another launch.slurm.partition"]
+    with monkeypatch.context() as patch:
+        patch.setenv("SBATCH_PARTITION", "mian")
+        assert launcher.can(job) == ["SBATCH_PARTITION mian is unknown; there are main, one; nearest: main"]
+    job = dataclasses.replace(job, nodes=1)
+    handle = launcher.submit(job)
+    wait_until(lambda: len(waiting_on(job.argv)) == 1)
+    about = slurm.ask("scontrol", "-o", "show", "job", handle.id).split()
+    assert {"TimeLimit=00:04:00", "Requeue=0", "Partition=one", f"JobId={handle.id}"} <= set(about)
+    assert not any(part.startswith("ArrayJobId") for part in about)
+    assert waiting_on(job.argv)[0].environ()["COLOUR"] == "blue"
+    launcher.cancel(handle)
+    gone(tmp_path, slurm)
+
+
+def test_a_job_that_does_not_go_is_told_of(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ingot.launch.slurm.GONE_S", 1.0)
+    program(tmp_path / "bin", "scontrol", "echo 'JobId=7 JobState=COMPLETING'")
+    program(tmp_path / "bin", "scancel", f"echo $1 >> {tmp_path}/cancelled")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    handle = Handle("train", "slurm", "7", ("train",), 1.0, "", {"meet": str(tmp_path), "nodes": "1"})
+    with pytest.raises(Failed, match=r"Slurm job 7 is not gone 1 s after scancel.*scontrol show job 7"):
+        SlurmLauncher(on_cluster(tmp_path)).cancel(handle)
+    assert (tmp_path / "cancelled").read_text() == "7\n"
+
+
 def test_a_job_that_a_person_cancels_is_not_started_again(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     launcher, job = waiting(tmp_path)
@@ -213,7 +327,7 @@ def test_a_job_that_a_person_cancels_is_not_started_again(tmp_path: Path, slurm:
     slurm.ask("scancel", attempt.handle.id)
     with Stops() as stops:
         end = follow(attempt, stops)
-    assert (end.code, attempt.taken()) == (EXIT_STOPPED, False)
+    assert (end.code, attempt.taken()) == (128 + signal.SIGTERM, False)
     gone(tmp_path, slurm)
 
 

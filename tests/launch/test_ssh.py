@@ -16,9 +16,12 @@ import psutil
 import pytest
 
 from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.processes import machine, ticks
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find
+from ingot.launch.hostlog import HostsLog
 from ingot.launch.job import Handle, Job
+from ingot.launch.meeting import EXIT, Meeting
 from ingot.launch.ssh import SshLauncher
 from tests import golden
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
@@ -247,7 +250,7 @@ def test_the_nodes_end_with_their_launcher_and_are_found_again(root: Path, hosts
     # A signal from another process reaches the ranks.
     launcher.signal(waiting.handle, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert (out, "stopped by SIGTERM" in err) == ("failed\n", True)
+    assert (out, "stopped by SIGTERM" in err) == ("cancelled\n", True)
     gone(root)
     # Killed, it leaves nothing.
     waiting.start()
@@ -269,6 +272,75 @@ def test_the_nodes_end_with_their_launcher_and_are_found_again(root: Path, hosts
     launcher.cancel(waiting.handle)
     gone(root)
     assert launcher.status(waiting.handle) == "failed"
+
+
+def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the second login node of a cluster, where no process of the first can be seen."""
+    monkeypatch.chdir(root)
+    waiting = Waiting(root, hosts)
+    launcher, handle = SshLauncher(waiting.recipe), waiting.handle
+    with monkeypatch.context() as patch:
+        patch.setattr("ingot.launch.ssh.machine", lambda: "another")
+        assert launcher.status(handle) == "running"
+        with pytest.raises(Failed, match=f"show runs already and was started on {socket.gethostname()}; cancel it there"):
+            launcher.submit(Job("show", waiting.argv, 1, 2, meet=handle.about["meet"]))
+        launcher.cancel(handle)
+        assert launcher.status(handle) == "failed"
+    out, err = waiting.process.communicate(timeout=60)
+    assert (waiting.process.returncode, out, err.count("stopped by SIGTERM")) == (0, "failed\n", 2)
+    gone(root)
+
+
+def test_a_launcher_lives_whatever_the_clock_says(root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    waiting = Waiting(root, hosts)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 1.0)  # counted from a time of boot that moves when the clock is set
+    with pytest.raises(Failed, match="runs already, started by process"):
+        SshLauncher(waiting.recipe).submit(Job("show", waiting.argv, 1, 2, meet=waiting.handle.about["meet"]))
+    assert len(waiting_on(waiting.argv)) == 2
+    waiting.process.kill()
+    waiting.process.communicate()
+    gone(root)
+
+
+def test_a_job_whose_nodes_have_all_said_how_they_ended_is_over(tmp_path: Path) -> None:
+    """Though the process that launched it lives, which goes on to something else."""
+    recipe = small_recipe(tmp_path, launch__kind="ssh", launch__ssh__hosts=["a", "b"])
+    about = {"meet": str(tmp_path), "hosts": '["a", "b"]', "process": str(os.getpid()), "started": str(ticks(os.getpid())), "machine": str(machine())}
+    handle = Handle("train", "ssh", "train-1", ("train",), 1.0, "", about)
+    launcher, meeting = SshLauncher(recipe), Meeting(str(tmp_path))
+    meeting.leave(0, EXIT, rank=0, code=0)
+    assert launcher.status(handle) == "running"
+    meeting.leave(1, EXIT, rank=1, code=0)
+    assert launcher.status(handle) == "succeeded"
+
+
+def test_a_copied_ingot_comes_before_what_the_recipe_puts_on_the_path(root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    recipe = on_hosts(root, hosts, launch__code="sync")
+    meet = recipe.folder.root / "jobs" / "show-1"
+    meet.mkdir(parents=True)
+    launcher, argv = SshLauncher(recipe), blocking_argv(root)
+    handle = launcher.submit(Job("show", argv, environment={"PYTHONPATH": "/opt/my libraries"}, meet=str(meet)))
+    wait_until(lambda: len(waiting_on(argv)) == 1)
+    code, theirs = waiting_on(argv)[0].environ()["PYTHONPATH"].split(":")
+    assert code.startswith(f"{hosts.parent}/cache/ingot/code/")
+    assert theirs == "/opt/my libraries"
+    launcher.cancel(handle)
+    gone(root)
+
+
+def test_a_last_line_without_an_end_is_shown_when_nobody_will_end_it(tmp_path: Path) -> None:
+    one, two, over = tmp_path / "one", tmp_path / "two", list[bool]()
+    one.write_text("first\nsec")
+    two.write_text("killed in the mid")
+    log = HostsLog([("h1", one, 0), ("h2", two, 0)], lambda: bool(over))
+    assert (log.read(), log.read()) == (b"h1: first\n", b"")
+    with one.open("a") as stream:
+        stream.write("ond\n")
+    over.append(True)
+    assert log.read() == b"h1: second\nh2: killed in the mid\n"
+    assert log.read() == b""
 
 
 @pytest.mark.parametrize(("fault", "kind", "told"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ingot.launch.meeting import EXIT, HERE, Meeting
 from ingot.launch.tpu import TpuLauncher
 from tests import gcs, golden
 from tests.fakes import google, tpus
+from tests.fakes.vm import Machine
 from tests.small import small_recipe
 
 REPLICA = "gs://bucket/ingot/runs/small"
@@ -102,7 +104,8 @@ def test_a_lost_answer_makes_no_second_one(tmp_path: Path, server: google.Server
 
 
 @pytest.mark.parametrize(("knobs", "told"), [
-    ({"launch.tpu.type": "tpu"}, "v5litepod-8"), ({"launch.tpu.type": "v5p-64"}, "several hosts"), ({"launch.nodes": 2}, "launch.nodes=1"),
+    ({"launch.tpu.type": "tpu"}, "v5litepod-8"), ({"launch.tpu.type": "v5p-64"}, "several hosts"), ({"launch.tpu.type": "v5p-16"}, "one host of up to 4"),
+    ({"launch.tpu.type": "v4-16"}, "one host of up to 4"), ({"launch.tpu.type": "v6e-16"}, "one host of up to 8"), ({"launch.nodes": 2}, "launch.nodes=1"),
     ({"launch.image": None}, "torch_tpu"), ({"cloud.max_cost": 1}, "cloud.max_cost"),
 ])
 def test_what_cannot_be_is_said_before_anything_is_sent(tmp_path: Path, server: google.Server, knobs: dict[str, Any], told: str) -> None:
@@ -112,3 +115,47 @@ def test_what_cannot_be_is_said_before_anything_is_sent(tmp_path: Path, server: 
     with pytest.raises(WrongInput):
         launcher.submit(job)
     assert server.calls == []
+
+
+@pytest.mark.parametrize("kind", ["v5p-8", "v4-8", "v3-8", "v6e-8", "v5litepod-8"])
+def test_slices_of_one_host_are_taken(tmp_path: Path, kind: str) -> None:
+    recipe = recipe_for(tmp_path, None, **{"launch.tpu.type": kind})
+    assert TpuLauncher(recipe).can(job_of(recipe)) == []
+
+
+# The start-up script, run by bash with stand-ins for what a TPU VM has.
+@pytest.mark.parametrize(("lacking", "code", "told"), [
+    ("no-image", 1, "the image could not be pulled: Error response from daemon"), ("no-run", 125, "the container ended with exit code 125"),
+])
+def test_a_tpu_whose_container_cannot_start_has_failed_and_says_why(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, lacking: str, code: int, told: str,
+) -> None:
+    """Where it only looked taken away, three more would be paid for."""
+    recipe = recipe_for(tmp_path, server.address, **{"launch.image": "us-central1-docker.pkg.dev/p/r/torch-tpu:1"})
+    launcher = TpuLauncher(recipe)
+    handle = launcher.submit(job_of(recipe))
+    log = launcher.log(handle)
+    assert log.read() == b""
+    service.states[handle.id] = "ACTIVE"
+    folder = tmp_path / "vm"
+    folder.mkdir()
+    (folder / lacking).touch()
+    machine = Machine("t1v-n-1", service.asked[handle.id]["tpu"]["nodeSpec"][0]["node"]["metadata"], folder)
+    said, until = b"", time.monotonic() + 60
+    try:
+        while service.states.get(handle.id) == "ACTIVE" and time.monotonic() < until:
+            said += log.read()
+            time.sleep(0.05)
+    finally:
+        machine.pull_the_plug()
+    said += log.read()
+    assert service.states.get(handle.id) != "ACTIVE", machine.serial
+    assert launcher.status(handle) == "failed"
+    assert service.states == {}
+    assert len(server.requests("post /v2/projects/p/locations/us-central1-a/queuedResources")) == 1
+    [note] = Meeting(handle.about["meet"]).notes(EXIT).values()
+    assert note["code"] == code
+    assert note["how"].startswith(f"node 0 ({handle.id}): {told}")
+    assert said.startswith(b"ingot: pulling the image\n")
+    assert f"ingot: {note['how']}\n" in said.decode()
+    assert not any("a-token-of-the-machine" in argument for call in machine.calls for argument in call)

@@ -86,6 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
     "attached": {"launch.nodes": 2, "launch.processes": 2, "launch.machine": "{type: n1-standard-16, accelerator: nvidia-tesla-t4, accelerators: 2, "
                  "flex_start: true}", "cloud.network": "projects/proj/regions/us-central1/networkAttachments/psc"},
     "reserved": {"launch.nodes": 1, "launch.processes": 8, "launch.machine": "{type: a3-highgpu-8g, reservation: ours}", "cloud.zone": "us-central1-a"},
+    "paid": {"launch.nodes": 1, "launch.machine": "{type: n1-standard-8, flex_start: true}", "cloud.max_run": "48h", "cloud.max_cost": 6,
+             "cloud.prices": "{n1-standard-8: 3}"},
     "tpu": {"launch.nodes": 4, "launch.machine": "{type: ct5lp-hightpu-4t}"},
 }
 
@@ -121,7 +123,8 @@ def test_no_secret_stands_in_what_is_sent(tmp_path: Path, monkeypatch: pytest.Mo
     ({}, {"secrets": ("HF_TOKEN",)}, "cloud.secrets: {HF_TOKEN: secret:NAME}"),
     ({"cloud.bucket": None}, {"mirror": None}, "set cloud.bucket"),
     ({"cloud.network": "default"}, {}, "projects/NUMBER/global/networks/NAME"),
-    ({"cloud.tensorboard": "'7'"}, {}, "set cloud.service_account"),
+    ({"cloud.tensorboard": "'7'"}, {}, "cloud.tensorboard needs an account of its own on Vertex AI; set cloud.service_account"),
+    ({"cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}"}, {}, "cloud.secrets needs an account of its own on Vertex AI; set cloud.service_account"),
     ({"launch.machine.reservation": "ours"}, {}, "set cloud.zone"),
     ({"cloud.images.train": None}, {}, "no container image for train"),
     ({"launch.machine.type": "ct5lp-hightpu-4t"}, {}, "12 chips"),
@@ -137,6 +140,15 @@ def test_what_cannot_be_done_is_told_before_anything_is_sent(
     with pytest.raises(WrongInput, match=r"cannot run with launch.kind vertex"):
         launcher.submit(job)
     assert not service.server.calls
+
+
+@pytest.mark.parametrize("given", ["77", "projects/other/locations/us-central1/tensorboards/77"])
+def test_a_tensorboard_goes_by_its_id_or_its_whole_name(given: str, tmp_path: Path) -> None:
+    recipe = recipe_for(tmp_path, None, **{"cloud.tensorboard": f"'{given}'", "cloud.service_account": "trainer@proj.iam.gserviceaccount.com"})
+    launcher = VertexLauncher(recipe)
+    assert launcher.can(job_of(recipe)) == []
+    project = "other" if "/" in given else "proj"
+    assert launcher.custom_job(job_of(recipe))["jobSpec"]["tensorboard"] == f"projects/{project}/locations/us-central1/tensorboards/77"
 
 
 def test_a_job_goes_from_the_queue_to_its_end(tmp_path: Path, service: vertex_jobs.State) -> None:
@@ -276,7 +288,7 @@ def test_a_training_on_two_workers_whose_machines_are_taken_away_goes_on_from_it
         return really(request)
 
     service.server.on("JobService.GetCustomJob", get)
-    job = places.place(recipe, "train", ["unused.yaml"], shared=True)
+    job = places.place(recipe, "train", shared=True)
     ended = places.do(recipe, job, supervised=True)
     assert ended.code == 0
     assert len(taken) == 1

@@ -12,12 +12,14 @@ import pytest
 from ingot.base.bucket import open_bucket
 from ingot.base.replica import pull, push
 from ingot.base.steprecord import StepRecord, read_record, write_record
+from ingot.cloud.bigquery import EMULATOR
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.local import Ended
 from ingot.pipeline import container
 from ingot.pipeline.plan import plan
 from tests import gcs
+from tests.cloud import bigquery_server
 from tests.fakes import google, vertex_jobs
 from tests.small import small_recipe, write_documents
 
@@ -112,6 +114,43 @@ def test_without_a_cache_each_run_trains_anew_and_goes_on_when_tried_again(tmp_p
     assert container._options("train", recipe, "two")[1] == "--fresh"
     assert container._options("evaluate", recipe, "two") == ["--again"]
     assert container._options("deploy", recipe, "two") == []
+
+
+def test_a_step_in_its_own_container_has_the_processes_of_its_place(tmp_path: Path) -> None:
+    recipe = _as_read(sent(tmp_path, **{"launch.processes": 4, "pipeline.steps": "{evaluate: {processes: 1}}"}))
+    assert container._options("evaluate", recipe, "one") == ["launch.processes=1"]
+    assert [option.partition("=")[0] for option in container._options("train", recipe, "one")] == ["checkpoint.upload"]
+    elsewhere = load_recipe(["read.yaml"], ["launch.kind=vertex", "launch.processes=1"], environ={}, dotenv=None)
+    assert container._options("evaluate", elsewhere, "one") == []
+
+
+@pytest.mark.parametrize("knob", ["data.train", "data.validation"])
+def test_a_query_is_asked_again_each_time(knob: str, tmp_path: Path) -> None:
+    recipe = _as_read(sent(tmp_path, **{"data.validation.fraction": None, knob: "[{source: gs://bucket/x.jsonl}, {source: 'bigquery:SELECT text FROM d.t'}]"}))
+    assert container._options("ingest", recipe, "one") == ["--again"]
+    assert container._options("prepare", recipe, "one") == []
+    assert container._options("ingest", _as_read(sent(tmp_path)), "one") == []
+
+
+def test_new_rows_are_seen_and_equal_ones_do_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("google.cloud.bigquery", reason="google-cloud-bigquery is not installed")
+    texts = [path.read_text(encoding="utf-8") for path in sorted(write_documents(tmp_path / "rows", count=30).iterdir())]
+    server = bigquery_server.Server([{"text": text} for text in texts])
+    monkeypatch.setenv(EMULATOR, server.address)
+    try:
+        recipe = sent(tmp_path, **{"data.train": "[{source: 'bigquery:SELECT text FROM d.t ORDER BY id'}]"})
+        first = {verb: done(recipe, verb) for verb in ("ingest", "prepare")}
+        capfd.readouterr()
+        assert {verb: done(recipe, verb, submission="two") for verb in first} == first
+        said = capfd.readouterr().err
+        assert len(server.queries) == 2
+        assert "ingest: unchanged" not in said
+        assert "prepare: unchanged" in said
+        server.rows.append({"text": "The mould of the next week rings true."})
+        assert done(recipe, "ingest", submission="three") != first["ingest"]
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def _as_read(recipe: Recipe) -> Recipe:

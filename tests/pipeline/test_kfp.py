@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import warnings
@@ -16,8 +17,9 @@ from ingot.base.bucket import open_bucket
 from ingot.base.replica import pull
 from ingot.base.steprecord import StepRecord, read_record
 from ingot.config.recipe import Recipe
+from ingot.pipeline import container
 from ingot.pipeline import spec as compiler
-from ingot.pipeline.plan import VERBS, plan
+from ingot.pipeline.plan import VERBS, Plan, plan
 from ingot.pipeline.spec import compiled, text_of
 from ingot.registry.store import Registry
 from tests import gcs
@@ -27,6 +29,24 @@ kfp = pytest.importorskip("kfp", reason="kfp is not installed")
 from kfp import components, local  # noqa: E402
 
 REPLICA = "gs://bucket/ingot/runs/small"
+STUB = """
+import json, os, pathlib, sys
+from typing import NamedTuple
+
+class Done(NamedTuple):
+    replica: str
+    fingerprint: str
+    decision: str
+
+def do(verb, recipe, replica, place, submission):
+    path = pathlib.Path(os.environ["STEPS"])
+    is_first = not path.exists() or f'"{verb}"' not in path.read_text()
+    with path.open("a") as file:
+        file.write(json.dumps([verb, recipe, replica, place, submission]) + "\\n")
+    if is_first and verb == os.environ["FAILS"]:
+        sys.exit(1)
+    return Done(replica + "/" + verb, "f", os.environ["DECISION"] if verb == "gate" else "")
+"""
 
 
 @pytest.fixture
@@ -48,14 +68,19 @@ def run(recipe: Recipe, root: Path) -> dict[str, StepRecord]:
     wanted = plan(recipe)
     folder, _, name = wanted.address.rpartition("/")
     open_bucket(folder).put(name, wanted.recipe.encode())
+    _run(wanted, root)
+    pull(REPLICA, root / "seen", parts=["reports", "jobs", "recipe.yaml"])
+    found = {verb: read_record(root / "seen/reports/steps", verb) for verb in VERBS}
+    return {verb: record for verb, record in found.items() if record is not None}
+
+
+def _run(wanted: Plan, root: Path) -> None:
+    """Kubeflow's runner on the compiled text."""
     pipeline = components.load_component_from_text(text_of(compiled(wanted)))
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(root / "outputs"), raise_on_error=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         pipeline()
-    pull(REPLICA, root / "seen", parts=["reports", "jobs", "recipe.yaml"])
-    found = {verb: read_record(root / "seen/reports/steps", verb) for verb in VERBS}
-    return {verb: record for verb, record in found.items() if record is not None}
 
 
 @pytest.mark.slow
@@ -103,6 +128,53 @@ def test_the_pipeline_runs_both_ways_at_the_gate_tries_again_and_skips_what_is_u
     assert live.number == 1
     assert before.keys() != bucket.objects.keys()
     assert not list(tmp_path.glob("runs"))
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package before the real one, whose steps do nothing but write down in this file that they ran, and with what."""
+    package = tmp_path / "stub/ingot/pipeline"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "container.py").write_text(STUB, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEPS", str(tmp_path / "steps.jsonl"))
+    return tmp_path / "steps.jsonl"
+
+
+def test_the_stub_has_the_face_of_the_real_steps() -> None:
+    assert list(inspect.signature(container.do).parameters) == ["verb", "recipe", "replica", "place", "submission"]
+    assert container.Done._fields == ("replica", "fingerprint", "decision")
+
+
+@pytest.mark.parametrize(("decision", "fails", "ran"), [
+    ("deploy", "prepare", ["ingest", "prepare", "prepare", "train", "evaluate", "gate", "register", "deploy"]),
+    ("keep", "none", ["ingest", "prepare", "train", "evaluate", "gate"]),
+])
+def test_a_compiled_pipeline_runs_by_what_the_gate_says(
+    decision: str, fails: str, ran: list[str], tmp_path: Path, steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short sibling of the slow test: Kubeflow's own runner and the real specification, with steps that do nothing."""
+    monkeypatch.setattr(compiler, "PAUSE", "1s")
+    monkeypatch.setenv("DECISION", decision)
+    monkeypatch.setenv("FAILS", fails)
+    place = {"launch.kind": "vertex", "launch.processes": 2, "pipeline.steps": "{evaluate: {processes: 1}}"}
+    wanted = plan(recipe_for(tmp_path, **place))
+    _run(wanted, tmp_path)
+    verbs, recipes, replicas, places, submissions = zip(*map(json.loads, steps.read_text(encoding="utf-8").splitlines()), strict=True)
+    assert list(verbs) == ran
+    assert set(recipes) == {wanted.address}
+    assert replicas == tuple(f"{REPLICA}{_handed_on(verb)}" for verb in verbs)
+    assert dict(zip(verbs, places, strict=True)) == {step.verb: "\n".join(step.place) for step in wanted.steps if step.verb in ran}
+    assert len(set(submissions)) == 1
+    assert "$" not in submissions[0]
+
+
+def _handed_on(verb: str) -> str:
+    """What the steps before it added to the address of the run; the gate hands on its decision alone."""
+    return "".join(f"/{before}" for before in VERBS[: VERBS.index(verb)] if before != "gate")
 
 
 def test_the_compiled_text_is_a_pipeline_by_kfps_own_loader(tmp_path: Path) -> None:

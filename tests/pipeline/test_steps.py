@@ -11,7 +11,8 @@ from ingot.base.fingerprint import canonical_json
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
-from ingot.pipeline.steps import STEPS, before, step_of
+from ingot.config.serving import _LIMITS, container_of
+from ingot.pipeline.steps import DEPLOY, STEPS, before, step_of
 
 PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Knobs that change no result: where and how the work is done, saved, logged, served.
@@ -21,7 +22,7 @@ CHANGES_NOTHING = {
     "train.skip.in_row", "train.skip.then", "train.skip.rollbacks", "train.evaluate_tasks", "train.sample_every",
     "evaluate.micro_batch", "track", "launch", "cloud", "pipeline", "serve.python", "serve.image", "serve.machine", "serve.replicas",
     "serve.host", "serve.port", "serve.api_key", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue", "serve.max_batch",
-    "serve.any_template",
+    "serve.any_template", "serve.canary", "serve.verify",
 }
 
 
@@ -88,7 +89,39 @@ def test_a_knob_touches_just_these_steps(override: str, steps: set[str]) -> None
     assert _changed(_recipe(), _recipe(override)) == steps
 
 
+VERTEX = ("registry.kind=vertex", "serve.machine={type: g2-standard-12}")
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm", "triton"])
+@pytest.mark.parametrize(("override", "steps"), [
+    ("serve.max_tokens=100", {"register", "deploy"}),
+    ("serve.max_batch=3", {"register", "deploy"}),
+    ("serve.max_queue=3", {"register", "deploy"}),
+    ("serve.max_body_bytes=9", {"register", "deploy"}),
+    ("serve.any_template=true", {"register", "deploy"}),
+    ("serve.image=other", {"register", "deploy"}),
+    ("serve.machine.type=g2-standard-24", {"register", "deploy"}),
+    ("cloud.repository=other", {"register", "deploy"}),
+    ("serve.replicas=[1, 2]", {"deploy"}),
+    ("cloud.bucket=other", {"gate", "register", "deploy"}),
+    ("cloud.region=europe-west4", {"gate", "register", "deploy"}),
+])
+def test_a_version_in_vertex_is_its_container_too(engine: str, override: str, steps: set[str]) -> None:
+    start = (*VERTEX, f"serve.engine={engine}")
+    changed = {step.verb for step in (*STEPS, DEPLOY) if step.knobs(_recipe(*start)) != step.knobs(_recipe(*start, override))}
+    assert changed == (steps - {"register"} if "serve.machine" in override and engine == "native" else steps)
+
+
+@pytest.mark.parametrize("knob", _LIMITS)
+def test_every_argument_of_the_container_makes_a_version_anew(knob: str) -> None:
+    changes = {"any_template": "true"}
+    before, after = _recipe(*VERTEX), _recipe(*VERTEX, f"serve.{knob}={changes.get(knob, '7')}")
+    assert container_of(before) != container_of(after)
+    assert step_of("register").knobs(before) != step_of("register").knobs(after)
+
+
 def test_knobs_that_matter_only_with_others() -> None:
+    assert _changed(_recipe(), _recipe("serve.max_tokens=8")) == {"serve"}, "no more than that is asked for"
     stopping = ("train.early_stop.patience=2", "train.evaluate_every=10")
     assert _changed(_recipe(*stopping), _recipe(*stopping, "train.evaluate_every=20")) == {"train"}
     own = ("model.source=hf:a/b",)
@@ -137,7 +170,7 @@ def test_changed_items_of_a_task_are_measured_anew(tmp_path: Path) -> None:
     items = tmp_path / "items.jsonl"
     items.write_text("{}")
     folders = step_of("evaluate").folders(_recipe(f"evaluate.tasks=[{{kind: choice, source: {items}}}, {{kind: hellaswag}}]"))
-    assert folders == [items]
+    assert folders == [str(items)]
 
 
 def test_fingerprints_can_be_made_of_all_of_them() -> None:

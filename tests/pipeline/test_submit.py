@@ -57,7 +57,8 @@ def recipe_for(root: Path, address: str | None, **knobs: Any) -> Recipe:
 
 ELSEWHERE: dict[str, Any] = {
     "launch.kind": "vertex", "launch.nodes": 4, "launch.processes": 8, "launch.machine": "{type: a2-highgpu-8g, spot: true}",
-    "pipeline.steps": "{prepare: {launch: dataproc}, evaluate: {launch: local, machine: {type: g2-standard-8}}, register: {image: 'eu.gcr.io/x/y'}}",
+    "pipeline.steps": "{prepare: {launch: dataproc}, evaluate: {launch: local, processes: 1, machine: {type: g2-standard-8}}, "
+                      "register: {image: 'eu.gcr.io/x/y'}}",
     "cloud.service_account": "runner@proj.iam.gserviceaccount.com", "cloud.network": "projects/12/global/networks/vpc", "cloud.labels": "{team: nlp}",
     "cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}", "pipeline.retries": 0,
 }
@@ -71,6 +72,12 @@ def test_the_same_recipe_gives_the_same_bytes(case: str, knobs: dict[str, Any], 
     assert text == rendered(prepared(recipe_for(Path("elsewhere"), None, **{**knobs, "data.train": "[{source: 'gs://bucket/text/*.txt'}]"})))
     shown = text.replace(submission.plan.address, "gs://bucket/ingot/pipelines/recipes/HASH.yaml").replace(submission.spec_address, "SPEC")
     golden.check(f"pipelines/{case}.yaml", shown)
+
+
+@pytest.mark.parametrize(("machine", "megabytes"), [("n1-standard-2", "7500M"), ("n1-standard-1", "3750M"), ("n1-standard-8", "30000M")])
+def test_memory_is_told_in_whole_numbers_which_is_all_that_kfp_takes(machine: str, megabytes: str) -> None:
+    knobs = {"pipeline.steps": f"{{gate: {{machine: {{type: {machine}}}}}}}"}
+    assert f"resourceMemoryLimit: {megabytes}" in rendered(prepared(recipe_for(Path("root"), None, **knobs)))
 
 
 def test_another_recipe_gives_another_recipe_object_and_nothing_of_this_machine_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +103,18 @@ def test_no_secret_stands_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
     ({"cloud.images.train": None}, "no container image for train"),
     ({"data.train": "[{source: text}]"}, "data source text lies on this machine"),
     ({"data.validation": "[{source: held/out.txt}]", "data.validation.fraction": None}, "data source held/out.txt lies on this machine"),
-    ({"model.source": "models/x", "model.config": None, "tokenizer.source": None, "tokenizer.vocab_size": None}, "model.source models/x lies on this machine"),
-    ({"evaluate.model": "models/y"}, "evaluate.model models/y lies on this machine"),
+    ({"model.source": "models/x", "model.config": None, "tokenizer.source": None, "tokenizer.vocab_size": None}, "model.source models/x cannot be read"),
+    ({"model.source": "gs://b/x", "model.config": None, "tokenizer.source": None, "tokenizer.vocab_size": None}, "model.source gs://b/x cannot be read"),
+    ({"train.start_from": "runs/other"}, "train.start_from runs/other cannot be read"),
+    ({"data.train": "[{source: 'megatron:columns/old'}]"}, "data source megatron:columns/old lies on this machine"),
+    ({"pipeline.steps": "{deploy: {launch: gce}}"}, "pipeline.steps.deploy.launch"),
+    ({"launch.machine.disk_gb": 500}, "launch.machine.disk_gb cannot be had in a container of the pipeline"),
+    ({"evaluate.model": "models/y"}, "evaluate.model models/y cannot be read"),
     ({"launch.machine": "{type: n1-standrad-8}"}, "nearest is n1-standard-8"),
     ({"pipeline.steps": "{prepare: {machine: {type: x}}}"}, "prepare: machine type x is not known"),
     ({"launch.kind": "slurm"}, "set pipeline.steps.train.launch to vertex or gce"),
+    ({"launch.processes": 4}, "train: 4 processes share 1 accelerators on each machine; set pipeline.steps.train.processes to 1"),
+    ({"cloud.max_cost": 10}, "not bounded by cloud.max_cost; set pipeline.steps.train.launch to vertex"),
     ({"launch.secrets": "[HF_TOKEN]"}, "cloud.secrets: {HF_TOKEN: secret:NAME}"),
 ])
 def test_what_cannot_be_a_pipeline_is_told_before_anything_is_asked(knobs: dict[str, Any], told: str, service: pipelines.State) -> None:
@@ -144,7 +158,7 @@ def test_steps_are_told_until_the_end(tmp_path: Path, service: pipelines.State, 
     assert [line for line in said if line.endswith(": succeeded")] == [
         f"{verb}: succeeded" for verb in ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
     ]
-    assert said[-1] == "deployed"
+    assert said[-1] == "the gate passed the model, and the step deploy is done; its log says what it changed"
 
 
 def test_a_gate_that_keeps_the_live_model_is_a_good_end(tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +194,7 @@ def test_a_network_that_is_down_for_a_while_ends_no_following(
     submit.follow(submission, id)
     said = capsys.readouterr().err
     assert said.count("warning: could not look at the pipeline") == 1
-    assert "deployed" in said
+    assert "the step deploy is done" in said
 
 
 @pytest.mark.parametrize("lose", [True, False])
@@ -226,7 +240,7 @@ def test_the_run_folder_goes_along_where_the_bucket_has_none_and_never_over_a_ne
     assert bucket.objects["ingot/runs/small/reports/steps/ingest.json"].data == b"{}"
 
 
-@pytest.mark.parametrize(("location", "ok"), [("US-CENTRAL1", True), ("US", True), ("NAM4", True), ("EUROPE-WEST4", False), ("EU", False)])
+@pytest.mark.parametrize(("location", "ok"), [("US-CENTRAL1", True), ("US", True), ("NAM4", True), ("EUROPE-WEST4", False), ("EU", False), ("EUR4", False)])
 def test_a_bucket_of_another_region_is_refused(location: str, ok: bool, tmp_path: Path, service: pipelines.State, bucket: gcs.Server) -> None:
     bucket.location = location
     if ok:

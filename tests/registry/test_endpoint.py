@@ -18,7 +18,7 @@ from ingot.registry import deploying, verification
 from ingot.registry.deploying import Wish, deploy, rehearse
 from tests import golden
 from tests.fakes.google import Refused
-from tests.registry.vertex_place import IMAGE, Place, killed_at
+from tests.registry.vertex_place import Place, killed_at
 
 T4: dict[str, Any] = {"serve": {"machine": {"type": "n1-standard-4", "accelerator": "nvidia-tesla-t4", "accelerators": 1, "spot": True}, "replicas": [1, 3]}}
 CHANGES = ("EndpointService.DeployModel", "EndpointService.UpdateEndpoint", "EndpointService.UndeployModel")
@@ -347,7 +347,6 @@ def test_a_run_deploys_its_own_version_and_only_if_the_gate_says_so(place: Place
     ({"serve": {"machine": {"flex_start": True}}}, Wish(), "flex_start"),
     ({"serve": {"replicas": [3, 1]}}, Wish(), "turn them round"),
     ({"serve": {"machine": {"reservation": "mine"}}}, Wish(), "set cloud.zone"),
-    ({"serve": {"engine": "vllm", "image": IMAGE}}, Wish(verify=True), "--canary and --verify ask by Vertex AI's predict"),
     ({}, Wish(canary=0), "--canary 0 is no share"),
     ({}, Wish(canary=100), "--canary 100 is no share"),
     ({}, Wish(7), "words has no version 7 in the Model Registry of .* it has 1"),

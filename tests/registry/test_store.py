@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingot.base import storage
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import shared_lock
 from ingot.registry import database
@@ -103,6 +104,70 @@ def test_a_missing_and_a_changed_file_of_a_version_are_named(registry: Registry)
     shutil.rmtree(version.folder)
     with pytest.raises(WrongInput, match=rf"v1 has no {MARKER}"):
         registry.check(version)
+
+
+def _damage(path: Path, data: bytes | None) -> None:
+    """Put other bytes, or nothing, in the place of a file; those that share its bytes keep them."""
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("name", "data"), [
+    ("model.safetensors", b"wei"), ("model.safetensors", b"weights of X"), ("config.json", None), (MARKER, b"{"), (MARKER, None),
+])
+def test_a_damaged_version_is_mended_by_registering_it_again(registry: Registry, tmp_path: Path, name: str, data: bytes | None) -> None:
+    folder = a_model(tmp_path / "model", "a")
+    version = registry.add("words", folder, a_report("a"), {})
+    registry.point("words", 1, "first")
+    _damage(version.folder / name, data)
+    with pytest.raises(WrongInput, match="words v1 is damaged"):
+        registry.check(version, checksums=True)
+    assert registry.add("words", folder, a_report("a"), {}) == version
+    registry.check(version, checksums=True)
+    assert (version.folder / "model.safetensors").read_bytes() == b"weights of a"
+    assert registry.live("words") == version
+    assert len(registry.versions("words")) == len(registry.history("words")) == 1
+    assert [path.name for path in (registry.home / "words").iterdir()] == ["v1"]
+
+
+def test_a_whole_version_is_left_alone(registry: Registry, tmp_path: Path) -> None:
+    folder = a_model(tmp_path / "model", "a")
+    before = registry.add("words", folder, a_report("a"), {}).folder.stat().st_ino
+    assert registry.add("words", folder, a_report("a"), {}).folder.stat().st_ino == before
+
+
+def test_a_version_is_not_mended_from_what_is_damaged_itself(registry: Registry, tmp_path: Path) -> None:
+    """Weights lie on the disk once for the run and the registry."""
+    folder = a_model(tmp_path / "model", "a")
+    version = registry.add("words", folder, a_report("a"), {})
+    os.truncate(version.folder / "model.safetensors", 3)
+    with pytest.raises(WrongInput, match=r"model/model\.safetensors is damaged, and words v1 with it; remove .*model and run `ingot train` again"):
+        registry.add("words", folder, a_report("a"), {})
+    with pytest.raises(WrongInput, match="words v1 is damaged"):
+        registry.add("words", version.folder, a_report("a"), {})
+    with pytest.raises(WrongInput, match="words v1 is damaged"):
+        registry.check(version)
+    shutil.rmtree(folder)
+    registry.add("words", a_model(folder, "a"), a_report("a"), {})
+    registry.check(version, checksums=True)
+
+
+def test_a_version_that_is_mended_is_never_missing(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed right before the new files take the place of the old ones, these still lie there."""
+    folder = a_model(tmp_path / "model", "a")
+    version = registry.add("words", folder, a_report("a"), {})
+    _damage(version.folder / "model.safetensors", b"wei")
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "_exchange", lambda one, other: os.kill(os.getpid(), signal.SIGKILL))
+        killed = FORK.Process(target=registry.add, args=("words", folder, a_report("a"), {}))
+        killed.start()
+        killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    assert (version.folder / "model.safetensors").read_bytes() == b"wei"
+    registry.add("words", folder, a_report("a"), {})
+    registry.check(version, checksums=True)
+    assert [path.name for path in (registry.home / "words").iterdir()] == ["v1"]
 
 
 def test_the_live_pointer_moves_and_rolls_back_further_each_time(registry: Registry) -> None:

@@ -15,7 +15,7 @@ from ingot.base.steprecord import Outcome, StepRecord, is_intact
 from ingot.config.recipe import Recipe
 from ingot.registry.deploying import Wish, deploy
 from ingot.registry.store import Registry
-from ingot.registry.verbs import gate, gate_stamp, register, resolve
+from ingot.registry.verbs import approved, gate, gate_stamp, register, resolve
 from tests.registry.models import a_model, a_recipe, a_report, trained
 
 
@@ -113,7 +113,7 @@ def test_a_report_about_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_register_wants_a_decision_about_this_model(tmp_path: Path) -> None:
     recipe = trained(a_recipe(tmp_path), "a")
-    with pytest.raises(WrongInput, match=r"gate\.json holds no decision about the model of .*run; run `ingot gate` first"):
+    with pytest.raises(WrongInput, match=r"gate\.json holds no decision about the model of .*run for words in .*registry\.sqlite; run `ingot gate` first"):
         register(recipe)
     gate(recipe)
     with pytest.raises(WrongInput, match="run `ingot gate` first"):
@@ -129,11 +129,73 @@ def test_without_a_report_or_a_model_the_next_command_is_named(tmp_path: Path) -
     with pytest.raises(WrongInput, match="run `ingot evaluate` first"):
         gate(recipe)
     write_report(recipe.folder.reports / "evaluate.json", a_report("a"))
-    gate(recipe)
     with pytest.raises(WrongInput, match=r"model is not a model folder \(it has no config\.json\); run `ingot train` first"):
+        gate(recipe)
+    with pytest.raises(WrongInput, match=r"hf:org/name is not a model folder .*; set evaluate\.model to a local model folder"):
+        gate(a_recipe(tmp_path, evaluate={"model": "hf:org/name"}))
+    assert not (recipe.folder.reports / "gate.json").exists()
+    trained(recipe, "a")
+    gate(recipe)
+    shutil.rmtree(recipe.folder.model)
+    with pytest.raises(WrongInput, match="run `ingot train` first"):
         register(recipe)
-    with pytest.raises(WrongInput, match=r"set evaluate\.model to a local model folder"):
-        register(a_recipe(tmp_path, evaluate={"model": "hf:org/name"}))
+
+
+def test_of_another_run_it_is_the_exported_model(tmp_path: Path) -> None:
+    """As `ingot evaluate` takes it."""
+    other = trained(a_recipe(tmp_path, "other"), "a")
+    recipe = a_recipe(tmp_path, evaluate={"model": str(other.folder.root)})
+    write_report(recipe.folder.reports / "evaluate.json", a_report("b"))
+    with pytest.raises(WrongInput, match=r"evaluate\.json is about model b, a lies in .*other/model now"):
+        gate(recipe)
+    write_report(recipe.folder.reports / "evaluate.json", a_report("a"))
+    assert both(recipe)[1].result == "words v1, live"
+    assert (resolve(registry(tmp_path), "words") / "model.safetensors").read_bytes() == b"weights of a"
+
+
+@pytest.mark.parametrize("elsewhere", [{"name": "other"}, {"name": "words", "path": "PLACE/production.sqlite"}])
+def test_a_decision_holds_for_one_name_in_one_registry(tmp_path: Path, elsewhere: dict[str, str]) -> None:
+    there = {key: value.replace("PLACE", str(tmp_path)) for key, value in elsewhere.items()}
+    other = Registry(Path(there.get("path", tmp_path / "registry.sqlite")))
+    both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
+    both(trained(a_recipe(tmp_path, "two", registry=there), "b", 2.0))
+    here = trained(a_recipe(tmp_path, "new"), "c", 2.4)
+    assert gate(here).exit_code == 0
+    stamp = gate_stamp(here)
+    wrong = a_recipe(tmp_path, "new", registry=there)
+    for act in (register, approved):
+        with pytest.raises(WrongInput, match=rf"no decision about the model of .*new for {there['name']} in {other.path}; run `ingot gate` first"):
+            act(wrong)
+    live_there = other.live(there["name"])
+    assert live_there is not None
+    assert (live_there.number, len(other.history(there["name"])), len(other.versions(there["name"]))) == (1, 1, 1)
+    assert gate_stamp(wrong) != stamp
+    assert register(here).result == "words v2, live"
+    assert both(wrong)[0].exit_code == 3
+
+
+def test_a_decision_that_does_not_say_for_which_registry_counts_as_none(tmp_path: Path) -> None:
+    """As ingot once wrote it: the gate is run again."""
+    recipe = trained(a_recipe(tmp_path), "a")
+    gate(recipe)
+    written = {key: value for key, value in decision(recipe).items() if key != "registry"}
+    (recipe.folder.reports / "gate.json").write_text(json.dumps(written))
+    with pytest.raises(WrongInput, match="run `ingot gate` first"):
+        register(recipe)
+    assert both(recipe)[1].result == "words v1, live"
+
+
+def test_a_run_folder_that_was_copied_to_another_registry_is_compared_there_first(tmp_path: Path) -> None:
+    staging, production = tmp_path / "staging", tmp_path / "production"
+    both(trained(a_recipe(staging, "one"), "a", 2.5))
+    both(trained(a_recipe(production, "one"), "b", 2.0))
+    new = trained(a_recipe(staging, "new"), "c", 2.4)
+    assert gate(new).exit_code == 0
+    shutil.copytree(new.folder.root, production / "new")
+    with pytest.raises(WrongInput, match=r"words v1 in .*production/registry\.sqlite is not the model that the gate compared with; run `ingot gate` again"):
+        register(a_recipe(production, "new"))
+    assert live(production) == 1
+    assert both(a_recipe(production, "new"))[0].exit_code == 3
 
 
 def test_a_model_that_went_live_since_the_gate_is_compared_first(tmp_path: Path) -> None:
@@ -224,3 +286,14 @@ def test_a_damaged_version_is_neither_deployed_nor_resolved(tmp_path: Path) -> N
         resolve(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="words v1 is damaged"):
         deploy(a_recipe(tmp_path), "words", Wish(1))
+
+
+def test_a_damaged_version_is_mended_by_registering_it_again(tmp_path: Path) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    both(recipe)
+    weights = tmp_path / "registry" / "words" / "v1" / "model.safetensors"
+    weights.unlink()
+    weights.write_bytes(b"wei")
+    assert register(recipe).result == "words v1, live"
+    assert resolve(registry(tmp_path), "words") == weights.parent
+    assert weights.read_bytes() == b"weights of a"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -50,7 +51,11 @@ def test_a_version_is_uploaded_with_its_files_its_container_and_its_numbers(plac
     assert (model.display_name, model.artifact_uri) == ("words", f"gs://bucket/{FOLDER}/a-tokenizer")
     assert (spec.image_uri, list(spec.args), spec.ports[0].container_port) == (IMAGE, ["serve.engine=native"], 8080)
     assert (spec.health_route, spec.predict_route) == ("/health", "/predict")
-    assert dict(model.labels) == {"ingot-key": "a-tokenizer", "ingot-run": "one", "ingot-verb": "register", "loss_bits_per_byte": "0_8123"}
+    kept_labels = dict(model.labels)
+    assert re.fullmatch("[0-9a-f]{16}", kept_labels.pop("ingot-container"))
+    assert kept_labels == {
+        "ingot-key": "a-tokenizer", "ingot-engine": "native", "ingot-run": "one", "ingot-verb": "register", "loss_bits_per_byte": "0_8123",
+    }
     assert "loss/bits_per_byte 0.8123" in model.version_description
     names = [name for name in place.storage.written if name.startswith(f"{FOLDER}/a-tokenizer/")]
     assert names[-1].endswith("/VERSION.json"), "the marker comes last"
@@ -256,16 +261,13 @@ def test_a_version_is_fetched_once(place: Place) -> None:
 @pytest.mark.parametrize(("cloud", "says"), [
     ({"project": "wrong"}, r"Permission denied on resource project wrong .*; ask for the role"),
     ({"bucket": None}, r"set cloud\.bucket"),
-    ({"bucket": "elsewhere"}, r"could not look at the bucket elsewhere: .*; create it, or mend cloud\.bucket"),
+    ({"bucket": "elsewhere"}, r"could not look at the bucket gs://elsewhere: .*; create it, or mend cloud\.bucket"),
     ({"images": {}}, r"no container image for serve; set cloud\.images\.serve"),
     ({"images": {"serve": "europe-west4-docker.pkg.dev/p/r/i"}}, r"lies in europe-west4, cloud\.region is us-central1; build it there"),
 ])
 def test_what_is_missing_or_elsewhere_is_one_line_and_nothing_is_registered(place: Place, cloud: dict[str, Any], says: str) -> None:
-    recipe = trained(place.recipe("one"), "a")
-    gate(recipe)
-    told = trained(place.recipe("one", cloud=cloud), "a")
     with pytest.raises(WrongInput, match=says) as caught:
-        register(told)
+        VertexRegistry(place.recipe(cloud=cloud)).add("words", a_model(place.root / "a", "a"), a_report("a"), {})
     assert "\n" not in str(caught.value)
     assert not place.state.models
     place.is_quiet()
@@ -290,9 +292,10 @@ def test_without_credentials_the_next_command_is_named(place: Place, monkeypatch
     clients._credentials.cache_clear()
 
 
-def test_a_bucket_of_another_region_is_refused(place: Place) -> None:
-    place.storage.location = "EUROPE-WEST4"
-    with pytest.raises(WrongInput, match=r"the bucket bucket lies in europe-west4, cloud\.region is us-central1; take a bucket of that region"):
+@pytest.mark.parametrize("location", ["EUROPE-WEST4", "EU", "EUR4"])
+def test_a_bucket_of_another_region_is_refused(place: Place, location: str) -> None:
+    place.storage.location = location
+    with pytest.raises(WrongInput, match=rf"the bucket gs://bucket lies in {location.lower()}, and cloud\.region is us-central1; take a bucket in us-central1"):
         add(place, "a")
     assert not place.state.models
 
@@ -332,7 +335,64 @@ def test_a_triton_is_given_a_repository_and_not_the_bare_model(place: Place) -> 
     files = {name.removeprefix(f"{root}/"): stored.data for name, stored in place.storage.objects.items() if name.startswith(f"{root}/")}
     assert files.keys() == {"words/config.pbtxt", "words/1/model.json"}
     engine = json.loads(files["words/1/model.json"])
-    assert f"gs://{place.storage.bucket}/{root}".removesuffix("-repository") == engine["model"]
+    container = uploaded.model.labels["ingot-container"]
+    assert f"gs://{place.storage.bucket}/{root}".removesuffix(f"-{container}-repository") == engine["model"]
+
+
+def test_another_container_of_the_same_files_is_a_new_version(place: Place) -> None:
+    add(place, "a")
+    before = dict(place.storage.objects)
+    recipe = place.recipe(serve={"max_tokens": 7})
+    assert VertexRegistry(recipe).add("words", a_model(place.root / "models" / "a", "a"), a_report("a"), {}).number == 2
+    assert {name for name in place.storage.objects if place.storage.objects[name] is not before.get(name)} == {f"{FOLDER}/a-tokenizer.json"}
+    versions = place.state.models["ingot-words"]
+    assert [list(versions[which].container_spec.args) for which in (1, 2)] == [["serve.engine=native"], ["serve.engine=native", "serve.max_tokens=7"]]
+    assert versions[1].artifact_uri == versions[2].artifact_uri
+    for asked, which in ((place.recipe(), 1), (recipe, 2), (place.recipe(serve={"max_tokens": 8}), 2)):
+        found = VertexRegistry(asked).find("words", a_report("a"))
+        assert found is not None
+        assert found.number == which
+    assert add(place, "a") == 1, "the first container again is the first version again"
+    assert len(versions) == 2
+
+
+def test_a_tritons_knobs_are_in_its_repository_and_so_in_its_version(place: Place) -> None:
+    """Its arguments are the same whatever the knobs; each version must have a repository of its own."""
+    folder, uris = a_model(place.root / "models" / "a", "a"), []
+    for which, batch in ((1, 4), (2, 8), (1, 4)):
+        serve = {"engine": "triton", "image": "us-docker.pkg.dev/p/r/t", "machine": {"type": "g2-standard-12"}, "max_batch": batch}
+        made = VertexRegistry(place.recipe(serve=serve)).add("words", folder, a_report("a"), {})
+        assert (made.number, made.engine) == (which, "triton")
+        uris.append(place.state.models["ingot-words"][made.number].artifact_uri)
+    assert uris[0] == uris[2] != uris[1]
+    engines = [json.loads(place.storage.objects[f"{uri.removeprefix('gs://bucket/')}/words/1/model.json"].data) for uri in uris]
+    assert [engine["max_num_seqs"] for engine in engines] == [4, 8, 4]
+
+
+def test_a_damaged_version_is_mended_by_registering_it_again(place: Place) -> None:
+    recipe, _ = place.registered("one", "a")
+    registry = place.registry()
+    files = {name: place.storage.objects[f"{FOLDER}/a-tokenizer/{name}"] for name in ("config.json", "model.safetensors", "VERSION.json")}
+
+    def is_mended(*changed: str) -> None:
+        before = {name: place.storage.objects.get(f"{FOLDER}/a-tokenizer/{name}") for name in files}
+        assert register(recipe).result.startswith("words v1")
+        registry.check(registry.version("words", 1))
+        after = {name: place.storage.objects[f"{FOLDER}/a-tokenizer/{name}"] for name in files}
+        assert {name for name in files if after[name] is not before[name]} >= set(changed)
+        assert after["model.safetensors"].data == b"weights of a"
+        if "model.safetensors" not in changed:
+            assert after["model.safetensors"] is before["model.safetensors"], "only what differs is sent"
+
+    place.storage.objects[f"{FOLDER}/a-tokenizer/config.json"].crc32c = "AAAAAA=="
+    is_mended("config.json")
+    del place.storage.objects[f"{FOLDER}/a-tokenizer/model.safetensors"]
+    is_mended("model.safetensors")
+    del place.storage.objects[f"{FOLDER}/a-tokenizer/VERSION.json"]
+    is_mended("VERSION.json")
+    del place.storage.objects[f"{FOLDER}/a-tokenizer.json"]
+    is_mended()
+    assert len(place.google.requests("ModelService.UploadModel")) == 1
 
 
 def test_labels_keep_to_their_alphabet_and_their_number() -> None:

@@ -17,7 +17,7 @@ import pytest
 from ingot.base.steprecord import Outcome
 from ingot.cloud import clients, operations
 from ingot.config.recipe import Recipe
-from ingot.registry import endpoint
+from ingot.registry import endpoint, verification
 from ingot.registry.deploying import Wish, deploy
 from ingot.registry.verbs import gate, register
 from ingot.registry.vertex import VertexRegistry
@@ -79,7 +79,7 @@ class Place:
 def opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     for module, name, value in (
         (operations, "POLL_S", 0.005), (endpoint, "PAUSE_S", 0.005), (endpoint, "LEASE_S", 3.0),
-        (clients, "FIRST_WAIT_S", 0.005), (clients, "PATIENCE_S", 2.0),
+        (verification, "SPREAD_S", 0.5), (verification, "PAUSE_S", 0.005), (clients, "FIRST_WAIT_S", 0.005), (clients, "PATIENCE_S", 2.0),
     ):
         monkeypatch.setattr(module, name, value)
     with gcs.serving(monkeypatch) as storage:

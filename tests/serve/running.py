@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -33,6 +35,17 @@ class Running:
     def client(self, **more: Any) -> httpx.Client:
         headers = {} if self.key is None else {b"Authorization": f"Bearer {self.key}".encode()}
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
+
+    @contextlib.contextmanager
+    def asked(self, path: str, body: dict[str, Any]) -> Iterator[None]:
+        """A request on its way, until the block ends: then its client hangs up, whether there was an answer or not."""
+        key = {} if self.key is None else {"Authorization": f"Bearer {self.key}".encode()}
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **key})
+        try:
+            yield
+        finally:
+            connection.close()
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples of one metric that have these labels."""

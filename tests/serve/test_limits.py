@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,12 @@ import httpx
 import openai
 import pytest
 
+from ingot.config.place import Serve
+from ingot.serve.app import create_app
+from ingot.serve.engine import Engine
+from ingot.serve.loaded import Loaded
+from ingot.serve.metrics import Metrics
+from ingot.serve.service import Service
 from tests.serve.conftest import AIP
 from tests.serve.running import Running
 
@@ -102,7 +109,28 @@ def test_who_waits_gets_an_answer_once_there_is_room(strict: Running) -> None:
 
 def test_who_hangs_up_while_waiting_leaves_the_queue(strict: Running) -> None:
     with occupied(strict, 1):
-        with strict.client() as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json={**LONG, "stream": False}, timeout=0.3)
+        with strict.asked("/v1/completions", {**LONG, "stream": False}):
+            strict.wait_for("ingot_waiting", 1)
         strict.wait_for("ingot_waiting", 0)
         assert strict.metric("ingot_running") == 1
+
+
+@pytest.mark.parametrize(("route", "body"), [
+    ("/v1/completions", {"prompt": "the"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}]}), ("/predict", {"instances": ["the"]}),
+])
+def test_a_limit_below_the_default_is_what_is_meant_where_nobody_says_how_many(loaded: Loaded, route: str, body: dict[str, Any]) -> None:
+    metrics = Metrics()
+    engine = Engine(loaded.worker(1), metrics, max_batch=1, max_queue=1)
+    engine.start()
+
+    async def ask() -> httpx.Response:
+        app = create_app(Service("tiny", loaded, engine, Serve(max_tokens=8)), metrics, key=None, environ={})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
+            return await client.post(route, json=body)
+
+    try:
+        response = asyncio.run(ask())
+    finally:
+        engine.stop()
+    assert response.status_code == 200, response.text
+    assert 'ingot_tokens_total{kind="completion"} 8.0' in metrics.text().decode()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,11 +87,14 @@ def test_what_a_request_must_not_ask_for_is_told(model: Any) -> None:
     assert "sampling_parameters is not JSON" in said(request.sender)[0]
 
 
-def test_a_full_queue_refuses_and_who_goes_away_makes_room(model: Any, loaded: Loaded) -> None:
+def test_a_full_queue_refuses_and_who_goes_away_makes_room(model: Any, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, step = threading.Event(), model._worker.step
+    monkeypatch.setattr(model._worker, "step", lambda: step() if gate.wait(60) else [])  # nothing ends before the queue was seen full
     running = [asked(model, "fox", stream=True, max_tokens=600) for _ in range(3)]
     assert said(asked(model, "fox", max_tokens=1)) == ["3 requests are running or waiting, and no more fit; try again"]
     for sender in running:
         sender.cancelled = True
+    gate.set()
     assert [said(sender)[-1] for sender in running][-1] == "the client went away"
     until = time.monotonic() + 60
     while (answer := said(asked(model, "fox", max_tokens=1))) and "no more fit" in answer[0]:
@@ -154,6 +158,12 @@ def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path, monkeypatch: py
         serve(folder, Serve(engine="triton", api_key="env:KEY"), "model")
     with pytest.raises(WrongInput, match=r"serve\.engine triton answers with decoders alone"):
         render(changed_config(folder, tmp_path / "summarizer", is_encoder_decoder=True), Serve(engine="triton"), "model")
+    gone = str(tmp_path / "gone" / "python")
+    for act in (render, serve):
+        with pytest.raises(WrongInput, match=rf"serve\.python {gone} cannot be run \(No such file or directory\); give the interpreter of an environment"):
+            act(folder, Serve(engine="triton", python=gone, port=0), "model")
+    with pytest.raises(WrongInput, match=f"serve.python {gone} cannot be run"):
+        find_triton(gone)
     shown = render(folder, Serve(engine="triton"), "a model")
     assert "# PLACE/models/a-model/config.pbtxt" in shown
     assert f'string_value: "{folder}"' in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,16 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from ingot.base.environment import REPLICA
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.events import read_lines
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
+from ingot.train import run as train_run
 from ingot.train.run import train
 from tests import gcs
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
-from tests.train.test_run import losses, stop_after, weights
+from tests.train.test_run import last_state, losses, metrics, stop_after, weights
+from tests.train.test_skipping import events, poison
 
 PLACE = "gs://bucket/runs/small"
 KNOBS: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2, "checkpoint__upload": PLACE}
@@ -57,12 +61,20 @@ def test_another_machine_goes_on_from_there(server: gcs.Server, root: Path, tmp_
 
 
 def test_a_new_training_is_not_mixed_with_an_old_one(server: gcs.Server, root: Path) -> None:
-    train(small_recipe(root, **KNOBS))
+    recipe = small_recipe(root, **KNOBS)
+    train(recipe)
+    before = metrics(recipe)
     with pytest.raises(WrongInput, match=r"gs://bucket/runs/small.* holds checkpoints of an earlier training, up to step 8.*another folder"):
-        train(small_recipe(root, **KNOBS, seed=5))
+        train(small_recipe(root, **KNOBS, train__optimizer__lr=0.02))
     with pytest.raises(WrongInput, match=r"holds checkpoints of an earlier training"):
-        train(small_recipe(root, **KNOBS), fresh=True)
-    train(small_recipe(root, **{**KNOBS, "checkpoint__upload": "gs://bucket/runs/other"}, seed=5))
+        train(recipe, fresh=True)
+    assert (steps(recipe), metrics(recipe)) == ([8, 6], before)
+    assert not (recipe.folder.root / "earlier").exists()
+    other = small_recipe(root, **{**KNOBS, "checkpoint__upload": "gs://bucket/runs/other"}, train__optimizer__lr=0.02)
+    train(other)
+    assert (list(BucketMirror("gs://bucket/runs/other").steps()), steps(other)) == ([8, 6], [8, 6])
+    train(recipe)  # brought back, and its checkpoints lie in the bucket
+    assert metrics(recipe) == before
 
 
 def test_two_runs_on_one_place(server: gcs.Server, root: Path, tmp_path: Path) -> None:
@@ -96,3 +108,78 @@ def test_two_ranks_send_a_share_each(server: gcs.Server, root: Path) -> None:
     assert one == other
     names = [name for name in server.objects if name.startswith("runs/small/step-00000008/")]
     assert {name.rpartition("/")[2] for name in names} >= {"__0_0.distcp", "__1_0.distcp", "COMMIT.json", ".metadata"}
+
+
+def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should this machine go, another one goes on from the checkpoint, and has the metrics of all steps up to it."""
+    replica = "gs://bucket/ingot/runs/small"
+    monkeypatch.setenv(REPLICA, replica)
+    write, seen = server.write, list[tuple[int, list[int]]]()
+
+    def look(name: str, *about: Any) -> Any:
+        if name.endswith("COMMIT.json"):
+            index = json.loads(server.objects["ingot/runs/small/REPLICA.json"].data)
+            keys = {entry["path"]: entry["key"] for entry in index["files"]}
+            lines = server.objects[f"ingot/runs/small/{keys['metrics.jsonl']}"].data.splitlines()
+            seen.append((int(name.split("/")[-2].removeprefix("step-")), [json.loads(line)["step"] for line in lines]))
+            assert "events.jsonl" in keys
+            assert not any(path.startswith("data/") for path in keys)
+        return write(name, *about)
+
+    monkeypatch.setattr(server, "write", look)
+    train(small_recipe(root, **KNOBS))
+    assert [step for step, _ in seen] == [2, 4, 6, 8]
+    assert all(logged[:step] == list(range(1, step + 1)) for step, logged in seen)
+
+
+POISONED: dict[str, Any] = {"train__steps": 10, "checkpoint__every": 2, "train__skip__in_row": 2, "train__skip__then": "roll_back", "checkpoint__upload": PLACE}
+
+
+def test_what_was_left_out_is_known_where_only_the_bucket_is_left(server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = small_recipe(copy_of(root, tmp_path / "whole"), **{**POISONED, "checkpoint__upload": None})
+    there = small_recipe(copy_of(root, tmp_path / "there"), **POISONED)
+    poison(monkeypatch, range(20, 28))
+    train(whole)
+    here = small_recipe(root, **POISONED)
+    stop_after(here, 9, monkeypatch)
+    assert steps(here)[0] == 8
+    assert (here.folder.root / "left_out.json").exists()
+    server.ahead_s = 3600  # the lease of the machine that was lost
+    train(there)
+    assert events(there, "roll_back") == []
+    assert [event["step"] for event in events(there, "start")] == [8]
+    assert (there.folder.root / "left_out.json").read_bytes() == (here.folder.root / "left_out.json").read_bytes()
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(there).items())
+
+
+def train_noting(place: Path, address: str | None) -> tuple[list[Any], dict[str, bytes]]:
+    """The rows that this rank trains on, by step, and what rank 0 comes to. With a bucket's address each rank is a node with a disk of its own."""
+    rank, knobs = int(os.environ["RANK"]), dict(POISONED)
+    if address is None:
+        knobs["checkpoint__upload"] = None
+    else:
+        os.environ.update({gcs.EMULATOR: address, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
+        place /= str(rank)
+    os.chdir(place)
+    trained = list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, range(20, 28))
+        step = train_run._step
+
+        def noting(number: int, work: Any, *more: Any) -> Any:
+            trained.append((number, [batch.rows.tolist() for batch in work.batches]))
+            return step(number, work, *more)
+
+        patch.setattr(train_run, "_step", noting)
+        recipe = small_recipe(place, **knobs, output="runs", train__micro_batch=1)
+        train(recipe)
+    return trained, last_state(recipe) if rank == 0 else {}
+
+
+def test_nodes_with_a_disk_each_go_back_together(server: gcs.Server, root: Path, tmp_path: Path) -> None:
+    for name in ("shared", "0", "1"):
+        copy_of(root, tmp_path / name)
+    apart = run_ranks(2, train_noting, tmp_path, server.address)
+    assert len(apart[0][0]) > 10
+    assert apart == run_ranks(2, train_noting, tmp_path / "shared", None)

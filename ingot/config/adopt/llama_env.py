@@ -130,7 +130,7 @@ def _data(sheet: Sheet, draft: Draft, stage: str) -> None:
         source = {"source": {"PRETRAIN": "data/texts.jsonl", "INSTRUCT": "data/chats.jsonl", "DPO": "data/pairs.jsonl"}[stage]}
         draft.note("fill", "data.train", f"no file has {key}; {source['source']} stands for it")
     draft.put("data.train", [source], f"{key} and its _NAME, _SPLIT", sheet.where(key))
-    rows = {row.key for other in STAGES if other != stage for row in _stage_rows(other)} | ({"HF_INSTRUCT_DATASET_SELECTOR_KEY"} - {stage})
+    rows = {row.key for other in STAGES if other != stage for row in _stage_rows(other)} | {"HF_INSTRUCT_DATASET_SELECTOR_KEY"}
     for other in sorted(rows & set(sheet.given)):
         if not sheet.rows[other].lost and not (stage == "INSTRUCT" and other == "HF_INSTRUCT_DATASET_SELECTOR_KEY"):
             draft.note("lost", sheet.name(other), "belongs to another stage; adopt once more with that stage's IS_..._TRAINING for a recipe of its own")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from ingot.data.engines.shared import AREA
 LOOK_EVERY_S = 0.5
 LISTS = ("labels", "experiments", "dataflow_service_options")
 """Options that take several values, which are told apart by commas."""
+_one_bundle = threading.Lock()
+"""Beam gives a worker process several bundles at a time, a thread each; what a process keeps (an open stage, a folder of files) is for one task at
+a time. Processes are the parallelism."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +113,15 @@ class _InBucket:
 
 @dataclass(frozen=True)
 class _Bundle:
-    """Does some tasks in one worker and leaves their outcomes."""
+    """Does some tasks in one worker and leaves their outcomes; others of the same process wait."""
 
     work: Work[Any, Any]
     outcomes: _OnDisk | _InBucket
 
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> None:
-        for number, outcome in attempt(self.work, numbered, lambda _: None):
-            self.outcomes.put(number, pickle.dumps(outcome))
+        with _one_bundle:
+            for number, outcome in attempt(self.work, numbered, lambda _: None):
+                self.outcomes.put(number, pickle.dumps(outcome))
 
 
 def _last_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -244,7 +245,8 @@ def _each(value: Any, change: Callable[[Path], Path]) -> Any:
 
 def fetch(bucket: Bucket, entry: Entry, path: Path) -> None:
     """The file of an entry under `path`, all at once and flushed."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    # The process stands last: by it what the dead have left is told from what is being written.
+    partial = path.with_name(f".{path.name}.partial-{threading.get_ident()}-{os.getpid()}")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     blob = bucket.get_to_file(entry.key, partial)

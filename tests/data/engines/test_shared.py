@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ingot.base.bucket import Bucket, open_bucket
 from ingot.base.errors import Failed
 from ingot.base.progress import Progress
 from ingot.base.replica import push
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.engines import shared
+from ingot.data.engines.beam import _Bundle, _OnDisk
 from ingot.data.engines.engine import Advance, Engine
 from ingot.data.engines.local import LocalEngine
+from ingot.data.engines.outcome import result_of
 from ingot.data.engines.shared import SharedEngine, SharedPath, moved
 from ingot.data.ingest import ingest
 from tests.data.engines.places import BEAM, SPARK, needs_beam, needs_spark
@@ -146,6 +152,70 @@ def test_an_object_that_was_changed_in_between_is_refused(server: Server, tmp_pa
     monkeypatch.setattr(engine, "_publish", spoilt)
     with pytest.raises(Failed, match=r"a\.txt.* has 5 bytes"):
         run(engine, folder, ["a"])
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """What Beam does in one process of a worker: a thread for each bundle, all at once."""
+
+    folder: Path
+
+    def run(self, work: Any, tasks: Sequence[Any], progress: Progress) -> list[Any]:
+        outcomes, together = _OnDisk(self.folder), threading.Barrier(len(tasks))
+
+        def bundle(numbered: tuple[int, Any]) -> None:
+            together.wait(30)
+            _Bundle(work, outcomes)([numbered])
+
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            list(pool.map(bundle, enumerate(tasks)))
+        return [result_of(pickle.loads(outcomes.get(number))) for number in range(len(tasks))]
+
+    def close(self) -> None: ...
+
+
+def test_threads_of_one_worker_make_the_same_files(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bucket that is slow to answer, and little room; and each task sends what it wrote itself, no more."""
+    monkeypatch.setattr(shared, "KEPT_BYTES", 2)
+    letters, sent = list("abcdefgh"), list[list[str]]()
+    send_new = shared._Folder.send_new
+
+    def noting(folder: Any) -> Any:
+        entries = send_new(folder)
+        sent.append([entry.path for entry in entries])
+        return entries
+
+    monkeypatch.setattr(shared._Folder, "send_new", noting)
+    for name in ("alone", "threads"):
+        for letter in letters:
+            (make(tmp_path / name) if letter == "a" else tmp_path / name / "data").joinpath(f"in/{letter}.txt").write_text(letter)
+    run(LocalEngine(1), tmp_path / "alone/data", letters)
+    for kind in ("media", "insert"):
+        server.fault(kind, times=1000, delay_s=0.02)
+    engine = SharedEngine(Bundles(tmp_path / "outcomes"), tmp_path / "threads", URL)
+    assert [names for _, _, names in run(engine, tmp_path / "threads/data", letters)] == [sorted(f"{name}.txt" for name in ("all", *letters))] * 8
+    assert everything(tmp_path / "threads/data/out") == everything(tmp_path / "alone/data/out")
+    assert sorted(sent) == [[f"data/out/{letter}.txt"] for letter in letters]
+
+
+def test_a_file_that_two_fetch_at_once_is_whole(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has of it is not the other's; and by the process, which stands last in its name, it is removed if that is killed."""
+    folder, together = make(tmp_path / "run"), threading.Barrier(2)
+    push(tmp_path / "run", URL)
+    bucket, whole = open_bucket(URL), shared.read_index(open_bucket(URL)).entries["data/in/all.txt"]
+    get_to_file = Bucket.get_to_file
+
+    def slowly(self: Bucket, name: str, path: Path) -> Any:
+        blob = get_to_file(self, name, path)
+        together.wait(30)
+        assert path.name.startswith(".there.txt.partial-")
+        assert path.name.endswith(f"-{os.getpid()}")
+        return blob
+
+    monkeypatch.setattr(Bucket, "get_to_file", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: shared.fetch(bucket, whole, folder / "there.txt"), range(2)))
+    assert (folder / "there.txt").read_text() == "all"
 
 
 def test_paths_move_wherever_they_stand_and_others_stay() -> None:

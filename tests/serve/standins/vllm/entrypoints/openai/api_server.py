@@ -1,6 +1,7 @@
 """Behaves as vLLM's server process does: the arguments that it takes (and no others), a log, a slow start, its key, its routes, its processes.
 
-STANDIN: `die` while loading, `crash` at the first question, `deaf` to SIGTERM.
+STANDIN: `die` while loading, `crash` at the first question, `deaf` to SIGTERM. The second half of a stream comes once somebody has asked for
+/v1/heard: that the first was heard.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,9 +43,12 @@ class Handler(BaseHTTPRequestHandler):
     """`options` are the server's."""
 
     options: argparse.Namespace
+    heard = threading.Event()
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self.path == "/v1/heard":
+            self.heard.set()
         if self.path == "/health":
             self.answer(200, None)
         elif self.permitted():
@@ -72,12 +77,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
+        self.close_connection = True
         for part in ("one ", "two"):
             self.wfile.write(f"data: {json.dumps({'choices': [{'index': 0, 'text': part}]})}\n\n".encode())
             self.wfile.flush()
-            time.sleep(0.2)
+            if not self.heard.wait(30.0):
+                return
         self.wfile.write(b"data: [DONE]\n\n")
-        self.close_connection = True
 
     def permitted(self) -> bool:
         key = os.environ.get("VLLM_API_KEY")

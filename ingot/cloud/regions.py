@@ -1,0 +1,57 @@
+"""Where the bucket lies, and whether machines of a region work beside it: bytes that cross regions are slow, and paid for at each start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ingot.base.errors import WrongInput
+from ingot.base.gcs import connect
+from ingot.cloud.clients import Google, in_words
+from ingot.config.cloud import Cloud
+
+_CHECK_S = (10.0, 60.0)
+"""How long it may take to connect to the service of buckets, and to be answered."""
+# Multi-regions: the regions that begin so are theirs, but for some.
+_WIDE = {"us": ("us-",), "eu": ("europe-",), "asia": ("asia-",)}
+_OUTSIDE = {"europe-west2", "europe-west6"}
+# Pairs of regions with a name; a pair that somebody chose is told with the bucket.
+_PAIRS = {
+    "nam4": ("us-central1", "us-east1"), "eur4": ("europe-north1", "europe-west4"), "eur5": ("europe-west1", "europe-west2"),
+    "eur7": ("europe-west2", "europe-west3"), "eur8": ("europe-west3", "europe-west6"), "asia1": ("asia-northeast1", "asia-northeast2"),
+}
+
+
+def fits(location: str, region: str, within: Iterable[str] = ()) -> bool:
+    """Does a bucket in `location` (a region, a multi-region or a pair) serve machines of `region`? `within`: the regions of a pair that was chosen."""
+    location = location.lower()
+    if within := [name.lower() for name in within]:
+        return region in within
+    if location in _PAIRS:
+        return region in _PAIRS[location]
+    return location == region or (region not in _OUTSIDE and any(region.startswith(start) for start in _WIDE.get(location, ())))
+
+
+def region_mismatch(cloud: Cloud) -> str | None:
+    """Why `cloud.bucket` and `cloud.region` do not go together, in one line. None where they do, and where the bucket may not be looked at: who may
+    read and write its objects may not always do that.
+
+    Raises:
+        WrongInput: no bucket is set, there is none of this name, or there are no credentials.
+        Failed: the service cannot be reached.
+    """
+    google = Google(cloud)
+    url = google.bucket
+    client, _ = connect(url)
+    try:
+        with in_words(f"look at the bucket {url}", missing="create it, or mend cloud.bucket"):
+            found = client.get_bucket(cloud.bucket, timeout=_CHECK_S)
+    except WrongInput as error:
+        if getattr(error.__cause__, "code", None) == 403:
+            return None
+        raise
+    location, within = str(found.location or ""), tuple(found.data_locations or ())
+    if fits(location, cloud.region, within):
+        return None
+    where = "+".join(within or (location,)).lower()
+    return (f"the bucket {url} lies in {where}, and cloud.region is {cloud.region}; take a bucket in {cloud.region}, or set cloud.region to where the "
+            "bucket lies")

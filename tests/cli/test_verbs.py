@@ -1,0 +1,98 @@
+"""What a verb finds in its environment when it begins, and who sees a training while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.steprecord import Outcome
+from ingot.base.storage import write_atomic
+from ingot.cli import verbs
+from ingot.config.load import dump_recipe
+from ingot.config.recipe import Recipe
+from tests.fakes import project
+from tests.fakes.google import Server
+from tests.small import small_recipe
+
+
+@pytest.fixture
+def there() -> Iterator[project.State]:
+    server = Server()
+    yield project.install(server)
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of the verb, put in place of its work."""
+    found: dict[str, str] = {}
+
+    def look(recipe: Recipe, again: bool) -> Outcome:
+        found.update(os.environ)
+        return Outcome("looked", str(recipe.folder.root), "made")
+
+    monkeypatch.setitem(verbs.DO, "train", look)
+    for name in ("HF_TOKEN", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return found
+
+
+def written(folder: Path, **knobs: Any) -> list[str]:
+    write_atomic(folder / "r.yaml", dump_recipe(small_recipe(folder, **knobs)))
+    return [str(folder / "r.yaml")]
+
+
+def test_a_verb_gets_the_variables_and_secrets_of_the_recipe(tmp_path: Path, there: project.State, seen: dict[str, str]) -> None:
+    arguments = written(
+        tmp_path, launch__environment={"NCCL_DEBUG": "INFO"}, launch__interface="lo", cloud__secrets={"HF_TOKEN": "secret:hf-token"}, cloud__project="proj",
+        cloud__endpoint=there.server.address,
+    )
+    assert verbs.do_step("train", arguments, again=True) == 0
+    assert {name: seen.get(name) for name in ("HF_TOKEN", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} == {
+        "HF_TOKEN": "hunter2", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+    }
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+
+
+def test_what_is_set_already_is_not_asked_for(
+    tmp_path: Path, there: project.State, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node asks once for all its ranks, and a person may know better."""
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    arguments = written(tmp_path, cloud__secrets={"HF_TOKEN": "secret:hf-token"}, cloud__project="proj", cloud__endpoint=there.server.address)
+    assert verbs.do_step("train", arguments, again=True) == 0
+    assert seen["HF_TOKEN"] == "mine"
+    assert there.server.calls == []
+
+
+def test_the_main_rank_alone_shows_a_training_on_tensorboard(
+    tmp_path: Path, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[tuple[str, str]] = []
+
+    class Board:
+        def __init__(self, google: Any, name: str) -> None:
+            self.name = name
+
+        def send(self, metrics: Path) -> int:
+            shown.append((self.name, json.loads(metrics.read_text())["loss"]))
+            return 1
+
+    monkeypatch.setattr("ingot.cloud.tensorboard.Board", Board)
+    arguments = written(tmp_path, cloud__tensorboard="board", cloud__project="proj")
+    (tmp_path / "runs" / "small").mkdir(parents=True)
+    (tmp_path / "runs" / "small" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n')
+    assert verbs.do_step("train", arguments, again=True) == 0
+    assert shown == [("small", 3.5)]
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with verbs._shown("train", small_recipe(tmp_path, cloud__tensorboard="board", cloud__project="proj")):
+        pass
+    assert len(shown) == 1

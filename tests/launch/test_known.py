@@ -1,0 +1,103 @@
+"""The jobs of a run as a person asks for them: how one that runs elsewhere is cancelled, and one that cannot be asked."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ingot.base.errors import Failed
+from ingot.cli.launch import cancel
+from ingot.launch.handles import jobs_folder, store
+from ingot.launch.job import Handle, State
+from ingot.launch.known import There, known_jobs
+from tests.small import small_recipe
+
+HANDLE = Handle("train", "slurm", "7", ("train",), 1.0, "")
+
+
+class Place:
+    """Stands in for a launcher: its job saves and ends when it is asked, unless it is `deaf`."""
+
+    look_s = 0.01
+
+    def __init__(self, state: State = "running", *, deaf: bool = False) -> None:
+        self.now, self.deaf, self.did = state, deaf, list[str]()
+
+    def status(self, handle: Handle) -> State:
+        return self.now
+
+    def signal(self, handle: Handle, number: int) -> None:
+        self.did.append(signal.Signals(number).name)
+        if not self.deaf:
+            self.now = "cancelled"
+
+    def cancel(self, handle: Handle) -> None:
+        self.did.append("cancel")
+        self.now = "failed"
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
+    recipe = small_recipe(tmp_path, launch__kind="slurm", checkpoint__grace_s=1)
+    store(recipe.folder.root, HANDLE, recipe)
+    return There(recipe.folder.root, HANDLE)
+
+
+@pytest.mark.parametrize(("place", "did", "state"), [
+    (Place(), ["SIGTERM"], "cancelled"),
+    (Place(deaf=True), ["SIGTERM", "cancel"], "failed"),
+    (Place("queued"), ["cancel"], "failed"),  # there is nobody yet who could be asked
+    (Place("succeeded"), [], "succeeded"),
+])
+def test_a_job_that_is_cancelled_has_the_time_to_save(
+    place: Place, did: list[str], state: State, there: There, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ingot.launch.known.MORE_S", 0.5)
+    monkeypatch.setattr(there, "_launcher", place)
+    began = time.monotonic()
+    there.cancel()
+    assert (place.did, there.state()) == (did, state)
+    assert (time.monotonic() - began > 1.5) == place.deaf, "checkpoint.grace_s and a while"
+
+
+def test_a_job_whose_recipe_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, launch__kind="slurm")
+    root = recipe.folder.root
+    store(root, HANDLE, recipe)
+    store(root, Handle("evaluate", "slurm", "8", ("evaluate",), 2.0, ""), recipe)
+    with (jobs_folder(root) / "evaluate.slurm.yaml").open("a") as stream:
+        stream.write("knob_of_tomorrow: 1\n")
+    unreadable, readable = known_jobs(root)
+    assert isinstance(readable, There)
+    assert (unreadable.state(), unreadable.has_log) == ("unknown", False)
+    assert unreadable.where.startswith("slurm 8, which cannot be asked: ")
+    assert "knob_of_tomorrow" in unreadable.where
+    assert "\n" not in unreadable.where
+    with pytest.raises(Failed, match="evaluate cannot be cancelled from here"):
+        unreadable.cancel()
+
+
+@pytest.mark.parametrize(("waits", "ends"), [("run", ["run", "train"]), ("train", ["train", "train"]), ("prepare", ["prepare"])])
+def test_who_waits_for_a_job_and_the_job_itself_are_both_cancelled(
+    waits: str, ends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Under `ingot launch run` they have different names."""
+    class Known:
+        where, has_log, look_s = "", False, 0.0
+
+        def __init__(self, handle: Handle) -> None:
+            self.handle, self.now = handle, "running"
+
+        def state(self) -> str:
+            return self.now
+
+        def cancel(self) -> None:
+            self.now = "cancelled"
+
+    known = [Known(Handle(waits, "local", "1", (), 2.0, "")), Known(HANDLE)]
+    monkeypatch.setattr("ingot.launch.known.known_jobs", lambda root: known)
+    assert cancel(str(tmp_path)) == 0
+    assert capsys.readouterr().err == "".join(f"{name}: cancelled\n" for name in ends)

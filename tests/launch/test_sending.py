@@ -1,0 +1,135 @@
+"""What goes between a run folder and its replica while a job runs, and what a launcher brings back: its own words are not lost to the job's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ingot.base.environment import REPLICA
+from ingot.base.events import append_line, read_lines
+from ingot.base.heartbeat import Heart
+from ingot.base.replica import pull, push
+from ingot.launch import sending
+from ingot.launch.job import Job
+from ingot.launch.sending import Sending, bring, bring_back
+from tests import gcs
+from tests.launch.blocking import wait_until
+
+MIRROR = "gs://bucket/ingot/runs/one"
+JOB = Job("train", ("train",), 1, 2, mirror=MIRROR)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
+    with gcs.serving(monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run folder as the launcher has sent it."""
+    root = tmp_path / "run"
+    fill(root, {"recipe.yaml": "name: one", "jobs/nodes.train.yaml": "for: nodes", "jobs/train.gce.json": "{}", "logs/train.log": "", "metrics.jsonl": ""})
+    append_line(root / "events.jsonl", {"kind": "submitted"})
+    push(root, MIRROR)
+    return root
+
+
+def fill(root: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+
+
+def generation(server: gcs.Server, name: str) -> int:
+    found = server.objects.get(f"ingot/runs/one/{name}")
+    return found.generation if found else 0
+
+
+def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(server: gcs.Server, root: Path, tmp_path: Path) -> None:
+    node = tmp_path / "node"
+    bring(MIRROR, node)
+    fill(root, {"logs/train.log": "said", "jobs/train.gce.json": '{"id": 1}', "jobs/train-1/HERE": "", "recipe.yaml": "name: mine"})
+    for event in ({"kind": "hang"}, {"kind": "restart"}):
+        append_line(root / "events.jsonl", event)
+    for event in ({"kind": "start"}, {"kind": "finish"}):
+        append_line(node / "events.jsonl", event)
+    fill(node, {"model/w": "weights", "metrics.jsonl": "1\n", "logs/train.log": "stale", "jobs/train.gce.json": "stale", "logs/stacks-rank0.txt": "stacks"})
+    push(node, MIRROR)
+    for _ in range(2):  # the second time there is nothing to do
+        bring_back(MIRROR, root)
+        assert [event["kind"] for event in read_lines(root / "events.jsonl")] == ["submitted", "start", "finish", "hang", "restart"]
+        kept = {path: (root / path).read_text() for path in ("logs/train.log", "jobs/train.gce.json", "jobs/train-1/HERE")}
+        assert kept == {"logs/train.log": "said", "jobs/train.gce.json": '{"id": 1}', "jobs/train-1/HERE": ""}
+        made = {path: (root / path).read_text() for path in ("model/w", "metrics.jsonl", "logs/stacks-rank0.txt", "recipe.yaml")}
+        assert made == {"model/w": "weights", "metrics.jsonl": "1\n", "logs/stacks-rank0.txt": "stacks", "recipe.yaml": "name: one"}
+    push(root, MIRROR)
+    pull(MIRROR, tmp_path / "third")
+    assert len(list(read_lines(tmp_path / "third/events.jsonl"))) == 5
+    assert (tmp_path / "third/logs/train.log").read_text() == "said"
+
+
+def test_a_node_in_the_launchers_own_folder_leaves_alone_what_that_goes_on_writing(server: gcs.Server, root: Path, tmp_path: Path) -> None:
+    fill(root, {"logs/train.log": "said since", "jobs/train.gce.json": "a handle", "jobs/nodes.train.yaml": "of a start before", "recipe.yaml": "other"})
+    bring(MIRROR, root)
+    texts = [(root / name).read_text() for name in ("logs/train.log", "jobs/train.gce.json", "jobs/nodes.train.yaml", "recipe.yaml")]
+    assert texts == ["said since", "a handle", "for: nodes", "name: one"]
+
+
+def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "BEAT_S", 0.05)
+    monkeypatch.setattr(sending, "LIVE_S", 0.05)
+    slow, over = threading.Event(), threading.Event()
+
+    def take_long(*arguments: object, **knobs: object) -> None:
+        slow.set()
+        over.wait(60)
+
+    monkeypatch.setattr(sending, "push", take_long)
+    heart = Heart(root / "heartbeats", rank=0, local_rank=0, attempt=1)
+    heart.beat("step")
+    name = next((root / "heartbeats").iterdir()).name
+    with Sending(JOB, root, 0):
+        try:
+            assert slow.wait(20)
+            before = generation(server, f"heartbeats/{name}")
+            wait_until(lambda: generation(server, f"heartbeats/{name}") > before, timeout_s=20)
+        finally:
+            over.set()
+    heart.close()
+
+
+def test_a_bucket_that_does_not_answer_is_not_waited_for_by_signs_of_life(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "BEAT_S", 1.5)
+    Heart(root / "heartbeats", rank=0, local_rank=0, attempt=1).close()
+    name = next((root / "heartbeats").iterdir()).name
+    server.fault("insert", delay_s=60, code=503)
+    with Sending(JOB, root, 1):
+        wait_until(lambda: generation(server, f"heartbeats/{name}") > 0, timeout_s=30)
+
+
+def test_every_node_shows_stacks_that_were_written_since_it_began(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "BEAT_S", 0.05)
+    fill(root, {"logs/stacks-rank2.txt": "of a start before", "logs/stacks-rank3.txt": ""})
+    with Sending(JOB, root, 1):
+        fill(root, {"logs/stacks-rank3.txt": "once"})
+        wait_until(lambda: generation(server, "stacks/stacks-rank3.txt") > 0)
+        first = generation(server, "stacks/stacks-rank3.txt")
+        fill(root, {"logs/stacks-rank3.txt": "once, twice"})
+        wait_until(lambda: generation(server, "stacks/stacks-rank3.txt") > first)
+    assert server.objects["ingot/runs/one/stacks/stacks-rank3.txt"].data == b"once, twice"
+    assert generation(server, "stacks/stacks-rank2.txt") == 0
+
+
+def test_ranks_are_told_of_the_replica_as_long_as_it_is_sent_to(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(REPLICA, raising=False)
+    with Sending(JOB, root, 1):
+        said = subprocess.run([sys.executable, "-c", f"import os; print(os.environ[{REPLICA!r}])"], capture_output=True, text=True, check=True)
+        assert said.stdout.strip() == MIRROR
+    assert REPLICA not in os.environ

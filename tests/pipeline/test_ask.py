@@ -1,0 +1,74 @@
+"""The server that `ingot run` starts at its end: by the run's resolved recipe, in whatever order the words of the command were typed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.storage import write_atomic
+from ingot.cli.arguments import read_recipe
+from ingot.cli.target import find_target
+from ingot.config.load import dump_recipe
+from ingot.config.recipe import Recipe
+from ingot.pipeline import ask
+from tests.registry.models import a_model
+
+
+class Server:
+    """Stands for the server; notes the command that it was started by and what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.command: list[str] = []
+        self.asked: dict[str, Any] = {}
+        monkeypatch.setattr(ask, "running_server", self.run)
+        monkeypatch.setattr(ask, "ask", self.answer)
+
+    @contextlib.contextmanager
+    def run(self, command: Sequence[str]) -> Iterator[str]:
+        self.command = list(command)
+        yield "http://server"
+
+    def answer(self, url: str, route: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+        self.asked = dict(body)
+        return {"choices": [{"text": "lazy dog"}]}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("name: r\ndata: {train: [{source: a.jsonl}]}\nserve: {max_batch: 2}\n")
+    return Server(monkeypatch)
+
+
+def written(arguments: Sequence[str]) -> Recipe:
+    """The recipe of a run, in its folder as `perform` puts it there, with a model."""
+    recipe = read_recipe(arguments)
+    write_atomic(recipe.folder.recipe, dump_recipe(recipe))
+    a_model(recipe.folder.model, "a")
+    return recipe
+
+
+@pytest.mark.parametrize("arguments", [
+    ["r.yaml", "serve.max_queue=3", "train.steps=1"], ["train.steps=1", "serve.max_queue=3", "r.yaml"],
+    ["serve.max_queue=3", "r.yaml", "train.steps=1", "--debug"],
+])
+def test_overrides_may_come_first(server: Server, arguments: list[str]) -> None:
+    recipe = written([argument for argument in arguments if argument != "--debug"])
+    ask.serve_and_ask(recipe, arguments)
+    options = ["--debug"] if "--debug" in arguments else []
+    assert server.command[-3 - len(options):] == ["serve", "runs/r/recipe.yaml", "serve.port=0", *options]
+    found = find_target(server.command[-2 - len(options)], ["serve.port=0"])
+    assert (found.name, found.folder) == ("r", Path("runs/r/model"))
+    assert found.recipe.serve == recipe.serve.model_copy(update={"port": 0})
+    assert (found.recipe.serve.max_queue, found.recipe.serve.max_batch) == (3, 2)
+
+
+def test_no_more_is_asked_for_than_the_server_gives(server: Server) -> None:
+    ask.serve_and_ask(written(["r.yaml", "serve.max_tokens=8"]), ["r.yaml", "serve.max_tokens=8"])
+    assert server.asked["max_tokens"] == 8
+    ask.serve_and_ask(written(["r.yaml"]), ["r.yaml"])
+    assert server.asked["max_tokens"] == 64
