@@ -41,7 +41,7 @@ def submit(arguments: Arguments, dry_run: DryRun = False, schedule: Schedule = N
     try:
         print(submission.link(id), flush=True)
         if wait:
-            pipeline.follow(submission, id)
+            pipeline.follow(submission, id, recipe.folder.root)
     except BaseException as stop:
         if not isinstance(stop, Exception):
             say("the pipeline goes on; the same command follows it, and with --cancel ends it")

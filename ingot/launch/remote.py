@@ -50,6 +50,8 @@ class RemoteAttempt:
         self._state: State = "queued"
         self._next = 0.0
         self._asked, self._by_place, self._cancelled = False, False, False
+        self._is_ours = False
+        """Whether this start put there what the nodes need. Else the job runs already, and the folder in the bucket is its node 0's to write to."""
         self._unsent: list[tuple[int, int | None]] = []
         self._trouble = ""
         self._over_since: float | None = None
@@ -63,7 +65,7 @@ class RemoteAttempt:
     def _submit(self) -> None:
         try:
             if self._ready is not None:
-                self._job, self._ready = self._ready(self._job), None
+                self._job, self._ready, self._is_ours = self._ready(self._job), None, True
             if self._beats is None:
                 self._beats = RemoteBeats(self._root, self._job.mirror)
             handle = self._metered(lambda: self._launcher.submit(self._job))
@@ -78,7 +80,7 @@ class RemoteAttempt:
         meet = handle.about.get("meet") or self._job.meet  # a job that runs already has its own
         self._meeting = Meeting(meet) if meet else None
         say(f"{self._job.name}: {handle.kind} {handle.id}")
-        if self._job.mirror is not None:
+        if self._job.mirror is not None and self._is_ours:
             with contextlib.suppress(IngotError):  # for whoever takes this up on another machine, if we are killed
                 push(self._root, self._job.mirror, parts=("jobs",))
 
@@ -86,11 +88,12 @@ class RemoteAttempt:
         """Counted from before the place is asked: its answer may be lost."""
         if self._meter is None:
             return submit()
-        self._meter.begin(self._job.time_limit_s or 0.0)
+        begun = self._meter.begin(self._job.time_limit_s or 0.0)
         try:
             return submit()
         except BaseException:
-            self._meter.end()
+            if begun:
+                self._meter.end()
             raise
 
     def poll(self) -> Exit | None:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
@@ -37,11 +37,12 @@ def bring(url: str, root: Path) -> None:
     pull(url, root, keep=lambda path: is_launchers(path) and not path.startswith("jobs/nodes."))
 
 
-def bring_back(mirror: str, root: Path) -> None:
-    """Make the run folder what its replica says, as the launcher must: what is its own stays as it is here, its events among those of the job."""
+def bring_back(mirror: str, root: Path, *, parts: Collection[str] | None = None) -> None:
+    """Make the run folder, or these `parts` of it, what its replica says, as the launcher must: what is its own stays as it is here, its events among
+    those of the job."""
     events = RunFolder(root).events
     noted = list(read_lines(events))
-    pull(mirror, root, keep=is_launchers)
+    pull(mirror, root, parts=parts, keep=is_launchers)
     there = {json.dumps(event) for event in read_lines(events)}
     for event in noted:
         if json.dumps(event) not in there:

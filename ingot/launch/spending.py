@@ -33,11 +33,13 @@ class Meter:
         spent = _closed(self._read(), time.time())
         return spent.seconds, spent.dollars
 
-    def begin(self, limit_s: float) -> None:
-        """A start begins, which its place ends after `limit_s`; one that runs already goes on."""
+    def begin(self, limit_s: float) -> bool:
+        """A start begins, which its place ends after `limit_s`. False where one runs already, which goes on."""
         spent = self._read()
-        if spent.since is None:
-            self._write(Spent(spent.seconds, spent.dollars, time.time(), self._rate, limit_s))
+        if spent.since is not None:
+            return False
+        self._write(Spent(spent.seconds, spent.dollars, time.time(), self._rate, limit_s))
+        return True
 
     def end(self, at: float | None = None) -> None:
         """The start is over, since now or since `at`; nothing where none runs."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.bucket import open_bucket
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import say
 from ingot.base.replica import push
@@ -25,12 +25,15 @@ from ingot.cloud.clients import Google
 from ingot.cloud.instances import label, name_of
 from ingot.cloud.regions import region_mismatch
 from ingot.config.recipe import Recipe
+from ingot.launch.sending import bring_back
 from ingot.pipeline.plan import VERBS, Plan, plan, reasons
 from ingot.pipeline.spec import compiled, text_of
 
 LOOK_S = 15.0
 """Between two looks at a pipeline."""
 NOTE = "pipeline.json"
+SHOWN = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "reports", "logs")
+"""Of a run folder: what there is to look at."""
 CONSOLE = "https://console.cloud.google.com/vertex-ai"
 _FIELDS = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 
@@ -124,8 +127,9 @@ def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.Sch
     return pipelines.put_schedule(submission.google, wanted)
 
 
-def follow(submission: Submission, id: str) -> None:
-    """Tell each step as it begins and ends, until the pipeline is over. A gate that keeps the live model is a good end.
+def follow(submission: Submission, id: str, root: Path | None = None) -> None:
+    """Tell each step as it begins and ends, until the pipeline is over. A gate that keeps the live model is a good end. What there is to look at then
+    comes to the run folder `root`, if one is given.
 
     Raises:
         Failed: a step failed, with its name and its error, or somebody cancelled the pipeline.
@@ -148,8 +152,18 @@ def follow(submission: Submission, id: str) -> None:
                 told[task.id] = task.state
                 say(f"{task.name}: {task.state.lower().replace('_', ' ')}{f' ({task.error})' if task.error else ''}")
         if not standing.is_alive:
+            if root is not None:
+                _bring_back(submission.plan.replica, root)
             return _judge(submission, standing)
         time.sleep(LOOK_S)
+
+
+def _bring_back(replica: str, root: Path) -> None:
+    try:
+        bring_back(replica, root, parts=SHOWN)
+        say(f"its metrics and reports are in {root} (`ingot show run {root}`); model and data stay in {replica}")
+    except IngotError as error:
+        say(f"warning: {error}; what the pipeline made lies in {replica}")
 
 
 def cancel(recipe: Recipe) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from ingot.base.environment import REPLICA
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import problems, read_marker
 from ingot.base.replica import push
 from ingot.checkpoints.mirror import BucketMirror, fetch_newer, send_newest
@@ -18,6 +19,7 @@ from ingot.train.resume import LEFT_OUT
 
 NOTED = ("metrics.jsonl", "events.jsonl", LEFT_OUT)
 """What rank 0 writes beside checkpoints that a training goes on with."""
+AGAIN_S = (1.0, 2.0, 4.0, 8.0)
 
 
 def open_mirror(recipe: Recipe, mesh: Mesh, closing: ExitStack, *, again: bool) -> BucketMirror | None:
@@ -32,13 +34,25 @@ def open_mirror(recipe: Recipe, mesh: Mesh, closing: ExitStack, *, again: bool) 
         return None
     replica, root = os.environ.get(REPLICA), recipe.folder.root
     # A checkpoint vouches for what was noted up to its step, wherever training goes on from it.
-    mirror = BucketMirror(recipe.checkpoint.upload, before_commit=(lambda: push(root, replica, parts=NOTED)) if replica else lambda: None)
+    mirror = BucketMirror(recipe.checkpoint.upload, before_commit=(lambda: _send_noted(root, replica)) if replica else lambda: None)
 
     def lease() -> None:
         closing.enter_context(mirror.lease(f"run {recipe.name}", wait=again))
 
     mesh.from_main(lease)
     return mirror
+
+
+def _send_noted(root: Path, replica: str) -> None:
+    """Again, where another job of this run (an evaluation) sent something in the same moment: each keeps what is the other's."""
+    for wait_s in (*AGAIN_S, None):
+        try:
+            push(root, replica, parts=NOTED)
+            return
+        except Failed:
+            if wait_s is None:
+                raise
+            time.sleep(wait_s)
 
 
 def fetch_missing(mirror: BucketMirror | None, checkpoints: Path, mesh: Mesh) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ingot.base.replica import push
 from ingot.cli.arguments import read_recipe, split
 from ingot.cloud.needs import needs_of
 from ingot.cloud.prices import hourly_of
 from ingot.config.recipe import Recipe
 from ingot.launch.places import launcher, place
 from ingot.pipeline.plan import reasons
-from tests import gcs
 from tests.house.source import PROJECT
 
 PAGE = (PROJECT / "docs/PLACES.md").read_text(encoding="utf-8")
@@ -66,17 +61,3 @@ def test_each_is_taken_and_bounded() -> None:
         assert recipe.cloud.max_cost == 2.0
         assert 0 < hourly_of(recipe) < 1.0
     assert f"labels.ingot-run={recipe_of(trained).name}`" in OURS
-
-
-def test_a_run_is_fetched_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (words,) = re.findall(r"^\$ python (.*) && ingot show run runs/NAME$", PAGE, flags=re.MULTILINE)
-    for folder in ("there/reports", "here"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "there/reports/evaluate.json").write_text("{}")
-    with gcs.serving(monkeypatch):
-        push(tmp_path / "there", "gs://bucket/ingot/runs/NAME")
-        command = [sys.executable, *shlex.split(words.replace("BUCKET", "bucket"))]
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-        done = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "here/runs/NAME/reports/evaluate.json").read_text() == "{}"

@@ -17,6 +17,8 @@ import yaml
 from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.fingerprint import fingerprint
+from ingot.base.replica import pull, push
+from ingot.base.storage import write_atomic
 from ingot.cloud import clients
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
@@ -159,6 +161,32 @@ def test_steps_are_told_until_the_end(tmp_path: Path, service: pipelines.State, 
         f"{verb}: succeeded" for verb in ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
     ]
     assert said[-1] == "the gate passed the model, and the step deploy is done; its log says what it changed"
+
+
+def test_what_there_is_to_look_at_comes_back(tmp_path: Path, service: pipelines.State, bucket: gcs.Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a pipeline that failed; model and data stay where they are, and are left alone by the next submission."""
+    recipe, submission, id = submitted(tmp_path, service)
+    there = tmp_path / "container"
+    for path in ("metrics.jsonl", "reports/index.html", "model/model.safetensors", "data/columns/manifest.json"):
+        write_atomic(there / path, "made\n")
+    push(there, submission.plan.replica)
+    service.fails = {"register": "no"}
+    root = recipe.folder.root
+    with pytest.raises(Failed, match="register failed"):
+        submit.follow(submission, id, root)
+    assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*") if path.is_file() and "/." not in str(path)) == [
+        "jobs/pipeline.json", "metrics.jsonl", "reports/index.html",
+    ]
+    assert f"model and data stay in {submission.plan.replica}" in capsys.readouterr().err
+    push(root, submission.plan.replica)
+    assert pull(submission.plan.replica, tmp_path / "third")
+    assert (tmp_path / "third" / "model" / "model.safetensors").exists()
+    write_atomic(there / "metrics.jsonl", "more\n")
+    push(there, submission.plan.replica)
+    bucket.fault("media", code=403, times=100)
+    with pytest.raises(Failed, match="register failed"):
+        submit.follow(submission, id, root)
+    assert f"what the pipeline made lies in {submission.plan.replica}" in capsys.readouterr().err
 
 
 def test_a_gate_that_keeps_the_live_model_is_a_good_end(tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from ingot.base.environment import REPLICA
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.events import read_lines
+from ingot.base.replica import push
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
+from ingot.train import mirroring
 from ingot.train import run as train_run
 from ingot.train.run import train
 from tests import gcs
@@ -111,7 +114,17 @@ def test_two_ranks_send_a_share_each(server: gcs.Server, root: Path) -> None:
 
 
 def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should this machine go, another one goes on from the checkpoint, and has the metrics of all steps up to it."""
+    """Should this machine go, another one goes on from the checkpoint, and has the metrics of all steps up to it. Another job of the run may send
+    something in the same moment."""
+    tries = count()
+
+    def contended(*arguments: Any, **knobs: Any) -> None:
+        if next(tries) % 3 < 2:
+            raise Failed("written by somebody else meanwhile")
+        push(*arguments, **knobs)
+
+    monkeypatch.setattr(mirroring, "push", contended)
+    monkeypatch.setattr(mirroring, "AGAIN_S", (0.0, 0.0))
     replica = "gs://bucket/ingot/runs/small"
     monkeypatch.setenv(REPLICA, replica)
     write, seen = server.write, list[tuple[int, list[int]]]()
