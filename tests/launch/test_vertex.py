@@ -14,7 +14,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.events import read_lines
 from ingot.cloud import clients, jobs
 from ingot.config.recipe import Recipe
-from ingot.launch import places, remote, vertex
+from ingot.launch import places, remotebeats, vertex
 from ingot.launch.handles import find
 from ingot.launch.job import OVER, Handle, Job
 from ingot.launch.meeting import Meeting
@@ -269,7 +269,7 @@ def test_a_training_on_two_workers_whose_machines_are_taken_away_goes_on_from_it
 ) -> None:
     """The containers' commands really run, each in a folder of its own; all that they share is the bucket."""
     monkeypatch.setitem(places.LAUNCHERS, "vertex", VertexLauncher)
-    monkeypatch.setattr(remote, "BEATS_S", 0.5)
+    monkeypatch.setattr(remotebeats, "BEATS_S", 0.5)
     monkeypatch.setattr(VertexLauncher, "look_s", 0.5)
     monkeypatch.setattr(VertexLauncher, "_image", lambda self, job: IMAGE)
     service.workers = tmp_path / "workers"
