@@ -19,8 +19,9 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Whoever started us in the background may have left SIGINT ignored, and our children would inherit that deafness."""
+    """Whoever started us in the background (`&`, nohup) may have left signals ignored, and our children would inherit that deafness."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # A slow example on a busy machine is no fault.
     settings.register_profile("ingot", deadline=None)
     settings.load_profile("ingot")
