@@ -93,9 +93,10 @@ def do(recipe: Recipe, job: Job, *, supervised: bool) -> Ended:
     starts = list[RemoteAttempt]()
 
     def start(job: Job) -> RemoteAttempt:
-        runs = _runs_already(recipe, elsewhere, job)
-        if meter is not None and not runs:
+        runs = not starts and _runs_already(recipe, elsewhere, job)  # how our own ended is known
+        if meter is not None and not starts and not runs:
             meter.end(_ended_at(recipe, job))  # of a launcher that did not live to see it
+        if meter is not None and not runs:
             job = _in_time(recipe, job, meter)
         # What keeps the first start from coming about is told at once; a later one waits for it to pass.
         patience_s = recipe.launch.start_s if starts else 0.0

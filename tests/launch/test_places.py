@@ -119,6 +119,18 @@ def test_the_bounds_hold_for_all_launches_together_until_the_job_is_done(bounded
     assert round(run_out(bounded, monkeypatch, ["succeeded"], "--fresh")[1][0] or 0) == 7200
 
 
+def test_a_restart_asks_nobody_how_its_own_last_start_ended(bounded: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that does not answer at that moment would end the training."""
+    submit = Ending.submit
+
+    def stored(self: Ending, job: Job) -> Handle:
+        return store(bounded.folder.root, submit(self, job), bounded)
+
+    monkeypatch.setattr(Ending, "submit", stored)
+    ended, limits = run_out(bounded, monkeypatch, ["preempted", "succeeded"])
+    assert (ended.code, len(limits)) == (0, 2)
+
+
 def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(bounded: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meet = tmp_path / "meet"
     meet.mkdir()
