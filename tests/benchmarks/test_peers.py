@@ -38,6 +38,7 @@ def peers_plan(task: dict[str, int]) -> BatchPlan:
     return BatchPlan(task["batch"], task["batch"], 1)
 
 
+@pytest.mark.slow
 def test_turns_over_pipes(tmp_path: Path) -> None:
     player = peers.Player(Contender("peak", "peak", None), sys.executable, {"steps": 1}, tmp_path / "one", threads=1)
     try:

@@ -137,7 +137,7 @@ def kill_often(root: Path, alone: Path, world: int, kills: int, exporting: int, 
     return killer.phases
 
 
-@pytest.mark.parametrize(("world", "kills", "exporting"), [(1, 24, 3), (2, 20, 3)])
+@pytest.mark.parametrize(("world", "kills", "exporting"), [pytest.param(1, 24, 3, marks=pytest.mark.slow), (2, 20, 3)])
 def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(world: int, kills: int, exporting: int, root: Path, tmp_path: Path) -> None:
     """50 kills in all."""
     alone = copy_of(root, tmp_path / "alone")
@@ -155,6 +155,7 @@ def test_killed_hundreds_of_times_it_ends_as_if_it_had_not_been(world: int, root
     assert len(phases) >= 5, phases
 
 
+@pytest.mark.slow
 def test_a_launched_training_survives_the_chaos_that_ships(root: Path, tmp_path: Path) -> None:
     """Four kills by `chaos.kill_every_s`, two of them so late that loading is over: a rank, all ranks, the supervisor, a rank."""
     knobs = {**KNOBS, "train__steps": 80, "train__global_batch": 32, "train__micro_batch": 1}

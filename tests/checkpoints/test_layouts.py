@@ -97,7 +97,7 @@ def chains(root: Path) -> dict[str, list[dict[str, int]]]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[dict[str, int]]]]]:
     root = tmp_path_factory.mktemp("layouts")
-    return root, run_ranks(4, chains, root, timeout_s=120)
+    return root, run_ranks(4, chains, root, timeout_s=400)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ingot.config.load import dump_recipe
 from tests.cli.commands import clean_environment, ingot
 from tests.small import small_recipe
@@ -35,6 +37,7 @@ def test_rows_on_prepared_data_with_one_process_two_and_too_many(root: Path) -> 
     assert "tokens a second" in (run / "reports/bench.html").read_text()
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_is_a_row_of_each_number_of_processes_and_nothing_measured_is_a_failure(tmp_path: Path) -> None:
     """Without data, for --synthetic; under a limit of the shell, which the processes keep: 64 GB of embedding are too much for 4."""
     options = ["tokenizer.vocab_size=500000000", "--synthetic", "--devices", "1,2", "--micro-batch", "1,2", "--steps", "1", "--json"]

@@ -52,7 +52,7 @@ def test_recomputed_layers_give_the_same_bits(kind: str, lora: bool) -> None:
     assert_same(run_case(replace(case, memory={"recompute": KINDS[kind]})), run_case(case))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ring", "ulysses"))) for name in LAYOUTS])
 def test_recomputed_layers_give_the_same_bits_on_ranks(layout: str) -> None:
     case = Case(parallel=LAYOUTS[layout], lora=layout == "shard", model={**MODEL, "num_hidden_layers": 6}, steps=2)
     cases = [case, *(replace(case, memory={"recompute": kind}) for kind in KINDS.values())]
