@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ingot.base.errors import WrongInput
 from ingot.base.steprecord import Outcome
 from ingot.base.storage import write_atomic
 from ingot.cli import verbs
@@ -59,6 +60,15 @@ def test_a_verb_gets_the_variables_and_secrets_of_the_recipe(tmp_path: Path, the
         "HF_TOKEN": "hunter2", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
     }
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+
+
+def test_a_verb_has_the_processes_and_machines_of_its_place(tmp_path: Path, seen: dict[str, str]) -> None:
+    """In a container of the pipeline, too: nothing else tells it there. Four ranks would have processes of their own, and four machines are refused."""
+    moved = "{train: {launch: local, processes: 1}}"
+    assert verbs.do_step("train", written(tmp_path, launch__kind="ssh", launch__nodes=4, launch__processes=4, pipeline__steps=moved), again=True) == 0
+    assert "PATH" in seen
+    with pytest.raises(WrongInput, match=r"launch\.nodes=4: `ingot launch train`"):
+        verbs.do_step("train", written(tmp_path, launch__kind="ssh", launch__nodes=4), again=True)
 
 
 def test_what_is_set_already_is_not_asked_for(

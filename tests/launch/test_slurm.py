@@ -201,7 +201,7 @@ exit 1""")
         launcher.submit(Job("show", ("show", "else"), 1, 2, meet=job.meet))
     # Signals reach the ranks of both nodes, and nothing else.
     launcher.signal(handle, signal.SIGTERM)
-    wait_until(lambda: launcher.status(handle) == "failed")
+    wait_until(lambda: launcher.status(handle) == "cancelled")
     assert launcher.log(handle).read().decode().count("stopped by SIGTERM") == 2
     gone(tmp_path, slurm)
 

@@ -285,9 +285,9 @@ def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(root: Pa
         with pytest.raises(Failed, match=f"show runs already and was started on {socket.gethostname()}; cancel it there"):
             launcher.submit(Job("show", waiting.argv, 1, 2, meet=handle.about["meet"]))
         launcher.cancel(handle)
-        assert launcher.status(handle) == "failed"
+        assert launcher.status(handle) == "cancelled"
     out, err = waiting.process.communicate(timeout=60)
-    assert (waiting.process.returncode, out, err.count("stopped by SIGTERM")) == (0, "failed\n", 2)
+    assert (waiting.process.returncode, out, err.count("stopped by SIGTERM")) == (0, "cancelled\n", 2)
     gone(root)
 
 

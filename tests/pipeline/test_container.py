@@ -116,14 +116,6 @@ def test_without_a_cache_each_run_trains_anew_and_goes_on_when_tried_again(tmp_p
     assert container._options("deploy", recipe, "two") == []
 
 
-def test_a_step_in_its_own_container_has_the_processes_of_its_place(tmp_path: Path) -> None:
-    recipe = _as_read(sent(tmp_path, **{"launch.processes": 4, "pipeline.steps": "{evaluate: {processes: 1}}"}))
-    assert container._options("evaluate", recipe, "one") == ["launch.processes=1"]
-    assert [option.partition("=")[0] for option in container._options("train", recipe, "one")] == ["checkpoint.upload"]
-    elsewhere = load_recipe(["read.yaml"], ["launch.kind=vertex", "launch.processes=1"], environ={}, dotenv=None)
-    assert container._options("evaluate", elsewhere, "one") == []
-
-
 @pytest.mark.parametrize("knob", ["data.train", "data.validation"])
 def test_a_query_is_asked_again_each_time(knob: str, tmp_path: Path) -> None:
     recipe = _as_read(sent(tmp_path, **{"data.validation.fraction": None, knob: "[{source: gs://bucket/x.jsonl}, {source: 'bigquery:SELECT text FROM d.t'}]"}))
