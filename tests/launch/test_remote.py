@@ -228,11 +228,12 @@ def test_a_request_to_stop_is_handed_on_when_the_place_answers_again(place: Plac
     attempt, _ = begin()
     place.state = "error"
     attempt.send(signal.SIGTERM)
+    attempt.send(signal.SIGUSR2)
     assert attempt.poll() is None
     assert place.did == ["submit"]
     place.state = "running"
     wait_until(lambda: attempt.poll() is None and len(place.did) > 1)
-    assert place.did == ["submit", f"signal {signal.SIGTERM}"]
+    assert place.did == ["submit", f"signal {signal.SIGTERM}", f"signal {signal.SIGUSR2}"]
 
 
 def test_a_place_is_asked_to_cancel_until_it_answers(place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
