@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -25,6 +25,7 @@ import pytest
 
 from ingot.base import bucket
 from ingot.base.gcs import EMULATOR
+from tests.loopback import Loopback
 
 pytest.importorskip("google.cloud.storage", reason="google-cloud-storage is not installed")
 google_crc32c = pytest.importorskip("google_crc32c", reason="google-crc32c is not installed")
@@ -86,16 +87,14 @@ class Refused(Exception):
         self.code, self.message = code, message
 
 
-class Server(ThreadingHTTPServer):
+class Server(Loopback):
     """`objects` by name; `counts` of requests by kind, `written` names in order, `received` bytes of uploads' bodies.
 
     `ahead_s` moves the service's clock.
     """
 
-    daemon_threads = True
-
     def __init__(self, bucket: str = "bucket") -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.bucket, self.page, self.location = bucket, 1000, "US-CENTRAL1"
         self.bindings: list[dict[str, Any]] = []  # of the bucket's policy
         self.lacking: set[str] = set()  # permissions on the bucket that the caller has not
@@ -106,14 +105,6 @@ class Server(ThreadingHTTPServer):
         self.written: list[str] = []
         self.received, self.ahead_s, self.generation = 0, 0.0, 1000
         self.lock = threading.RLock()
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    def handle_error(self, *_: Any) -> None:
-        """A client that was killed has hung up: no news."""
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def now(self) -> float:
         return time.time() + self.ahead_s
@@ -178,7 +169,6 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     try:
         yield server
     finally:
-        server.shutdown()
         server.server_close()
 
 

@@ -27,7 +27,7 @@ class Tie:
         """The first line: variables as a JSON object. Raises Failed when it does not come."""
         line = b""
         while not line.endswith(b"\n"):
-            if not self._ready(self._silent_s) or not (byte := os.read(self._descriptor, 1)):
+            if not self._ready(self._silent_s) or not (byte := self._read(1)):
                 raise Failed("the launcher was gone before it had said what it wanted; start the job again")
             line += byte
         return {str(name): str(value) for name, value in json.loads(line).items()}
@@ -36,11 +36,20 @@ class Tie:
         """Why nobody is there any more, or None."""
         now = time.monotonic()
         while self._ready(0.0):
-            if not os.read(self._descriptor, 4096):
+            if not self._read(4096):
                 return "the connection to the launcher was closed"
             self._heard = now
         return f"the launcher gave no sign of life for {self._silent_s:g} s" if now - self._heard > self._silent_s else None
 
+    def _read(self, most: int) -> bytes:
+        try:
+            return os.read(self._descriptor, most)
+        except ConnectionError:  # reset: as good as closed
+            return b""
+
     def _ready(self, seconds: float) -> bool:
         # The descriptor is left blocking: standard output may be the same socket.
-        return bool(select.select([self._descriptor], [], [], seconds)[0])
+        # And it is polled: `select` takes no descriptor above 1023.
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))

@@ -35,7 +35,6 @@ def server() -> Iterator[google.Server]:
     try:
         yield server
     finally:
-        server.shutdown()
         server.server_close()
 
 

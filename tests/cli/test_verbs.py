@@ -25,7 +25,6 @@ from tests.small import small_recipe
 def there() -> Iterator[project.State]:
     server = Server()
     yield project.install(server)
-    server.shutdown()
     server.server_close()
 
 

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
+
+from tests.loopback import Loopback
 
 PAGE = 3
 
 
-class Server(ThreadingHTTPServer):
+class Server(Loopback):
     """Answers every query with `rows`, a mapping of columns to values each; `fault` (code, message) refuses it instead, for `reason`; where it is `late`,
     when it has run: to whoever asks for rows, or as `job`, in what is told of it."""
 
     def __init__(
         self, rows: list[dict[str, Any]], fault: tuple[int, str] | None = None, reason: str = "invalidQuery", late: Literal["rows", "job"] | None = None
     ) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.rows, self.fault, self.reason, self.late = rows, fault, reason, late
         self.queries: list[str] = []
         self.projects: list[str] = []
         self.pages, self.page_sizes = 0, list[int]()
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -29,7 +29,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "p")
     yield start
     for server in servers:
-        server.shutdown()
         server.server_close()
 
 

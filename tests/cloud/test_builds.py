@@ -33,7 +33,6 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.St
     server = Server()
     with gcs.serving(monkeypatch) as storage:
         yield fake.install(server, storage)
-    server.shutdown()
     server.server_close()
 
 

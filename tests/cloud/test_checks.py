@@ -33,7 +33,6 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[project.State]:
         server.storage = storage  # type: ignore[attr-defined]
         storage.bindings = [{"role": "roles/storage.objectUser", "members": [f"serviceAccount:{project.ACCOUNT}"]}]
         yield state
-    server.shutdown()
     server.server_close()
 
 

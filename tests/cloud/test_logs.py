@@ -21,7 +21,6 @@ def place() -> Iterator[tuple[Google, vertex_jobs.State]]:
     try:
         yield Google(Cloud(project="proj", endpoint=server.address)), vertex_jobs.install(server)
     finally:
-        server.shutdown()
         server.server_close()
 
 

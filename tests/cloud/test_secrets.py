@@ -21,7 +21,6 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[project.State]:
     monkeypatch.setattr(clients, "PATIENCE_S", 0.3)
     server = Server()
     yield project.install(server)
-    server.shutdown()
     server.server_close()
 
 

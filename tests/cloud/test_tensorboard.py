@@ -27,7 +27,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Google, tensorboard
     try:
         yield Google(Cloud(project="proj", endpoint=server.address, tensorboard="77")), tensorboards.install(server)
     finally:
-        server.shutdown()
         server.server_close()
 
 

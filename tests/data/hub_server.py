@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.loopback import Loopback
 
-class Server(ThreadingHTTPServer):
+
+class Server(Loopback):
     """Serves `files` (path -> content) as the data set `name` at one commit."""
 
     def __init__(self, name: str, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.name, self.files = name, files
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     @property
     def commit(self) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bz2
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,19 @@ from ingot.data.sources import source_stamps
 from tests.data.small import recipe
 from tests.data.test_ingest import documents
 from tests.data.test_wikipedia import SMALL
+from tests.loopback import Loopback
 
 NAME = "dewiki-20260101-pages-articles-multistream.xml.bz2"
 
 
-class Server(ThreadingHTTPServer):
+class Server(Loopback):
     """Serves one file by HTTP ranges; `breaks` says after how many bytes each of the next answers ends."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.data, self.tag = bz2.compress(SMALL), '"one"'
         self.breaks: list[int] = []
         self.asked: list[tuple[str, str]] = []
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -71,7 +70,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("WIKIPEDIA_DUMPS", f"http://127.0.0.1:{server.server_address[1]}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield server
-    server.shutdown()
     server.server_close()
 
 
@@ -132,7 +130,6 @@ def test_two_versions_are_never_mixed(server: Server) -> None:
 
 def test_without_a_network_what_is_known_is_used(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fetch_dump(file := find())
-    server.shutdown()
     server.server_close()
     assert find() == file
     assert "the dump server cannot be reached; wikipedia:de:20260101 is taken to be as it was" in capsys.readouterr().err

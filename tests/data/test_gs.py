@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -17,6 +16,7 @@ import pytest
 
 from ingot.config.load import dump_recipe
 from tests.data.small import recipe, sentences
+from tests.loopback import Loopback
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 
@@ -37,13 +37,12 @@ if __name__ == "__main__":
 """
 
 
-class Server(ThreadingHTTPServer):
+class Server(Loopback):
     """One bucket with `files`."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.files, self.broken = files, ""
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -83,7 +82,6 @@ class _Handler(BaseHTTPRequestHandler):
 def bucket() -> Iterator[Server]:
     server = Server({"set/a.jsonl": b'{"text": "x"}\n{"text": null}\n', "set/deep/b.txt": "\n".join(sentences(3)).encode(), "other/c.txt": b"other"})
     yield server
-    server.shutdown()
     server.server_close()
 
 

@@ -69,7 +69,6 @@ def hub() -> Iterator[Server]:
         "en/test.jsonl": lines("a test"),
     })
     yield server
-    server.shutdown()
     server.server_close()
 
 
@@ -105,7 +104,6 @@ def test_the_commit_is_the_stamp_and_a_hub_out_of_reach_is_not_waited_for(tmp_pa
     task = ("stamps", {"source": "hf:org/set:de"})
     seen = do(tmp_path, hub, task)[0]
     assert [stamp["revision"] for stamp in seen[0]] == [hub.commit]
-    hub.shutdown()
     hub.server_close()
     known, unknown = (found := do(tmp_path, hub, task, ("stamps", {"source": "hf:org/other"})))[0]
     assert known == seen[0]

@@ -26,7 +26,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv(EMULATOR, server.address)
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "p")
     yield server
-    server.shutdown()
     server.server_close()
 
 

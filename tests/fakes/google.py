@@ -15,13 +15,15 @@ import time
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pytest
 
+from ingot.cloud import clients
 from ingot.cloud.clients import SERVICES
+from tests.loopback import Loopback
 
 pytest.importorskip("google.cloud.aiplatform_v1", reason="the Google clients are not installed")
 from google.longrunning import operations_pb2
@@ -83,13 +85,11 @@ class Call:
     time: float = field(default_factory=time.monotonic)
 
 
-class Server(ThreadingHTTPServer):
+class Server(Loopback):
     """`calls` are all requests that were understood, in order; faulty ones too."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.calls: list[Call] = []
         self.lock = threading.RLock()
         self.handlers: dict[str, Callable[[Any], Any]] = {}
@@ -97,15 +97,11 @@ class Server(ThreadingHTTPServer):
         self.raw: list[tuple[str, re.Pattern[str], Callable[..., Any]]] = []
         self.operations: dict[str, _Operation] = {}
         self._ids = 0
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    @property
-    def address(self) -> str:
-        """For `cloud.endpoint`."""
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def handle_error(self, *_: Any) -> None:
-        """A client that was killed has hung up: no news."""
+    def server_close(self) -> None:
+        """Also the clients that were made to ask here: they are kept by their address, and nobody will have this one again."""
+        super().server_close()
+        clients._client.cache_clear()
 
     def on(self, method: str, handler: Callable[[Any], Any]) -> None:
         """Answer `Service.Method` with `handler(request message) -> response message`; it may raise `Refused`."""

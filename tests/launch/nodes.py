@@ -65,9 +65,11 @@ def ended(process: subprocess.Popen[str], seconds: float = 180) -> tuple[int, st
 def until_it_says(process: subprocess.Popen[str], text: str, seconds: float = 120) -> str:
     """Wait for words among a command's messages; what it said up to then, which `ended` leaves out."""
     assert process.stderr is not None
+    poll = select.poll()  # `select` takes no descriptor above 1023
+    poll.register(process.stderr, select.POLLIN)
     said, until = b"", time.monotonic() + seconds
     while text.encode() not in said:
-        ready, _, _ = select.select([process.stderr], [], [], max(0.0, until - time.monotonic()))
+        ready = poll.poll(max(0.0, until - time.monotonic()) * 1000)
         new = os.read(process.stderr.fileno(), 1 << 16) if ready else b""
         assert new, f"it never said {text!r}, but:\n{said.decode()}"
         said += new

@@ -54,7 +54,6 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[dataflow.State]:
     with gcs.serving(monkeypatch):
         running = Server()
         yield dataflow.install(running)
-        running.shutdown()
         running.server_close()
 
 

@@ -59,7 +59,6 @@ def service(bucket: gcs.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[dat
     monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.05)
     server = Server()
     yield dataproc.install(server, bucket)
-    server.shutdown()
     server.server_close()
 
 

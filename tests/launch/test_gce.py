@@ -50,7 +50,6 @@ def cloud() -> Iterator[compute.Compute]:
     try:
         yield compute.install(server)
     finally:
-        server.shutdown()
         server.server_close()
 
 
@@ -497,7 +496,6 @@ def test_whenever_the_controller_is_killed_nothing_is_left(tmp_path: Path, life:
             cloud.settle()
             check_what_follows(run, cloud, wait=number % 2 == 0)
         finally:
-            server.shutdown()
             server.server_close()
         if not killed:
             break

@@ -59,7 +59,6 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     finally:
         for machine in list(running.values()):
             machine.pull_the_plug()
-        server.shutdown()
         server.server_close()
 
 

@@ -45,7 +45,6 @@ def service() -> Iterator[vertex_jobs.State]:
         yield state
     finally:
         state.close()
-        server.shutdown()
         server.server_close()
 
 

@@ -42,7 +42,6 @@ def service(tmp_path: Path) -> Iterator[vertex_jobs.State]:
         yield state
     finally:
         state.close()
-        server.shutdown()
         server.server_close()
 
 
@@ -141,7 +140,6 @@ def test_new_rows_are_seen_and_equal_ones_do_nothing_again(tmp_path: Path, monke
         server.rows.append({"text": "The mould of the next week rings true."})
         assert done(recipe, "ingest", submission="three") != first["ingest"]
     finally:
-        server.shutdown()
         server.server_close()
 
 

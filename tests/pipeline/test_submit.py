@@ -45,7 +45,6 @@ def service() -> Iterator[pipelines.State]:
     try:
         yield pipelines.install(server)
     finally:
-        server.shutdown()
         server.server_close()
 
 

@@ -89,7 +89,6 @@ def opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         try:
             yield Place(root, google, storage, state)
         finally:
-            google.shutdown()
             google.server_close()
 
 
