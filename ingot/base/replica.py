@@ -34,6 +34,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def _none(path: str) -> bool:
+    return False
+
+
 def replica_url(bucket: str, name: str) -> str:
     """Where the run `name` lies in `bucket` (`gs://BUCKET`, or the name alone)."""
     return f"gs://{bucket.removeprefix('gs://').rstrip('/')}/ingot/runs/{name}"
@@ -77,11 +81,12 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
         _sweep(bucket, left)
 
 
-def pull(url: str, root: Path, *, parts: Collection[str] | None = None, keep: Callable[[str], bool] = lambda path: False) -> bool:
+def pull(url: str, root: Path, *, parts: Collection[str] | None = None, keep: Callable[[str], bool] = _none, leave: Callable[[str], bool] = _none) -> bool:
     """Make the folder hold what the bucket holds; what differs is fetched. False when there is no replica.
 
     Files that an earlier state had and this one has not are deleted; files that no state ever had are left alone, and so are those that are here
-    and of whose paths `keep` is true. Nothing is placed before all of it has arrived as the index says. `parts` as with `push`.
+    and of whose paths `keep` is true. What is not here and of whose paths `leave` is true is not fetched. Nothing is placed before all of it has
+    arrived as the index says. `parts` as with `push`.
 
     Raises:
         Failed: an object is damaged or missing, or the service cannot be reached.
@@ -94,7 +99,9 @@ def pull(url: str, root: Path, *, parts: Collection[str] | None = None, keep: Ca
         memory, seen = Memory(root, bucket.url), 0
         for _ in range(STATES):
             index = read_index(bucket)
-            wanted = [entry for entry in index.entries.values() if within(entry.path)]
+            # These are not remembered either: what is only left there must never be taken for deleted here.
+            left_there = {path for path in {*index.entries, *memory.known} if not (root / path).exists() and leave(path)}
+            wanted = [entry for entry in index.entries.values() if within(entry.path) and entry.path not in left_there]
             same = _at_once(lambda entry: _has(memory, entry), wanted)
             kept = {path for path in {*index.entries, *memory.known} if keep(path) and (root / path).exists()}
             differing = [entry for entry, is_same in zip(wanted, same, strict=True) if not is_same and entry.path not in kept]

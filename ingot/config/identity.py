@@ -28,6 +28,8 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     chosen["data.pack"] = recipe.pack
     if recipe.data.skip:
         chosen["data.skip"] = [list(span) for span in recipe.data.skip]
+    if recipe.data.window is not None:
+        chosen["data.window"] = recipe.data.window
     chosen["data.train.weight"] = [source.weight for source in recipe.data.train]
     if recipe.documents == "pair":
         chosen.update(recipe.select(("data.target_len",)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.base.markers import problems, read_marker
 from ingot.config.shape import BatchPlan
+from ingot.data.ahead import Ahead
 from ingot.data.order import Order
 from ingot.data.rows import IGNORE, Ids, Rows
 from ingot.data.samples import Samples
@@ -61,6 +62,7 @@ class Loader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._next: tuple[int, Future[list[Batch]]] | None = None
         self._checksums = Checksums(rows, rank, plan.world)
+        self._ahead = Ahead(rows, order, plan.global_batch) if rows.later is not None and order.windowed else None
 
     def step(self, i: int) -> list[Batch]:
         """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is filled up with dead rows.
@@ -69,12 +71,19 @@ class Loader:
             WrongInput: a part is damaged.
         """
         self._checksums.ask()
+        if self._ahead is not None:
+            self._ahead.look(i)
         if self._next is not None and self._next[0] == i:
             batches = self._next[1].result()
         else:
             batches = self._make(i)
         self._next = (i + 1, self._thread.submit(self._make, i + 1))
         return batches
+
+    def ready(self, i: int, tell: Callable[[], None]) -> None:
+        """Have at hand what step `i` and those after it need, if it must be fetched; `tell` is called now and then meanwhile."""
+        if self._ahead is not None:
+            self._ahead.ready(i, tell)
 
     def _make(self, i: int) -> list[Batch]:
         first = i * self._plan.global_batch + self._rank * self._plan.per_rank
@@ -85,6 +94,8 @@ class Loader:
         """Stop making batches ahead."""
         self._next = None
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._ahead is not None:
+            self._ahead.close()
         self._checksums.close()
 
 

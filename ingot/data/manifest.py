@@ -10,6 +10,7 @@ from typing import Any
 from ingot import __version__
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
+from ingot.base.later import later
 from ingot.base.markers import FileEntry, problems, read_marker, write_marker
 from ingot.config.data import COLUMNS
 from ingot.config.objective import Documents, Seq2Seq
@@ -118,12 +119,19 @@ def read_prepared(folder: Path) -> Prepared:
     marker = read_marker(folder, MANIFEST)
     if marker is None:
         raise WrongInput(f"{folder} holds no prepared data; run `ingot prepare` with this recipe first")
-    if found := problems(folder, marker, checksums=False):
+    if found := lacking(folder, marker):
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
     splits: dict[Split, list[PreparedSource]] = {split: [_source(value) for value in sources] for split, sources in marker["splits"].items()}
     fields = {name: marker[name] for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")}
     fields |= {name: marker[name] for name in ("closing", "prefix", "labels") if name in marker}
     return Prepared(splits=splits, **fields)
+
+
+def lacking(folder: Path, marker: dict[str, Any]) -> list[str]:
+    """What is wrong with the sizes of the files that `marker` lists, [] when all is well; none is missing that comes later."""
+    if later(folder) is not None:
+        marker = {"files": [entry for entry in marker["files"] if (folder / entry["path"]).exists()]}
+    return problems(folder, marker, checksums=False)
 
 
 def prepared_for(recipe: Recipe) -> Prepared:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.later import Later, later
+from ingot.base.markers import read_marker
 from ingot.data.columns import Column, bin_path, column_prefix, idx_path
 from ingot.data.kinds import column_dtype
 from ingot.data.manifest import MANIFEST, Part, Prepared
@@ -20,12 +22,16 @@ from ingot.data.sources import Split
 IGNORE = -100
 """The label of a position that no loss is taken at."""
 
+TRIES = 5
+
 Ids = npt.NDArray[np.int64]
 
 
 class Opened:
     """A split of prepared data. Row ids count through the sources."""
 
+    part_rows: list[list[int]]
+    """Rows of each part of each source; of a stream that is cut without regard to parts, all of a source in one."""
     sizes: list[int]
     """Rows of each source."""
     weights: list[float] | None
@@ -42,6 +48,9 @@ class Opened:
     """The files in `columns` that vouch for all parts."""
     touched: queue.SimpleQueue[Path | None]
     """Every file of a part that was opened, for who wants to look at its checksum."""
+    later: Later | None
+    """Where parts come from that are not here; their checksums are compared as they come."""
+    _sources: Sequence[Parts]
 
     def __init__(self, columns: Path, prepared: Prepared, split: Split, seq_len: int, table: str | None, weights: Sequence[float] | None) -> None:
         sources = prepared.splits[split]
@@ -54,22 +63,49 @@ class Opened:
         if len(given) != len(sources):
             raise WrongInput(f"{columns} was prepared from {len(sources)} sources, the recipe has {len(given)}; run `ingot prepare` again")
         self.weights = None if len(given) == 1 or all(weight == 1.0 for weight in given) else given
-        self._opening = Opening(columns, split, prepared.vocab_size, self.touched)
+        self._opening = opening(columns, prepared, split, self.markers, self.touched)
+        self.later = self._opening.later
+        self._names = [*prepared.names, *([] if table is None else [table])]
+        self._places = [(source, part) for source, about in enumerate(sources) for part in range(len(about.parts))]
 
-    def _sized(self, sizes: list[int]) -> None:
-        self.sizes, self._ends = sizes, list(itertools.accumulate(sizes))
+    def _sized(self, part_rows: list[list[int]]) -> None:
+        self.part_rows, self.sizes = part_rows, [sum(rows) for rows in part_rows]
+        self._ends = list(itertools.accumulate(self.sizes))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
+    def bring(self, part: int, *, wait: bool = True) -> bool:
+        """Have the files of a part here, counted through the sources. Without `wait`, False where another process is fetching one of them."""
+        source, index = self._places[part]
+        return all(self._sources[source].bring(name, index, wait=wait) for name in self._names)
+
+    def drop(self, part: int) -> None:
+        """Give back what `bring` took."""
+        source, index = self._places[part]
+        for name in self._names:
+            self._sources[source].drop(name, index)
+
 
 class Opening(NamedTuple):
-    """What is the same for all parts of a split. `touched` is told every file that is opened."""
+    """What is the same for all parts of a split. `touched` is told every file that is opened; `sums` has the SHA-256 of files that come later."""
 
     columns: Path
     split: Split
     vocab_size: int
     touched: queue.SimpleQueue[Path | None]
+    later: Later | None
+    sums: Mapping[str, str]
+
+
+def opening(
+    columns: Path, prepared: Prepared, split: Split, markers: Sequence[str] = (MANIFEST,), touched: queue.SimpleQueue[Path | None] | None = None
+) -> Opening:
+    """For `Parts` of a split, for whose files `markers` vouch."""
+    elsewhere = later(columns)
+    entries = [entry for name in markers for entry in (read_marker(columns, name) or {}).get("files", [])] if elsewhere else []
+    sums = {entry["path"]: entry["sha256"] for entry in entries}
+    return Opening(columns, split, prepared.vocab_size, queue.SimpleQueue() if touched is None else touched, elsewhere, sums)
 
 
 class Parts:
@@ -86,9 +122,40 @@ class Parts:
             column = self._open[name, index] = self._opened(name, index)
         return column
 
+    def bring(self, name: str, index: int, *, wait: bool = True) -> bool:
+        """Have the files of a column here. Without `wait`, False where another process is fetching one of them."""
+        opening, files = self._opening, self._files(name, index)
+        if opening.later is None or all(path.exists() for path in files):
+            return True
+        return all(opening.later.bring(path.name, opening.sums[path.name], wait=wait) for path in files)
+
+    def drop(self, name: str, index: int) -> None:
+        """Give back what `bring` took: files that are the run folder's own stay."""
+        if (elsewhere := self._opening.later) is not None:
+            self._open.pop((name, index), None)
+            for path in self._files(name, index):
+                elsewhere.drop(path.name)
+
+    def _files(self, name: str, index: int) -> tuple[Path, Path]:
+        prefix = column_prefix(self._opening.columns, self._opening.split, name, self._parts[index].number)
+        return bin_path(prefix), idx_path(prefix)
+
+    def _brought(self, name: str, index: int, elsewhere: Later) -> Column:
+        """A column that comes later. What has just come may be gone again where another process is ahead of us by more than a window."""
+        files = [elsewhere.folder / path.name for path in self._files(name, index)]
+        for _ in range(TRIES):
+            self.bring(name, index)
+            try:
+                return Column(files[0].with_suffix(""))
+            except WrongInput:
+                if all(path.exists() for path in files):
+                    raise
+        raise Failed(f"{files[0]} was taken away {TRIES} times before it could be read; raise data.window")
+
     def _opened(self, name: str, index: int) -> Column:
-        part, rows = self._parts[index], name.startswith("rows-")
-        column = Column(column_prefix(self._opening.columns, self._opening.split, name, part.number))
+        part, rows, files = self._parts[index], name.startswith("rows-"), self._files(name, index)
+        is_own = self._opening.later is None or all(path.exists() for path in files)
+        column = Column(files[0].with_suffix("")) if is_own or self._opening.later is None else self._brought(name, index, self._opening.later)
         dtype = np.dtype("int64") if rows else column_dtype(name, self._opening.vocab_size)
         if column.dtype != dtype:
             raise WrongInput(f"{bin_path(column.prefix)} holds {column.dtype}, manifest.json says {dtype}; run `ingot prepare` again")
@@ -100,6 +167,6 @@ class Parts:
                 f"{bin_path(column.prefix)} has {found[0]:,} documents and {found[1]:,} tokens, manifest.json says "
                 f"{wanted[0]:,} and {wanted[1]:,}; run `ingot prepare` again"
             )
-        for path in (bin_path(column.prefix), idx_path(column.prefix)):
+        for path in files if is_own else ():
             self._opening.touched.put(path)
         return column

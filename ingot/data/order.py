@@ -12,14 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-
-Words = npt.NDArray[np.uint64]
-
-ROUNDS = 8
-CIRCLE_BITS = 64
-CIRCLE = 1 << CIRCLE_BITS
-# The golden ratio's share of the circle: steps of it spread points over the circle as evenly as any fixed step can.
-GOLDEN = 0x9E3779B97F4A7C15
+from ingot.data.permutation import CIRCLE, GOLDEN, Words, mix, permute
+from ingot.data.windows import Windows
 
 
 class Order:
@@ -34,6 +28,7 @@ class Order:
         sizes: rows of each source; row ids count through the sources in this order.
         seed: another seed gives another order.
         weights: shares of the sources, relative to their sum; None for one pass over everything.
+        parts: rows of each part of each source; `window` of them are drawn from at a time, None for all.
         skipped: ranges [begin, end) of the sequence that are left out on purpose. Samples then are counted without them, so
             that the position still is one number: how many were seen.
 
@@ -42,7 +37,8 @@ class Order:
     """
 
     def __init__(
-        self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None, skipped: Sequence[tuple[int, int]] = ()
+        self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None, skipped: Sequence[tuple[int, int]] = (), *,
+        parts: Sequence[Sequence[int]] = (), window: int | None = None,
     ) -> None:
         if sum(sizes) == 0:
             raise WrongInput("there are 0 training rows; add documents or lower data.seq_len")
@@ -51,9 +47,12 @@ class Order:
         self._seed = seed
         self._sizes = [int(size) for size in sizes] if weights is not None else [int(sum(sizes))]
         self._firsts = [sum(self._sizes[:source]) for source in range(len(self._sizes))]
-        self._offset = int(_mix(np.array([seed], np.uint64))[0])
+        self._offset = int(mix(np.array([seed], np.uint64))[0])
         self._edges = [0, CIRCLE] if weights is None else _edges(weights)
         self._gaps, self._shifts = _gaps(skipped)
+        of_each = parts if weights is not None else [[rows for source in parts for rows in source]]
+        self._windows = [Windows(rows, window) for rows in of_each] if window is not None else []
+        self._numbers = [sum(map(len, of_each[:source])) for source in range(len(of_each))]
 
     def rows(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
         """Row ids of samples `first_sample` to `first_sample + count`, [count]; as quick for sample 0 as for ten billion."""
@@ -80,8 +79,30 @@ class Order:
                 # Sample numbers of a source are Python integers until they are split, so that nothing overflows.
                 epoch, place = divmod(begin, size)
                 epochs, places = np.divmod(np.arange(len(mine), dtype=np.uint64) + np.uint64(place), np.uint64(size))
-                rows[mine] = first + _permute(places, size, self._key(number), epochs + np.uint64(epoch)).astype(np.int64)
+                rows[mine] = first + self._permuted(number, places, epochs + np.uint64(epoch)).astype(np.int64)
         return rows
+
+    def _permuted(self, source: int, places: Words, epochs: Words) -> Words:
+        if self._windows:
+            return self._windows[source].permute(places, self._key(source), epochs)
+        return permute(places, self._sizes[source], self._key(source), epochs)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether it draws from some parts at a time."""
+        return bool(self._windows)
+
+    def parts(self, samples: range, *, before: int = 0, after: int = 0) -> list[int]:
+        """The parts, counted through the sources, that are drawn from at `samples`, in as many windows before and after these too; [] without windows."""
+        found: dict[int, None] = {}
+        for source, (size, those) in enumerate(zip(self._sizes, self._windows, strict=bool(self._windows))):
+            key, window = self._key(source), list[int]()
+            for sample in (samples.start, samples.stop - 1):
+                epoch, place = divmod(self.drawn(source, self.place(sample)), size)
+                window.append(epoch * len(those) + those.at(place, epoch, key))
+            for number in range(max(0, window[0] - before), window[1] + after + 1):
+                found.update((self._numbers[source] + part, None) for part in those.parts(number % len(those), number // len(those), key))
+        return list(found)
 
     def drawn(self, source: int, samples: int) -> int:
         """How many of the first `samples` of the sequence, skipped or not, fall to `source`, counted without going through them."""
@@ -99,7 +120,7 @@ class Order:
         return np.searchsorted(np.array(self._edges[1:-1], np.uint64), points, side="right")
 
     def _key(self, source: int) -> Words:
-        return _mix(np.array([self._seed ^ ((source + 1) * GOLDEN % CIRCLE)], np.uint64))
+        return mix(np.array([self._seed ^ ((source + 1) * GOLDEN % CIRCLE)], np.uint64))
 
 
 def place_of(sample: int, skipped: Sequence[tuple[int, int]]) -> int:
@@ -137,7 +158,7 @@ def _edges(weights: Sequence[float]) -> list[int]:
     """Where on the circle the arc of each source begins and ends, [sources + 1]."""
     total = float(sum(weights))
     cumulative = np.cumsum(np.array(weights, np.float64)) / total
-    return [0, *(min(int(edge * 2**53), 2**53 - 1) << (CIRCLE_BITS - 53) for edge in cumulative[:-1]), CIRCLE]
+    return [0, *(min(int(edge * 2**53), 2**53 - 1) << (64 - 53) for edge in cumulative[:-1]), CIRCLE]
 
 
 def _below(count: int, offset: int, edge: int) -> int:
@@ -161,39 +182,3 @@ def _floor_sum(n: int, m: int, a: int, b: int) -> int:
         if not m:
             break
     return total
-
-
-def _mix(words: Words) -> Words:
-    """A bijection of 64-bit words in which every input bit moves every output bit (the finalizer of SplitMix64)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
-def _permute(places: Words, size: int, key: Words, epochs: Words) -> Words:
-    """Each place in [0, size) to another one, a permutation per (key, epoch).
-
-    A Feistel network permutes the next power of two; a result beyond `size` goes through again until it lies below
-    (cycle walking), on average less than twice.
-    """
-    bits = max(1, (size - 1).bit_length())
-    keys = _mix(epochs * np.uint64(GOLDEN) + key)
-    result = _feistel(places, bits, keys)
-    while len(outside := np.flatnonzero(result >= np.uint64(size))):
-        result[outside] = _feistel(result[outside], bits, keys[outside])
-    return result
-
-
-def _feistel(words: Words, bits: int, keys: Words) -> Words:
-    """A permutation of [0, 2**bits): the two halves change each other in turn, each time by a keyed mixture of the other."""
-    low_bits = np.uint64((bits + 1) // 2)
-    low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
-    high_mask = (np.uint64(1) << np.uint64(bits // 2)) - np.uint64(1)
-    high, low = words >> low_bits, words & low_mask
-    for step in range(ROUNDS):
-        key = keys + np.uint64(step * GOLDEN % CIRCLE)
-        if step % 2:
-            high = high ^ (_mix(low + key) & high_mask)
-        else:
-            low = low ^ (_mix(high + key) & low_mask)
-    return (high << low_bits) | low

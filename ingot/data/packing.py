@@ -15,13 +15,13 @@ import numpy as np
 
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
-from ingot.base.markers import entry_of, problems, read_marker, write_marker
+from ingot.base.markers import entry_of, read_marker, write_marker
 from ingot.base.progress import Progress
 from ingot.config.objective import Documents
 from ingot.data.columns import Column, ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.engines.engine import Advance, Engine
 from ingot.data.kinds import MASK
-from ingot.data.manifest import Prepared
+from ingot.data.manifest import Prepared, lacking
 from ingot.data.picking import PickParts
 from ingot.data.rowcounts import WINDOW, Counts, Ids, PartRows, any_set
 from ingot.data.sources import Split
@@ -121,7 +121,7 @@ def read_packed(folder: Path, prepared: Prepared, seq_len: int, how: str, target
     if marker is None or (marker.get("data"), marker.get("plan")) != (_data(prepared), PLAN):
         of_targets = "" if target_len is None else f", data.target_len={target_len}"
         raise WrongInput(f"{folder} holds no rows of data.seq_len={seq_len}{of_targets}, data.pack={how}; run `ingot prepare` with this recipe")
-    if found := problems(folder, marker, checksums=False):
+    if found := lacking(folder, marker):
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
     counts = {split: Counts(**counts) for split, counts in marker["counts"].items()}
     return Packed(how, seq_len, marker["rows"], counts, prepared.documents, target_len)

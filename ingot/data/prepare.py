@@ -154,7 +154,8 @@ def _pack(recipe: Recipe, prepared: Prepared, engine: Engine) -> None:
         with Progress("pack", total=None, unit="MB") as progress:
             packed = pack(folder, prepared, seq_len, how, engine, progress, target_len if prepared.documents == "pair" else None)
         say(str(packed))
-    rows = open_rows(folder, "train", seq_len, pack=how, pad_last=False, target_len=target_len)
+    by_part = recipe.data.window is not None
+    rows = open_rows(folder, "train", seq_len, pack=how, pad_last=False, target_len=target_len, by_part=by_part)
     if len(rows) < recipe.train.global_batch:
         less = f"less than one train.global_batch={recipe.train.global_batch}; add documents, or "
         if isinstance(rows, Samples):

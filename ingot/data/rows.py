@@ -39,7 +39,8 @@ class Row(NamedTuple):
 
 
 def open_rows(
-    columns: Path, split: Split, seq_len: int, *, pad_last: bool, pack: str = "cut", weights: Sequence[float] | None = None, target_len: int = 128
+    columns: Path, split: Split, seq_len: int, *, pad_last: bool, pack: str = "cut", weights: Sequence[float] | None = None, target_len: int = 128,
+    by_part: bool = False,
 ) -> Rows | Samples:
     """The rows of a split: `Rows` where texts or chats were prepared, else `Samples`. Costs the same for any size: sizes of files are
     checked, nothing is read.
@@ -49,6 +50,7 @@ def open_rows(
         target_len: tokens in the target of a pair.
         pad_last: for `cut`, keep the last row of a source, which is not full, and fill it up; else it is left out.
         weights: the `weight` of each source as the recipe has it now; None: as it was when the data were prepared.
+        by_part: for `cut`, let each row lie in one part; the last one of a part is left out where it is not full.
 
     Raises:
         WrongInput: the columns are missing or torn, rows were not planned, or there is not one row.
@@ -61,7 +63,7 @@ def open_rows(
             of = f"{columns}: of {rows.documents:,} {split} documents"
             raise WrongInput(f"{of} none can be learnt from with data.seq_len={seq_len}; raise it or add documents")
     else:
-        rows = Rows(columns, prepared, split, seq_len, pad_last=pad_last, pack=pack, weights=weights)
+        rows = Rows(columns, prepared, split, seq_len, pad_last=pad_last, pack=pack, weights=weights, by_part=by_part)
     if not len(rows):
         raise WrongInput(f"{columns} has {rows.tokens:,} {split} tokens, not one row of data.seq_len={seq_len}; lower it or add documents")
     return rows
@@ -70,25 +72,30 @@ def open_rows(
 class Rows(Opened):
     """Random access to the rows of one split. Safe to read from several threads."""
 
+    _sources: Sequence[_Stream | _Cut | _Table]
+
     def __init__(
         self, columns: Path, prepared: Prepared, split: Split, seq_len: int, *, pad_last: bool, pack: str = "cut",
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] | None = None, by_part: bool = False,
     ) -> None:
         table = None if pack == "cut" else table_name(pack, seq_len)
         super().__init__(columns, prepared, split, seq_len, table, weights)
         sources, opening = prepared.splits[split], self._opening
         self._masked = MASK in prepared.names
         self._dtype = token_dtype(prepared.vocab_size)
-        self._sources: list[_Stream] | list[_Table]
         if table is None:
             if self._masked:
                 raise WrongInput(f"{columns} holds chats, which data.pack=cut would cut apart; set it to best_fit or none")
-            self._sized([-(-source.tokens // seq_len) if pad_last else source.tokens // seq_len for source in sources])
-            self._sources = [_Stream(opening, source.parts) for source in sources]
+            if by_part:
+                self._sized([[part.tokens // seq_len for part in source.parts] for source in sources])
+                self._sources = [_Cut(opening, source.parts, rows) for source, rows in zip(sources, self.part_rows, strict=True)]
+            else:
+                self._sized([[-(-source.tokens // seq_len) if pad_last else source.tokens // seq_len] for source in sources])
+                self._sources = [_Stream(opening, source.parts) for source in sources]
             self.left_out = max(0, self.tokens - sum(self.sizes) * seq_len)
         else:
             packed = read_packed(columns, prepared, seq_len, pack)
-            self._sized([sum(parts) for parts in packed.rows[split]])
+            self._sized(packed.rows[split])
             self._sources = [_Table(opening, source.parts, table, rows, masked=self._masked) for source, rows in zip(sources, packed.rows[split], strict=True)]
             self.left_out = self.tokens - packed.counts[split].tokens
 
@@ -197,6 +204,21 @@ class _Stream(Parts):
             done, index = done + high - low, index + 1
         if done <= draft.length:
             draft.pad(row, done)
+
+
+class _Cut(Parts):
+    """The tokens of each part, cut every `length` tokens: no row needs more than one part."""
+
+    def fill(self, draft: _Draft, row: int, number: int) -> None:
+        """Make row `number` of this source row `row` of the draft."""
+        index = bisect.bisect_right(self._ends, number)
+        low, base = (number - (self._ends[index] - self._sizes[index])) * draft.length, row * (draft.length + 1)
+        column = self.column("tokens", index)
+        high = min(low + draft.length + 1, column.elements)
+        draft.stream[row][: high - low] = column.slice(low, high)
+        draft.cuts += [base, *(start + base - low for start in column.starts(low, high))]
+        if high - low <= draft.length:
+            draft.pad(row, high - low)
 
 
 class _Table(Parts):

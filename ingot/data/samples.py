@@ -40,6 +40,8 @@ class Fields(NamedTuple):
 class Samples(Opened):
     """Random access to the samples of one split; their numbers count through the sources. Safe to read from several threads."""
 
+    _sources: Sequence[_Records]
+
     def __init__(
         self, columns: Path, prepared: Prepared, split: Split, seq_len: int, *, pack: str, weights: Sequence[float] | None = None, target_len: int
     ) -> None:
@@ -52,7 +54,7 @@ class Samples(Opened):
         packed = read_packed(columns, prepared, seq_len, pack, own)
         self._closing = prepared.closing
         self._sources = [_Records(self._opening, source.parts, table, rows) for source, rows in zip(prepared.splits[split], packed.rows[split], strict=True)]
-        self._sized([sum(parts) for parts in packed.rows[split]])
+        self._sized(packed.rows[split])
         self.left_out = self.tokens - packed.counts[split].tokens
 
     def fields(self, ids: Sequence[int], count: int | None = None) -> Fields:

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ingot.data.columns import Column, column_prefix
+from ingot.data.columns import Column
 from ingot.data.manifest import Prepared
+from ingot.data.opened import Parts, opening
 from ingot.data.rows import IGNORE, Rows
 from ingot.data.sources import Split
 from ingot.evaluate.bigram import Pairs
@@ -21,7 +22,8 @@ CHUNK_TOKENS = 2**20
 
 def open_columns(folder: Path, prepared: Prepared, split: Split) -> list[Column]:
     """All parts of a split's tokens, in the order of its rows."""
-    return [Column(column_prefix(folder, split, "tokens", part.number)) for source in prepared.splits[split] for part in source.parts]
+    sources, how = prepared.splits[split], opening(folder, prepared, split)
+    return [Parts(how, source.parts, ()).column("tokens", index) for source in sources for index in range(len(source.parts))]
 
 
 def pairs(columns: Iterable[Column]) -> Iterator[Pairs]:

@@ -101,7 +101,7 @@ def run(job: Job, node: Node, root: Path | None = None, *, tie: Tie | None = Non
         try:
             with _handing_on(watch):
                 if job.mirror and root is not None:
-                    bring(job.mirror, root)
+                    bring(job.mirror, root, job.name)
                 _meet(job, node, meeting, watch, meet_s)
                 with _shown(job, node, root):
                     watch.ranks = LocalRanks(job, results=sys.stdout, node=node)

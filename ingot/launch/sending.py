@@ -16,13 +16,18 @@ from ingot.base.environment import REPLICA
 from ingot.base.errors import IngotError
 from ingot.base.events import append_line, read_lines
 from ingot.base.heartbeat import heartbeat_file
+from ingot.base.later import forget, leave_for_later
 from ingot.base.progress import say
 from ingot.base.replica import pull, push
 from ingot.base.runfolder import RunFolder
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 
 BEAT_S, LIVE_S = 15.0, 60.0
 """Seconds between two copies of the signs of life, and of what people look at while a job runs."""
+COLUMNS = "data/columns"
+RAW, PARTS = (r"data/raw/.*\.parquet",), (rf"{COLUMNS}/[^/]*\.(bin|idx)",)
 LIVE = ("metrics.jsonl", "events.jsonl", "left_out.json", "tensorboard", "logs", "reports")
 
 
@@ -31,18 +36,47 @@ def is_launchers(path: str) -> bool:
     return re.match(r"jobs/|logs/[^/]*\.log$", path) is not None
 
 
-def bring(url: str, root: Path) -> None:
-    """Make the run folder what its replica says, as a node must. It may be the launcher's own, which goes on writing there: only the recipe is taken
-    from what is the launcher's."""
-    pull(url, root, keep=lambda path: is_launchers(path) and not path.startswith("jobs/nodes."))
+def bring(url: str, root: Path, verb: str, recipe: Recipe | None = None) -> None:
+    """Make the run folder what its replica says, as a node must that does `verb`. It may be the launcher's own, which goes on writing there: only the
+    recipe is taken from what is the launcher's, unless it is given. Data that the verb does not read, or a part at a time, stay there (`spared`)."""
+
+    def keep(path: str) -> bool:
+        return is_launchers(path) and not path.startswith("jobs/nodes.")
+
+    forget(root, COLUMNS)
+    if recipe is None:
+        pull(url, root, parts=["jobs"], keep=keep)
+        given = root / "jobs" / f"nodes.{verb}.yaml"
+        recipe = load_recipe([given], environ={}, dotenv=None) if given.exists() else None
+    is_spared, left = spared(verb, recipe), list[str]()
+
+    def leave(path: str) -> bool:
+        left.extend([path] * is_spared(path))
+        return is_spared(path)
+
+    pull(url, root, keep=keep, leave=leave)
+    if any(path.startswith(COLUMNS) for path in left):
+        leave_for_later(root, COLUMNS, url)
 
 
-def bring_back(mirror: str, root: Path, *, parts: Collection[str] | None = None) -> None:
-    """Make the run folder, or these `parts` of it, what its replica says, as the launcher must: what is its own stays as it is here, its events among
-    those of the job."""
+def spared(verb: str, recipe: Recipe | None = None) -> Callable[[str], bool]:
+    """Says of a file whether `verb` does without it until it asks: raw documents and parts of columns are most of what a run folder holds.
+
+    `recipe`: of a training, which needs all of them where it is not known. `submit` is what starts a training or an evaluation elsewhere.
+    """
+    left = {"evaluate": PARTS, "submit": RAW + PARTS, "gate": RAW + PARTS, "register": RAW + PARTS, "deploy": RAW + PARTS}.get(verb, ())
+    if verb == "train" and recipe is not None:
+        reads_documents = any(task.kind == "rouge" for task in recipe.tasks)  # what is to be written, measured while training
+        left = (() if reads_documents else RAW) + (() if recipe.data.window is None else PARTS)
+    return lambda path: any(re.fullmatch(pattern, path) for pattern in left)
+
+
+def bring_back(mirror: str, root: Path, verb: str, *, parts: Collection[str] | None = None) -> None:
+    """Make the run folder, or these `parts` of it, what its replica says, as the launcher of `verb` must: what is its own stays as it is here, its
+    events among those of the job. Data that are not here, and that the verb has not made, stay there."""
     events = RunFolder(root).events
     noted = list(read_lines(events))
-    pull(mirror, root, parts=parts, keep=is_launchers)
+    pull(mirror, root, parts=parts, keep=is_launchers, leave=spared("submit" if verb in ("train", "evaluate") else verb))
     there = {json.dumps(event) for event in read_lines(events)}
     for event in noted:
         if json.dumps(event) not in there:

@@ -18,7 +18,7 @@ from ingot.base.bucket import open_bucket
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, Failed, IngotError, WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import say
-from ingot.base.replica import pull, push
+from ingot.base.replica import push
 from ingot.base.steprecord import Outcome, read_record
 from ingot.cloud.clients import Google
 from ingot.cloud.secrets import resolve
@@ -27,7 +27,7 @@ from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.local import foreground
-from ingot.launch.sending import Sending
+from ingot.launch.sending import Sending, bring
 from ingot.pipeline.perform import perform
 from ingot.pipeline.plan import DEPLOYS, KEEPS
 from ingot.pipeline.skip import what_it_reads
@@ -64,7 +64,7 @@ def _do(verb: str, address: str, replica: str, place: list[str], submission: str
     recipe = load_recipe([RECIPE], place, environ={}, dotenv=None)
     root = recipe.folder.root
     os.environ.update(resolve(Google(recipe.cloud), recipe.cloud.secrets))
-    pull(replica, root)
+    bring(replica, root, "submit" if place and verb in ("train", "evaluate") else verb, recipe)
     job = _job(verb, place, _options(verb, recipe, submission))
     with contextlib.nullcontext() if place else _shown(recipe, Job(verb, job.argv, mirror=replica)):
         code = _deploy(recipe, job) if verb == "deploy" else foreground(job, results=sys.stdout).code

@@ -81,10 +81,10 @@ class MadeUpSamples(Samples):
 
 def _without_files(rows: Opened, seq_len: int) -> None:
     """What is known of prepared data, of data that no file holds."""
-    rows.columns, rows.seq_len, rows.markers, rows.touched = Path("made up"), seq_len, [], queue.SimpleQueue()
+    rows.columns, rows.seq_len, rows.markers, rows.touched, rows.later = Path("made up"), seq_len, [], queue.SimpleQueue(), None
     rows.fingerprint = rows.set_fingerprint = rows.tokenizer = "made up"
     rows.documents, rows.tokens, rows.bytes, rows.left_out, rows.weights = COUNT, COUNT * seq_len, 0, 0, None
-    rows._sized([COUNT])
+    rows._sized([[COUNT]])
 
 
 def _random(ids: Sequence[int], below: int, *shape: int) -> Ids:

@@ -12,6 +12,7 @@ from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, check_pipeline, total_steps
 from ingot.data.manifest import prepared_for
+from ingot.data.order import Order
 from ingot.data.rows import Rows, open_rows
 from ingot.data.samples import Samples
 from ingot.models.blueprint import Blueprint, blueprint
@@ -51,6 +52,12 @@ class Plan:
         return Wrapping(recipe.parallel, recipe.memory, recipe.precision, self.compute, recipe.train.compile)
 
     @property
+    def order(self) -> Order:
+        """Which row is which sample."""
+        rows, data = self.rows, self.recipe.data
+        return Order(rows.sizes, self.recipe.seed, rows.weights, data.skip, parts=rows.part_rows, window=data.window)
+
+    @property
     def tokens_per_sample(self) -> int:
         """Positions that one sample takes, padding included."""
         data = self.recipe.data
@@ -61,6 +68,7 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     """Raises WrongInput when recipe, data, tokenizer, model and ranks do not fit together."""
     columns, data = recipe.folder.columns, recipe.data
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
+    prepared = prepared_for(recipe)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     teacher = teacher_folder(recipe, tokenizer)
     drawing = blueprint(recipe, tokenizer.vocab_size, asdict(tokenizer.special), least=0 if teacher is None else teacher_vocabulary(teacher))
@@ -70,12 +78,12 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
         check_layout(recipe.parallel, mesh.world, drawing.config.to_hf(), data.seq_len)
     check_pipeline(recipe.parallel, recipe.memory, compiled=recipe.train.compile, dropout=recipe.model.lora.dropout if recipe.model.lora else 0.0)
     check_memory(recipe, drawing.kind, mesh.degrees)
-    prepared = prepared_for(recipe)
     if tokenizer.identity() != prepared.tokenizer:
         what = "chat template" if tokenizer.template_identity != prepared.template else "vocabulary or special tokens"
         raise WrongInput(f"{columns} was prepared with another tokenizer than {recipe.folder.tokenizer} holds now: other {what}; run `ingot prepare`")
     weights = [source.weight for source in data.train]
-    rows = open_rows(columns, "train", data.seq_len, pack=recipe.pack, pad_last=False, weights=weights, target_len=data.target_len)
+    by_part = data.window is not None
+    rows = open_rows(columns, "train", data.seq_len, pack=recipe.pack, pad_last=False, weights=weights, target_len=data.target_len, by_part=by_part)
     held_out = open_rows(columns, "validation", data.seq_len, pack=recipe.pack_held_out, pad_last=True, target_len=data.target_len)
     if len(rows) < batch.global_batch:
         raise WrongInput(

@@ -22,7 +22,6 @@ from ingot.base.storage import atomic_file
 from ingot.checkpoints.store import load_checkpoint
 from ingot.config import objective as knobs
 from ingot.data.loader import fixed_batches
-from ingot.data.order import Order
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples
 from ingot.models.architecture import DecoderConfig
@@ -63,8 +62,7 @@ def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
     if not isinstance(recipe.objective, knobs.DPO):
         return None
     drawing = _drawing(plan, recipe.objective.reference)
-    order = Order(plan.rows.sizes, recipe.seed, plan.rows.weights, recipe.data.skip)
-    samples = order.rows(plan.begin * plan.batch.global_batch, (plan.last - plan.begin) * plan.batch.global_batch)
+    samples = plan.order.rows(plan.begin * plan.batch.global_batch, (plan.last - plan.begin) * plan.batch.global_batch)
     wanted = (np.unique(samples), np.arange(min(recipe.train.evaluate_rows, len(plan.held_out)) if recipe.train.evaluate_every else 0))
     model: list[Model] = []
 

@@ -23,7 +23,6 @@ from ingot.checkpoints.store import Found
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
 from ingot.data.loader import Batch, Loader
-from ingot.data.order import Order
 from ingot.models.device import device_name, peak_flops
 from ingot.models.folder import model_hash
 from ingot.models.placed import is_spread
@@ -124,8 +123,9 @@ def _attempt(job: Job, began: float, *, fresh: bool) -> Outcome:
         job.signals.leave_at_once(start.step if start else None)
         tables = reference_tables(plan, mesh)
         trainee = build_trainee(plan, start, tables, mesh)
-        loader = Loader(plan.rows, Order(plan.rows.sizes, recipe.seed, plan.rows.weights, plan.recipe.data.skip), plan.batch, mesh.data.rank)
+        loader = Loader(plan.rows, plan.order, plan.batch, mesh.data.rank)
         closing.callback(loader.close)
+        loader.ready(first, job.heart.beat)
         hooks = _hooks(job, plan, trainee, start, closing)
         _announce(plan, trainee, mesh, first, resumed=start is not None)
         tell("start", step=first, seconds=time.monotonic() - began, cause="resumed" if start else "first step")

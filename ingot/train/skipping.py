@@ -18,7 +18,6 @@ from ingot.base.storage import write_atomic
 from ingot.checkpoints.store import committed
 from ingot.config.identity import MAY_CHANGE
 from ingot.config.recipe import Recipe
-from ingot.data.order import Order
 from ingot.parallel.mesh import Mesh
 from ingot.train.account import Tell
 from ingot.train.hooks import CheckpointHook
@@ -77,7 +76,7 @@ def roll_back(bad: TooManySkipped, plan: Plan, checkpoint: CheckpointHook, mesh:
     begin = max(bad.first, checkpoint.saved)
     if begin > bad.last:
         return Failed(f"{told}, and a checkpoint stands behind them; lower train.optimizer.lr, or raise checkpoint.every")
-    order = Order(plan.rows.sizes, plan.recipe.seed, plan.rows.weights, plan.recipe.data.skip)
+    order = plan.order
     span = order.place(begin * plan.batch.global_batch), order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1
     mesh.from_main(lambda: leave_out(plan, span))
     tell("roll_back", step=checkpoint.saved, cause=told, samples=list(span))

@@ -11,7 +11,6 @@ import torch
 
 from ingot.config.shape import BatchPlan
 from ingot.data.loader import Loader
-from ingot.data.order import Order
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import Trainee, build_trainee
 from ingot.train.dropout import seed_dropout
@@ -35,8 +34,7 @@ class Trial:
         Every rank calls it. `batch` may be dealt otherwise than the plan's; one at a time, since loaders of the same rows share their checks.
         """
         plan, trainee, mesh = self.plan, self.trainee, self.mesh
-        order = Order(plan.rows.sizes, plan.recipe.seed, plan.rows.weights, plan.recipe.data.skip)
-        with contextlib.closing(Loader(plan.rows, order, batch, mesh.data.rank)) as loader:
+        with contextlib.closing(Loader(plan.rows, plan.order, batch, mesh.data.rank)) as loader:
 
             def take(step: int) -> StepOutcome:
                 batches = loader.step(step)

@@ -14,7 +14,6 @@ from ingot.base.environment import Ranks, ranks
 from ingot.config.shape import Degrees, degrees_of
 from ingot.data.loader import Batch, Loader
 from ingot.data.opened import IGNORE
-from ingot.data.order import Order
 from ingot.models.initial import fill_normal
 from ingot.models.lora import lora_layers
 from ingot.models.placed import Box, box, local
@@ -74,7 +73,7 @@ def _mesh(here: Ranks, degrees: Degrees) -> Mesh:
 def _steps(plan: Plan, mesh: Mesh) -> Measured:
     trainee = build_trainee(plan, None, reference_tables(plan, mesh), mesh)
     _wake_adapter(trainee, plan.recipe.seed)
-    loader = UnevenLoader(plan.rows, Order(plan.rows.sizes, plan.recipe.seed, plan.rows.weights), plan.batch, mesh.data.rank)
+    loader = UnevenLoader(plan.rows, plan.order, plan.batch, mesh.data.rank)
     objective = trainee.objectives.training
     losses, norms, weights, targets = list[float](), list[float](), list[dict[str, Piece]](), list[int]()
     try:

@@ -93,6 +93,24 @@ def test_rows_are_cut_token_by_token(tmp_path_factory: pytest.TempPathFactory, s
     assert rows.left_out == sum(len(document) for parts in sources for part in parts for document in part) - len(rows) * length or pad_last
 
 
+@settings(max_examples=100, deadline=None)
+@given(sources=SOURCES, length=st.integers(1, 12))
+def test_rows_that_keep_to_a_part_are_those_of_the_part_alone(
+    tmp_path_factory: pytest.TempPathFactory, sources: list[list[Documents]], length: int,
+) -> None:
+    folder = write(tmp_path_factory.mktemp("rows"), sources)
+    expected = [[slowly(documents, length, pad_last=False) for documents in parts] for parts in sources]
+    flat = [row for parts in expected for part in parts for row in part]
+    if not flat:
+        with pytest.raises(WrongInput, match=f"not one row of data.seq_len={length}"):
+            open_rows(folder, "train", length, pad_last=False, by_part=True)
+        return
+    rows = open_rows(folder, "train", length, pad_last=False, by_part=True)
+    assert rows.part_rows == [[len(part) for part in parts] for parts in expected]
+    assert all(equal(rows.row(index), row) for index, row in enumerate(flat))
+    assert rows.left_out == sum(len(document) for parts in sources for part in parts for document in part) - len(rows) * length
+
+
 def test_an_example_by_hand(tmp_path: Path) -> None:
     rows = open_rows(write(tmp_path, [[[[10, 11, 12], [20, 21]], [[30, 31, 32, 33]]]]), "train", 4, pad_last=True)
     first, second, last = (rows.row(index) for index in range(3))

@@ -30,7 +30,8 @@ def waiting_on(argv: tuple[str, ...]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if line[-len(argv):] == list(argv) and "ingot.launch" not in line and Path(line[0]).name.startswith("python") and _in_open(process.pid):
+        is_rank = line[-len(argv):] == list(argv) and not {"ingot.launch", "ingot.launch.node"} & set(line)
+        if is_rank and Path(line[0]).name.startswith("python") and _in_open(process.pid):
             found.append(process)
     return found
 

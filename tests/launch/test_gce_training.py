@@ -65,7 +65,8 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 def recipe_in(root: Path, **knobs: Any) -> Recipe:
     """With relative paths, as machines with a working folder of their own need them; `root` is the working folder."""
     return small_recipe(root, output="runs", **{
-        "data.train": [{"source": "text"}], "train.steps": 12, "train.evaluate_every": 4, "checkpoint.every": 4, "checkpoint.grace_s": 20,
+        "data.train": [{"source": f"text/doc0{number}*.txt"} for number in (0, 1)], "data.window": 1,
+        "train.steps": 12, "train.evaluate_every": 4, "checkpoint.every": 4, "checkpoint.grace_s": 20,
         "parallel.shard": 2, **knobs,
     })
 
@@ -127,6 +128,12 @@ def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is
     assert [event["step"] for event in events if event["kind"] == "finish"] == [12]
     # Nothing but the bucket was shared, and no machine was given our data by another way.
     assert not any((machine.folder / "work" / "text").exists() for machine in made)
+    # And of the columns each had what it trained on shortly after, and no more.
+    for machine in made:
+        columns = machine.folder / "work" / "runs" / "small" / "data" / "columns"
+        assert (columns / "manifest.json").exists()
+        assert not [*columns.glob("*.bin"), *columns.glob("*.idx")]
+        assert [*(columns / ".later").glob("train.tokens-*.bin")]
     for machine in made:
         said = [call for call in machine.calls if call[0] == "docker" and call[1] == "run"]
         assert len(said) == 1

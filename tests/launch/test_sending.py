@@ -14,6 +14,7 @@ import pytest
 from ingot.base.environment import REPLICA
 from ingot.base.events import append_line, read_lines
 from ingot.base.heartbeat import Heart
+from ingot.base.later import later
 from ingot.base.replica import pull, push
 from ingot.launch import sending
 from ingot.launch.job import Job
@@ -22,6 +23,8 @@ from tests import gcs
 from tests.launch.blocking import wait_until
 
 MIRROR = "gs://bucket/ingot/runs/one"
+NODES = "name: one\ndata: {train: [{source: text}]}\n"
+PARTS = ("train.tokens-00000.bin", "train.tokens-00000.idx")
 JOB = Job("train", ("train",), 1, 2, mirror=MIRROR)
 
 
@@ -35,7 +38,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
 def root(tmp_path: Path) -> Path:
     """A run folder as the launcher has sent it."""
     root = tmp_path / "run"
-    fill(root, {"recipe.yaml": "name: one", "jobs/nodes.train.yaml": "for: nodes", "jobs/train.gce.json": "{}", "logs/train.log": "", "metrics.jsonl": ""})
+    fill(root, {"recipe.yaml": "name: one", "jobs/nodes.train.yaml": NODES, "jobs/train.gce.json": "{}", "logs/train.log": "", "metrics.jsonl": ""})
     append_line(root / "events.jsonl", {"kind": "submitted"})
     push(root, MIRROR)
     return root
@@ -54,7 +57,7 @@ def generation(server: gcs.Server, name: str) -> int:
 
 def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(server: gcs.Server, root: Path, tmp_path: Path) -> None:
     node = tmp_path / "node"
-    bring(MIRROR, node)
+    bring(MIRROR, node, "train")
     fill(root, {"logs/train.log": "said", "jobs/train.gce.json": '{"id": 1}', "jobs/train-1/HERE": "", "recipe.yaml": "name: mine"})
     for event in ({"kind": "hang"}, {"kind": "restart"}):
         append_line(root / "events.jsonl", event)
@@ -63,7 +66,7 @@ def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(server
     fill(node, {"model/w": "weights", "metrics.jsonl": "1\n", "logs/train.log": "stale", "jobs/train.gce.json": "stale", "logs/stacks-rank0.txt": "stacks"})
     push(node, MIRROR)
     for _ in range(2):  # the second time there is nothing to do
-        bring_back(MIRROR, root)
+        bring_back(MIRROR, root, "train")
         assert [event["kind"] for event in read_lines(root / "events.jsonl")] == ["submitted", "start", "finish", "hang", "restart"]
         kept = {path: (root / path).read_text() for path in ("logs/train.log", "jobs/train.gce.json", "jobs/train-1/HERE")}
         assert kept == {"logs/train.log": "said", "jobs/train.gce.json": '{"id": 1}', "jobs/train-1/HERE": ""}
@@ -77,9 +80,56 @@ def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(server
 
 def test_a_node_in_the_launchers_own_folder_leaves_alone_what_that_goes_on_writing(server: gcs.Server, root: Path, tmp_path: Path) -> None:
     fill(root, {"logs/train.log": "said since", "jobs/train.gce.json": "a handle", "jobs/nodes.train.yaml": "of a start before", "recipe.yaml": "other"})
-    bring(MIRROR, root)
+    bring(MIRROR, root, "train")
     texts = [(root / name).read_text() for name in ("logs/train.log", "jobs/train.gce.json", "jobs/nodes.train.yaml", "recipe.yaml")]
-    assert texts == ["said since", "a handle", "for: nodes", "name: one"]
+    assert texts == ["said since", "a handle", NODES, "name: one"]
+
+
+TASKS = "evaluate: {tasks: [{kind: rouge}]}\n"
+
+
+@pytest.mark.parametrize(("verb", "knobs", "left"), [
+    ("train", "", {"raw"}), ("train", TASKS, set()), ("train", "window", {"raw", "columns"}), ("train", f"{TASKS}window", {"columns"}),
+    ("evaluate", "", {"columns"}), ("prepare", "window", set()), ("ingest", "", set()),
+])
+def test_what_a_verb_does_not_read_or_a_part_at_a_time_stays_in_the_bucket(
+    server: gcs.Server, root: Path, tmp_path: Path, verb: str, knobs: str, left: set[str],
+) -> None:
+    nodes = f"{NODES.replace('{train', '{window: 2, train')}{knobs.removesuffix('window')}" if knobs.endswith("window") else NODES + knobs
+    large = {"raw": ["train-00000.parquet"], "columns": PARTS}
+    fill(root, {f"jobs/nodes.{verb}.yaml": nodes, **{f"data/{kind}/{name}": name for kind in large for name in ("manifest.json", *large[kind])}})
+    push(root, MIRROR)
+    node = tmp_path / "node"
+    for _ in range(2):  # a start, and another one of the same machine
+        bring(MIRROR, node, verb)
+        columns = node / "data/columns"
+        for kind, names in large.items():
+            found = sorted(path.name for path in (node / "data" / kind).iterdir() if not path.name.startswith("."))
+            assert found == ["manifest.json", *([] if kind in left else names)]
+        assert (later(columns) is not None) == ("columns" in left)
+        push(node, MIRROR)
+    assert {f"ingot/runs/one/data/{kind}/{name}" for kind in large for name in large[kind]} <= set(server.objects)
+    # A verb that needs all of it finds nothing left over from one that does not.
+    bring(MIRROR, node, "prepare")
+    assert all((node / "data" / kind / name).exists() for kind in large for name in large[kind])
+    assert later(columns) is None
+    # Where everything is at hand, as on the launcher's own machine, nothing is left for later.
+    bring(MIRROR, root, verb)
+    assert later(root / "data/columns") is None
+
+
+def test_a_launcher_brings_back_data_only_of_verbs_that_make_them(server: gcs.Server, root: Path, tmp_path: Path) -> None:
+    large = ("data/raw/train-00000.parquet", "data/columns/train.tokens-00000.bin")
+    fill(root, {**dict.fromkeys(large, "large"), "data/columns/manifest.json": "{}", "model/config.json": "{}"})
+    push(root, MIRROR)
+    for verb in ("train", "evaluate", "prepare"):
+        launcher = tmp_path / verb
+        bring_back(MIRROR, launcher, verb)
+        assert (launcher / "model/config.json").exists()
+        assert (launcher / "data/columns/manifest.json").exists()
+        assert [(launcher / path).exists() for path in large] == [verb == "prepare"] * 2
+        push(launcher, MIRROR)
+    assert {f"ingot/runs/one/{path}" for path in large} <= set(server.objects)
 
 
 def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,32 @@ def test_the_second_time_it_is_unchanged_unless_the_cache_is_off(tmp_path: Path,
     assert "unchanged" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("verb", "place", "fetched"), [
+    ("train", "", {"columns"}), ("train", "launch.kind=vertex", set()), ("evaluate", "", {"raw"}), ("evaluate", "launch.kind=vertex", set()),
+    ("gate", "", set()), ("register", "", set()), ("prepare", "", {"raw", "columns"}),
+])
+def test_a_container_fetches_the_data_that_its_verb_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, place: str, fetched: set[str]) -> None:
+    recipe, large = sent(tmp_path), {"raw": "train-00000.parquet", "columns": "train.tokens-00000.bin"}
+    for kind, name in large.items():
+        for each in (name, "manifest.json"):
+            (tmp_path / "there/data" / kind).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "there/data" / kind / each).write_text("{}")
+    push(tmp_path / "there", REPLICA)
+    seen: list[str] = []
+
+    def look(*_: Any, **__: Any) -> Ended:
+        root = load_recipe([container.RECIPE], environ={}, dotenv=None).folder.root
+        assert all((root / "data" / kind / "manifest.json").exists() for kind in large)
+        seen.extend(kind for kind, name in large.items() if (root / "data" / kind / name).exists())
+        return Ended(1, 0)
+
+    monkeypatch.setattr(container, "foreground", look)
+    with pytest.raises(SystemExit):
+        done(recipe, verb, place)
+    assert set(seen) == fetched
+    assert all(open_bucket(REPLICA).stat(f"data/{kind}/{name}") for kind, name in large.items())
+
+
 def test_each_training_has_checkpoints_of_its_own_and_one_that_is_tried_again_finds_its_own(tmp_path: Path) -> None:
     one, other = sent(tmp_path), sent(tmp_path, **{"train.steps": 7})
     (address,) = container._options("train", _as_read(one), "one")

@@ -47,6 +47,7 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
     ("data.fraction=0.5", {"prepare"}),
     ("data.seq_len=128", {"train", "evaluate"}),
     ("data.train.0.weight=2", {"train"}),
+    ("data.window=2", {"train"}),
     ("seed=5", {"train"}),
     ("model.source=preset:llama-6m", {"train", "evaluate"}),  # before there is a trained model, the base is evaluated
     ("precision.compute=bf16", {"train", "evaluate"}),
@@ -136,7 +137,7 @@ def test_every_knob_is_decided() -> None:
     """A new knob must be read by a step or stand in the list of those that change nothing."""
     recipes = (
         _recipe("train.early_stop.patience=2", "train.evaluate_every=10", "evaluate.prompts=[a]", "train.skip.spike=5"), _recipe("model.source=hf:a/b"),
-        _recipe("data.validation=[{source: v.jsonl}]"), _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]"),
+        _recipe("data.validation=[{source: v.jsonl}]"), _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]", "data.window=3"),
         _recipe("objective.kind=dpo"), _recipe("objective={kind: distill, teacher: t}"), _recipe("objective.kind=seq2seq"),
         _recipe("objective={kind: classify, labels: [a, b]}"), _recipe("model.lora={}"),
         _recipe("train.start_from=runs/a", "train.reset_optimizer=true", "train.start_step=3"),

@@ -1,0 +1,107 @@
+"""Files of a run folder that stay in its replica until they are needed: a note in their folder says where they are, and they come one by one, into a
+hidden folder, from which they may go again. No replica takes what lies there for the folder's own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ingot.base.bucket import open_bucket
+from ingot.base.errors import Failed
+from ingot.base.gcs import Missing
+from ingot.base.replicaindex import Entry, read_index
+from ingot.base.storage import disk_errors, write_atomic
+
+HIDDEN, NOTE = ".later", "from.json"
+
+
+def leave_for_later(root: Path, folder: str, url: str) -> None:
+    """From now on files of `folder`, a path below the run folder `root`, come from the replica at `url` when they are needed; what came before is gone."""
+    forget(root, folder)
+    write_atomic(root / folder / HIDDEN / NOTE, json.dumps({"url": url, "folder": folder}))
+
+
+def forget(root: Path, folder: str) -> None:
+    """From now on what is not in `folder` is missing."""
+    shutil.rmtree(root / folder / HIDDEN, ignore_errors=True)
+
+
+def later(folder: Path) -> Later | None:
+    """What was left for later in a folder; None where nothing was."""
+    try:
+        said = json.loads((folder / HIDDEN / NOTE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return Later(folder / HIDDEN, str(said["url"]), str(said["folder"]))
+
+
+class Later:
+    """Files that come when they are needed, to `folder`. Threads and processes may share it: each file is fetched by one of them."""
+
+    def __init__(self, folder: Path, url: str, within: str) -> None:
+        self.folder, self._url, self._within = folder, url, within
+        self._entries: Mapping[str, Entry] = {}
+        self._lock = threading.Lock()
+
+    def bring(self, name: str, sha256: str, *, wait: bool = True) -> bool:
+        """Have a file here. Without `wait`, False where another process is fetching it.
+
+        Raises:
+            Failed: the replica has it not, or not with this checksum; the service cannot be reached, or the disk is full.
+        """
+        path = self.folder / name
+        if path.exists():
+            return True
+        with self._alone(name, wait=wait) as mine:
+            if mine and not path.exists():
+                self._fetch(name, path, sha256)
+            return mine
+
+    def drop(self, name: str) -> None:
+        """Give the room of a file back. Whoever has it open goes on reading, whoever needs it again fetches it again."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _alone(self, name: str, *, wait: bool) -> Iterator[bool]:
+        with disk_errors(self.folder / name):
+            descriptor = os.open(self.folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            yield True
+        except BlockingIOError:
+            yield False
+        finally:
+            os.close(descriptor)
+
+    def _fetch(self, name: str, path: Path, sha256: str) -> None:
+        bucket, partial = open_bucket(self._url), path.with_name(f"{name}.partial")
+        why = "it is not there"
+        for anew in (False, True):  # a writer may have put it elsewhere since the index was read
+            entry = self._index(anew=anew).get(f"{self._within}/{name}")
+            if entry is None:
+                continue
+            digest = hashlib.sha256()
+            try:
+                bucket.get_to_file(entry.key, partial, digest=digest)
+            except Missing as error:
+                why = str(error)
+                continue
+            if digest.hexdigest() == sha256:
+                os.replace(partial, path)
+                return
+            why = "it is not what was prepared for this training"
+        partial.unlink(missing_ok=True)
+        raise Failed(f"{bucket.url_of(f'{self._within}/{name}')} cannot be used: {why}; prepare and launch again")
+
+    def _index(self, *, anew: bool) -> Mapping[str, Entry]:
+        with self._lock:
+            if anew or not self._entries:
+                self._entries = read_index(open_bucket(self._url)).entries
+            return self._entries
