@@ -12,6 +12,8 @@ from ingot.data.order import Order
 
 AGAIN_S = 10.0
 """Pause before what could not be fetched is tried again; whoever needs it meanwhile tries for itself."""
+LAST_S = 1.0
+"""How long the end waits for a part on its way: a rank that is asked to stop has little time, and a part may take minutes."""
 
 
 class Ahead:
@@ -23,7 +25,7 @@ class Ahead:
     def __init__(self, rows: Opened, order: Order, global_batch: int) -> None:
         self._rows, self._order, self._batch = rows, order, global_batch
         self._wanted: list[int] = []
-        self._had: set[int] = set()
+        self._had = rows.brought()  # by an attempt before this one
         self._over, self._news = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         self._thread.start()
@@ -56,7 +58,7 @@ class Ahead:
     def close(self) -> None:
         self._over = True
         self._news.set()
-        self._thread.join()
+        self._thread.join(LAST_S)
 
     def _run(self) -> None:
         pause: float | None = None

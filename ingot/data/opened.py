@@ -80,6 +80,14 @@ class Opened:
         source, index = self._places[part]
         return all(self._sources[source].bring(name, index, wait=wait) for name in self._names)
 
+    def brought(self) -> set[int]:
+        """The parts of which `bring` took something that is still here."""
+        if self.later is None:
+            return set()
+        here = {path.name for path in self.later.folder.iterdir()}
+        files = (self._sources[source].files(name, index) for source, index in self._places for name in self._names)
+        return {number // len(self._names) for number, some in enumerate(files) if any(path.name in here for path in some)}
+
     def drop(self, part: int) -> None:
         """Give back what `bring` took."""
         source, index = self._places[part]
@@ -124,7 +132,7 @@ class Parts:
 
     def bring(self, name: str, index: int, *, wait: bool = True) -> bool:
         """Have the files of a column here. Without `wait`, False where another process is fetching one of them."""
-        opening, files = self._opening, self._files(name, index)
+        opening, files = self._opening, self.files(name, index)
         if opening.later is None or all(path.exists() for path in files):
             return True
         return all(opening.later.bring(path.name, opening.sums[path.name], wait=wait) for path in files)
@@ -133,16 +141,17 @@ class Parts:
         """Give back what `bring` took: files that are the run folder's own stay."""
         if (elsewhere := self._opening.later) is not None:
             self._open.pop((name, index), None)
-            for path in self._files(name, index):
+            for path in self.files(name, index):
                 elsewhere.drop(path.name)
 
-    def _files(self, name: str, index: int) -> tuple[Path, Path]:
+    def files(self, name: str, index: int) -> tuple[Path, Path]:
+        """Where a column of a part lies if it is the run folder's own."""
         prefix = column_prefix(self._opening.columns, self._opening.split, name, self._parts[index].number)
         return bin_path(prefix), idx_path(prefix)
 
     def _brought(self, name: str, index: int, elsewhere: Later) -> Column:
         """A column that comes later. What has just come may be gone again where another process is ahead of us by more than a window."""
-        files = [elsewhere.folder / path.name for path in self._files(name, index)]
+        files = [elsewhere.folder / path.name for path in self.files(name, index)]
         for _ in range(TRIES):
             self.bring(name, index)
             try:
@@ -153,7 +162,7 @@ class Parts:
         raise Failed(f"{files[0]} was taken away {TRIES} times before it could be read; raise data.window")
 
     def _opened(self, name: str, index: int) -> Column:
-        part, rows, files = self._parts[index], name.startswith("rows-"), self._files(name, index)
+        part, rows, files = self._parts[index], name.startswith("rows-"), self.files(name, index)
         is_own = self._opening.later is None or all(path.exists() for path in files)
         column = Column(files[0].with_suffix("")) if is_own or self._opening.later is None else self._brought(name, index, self._opening.later)
         dtype = np.dtype("int64") if rows else column_dtype(name, self._opening.vocab_size)

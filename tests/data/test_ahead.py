@@ -145,6 +145,20 @@ def test_files_that_are_the_folders_own_are_used_and_never_dropped(left: Path, w
     assert server.counts["media"] == before
 
 
+def test_a_later_attempt_drops_what_an_earlier_one_left(left: Path) -> None:
+    """Gone back to an earlier step, say; in the same process or in another one."""
+    for first in (0, STEPS // 2):
+        ours = rows_of(left)
+        order = order_of(ours, 1)
+        with contextlib.closing(Loader(ours, order, PLAN, 0)) as loader:
+            loader.ready(first, lambda: None)
+            soon = range(4 * first, 4 * first + 8)
+            wanted = names(order.parts(soon, after=1))
+            wait_until(lambda wanted=wanted: here(left) >= wanted)  # type: ignore[misc]
+            assert ours.brought() == {int(name.removeprefix("train.tokens-").removesuffix(".bin")) for name in here(left)}
+    assert here(left) <= names(order.parts(soon, before=1, after=1))
+
+
 def test_a_bucket_that_is_away_for_a_while_is_told_and_asked_again(
     left: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
