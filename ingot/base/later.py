@@ -19,7 +19,13 @@ from ingot.base.gcs import Missing
 from ingot.base.replicaindex import Entry, read_index
 from ingot.base.storage import disk_errors, write_atomic
 
-HIDDEN, NOTE = ".later", "from.json"
+HIDDEN, NOTE, PARTIAL = ".later", "from.json", ".partial"
+PATIENCE_S = 20.0
+"""How long one attempt at a file is patient with a service that does not answer: whoever needs it tries again, and may have something else to do first."""
+
+
+class Unusable(Failed):
+    """Trying again would not help."""
 
 
 def leave_for_later(root: Path, folder: str, url: str) -> None:
@@ -54,7 +60,8 @@ class Later:
         """Have a file here. Without `wait`, False where another process is fetching it.
 
         Raises:
-            Failed: the replica has it not, or not with this checksum; the service cannot be reached, or the disk is full.
+            Unusable: the replica has it not, or not with this checksum.
+            Failed: the service cannot be reached, or the disk is full.
         """
         path = self.folder / name
         if path.exists():
@@ -67,6 +74,9 @@ class Later:
     def drop(self, name: str) -> None:
         """Give the room of a file back. Whoever has it open goes on reading, whoever needs it again fetches it again."""
         (self.folder / name).unlink(missing_ok=True)
+        with self._alone(name, wait=False) as mine:
+            if mine:  # what a process left that was killed
+                (self.folder / f"{name}{PARTIAL}").unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _alone(self, name: str, *, wait: bool) -> Iterator[bool]:
@@ -81,7 +91,7 @@ class Later:
             os.close(descriptor)
 
     def _fetch(self, name: str, path: Path, sha256: str) -> None:
-        bucket, partial = open_bucket(self._url), path.with_name(f"{name}.partial")
+        bucket, partial = open_bucket(self._url, patience_s=PATIENCE_S), path.with_name(f"{name}{PARTIAL}")
         why = "it is not there"
         for anew in (False, True):  # a writer may have put it elsewhere since the index was read
             entry = self._index(anew=anew).get(f"{self._within}/{name}")
@@ -93,15 +103,18 @@ class Later:
             except Missing as error:
                 why = str(error)
                 continue
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
             if digest.hexdigest() == sha256:
                 os.replace(partial, path)
                 return
             why = "it is not what was prepared for this training"
         partial.unlink(missing_ok=True)
-        raise Failed(f"{bucket.url_of(f'{self._within}/{name}')} cannot be used: {why}; prepare and launch again")
+        raise Unusable(f"{bucket.url_of(f'{self._within}/{name}')} cannot be used: {why}; prepare and launch again")
 
     def _index(self, *, anew: bool) -> Mapping[str, Entry]:
         with self._lock:
             if anew or not self._entries:
-                self._entries = read_index(open_bucket(self._url)).entries
+                self._entries = read_index(open_bucket(self._url, patience_s=PATIENCE_S)).entries
             return self._entries

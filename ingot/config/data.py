@@ -165,9 +165,10 @@ class Data(Section):
     """How documents become rows. `cut`: one stream, cut every `seq_len` tokens. `best_fit`: whole documents side by side with little
     padding, those that are too long split (for chats: truncated). `none`: one document a row. `auto`: cut for texts, best_fit for chats, none else."""
     window: Positive | None = None
-    """How many parts of the prepared columns (files of 16 to 512 MB of text) training draws its rows from at a time; all of them where it is empty. With a
-    window, machines without a shared disk fetch a part shortly before it is needed and drop it afterwards, so that none must hold the whole corpus;
-    texts that are cut into rows are then cut within each part."""
+    """How many parts of the prepared columns (files of 16 to 512 MB of text; of each source, where sources have weights) training draws its rows from at
+    a time; all of them where it is empty. With a window, machines without a shared disk fetch a part shortly before it is needed and drop it
+    afterwards, so that none must hold the whole corpus, but for the reference of `dpo`, which goes through all of it first. Texts that are cut into
+    rows are then cut within each part."""
     on_bad: Literal["skip", "stop"] = "skip"
     """What happens at a line or file that cannot be read: counted, named and skipped, or stop."""
     fraction: Share = 1.0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from ingot.base.errors import IngotError
+from ingot.base.later import Unusable
 from ingot.base.progress import Progress, say
 from ingot.data.opened import Opened
 from ingot.data.order import Order
 
-AGAIN_S = 10.0
-"""Pause before what could not be fetched is tried again; whoever needs it meanwhile tries for itself."""
+LOOK_S = 0.05
+BUSY_S, AGAIN_S, AWAY_S = 1.0, 10.0, 900.0
+"""When a part that another rank is fetching, and one that could not be fetched, is tried again; and how long training waits for what cannot be."""
 LAST_S = 1.0
 """How long the end waits for a part on its way: a rank that is asked to stop has little time, and a part may take minutes."""
 
@@ -22,43 +25,60 @@ class Ahead:
     All ranks of a machine do this, each taking what no other one is fetching.
     """
 
-    def __init__(self, rows: Opened, order: Order, global_batch: int) -> None:
-        self._rows, self._order, self._batch = rows, order, global_batch
-        self._wanted: list[int] = []
+    def __init__(self, rows: Opened, order: Order, global_batch: int, *, quiet: bool = False) -> None:
+        self._rows, self._order, self._batch, self._quiet = rows, order, global_batch, quiet
+        self._wanted, self._here = list[int](), list[int]()
         self._had = rows.brought()  # by an attempt before this one
+        self._trouble: tuple[float, IngotError | OSError] | None = None
         self._over, self._news = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         self._thread.start()
 
-    def ready(self, step: int, tell: Callable[[], None]) -> None:
-        """Have the parts that `step` and the next are drawn from; `tell` is called at each."""
-        now = self._order.parts(self._samples(step))
-        self.look(step)
-        with Progress("fetch", total=len(now), unit="parts") as progress:
-            for count, part in enumerate(now, 1):
-                self._rows.bring(part)
-                tell()
-                progress.update(count)
+    def wait(self, step: int, meanwhile: Callable[[], bool]) -> bool:
+        """Training has come to `step`: until the parts are here that it and the next are drawn from. `meanwhile` is called now and then, and ends the
+        wait when it says so, which gives False.
 
-    def look(self, step: int) -> None:
-        """Training has come to `step`."""
-        samples = self._samples(step)
-        wanted = self._order.parts(samples, after=1)
-        if wanted != self._wanted:
-            self._wanted = wanted
-            for part in self._had.difference(self._order.parts(samples, before=1, after=1)):
-                self._rows.drop(part)
-                self._had.discard(part)
-            self._had.update(wanted)
-            self._news.set()
-
-    def _samples(self, step: int) -> range:
-        return range(step * self._batch, (step + 2) * self._batch)
+        Raises:
+            IngotError, OSError: a part is not what was prepared, or cannot be had for a quarter of an hour.
+        """
+        samples = range(step * self._batch, (step + 2) * self._batch)
+        self._want(samples)
+        now = self._order.parts(samples)
+        if now == self._here:
+            return True
+        if lacking := self._lacking(now):
+            with Progress("fetch", total=len(now), unit="parts", quiet=self._quiet) as progress:
+                while lacking:
+                    self._judge()
+                    if meanwhile():
+                        return False
+                    time.sleep(LOOK_S)
+                    lacking = self._lacking(now)
+                    progress.update(len(now) - lacking)
+        self._here = now
+        return True
 
     def close(self) -> None:
         self._over = True
         self._news.set()
         self._thread.join(LAST_S)
+
+    def _want(self, samples: range) -> None:
+        wanted = self._order.parts(samples, after=1)
+        if wanted != self._wanted:
+            for part in self._had.difference(self._order.parts(samples, before=1, after=1)):
+                self._rows.drop(part)
+                self._had.discard(part)
+            self._had.update(wanted)
+            self._wanted = wanted
+            self._news.set()
+
+    def _lacking(self, parts: list[int]) -> int:
+        return sum(not self._rows.has(part) for part in parts)
+
+    def _judge(self) -> None:
+        if self._trouble is not None and (isinstance(self._trouble[1], Unusable) or time.monotonic() > self._trouble[0] + AWAY_S):
+            raise self._trouble[1]
 
     def _run(self) -> None:
         pause: float | None = None
@@ -68,13 +88,18 @@ class Ahead:
             for part in self._wanted:
                 if self._over:
                     return
+                if self._news.is_set():
+                    break
                 try:
-                    if self._news.is_set():
-                        break
                     if not self._rows.bring(part, wait=False):
-                        pause = AGAIN_S
-                except IngotError as error:
+                        pause = pause or BUSY_S
+                    self._trouble = None
+                except (IngotError, OSError) as error:
+                    self._trouble = (self._trouble[0] if self._trouble else time.monotonic()), error
                     say(f"warning: {error}; trying again")
                     pause = AGAIN_S
+                    break
+                if part not in self._had:  # training has left it behind meanwhile
+                    self._rows.drop(part)
             if self._over:
                 return

@@ -62,28 +62,25 @@ class Loader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._next: tuple[int, Future[list[Batch]]] | None = None
         self._checksums = Checksums(rows, rank, plan.world)
-        self._ahead = Ahead(rows, order, plan.global_batch) if rows.later is not None and order.windowed else None
+        self._ahead = Ahead(rows, order, plan.global_batch, quiet=rank != 0) if rows.later is not None and order.windowed else None
 
-    def step(self, i: int) -> list[Batch]:
+    def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
         """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is filled up with dead rows.
+
+        Where parts that lie in a bucket are waited for, `meanwhile` is called now and then; when it says so there are none, and nothing was drawn.
 
         Raises:
             WrongInput: a part is damaged.
         """
         self._checksums.ask()
-        if self._ahead is not None:
-            self._ahead.look(i)
+        if self._ahead is not None and not self._ahead.wait(i, meanwhile):
+            return []
         if self._next is not None and self._next[0] == i:
             batches = self._next[1].result()
         else:
             batches = self._make(i)
         self._next = (i + 1, self._thread.submit(self._make, i + 1))
         return batches
-
-    def ready(self, i: int, tell: Callable[[], None]) -> None:
-        """Have at hand what step `i` and those after it need, if it must be fetched; `tell` is called now and then meanwhile."""
-        if self._ahead is not None:
-            self._ahead.ready(i, tell)
 
     def _make(self, i: int) -> list[Batch]:
         first = i * self._plan.global_batch + self._rank * self._plan.per_rank

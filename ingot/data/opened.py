@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.later import Later, later
+from ingot.base.later import PARTIAL, Later, later
 from ingot.base.markers import read_marker
 from ingot.data.columns import Column, bin_path, column_prefix, idx_path
 from ingot.data.kinds import column_dtype
@@ -80,11 +80,16 @@ class Opened:
         source, index = self._places[part]
         return all(self._sources[source].bring(name, index, wait=wait) for name in self._names)
 
+    def has(self, part: int) -> bool:
+        """Whether `bring` would have nothing to do."""
+        source, index = self._places[part]
+        return all(self._sources[source].has(name, index) for name in self._names)
+
     def brought(self) -> set[int]:
-        """The parts of which `bring` took something that is still here."""
+        """The parts of which `bring` took something that is still here, be it half of a file."""
         if self.later is None:
             return set()
-        here = {path.name for path in self.later.folder.iterdir()}
+        here = {path.name.removesuffix(PARTIAL) for path in self.later.folder.iterdir()}
         files = (self._sources[source].files(name, index) for source, index in self._places for name in self._names)
         return {number // len(self._names) for number, some in enumerate(files) if any(path.name in here for path in some)}
 
@@ -132,10 +137,15 @@ class Parts:
 
     def bring(self, name: str, index: int, *, wait: bool = True) -> bool:
         """Have the files of a column here. Without `wait`, False where another process is fetching one of them."""
-        opening, files = self._opening, self.files(name, index)
-        if opening.later is None or all(path.exists() for path in files):
+        opening = self._opening
+        if opening.later is None or self.has(name, index):
             return True
-        return all(opening.later.bring(path.name, opening.sums[path.name], wait=wait) for path in files)
+        return all(opening.later.bring(path.name, opening.sums[path.name], wait=wait) for path in self.files(name, index))
+
+    def has(self, name: str, index: int) -> bool:
+        """Whether the files of a column are here, the run folder's own or such as came later."""
+        files, elsewhere = self.files(name, index), self._opening.later
+        return all(path.exists() for path in files) or (elsewhere is not None and all((elsewhere.folder / path.name).exists() for path in files))
 
     def drop(self, name: str, index: int) -> None:
         """Give back what `bring` took: files that are the run folder's own stay."""

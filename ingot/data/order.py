@@ -6,7 +6,7 @@ The number of processes is not in it: any number of them sees the same global ba
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -56,13 +56,16 @@ class Order:
 
     def rows(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
         """Row ids of samples `first_sample` to `first_sample + count`, [count]; as quick for sample 0 as for ten billion."""
-        pieces, sample, end = [np.empty(0, np.int64)], first_sample, first_sample + count
+        return np.concatenate([np.empty(0, np.int64), *(self._rows(begin, count) for begin, count in self._pieces(first_sample, count))])
+
+    def _pieces(self, sample: int, count: int) -> Iterator[tuple[int, int]]:
+        """The stretches of the sequence that samples lie in, with nothing skipped within one: place and length of each."""
+        end = sample + count
         while sample < end:
             gap = bisect.bisect_right(self._gaps, sample)
             until = min([end, *self._gaps[gap : gap + 1]])
-            pieces.append(self._rows(sample + self._shifts[gap], until - sample))
+            yield sample + self._shifts[gap], until - sample
             sample = until
-        return np.concatenate(pieces)
 
     def place(self, sample: int) -> int:
         """Where in the sequence `sample` lies, the skipped ranges before it counted too."""
@@ -95,13 +98,14 @@ class Order:
     def parts(self, samples: range, *, before: int = 0, after: int = 0) -> list[int]:
         """The parts, counted through the sources, that are drawn from at `samples`, in as many windows before and after these too; [] without windows."""
         found: dict[int, None] = {}
-        for source, (size, those) in enumerate(zip(self._sizes, self._windows, strict=bool(self._windows))):
-            key, window = self._key(source), list[int]()
-            for sample in (samples.start, samples.stop - 1):
-                epoch, place = divmod(self.drawn(source, self.place(sample)), size)
-                window.append(epoch * len(those) + those.at(place, epoch, key))
-            for number in range(max(0, window[0] - before), window[1] + after + 1):
-                found.update((self._numbers[source] + part, None) for part in those.parts(number % len(those), number // len(those), key))
+        for begin, count in self._pieces(samples.start, len(samples)):
+            for source, (size, those) in enumerate(zip(self._sizes, self._windows, strict=bool(self._windows))):
+                key, window = self._key(source), list[int]()
+                for place in (begin, begin + count - 1):
+                    epoch, at = divmod(self.drawn(source, place), size)
+                    window.append(epoch * len(those) + those.at(at, epoch, key))
+                for number in range(max(0, window[0] - before), window[1] + after + 1):
+                    found.update((self._numbers[source] + part, None) for part in those.parts(number % len(those), number // len(those), key))
         return list(found)
 
     def drawn(self, source: int, samples: int) -> int:

@@ -134,7 +134,7 @@ class RemoteAttempt:
     def _bring_back(self, mirror: str) -> None:
         """What the job has made. Raises while the bucket does not answer, and tells where it lies when it does not for long."""
         try:
-            bring_back(mirror, self._root, self._job.name)
+            bring_back(mirror, self._root)
         except (IngotError, OSError) as error:
             if time.monotonic() < (self._over_since or 0.0) + BRING_S:
                 raise

@@ -16,7 +16,7 @@ from ingot.base.environment import REPLICA
 from ingot.base.errors import IngotError
 from ingot.base.events import append_line, read_lines
 from ingot.base.heartbeat import heartbeat_file
-from ingot.base.later import forget, leave_for_later
+from ingot.base.later import forget, later, leave_for_later
 from ingot.base.progress import say
 from ingot.base.replica import pull, push
 from ingot.base.runfolder import RunFolder
@@ -71,12 +71,12 @@ def spared(verb: str, recipe: Recipe | None = None) -> Callable[[str], bool]:
     return lambda path: any(re.fullmatch(pattern, path) for pattern in left)
 
 
-def bring_back(mirror: str, root: Path, verb: str, *, parts: Collection[str] | None = None) -> None:
-    """Make the run folder, or these `parts` of it, what its replica says, as the launcher of `verb` must: what is its own stays as it is here, its
-    events among those of the job. Data that are not here, and that the verb has not made, stay there."""
+def bring_back(mirror: str, root: Path, *, parts: Collection[str] | None = None) -> None:
+    """Make the run folder, or these `parts` of it, what its replica says, as the launcher must: what is its own stays as it is here, its events among
+    those of the job. A launcher that has left data there (`bring`) goes on without them."""
     events = RunFolder(root).events
     noted = list(read_lines(events))
-    pull(mirror, root, parts=parts, keep=is_launchers, leave=spared("submit" if verb in ("train", "evaluate") else verb))
+    pull(mirror, root, parts=parts, keep=is_launchers, leave=spared("submit" if later(root / COLUMNS) else ""))
     there = {json.dumps(event) for event in read_lines(events)}
     for event in noted:
         if json.dumps(event) not in there:

@@ -23,7 +23,7 @@ def staged(recipe: Recipe, job: Job) -> Job:
     """The same job for one more start, with all that its nodes need where they look for it. What an earlier start has made and nobody fetched is
     fetched before."""
     if job.mirror is not None and find(recipe.folder.root, job.name, recipe.launch.kind) is not None:
-        bring_back(job.mirror, recipe.folder.root, job.name)
+        bring_back(job.mirror, recipe.folder.root)
     job = again(recipe, job)
     stage(recipe, job)
     return job

@@ -160,7 +160,7 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
 
 def _bring_back(replica: str, root: Path) -> None:
     try:
-        bring_back(replica, root, "train", parts=SHOWN)
+        bring_back(replica, root, parts=SHOWN)
         say(f"its metrics and reports are in {root} (`ingot show run {root}`); model and data stay in {replica}")
     except IngotError as error:
         say(f"warning: {error}; what the pipeline made lies in {replica}")

@@ -125,7 +125,6 @@ def _attempt(job: Job, began: float, *, fresh: bool) -> Outcome:
         trainee = build_trainee(plan, start, tables, mesh)
         loader = Loader(plan.rows, plan.order, plan.batch, mesh.data.rank)
         closing.callback(loader.close)
-        loader.ready(first, job.heart.beat)
         hooks = _hooks(job, plan, trainee, start, closing)
         _announce(plan, trainee, mesh, first, resumed=start is not None)
         tell("start", step=first, seconds=time.monotonic() - began, cause="resumed" if start else "first step")
@@ -215,15 +214,20 @@ def _turns(
     """How a step's work is fetched, and how it is done."""
     mesh, signals, heart = job.mesh, job.signals, job.heart
 
+    def waiting() -> bool:
+        """Who waits for data is alive, and is to be asked to stop at once: all ranks are told before the step."""
+        heart.beat()
+        return signals.signum != 0
+
     def fetch(step: int) -> Work:
         began = time.monotonic()
         heart.beat("first step" if step == first else "step", step=step, place=0)
         with hooks.account.spending("waiting"):
-            batches = loader.step(step)
+            batches = loader.step(step, waiting)
         targets, (asked, failed) = global_targets(trainee.objectives.training, batches, mesh, signals.signum != 0, hooks.checkpoint.saver.failed)
         if failed:
             hooks.checkpoint.wait()
-        if not targets:
+        if not targets and not asked:
             raise WrongInput(f"step {step + 1:,} has not one target in its {plan.batch.global_batch} rows; run `ingot show mask` on the recipe")
         return Work(batches, targets, (signals.signum or signal.SIGTERM) if asked else 0, began)
 

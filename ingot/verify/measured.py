@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -114,9 +114,9 @@ class UnevenLoader(Loader):
     In even steps the first sample keeps none and the last one all, the others a share; in odd ones the whole first half has none.
     """
 
-    def step(self, i: int) -> list[Batch]:
+    def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
         first, most = self._rank * self._plan.per_rank, self._plan.global_batch
-        batches, made = super().step(i), []
+        batches, made = super().step(i, meanwhile), []
         for batch in batches:
             places = [first + place for place in range(self._plan.micro_batch)]
             made.append(thinned(batch, [0.0 if i % 2 and place < most // 2 else place / (most - 1) for place in places]))

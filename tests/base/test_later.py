@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ingot.base.bucket import Bucket
 from ingot.base.errors import Failed
-from ingot.base.later import HIDDEN, Later, forget, later, leave_for_later
+from ingot.base.later import HIDDEN, Later, Unusable, forget, later, leave_for_later
 from ingot.base.replica import pull, push
 from tests import gcs
 
@@ -119,11 +120,11 @@ def test_other_content_than_was_prepared_is_refused(node: Path, sent: Path) -> N
     files.bring("train.tokens-00001.bin", sha256(1))  # so that it knows the index
     (sent / COLUMNS / NAME).write_bytes(b"prepared anew" * 100)
     push(sent, URL)
-    with pytest.raises(Failed, match=rf"{NAME} cannot be used: it is not what was prepared for this training; prepare and launch again"):
+    with pytest.raises(Unusable, match=rf"{NAME} cannot be used: it is not what was prepared for this training; prepare and launch again"):
         files.bring(NAME, sha256())
     (sent / COLUMNS / NAME).unlink()
     push(sent, URL)
-    with pytest.raises(Failed, match="cannot be used"):
+    with pytest.raises(Unusable, match="cannot be used"):
         those(node).bring(NAME, sha256())
     assert not [path for path in files.folder.iterdir() if path.name.startswith(NAME) and path.suffix != ".lock"]
 
@@ -170,3 +171,23 @@ def test_a_fetch_that_was_killed_is_done_again(node: Path) -> None:
     (files.folder / f"{NAME}.partial").write_bytes(b"half")
     assert files.bring(NAME, sha256()) is True
     assert (files.folder / NAME).read_bytes() == bytes(5000)
+
+
+def test_half_a_file_does_not_stay(node: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of an attempt that failed nor, once the file is of no more use, of one that was killed."""
+    files = those(node)
+    files.bring("train.tokens-00001.bin", sha256(1))
+
+    def full(self: Bucket, name: str, path: Path, *, digest: object = None) -> None:
+        path.write_bytes(b"half")
+        raise Failed("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "get_to_file", full)
+        with pytest.raises(Failed, match="the disk is full"):
+            files.bring(NAME, sha256())
+    half = files.folder / f"{NAME}.partial"
+    assert not half.exists()
+    half.write_bytes(b"half")
+    files.drop(NAME)
+    assert not half.exists()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.later import HIDDEN, Later, later, leave_for_later
+from ingot.base.later import HIDDEN, Later, Unusable, later, leave_for_later
 from ingot.base.replica import pull, push
 from ingot.config.shape import BatchPlan
 from ingot.data import ahead
@@ -82,19 +86,14 @@ def same(left: list[Batch], right: list[Batch]) -> bool:
 def test_the_same_batches_from_a_few_parts_at_a_time(whole: Path, left: Path, weights: list[float] | None, window: int) -> None:
     ours, theirs = rows_of(left, weights), rows_of(whole, weights)
     order = order_of(ours, window)
-    told: list[int] = []
+    most = 0
     with contextlib.closing(Loader(ours, order, PLAN, 0)) as loader, contextlib.closing(Loader(theirs, order_of(theirs, window), PLAN, 0)) as beside:
-        loader.ready(0, lambda: told.append(len(here(left))))
-        assert here(left) >= names(order.parts(range(8)))
-        most = 0
         for step in range(STEPS):
             assert same(loader.step(step), beside.step(step))
             soon = range(4 * step, 4 * step + 8)  # the next step is made meanwhile
             wait_until(lambda soon=soon: here(left) >= names(order.parts(soon, after=1)))  # type: ignore[misc]
             assert here(left) <= names(order.parts(soon, before=1, after=1))
             most = max(most, len(here(left)))
-    assert told == sorted(told)
-    assert len(told) == len(order.parts(range(8)))
     assert most < PARTS
     assert len(here(whole)) == PARTS
 
@@ -105,9 +104,6 @@ def test_two_ranks_of_a_machine_share_what_they_fetch(left: Path, server: gcs.Se
     loaders = [Loader(rows, order_of(rows), BatchPlan(4, 2, 2), rank) for rank, rows in enumerate(both)]
     before = server.counts["media"]
     try:
-        for rank, loader in enumerate(loaders):
-            loader.ready(0, lambda: None)
-            assert len(here(left)) >= 2, rank
         for step in range(STEPS // 2):
             seen = [loader.step(max(0, step - rank)) for rank, loader in enumerate(loaders)]
             assert all(len(batches) == 1 for batches in seen)
@@ -138,7 +134,6 @@ def test_files_that_are_the_folders_own_are_used_and_never_dropped(left: Path, w
         (left / path.name).write_bytes(path.read_bytes())
     before, ours = server.counts["media"], rows_of(left)
     with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader:
-        loader.ready(0, lambda: None)
         for step in range(STEPS):
             loader.step(step)
     assert here(left) == own
@@ -151,7 +146,7 @@ def test_a_later_attempt_drops_what_an_earlier_one_left(left: Path) -> None:
         ours = rows_of(left)
         order = order_of(ours, 1)
         with contextlib.closing(Loader(ours, order, PLAN, 0)) as loader:
-            loader.ready(first, lambda: None)
+            loader.step(first)
             soon = range(4 * first, 4 * first + 8)
             wanted = names(order.parts(soon, after=1))
             wait_until(lambda wanted=wanted: here(left) >= wanted)  # type: ignore[misc]
@@ -166,7 +161,7 @@ def test_a_bucket_that_is_away_for_a_while_is_told_and_asked_again(
     ours = rows_of(left)
     order = order_of(ours)
     with contextlib.closing(Loader(ours, order, PLAN, 0)) as loader:
-        loader.ready(0, lambda: None)
+        loader.step(0)
         wait_until(lambda: here(left) >= names(order.parts(range(8), after=1)))
         server.fault("media", times=2, code=403)
         turn = next(step for step in range(1, STEPS) if order.parts(range(4 * step, 4 * step + 8), after=1) != order.parts(range(8), after=1))
@@ -179,9 +174,45 @@ def test_a_part_that_is_nowhere_ends_training_in_one_line(left: Path, server: gc
     for name in [name for name in server.objects if name.endswith(".idx")]:
         del server.objects[name]
     ours = rows_of(left)
-    nowhere = pytest.raises(Failed, match=r"\.idx cannot be used: .*; prepare and launch again")
+    nowhere = pytest.raises(Unusable, match=r"\.idx cannot be used: .*; prepare and launch again")
     with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader, nowhere:
-        loader.ready(0, lambda: None)
+        loader.step(0)
+
+
+def test_who_waits_for_a_part_says_so_and_can_be_stopped(left: Path, server: gcs.Server) -> None:
+    """A rank that waits is no rank that hangs, and a request to stop is followed before the step."""
+    server.fault("media", times=100, delay_s=0.5)
+    ours, asked = rows_of(left), list[float]()
+    with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader:
+        assert loader.step(0, lambda: bool(asked.append(time.monotonic())) or len(asked) == 5) == []
+        assert len(loader.step(0, lambda: bool(asked.append(time.monotonic())))) == 2
+    assert len(asked) > 10
+    assert max(np.diff(asked[5:])) < 5
+
+
+def test_the_end_does_not_wait_for_a_part_on_its_way(left: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "LAST_S", 0.01)
+    ours, brought = rows_of(left), threading.Event()
+    bring = type(ours).bring
+    monkeypatch.setattr(type(ours), "bring", lambda self, part, *, wait: brought.wait(60) and bring(self, part, wait=wait))
+    loader = Loader(ours, order_of(ours), PLAN, 0)
+    assert loader.step(0, lambda: True) == []
+    loader.close()
+    assert not brought.is_set()
+    brought.set()
+
+
+def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("AGAIN_S", 0.02), ("AWAY_S", 0.1)):
+        monkeypatch.setattr(ahead, name, seconds)
+    ours = rows_of(left)
+
+    def broken(*_: object, **__: object) -> bool:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(Later, "bring", broken)
+    with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader, pytest.raises(OSError, match="broken"):
+        loader.step(0)
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"cut")])
@@ -202,7 +233,6 @@ def test_a_batch_of_many_windows_leaves_none_behind(left: Path) -> None:
     ours = rows_of(left)
     order = order_of(ours, 1)
     with contextlib.closing(Loader(ours, order, BatchPlan(30, 30, 1), 0)) as loader:
-        loader.ready(0, lambda: None)
         for step in range(8):
             loader.step(step)
             soon = range(30 * step, 30 * step + 60)

@@ -92,6 +92,13 @@ def test_rows_and_parts_are_mixed_and_differently_in_each_pass() -> None:
     assert within[0] != within[1] != within[2] != within[0]
 
 
+def test_what_is_skipped_is_in_no_window() -> None:
+    order = order_of([[10] * 1000], 0, 2, skipped=[(500, 9000)])
+    parts = order.parts(range(496, 504))
+    assert len(parts) <= 8
+    assert {int(row) // 10 for row in order.rows(496, 8)} <= set(parts)
+
+
 def test_a_window_over_everything_and_none() -> None:
     parts = [[7, 5], [4]]
     assert sorted(order_of(parts, 0, 100).rows(0, 16)) == list(range(16))

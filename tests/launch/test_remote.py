@@ -268,7 +268,7 @@ def test_signs_of_life_that_cannot_be_had_are_no_silence_of_the_ranks(place: Pla
 def test_results_are_fetched_until_the_bucket_answers(place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     tries: list[str] = []
 
-    def bring_back(mirror: str, root: Path, verb: str) -> None:
+    def bring_back(mirror: str, root: Path) -> None:
         tries.append(mirror)
         if len(tries) < 3 or mirror.endswith("never"):
             raise Failed("no answer")

@@ -66,7 +66,7 @@ def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(server
     fill(node, {"model/w": "weights", "metrics.jsonl": "1\n", "logs/train.log": "stale", "jobs/train.gce.json": "stale", "logs/stacks-rank0.txt": "stacks"})
     push(node, MIRROR)
     for _ in range(2):  # the second time there is nothing to do
-        bring_back(MIRROR, root, "train")
+        bring_back(MIRROR, root)
         assert [event["kind"] for event in read_lines(root / "events.jsonl")] == ["submitted", "start", "finish", "hang", "restart"]
         kept = {path: (root / path).read_text() for path in ("logs/train.log", "jobs/train.gce.json", "jobs/train-1/HERE")}
         assert kept == {"logs/train.log": "said", "jobs/train.gce.json": '{"id": 1}', "jobs/train-1/HERE": ""}
@@ -118,16 +118,18 @@ def test_what_a_verb_does_not_read_or_a_part_at_a_time_stays_in_the_bucket(
     assert later(root / "data/columns") is None
 
 
-def test_a_launcher_brings_back_data_only_of_verbs_that_make_them(server: gcs.Server, root: Path, tmp_path: Path) -> None:
+def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(server: gcs.Server, root: Path, tmp_path: Path) -> None:
     large = ("data/raw/train-00000.parquet", "data/columns/train.tokens-00000.bin")
     fill(root, {**dict.fromkeys(large, "large"), "data/columns/manifest.json": "{}", "model/config.json": "{}"})
     push(root, MIRROR)
-    for verb in ("train", "evaluate", "prepare"):
-        launcher = tmp_path / verb
-        bring_back(MIRROR, launcher, verb)
+    for submits in (False, True):  # the second one in a container of a pipeline
+        launcher = tmp_path / f"launcher-{submits}"
+        if submits:
+            bring(MIRROR, launcher, "submit")
+        bring_back(MIRROR, launcher)
         assert (launcher / "model/config.json").exists()
         assert (launcher / "data/columns/manifest.json").exists()
-        assert [(launcher / path).exists() for path in large] == [verb == "prepare"] * 2
+        assert [(launcher / path).exists() for path in large] == [not submits] * 2
         push(launcher, MIRROR)
     assert {f"ingot/runs/one/{path}" for path in large} <= set(server.objects)
 
