@@ -114,7 +114,8 @@ def _attempt(job: Job, began: float, *, fresh: bool) -> Outcome:
     with ExitStack() as closing:
         plan = plan_run(recipe, mesh) if fresh else with_left_out(plan_run(recipe, mesh), mesh)
         start = mesh.from_main(lambda: find_start(
-            recipe.folder, plan.identity, fresh=fresh, allow=recipe.resume.allow, tell=_changed(tell), before_anew=lambda: refuse_others(job.mirror)
+            recipe.folder, plan.identity, fresh=fresh, allow=recipe.resume.allow, before_anew=lambda: refuse_others(job.mirror),
+            tell=lambda found, changed: tell("changed", step=found.step, cause=changed),
         ))
         send_missing(job.mirror, start, mesh)
         first = start.step if start else plan.begin
@@ -214,8 +215,7 @@ def _turns(
     """How a step's work is fetched, and how it is done."""
     mesh, signals, heart = job.mesh, job.signals, job.heart
 
-    def waiting() -> bool:
-        """Who waits for data is alive, and is to be asked to stop at once: all ranks are told before the step."""
+    def waiting() -> bool:  # who does is alive, and asked to stop needs no data: all ranks are told before the step
         heart.beat()
         return signals.signum != 0
 
@@ -250,10 +250,6 @@ def _step(step: int, work: Work, job: Job, plan: Plan, trainee: Trainee, hooks: 
     )
     tokens = knobs.global_batch * plan.tokens_per_sample
     return StepInfo(step + 1, knobs.global_batch, tokens, outcome, lr, time.monotonic() - work.began)
-
-
-def _changed(tell: Tell) -> Callable[[Found, str], None]:
-    return lambda found, changed: tell("changed", step=found.step, cause=changed)
 
 
 def _workload(plan: Plan, mesh: Mesh) -> Workload:

@@ -194,6 +194,6 @@ def test_its_choice_changes_no_result(root: Path) -> None:
 
 
 def test_prepared_data_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"tokenizer .* does not exist"):
+    with pytest.raises(WrongInput, match=r"holds no prepared data; run `ingot prepare`"):
         fitting_micro_batch(small_recipe(tmp_path, train__micro_batch="auto"), ALONE)
 
