@@ -29,7 +29,7 @@ POSITION = """
 from ingot.data.loader import Loader
 from ingot.train import run
 original, began = Loader.step, []
-def step(self, i):
+def step(self, i, *more):
     began.append(i)
     return original(self, i + 1 if began[0] else i)
 Loader.step = step
