@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ingot.base.errors import IngotError
+from ingot.base.errors import Failed, IngotError
 from ingot.base.later import Unusable
 from ingot.base.progress import Progress, say
 from ingot.data.opened import Opened
@@ -39,7 +39,8 @@ class Ahead:
         wait when it says so, which gives False.
 
         Raises:
-            IngotError, OSError: a part is not what was prepared, or cannot be had for a quarter of an hour.
+            Unusable: a part is not what was prepared.
+            IngotError: a part could not be had for a quarter of an hour.
         """
         samples = range(step * self._batch, (step + 2) * self._batch)
         self._want(samples)
@@ -78,7 +79,9 @@ class Ahead:
 
     def _judge(self) -> None:
         if self._trouble is not None and (isinstance(self._trouble[1], Unusable) or time.monotonic() > self._trouble[0] + AWAY_S):
-            raise self._trouble[1]
+            if isinstance(self._trouble[1], IngotError):
+                raise self._trouble[1]
+            raise Failed(f"parts of the columns cannot be fetched ({self._trouble[1]}); see to the disk of this machine and run the same command again")
 
     def _run(self) -> None:
         pause: float | None = None

@@ -192,14 +192,21 @@ def test_who_waits_for_a_part_says_so_and_can_be_stopped(left: Path, server: gcs
 
 def test_the_end_does_not_wait_for_a_part_on_its_way(left: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "LAST_S", 0.01)
-    ours, brought = rows_of(left), threading.Event()
-    bring = type(ours).bring
-    monkeypatch.setattr(type(ours), "bring", lambda self, part, *, wait: brought.wait(60) and bring(self, part, wait=wait))
+    ours, began, brought = rows_of(left), threading.Event(), threading.Event()
+
+    def bring(*_: object, **__: object) -> bool:
+        began.set()
+        return brought.wait(10)
+
+    monkeypatch.setattr(type(ours), "bring", bring)
     loader = Loader(ours, order_of(ours), PLAN, 0)
-    assert loader.step(0, lambda: True) == []
+    assert loader.step(0, began.is_set) == []
     loader.close()
-    assert not brought.is_set()
+    on_its_way = [thread for thread in threading.enumerate() if thread.name == "ahead"]
+    assert on_its_way, "it was waited for"
     brought.set()
+    for thread in on_its_way:
+        thread.join(20)
 
 
 def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +218,7 @@ def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(left:
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(Later, "bring", broken)
-    with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader, pytest.raises(OSError, match="broken"):
+    with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader, pytest.raises(Failed, match=r"cannot be fetched \(.*broken\); see to the disk"):
         loader.step(0)
 
 
