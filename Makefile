@@ -48,6 +48,7 @@ chaos: $(WORK)
 
 lint: $(WORK)
 	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
 
 bench: $(WORK)

@@ -1,1 +1,3 @@
-"""What ingot costs beside the usual libraries, measured together on one machine. Run as `python -m benchmarks.spine`."""
+"""What ingot costs beside the usual libraries, measured together on one machine. Run as `python -m
+benchmarks.spine`.
+"""

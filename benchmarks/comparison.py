@@ -1,4 +1,6 @@
-"""What all comparisons share: a table of contenders, the ratios read off it, and the machine that they ran on."""
+"""What all comparisons share: a table of contenders, the ratios read off it, and the machine that
+they ran on.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from ingot.models.device import device_name
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of contenders and the ratios that are read off it; `unit` is what their rates count."""
+    """A table of contenders and the ratios that are read off it; `unit` is what their rates
+    count.
+    """
 
     title: str
     unit: str
@@ -30,14 +34,25 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
 
-def show(comparison: Comparison, results: Sequence[Result], console: Console) -> list[dict[str, Any]]:
+def show(
+    comparison: Comparison, results: Sequence[Result], console: Console
+) -> list[dict[str, Any]]:
     """Print one comparison; answer its ratios."""
-    table = Table("", f"{comparison.unit}/s", "CPU-seconds a turn", "memory, MB", title=comparison.title, title_justify="left")
+    table = Table(
+        "",
+        f"{comparison.unit}/s",
+        "CPU-seconds a turn",
+        "memory, MB",
+        title=comparison.title,
+        title_justify="left",
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for result in results:
         cpu = sorted(result.cpu_seconds)[len(result.cpu_seconds) // 2]
-        table.add_row(result.name, f"{result.rate:,.1f}", f"{cpu:.2f}", f"{result.memory_bytes / 1e6:,.0f}")
+        table.add_row(
+            result.name, f"{result.rate:,.1f}", f"{cpu:.2f}", f"{result.memory_bytes / 1e6:,.0f}"
+        )
     console.print(table)
     by_name = {result.name: result for result in results}
     found = []
@@ -53,6 +68,11 @@ def show(comparison: Comparison, results: Sequence[Result], console: Console) ->
 def machine(threads: int) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "ingot": ingot.__version__, "torch": torch.__version__, "python": platform.python_version(), "device": device_name(device),
-        "cores": os.cpu_count(), "threads": threads, "date": time.strftime("%Y-%m-%d"),
+        "ingot": ingot.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device_name(device),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "date": time.strftime("%Y-%m-%d"),
     }

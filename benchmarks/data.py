@@ -1,4 +1,6 @@
-"""Data against the usual libraries on this machine: from JSONL to columns, cleaning, rows for training."""
+"""Data against the usual libraries on this machine: from JSONL to columns, cleaning, rows for
+training.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ MB = 10**6
 
 
 def texts() -> Iterator[str]:
-    """English documentation of programming languages where it is at hand, else the standard library's own sources; over and over."""
+    """English documentation of programming languages where it is at hand, else the standard
+    library's own sources; over and over.
+    """
     while True:
         if CORPUS.exists():
             with gzip.open(CORPUS, "rt", encoding="utf-8") as lines:
@@ -47,7 +51,9 @@ def texts() -> Iterator[str]:
 
 
 def write_corpus(path: Path, megabytes: float) -> Path:
-    """JSONL of about so many megabytes of text. Later rounds over the corpus get a mark, so that no document comes twice."""
+    """JSONL of about so many megabytes of text. Later rounds over the corpus get a mark, so that no
+    document comes twice.
+    """
     written = 0
     with path.open("w", encoding="utf-8") as stream:
         for number, text in enumerate(texts()):
@@ -62,7 +68,12 @@ def write_corpus(path: Path, megabytes: float) -> Path:
 def write_tokenizer(folder: Path, megabytes: float, vocab_size: int) -> Path:
     """A byte-level BPE learnt from the beginning of the corpus."""
     sizes = itertools.accumulate(len(text) for text in texts())
-    shown = (text for text, _ in itertools.takewhile(lambda pair: pair[1] < megabytes * MB, zip(texts(), sizes, strict=False)))
+    shown = (
+        text
+        for text, _ in itertools.takewhile(
+            lambda pair: pair[1] < megabytes * MB, zip(texts(), sizes, strict=False)
+        )
+    )
     folder.mkdir(parents=True)
     train_bpe(shown, vocab_size).save(folder)
     return folder
@@ -70,14 +81,27 @@ def write_tokenizer(folder: Path, megabytes: float, vocab_size: int) -> Path:
 
 def recipe_over(root: Path, corpus: Path, **knobs: Any) -> Recipe:
     given = {
-        "name": "bench", "output": str(root / "runs"), "data.train": [{"source": str(corpus)}], "data.validation.fraction": 0.1,
-        "tokenizer.source": str(root / "tokenizer"), "train.global_batch": 1, "data.seq_len": 128, **knobs,
+        "name": "bench",
+        "output": str(root / "runs"),
+        "data.train": [{"source": str(corpus)}],
+        "data.validation.fraction": 0.1,
+        "tokenizer.source": str(root / "tokenizer"),
+        "train.global_batch": 1,
+        "data.seq_len": 128,
+        **knobs,
     }
-    return load_recipe((), [f"{knob}={json.dumps(value)}" for knob, value in given.items()], environ={}, dotenv=None)
+    return load_recipe(
+        (),
+        [f"{knob}={json.dumps(value)}" for knob, value in given.items()],
+        environ={},
+        dotenv=None,
+    )
 
 
 def to_columns(root: str, corpus: str) -> Work:
-    """The verbs `ingest` and `prepare`, from JSONL to checked and flushed columns, one process a core."""
+    """The verbs `ingest` and `prepare`, from JSONL to checked and flushed columns, one process a
+    core.
+    """
     recipe = recipe_over(Path(root), Path(corpus))
     size = _text_bytes(Path(corpus))
 
@@ -120,7 +144,9 @@ def gigatoken_files(root: str, corpus: str) -> Work:
 def tokenizers_batches(root: str, corpus: str) -> Work:
     """tokenizers' `encode_batch_fast` over the same JSONL, all threads, keeping nothing."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    reference = importlib.import_module("tokenizers").Tokenizer.from_file(str(Path(root) / "tokenizer" / "tokenizer.json"))
+    reference = importlib.import_module("tokenizers").Tokenizer.from_file(
+        str(Path(root) / "tokenizer" / "tokenizer.json")
+    )
     size = _text_bytes(Path(corpus))
 
     def work() -> Turn:
@@ -135,15 +161,27 @@ def tokenizers_batches(root: str, corpus: str) -> Work:
 
 def datasets_map(root: str, corpus: str) -> Work:
     """`datasets.map(num_proc=2)` with the same tokenizer, as its documentation shows it."""
-    datasets, transformers = importlib.import_module("datasets"), importlib.import_module("transformers")
+    datasets, transformers = (
+        importlib.import_module("datasets"),
+        importlib.import_module("transformers"),
+    )
     datasets.disable_progress_bars()
     datasets.disable_caching()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(Path(root) / "tokenizer" / "tokenizer.json"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(Path(root) / "tokenizer" / "tokenizer.json")
+    )
     size = _text_bytes(Path(corpus))
 
     def work() -> Turn:
-        loaded = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=str(Path(root) / "cache"))
-        loaded.map(lambda batch: tokenizer(batch["text"]), batched=True, num_proc=2, remove_columns=["text"])
+        loaded = datasets.load_dataset(
+            "json", data_files=corpus, split="train", cache_dir=str(Path(root) / "cache")
+        )
+        loaded.map(
+            lambda batch: tokenizer(batch["text"]),
+            batched=True,
+            num_proc=2,
+            remove_columns=["text"],
+        )
         shutil.rmtree(Path(root) / "cache", ignore_errors=True)
         return Turn(size / MB)
 
@@ -166,7 +204,9 @@ def cleaning(root: str, corpus: str, knobs: dict[str, Any]) -> Work:
 
 
 def plain_folding(corpus: str) -> Work:
-    """Exact deduplication as one writes it in a few lines: case, diacritics and white space folded by the standard library, one process."""
+    """Exact deduplication as one writes it in a few lines: case, diacritics and white space folded
+    by the standard library, one process.
+    """
     size = _text_bytes(Path(corpus))
 
     def work() -> Turn:
@@ -174,23 +214,44 @@ def plain_folding(corpus: str) -> Work:
         with Path(corpus).open(encoding="utf-8") as lines:
             for line in lines:
                 folded = unicodedata.normalize("NFKD", json.loads(line)["text"]).casefold()
-                seen.add(hash(" ".join("".join(character for character in folded if not unicodedata.combining(character)).split())))
+                seen.add(
+                    hash(
+                        " ".join(
+                            "".join(
+                                character
+                                for character in folded
+                                if not unicodedata.combining(character)
+                            ).split()
+                        )
+                    )
+                )
         return Turn(size / MB)
 
     return work
 
 
 def peak_memory(root: Path, megabytes: float) -> tuple[float, float, float]:
-    """Run `ingest` and `prepare` on so much text: seconds, and the peak memory of the largest process and of all together, MB."""
+    """Run `ingest` and `prepare` on so much text: seconds, and the peak memory of the largest
+    process and of all together, MB.
+    """
     corpus = write_corpus(root / f"{megabytes:g}.jsonl", megabytes)
-    knobs = [f"name=m{megabytes:g}", f"output={root / 'runs'}", f"data.train=[{{source: '{corpus}'}}]", f"tokenizer.source={root / 'tokenizer'}"]
+    knobs = [
+        f"name=m{megabytes:g}",
+        f"output={root / 'runs'}",
+        f"data.train=[{{source: '{corpus}'}}]",
+        f"tokenizer.source={root / 'tokenizer'}",
+    ]
     rest = root / "rest.yaml"
     rest.write_text("data: {seq_len: 128, validation: {fraction: 0.1}}\n", encoding="utf-8")
     largest = together = 0.0
     began = time.monotonic()
     for verb in ("ingest", "prepare"):
         with (root / "said.txt").open("w", encoding="utf-8") as said:
-            process = subprocess.Popen([sys.executable, "-m", "ingot", verb, str(rest), *knobs], stdout=subprocess.DEVNULL, stderr=said)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ingot", verb, str(rest), *knobs],
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+            )
         while process.poll() is None:
             sizes = _memory(process.pid)
             largest, together = max(largest, *sizes, 0), max(together, sum(sizes))
@@ -203,7 +264,9 @@ def peak_memory(root: Path, megabytes: float) -> tuple[float, float, float]:
 
 
 def _memory(pid: int) -> list[int]:
-    """Bytes of memory of a process and of those under it; a page that several share counts as its share for each."""
+    """Bytes of memory of a process and of those under it; a page that several share counts as its
+    share for each.
+    """
     sizes = [0]
     try:
         leader = psutil.Process(pid)
@@ -224,26 +287,46 @@ def preparing(quick: bool, root: Path) -> Comparison:
     write_tokenizer(root / "tokenizer", 1 if quick else 20, 500 if quick else VOCABULARY)
     arguments = (str(root), str(corpus))
     contenders = [
-        Contender("ingot ingest + prepare", to_columns, arguments), Contender("ingot prepare", only_prepare, arguments),
+        Contender("ingot ingest + prepare", to_columns, arguments),
+        Contender("ingot prepare", only_prepare, arguments),
         Contender("gigatoken, keeping nothing", gigatoken_files, arguments),
-        Contender("tokenizers", tokenizers_batches, arguments), Contender("datasets.map", datasets_map, arguments),
+        Contender("tokenizers", tokenizers_batches, arguments),
+        Contender("datasets.map", datasets_map, arguments),
     ]
     ours = contenders[0].name
-    ratios = [(ours, contender.name) for contender in contenders[2:]] + [(contenders[1].name, contenders[2].name)]
+    ratios = [(ours, contender.name) for contender in contenders[2:]] + [
+        (contenders[1].name, contenders[2].name)
+    ]
     notes = ["memory is that of the leading process, workers aside"]
-    return Comparison(f"from JSONL to columns, {2 if quick else 200} MB", "MB", contenders, ratios, notes)
+    return Comparison(
+        f"from JSONL to columns, {2 if quick else 200} MB", "MB", contenders, ratios, notes
+    )
 
 
 def preparing_much(quick: bool, root: Path) -> Comparison:
     size = 4 if quick else 2000
     write_tokenizer(root / "tokenizer", 1 if quick else 20, 500 if quick else VOCABULARY)
-    notes = ["peak memory of the verbs on the command line, pages that processes share counted once:"]
+    notes = [
+        "peak memory of the verbs on the command line, pages that processes share counted once:"
+    ]
     for megabytes in (2, 4) if quick else (20, 200, 2000):
         seconds, largest, together = peak_memory(root, megabytes)
-        notes.append(f"ingest + prepare of {megabytes:,} MB: {seconds:.1f} s, {largest:,.0f} MB in the largest process, {together:,.0f} MB in all together")
+        notes.append(
+            f"ingest + prepare of {megabytes:,} MB: {seconds:.1f} s, {largest:,.0f} MB in the"
+            f" largest process, {together:,.0f} MB in all together"
+        )
     arguments = (str(root), str(write_corpus(root / "corpus.jsonl", size)))
-    contenders = [Contender("ingot ingest + prepare", to_columns, arguments), Contender("gigatoken, keeping nothing", gigatoken_files, arguments)]
-    return Comparison(f"from JSONL to columns, {size:,} MB", "MB", contenders, [(contenders[0].name, contenders[1].name)], notes)
+    contenders = [
+        Contender("ingot ingest + prepare", to_columns, arguments),
+        Contender("gigatoken, keeping nothing", gigatoken_files, arguments),
+    ]
+    return Comparison(
+        f"from JSONL to columns, {size:,} MB",
+        "MB",
+        contenders,
+        [(contenders[0].name, contenders[1].name)],
+        notes,
+    )
 
 
 def cleanings(quick: bool, root: Path) -> Comparison:
@@ -255,8 +338,19 @@ def cleanings(quick: bool, root: Path) -> Comparison:
         Contender("exact, in plain Python", plain_folding, (str(corpus),)),
         Contender("fuzzy", cleaning, (*arguments, {"data.clean.fuzzy": {}})),
     ]
-    return Comparison(f"cleaning {2 if quick else 100} MB", "MB", contenders, [("exact", "exact, in plain Python")])
+    return Comparison(
+        f"cleaning {2 if quick else 100} MB",
+        "MB",
+        contenders,
+        [("exact", "exact, in plain Python")],
+    )
 
 
-COMPARISONS: dict[str, Callable[[bool, Path], Comparison]] = {"prepare": preparing, "prepare-much": preparing_much, "clean": cleanings}
-"""Name -> the comparison; the first argument asks for tiny sizes that only show that everything runs."""
+COMPARISONS: dict[str, Callable[[bool, Path], Comparison]] = {
+    "prepare": preparing,
+    "prepare-much": preparing_much,
+    "clean": cleanings,
+}
+"""Name -> the comparison; the first argument asks for tiny sizes that only show that everything
+runs.
+"""

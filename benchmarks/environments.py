@@ -1,4 +1,6 @@
-"""The peers' own environments: each library with what it needs, from the package index, torch first and the same for all."""
+"""The peers' own environments: each library with what it needs, from the package index, torch first
+and the same for all.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def python_of(folder: Path, name: str) -> Path:
 
 
 def make_environment(folder: Path, name: str) -> Path:
-    """Install a peer under `folder`, unless exactly this is there already. Answers its interpreter; ends the program when it cannot be had."""
+    """Install a peer under `folder`, unless exactly this is there already. Answers its interpreter;
+    ends the program when it cannot be had.
+    """
     wanted = [TORCH, *PEERS[name]]
     marker = folder / name / MARKER
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == wanted:
@@ -37,8 +41,13 @@ def make_environment(folder: Path, name: str) -> Path:
     # torch alone first: a peer's own bound would otherwise choose the version.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for packages in ([TORCH], wanted):
-        done = subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], env=environment, check=False)
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", *packages], env=environment, check=False
+        )
         if done.returncode:
-            raise SystemExit(f"{', '.join(packages)} could not be installed into {folder / name}; see pip's message above")
+            raise SystemExit(
+                f"{', '.join(packages)} could not be installed into {folder / name}; see pip's"
+                " message above"
+            )
     marker.write_text(json.dumps(wanted), encoding="utf-8")
     return python

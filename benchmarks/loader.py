@@ -1,4 +1,6 @@
-"""Rows and batches: ours and megatron-core's side by side on one column, the loader beside a training step, the start on many parts."""
+"""Rows and batches: ours and megatron-core's side by side on one column, the loader beside a
+training step, the start on many parts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def write_columns(folder: Path, parts: int, documents: int, seed: int = 0) -> Pa
     random = np.random.default_rng(seed)
     written, entries = list[Part](), list[FileEntry]()
     for number in range(parts):
-        lengths = np.clip(random.lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, documents), 2, 100_000).astype(np.int64)
+        lengths = np.clip(
+            random.lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, documents), 2, 100_000
+        ).astype(np.int64)
         flat = random.integers(1, VOCAB_SIZE, int(lengths.sum()))
         flat[np.cumsum(lengths) - 1] = EOS
         prefix = column_prefix(folder, "train", "tokens", number)
@@ -42,16 +46,41 @@ def write_columns(folder: Path, parts: int, documents: int, seed: int = 0) -> Pa
             writer.append(flat, lengths)
         entries += [entry_of(folder, path.name) for path in (bin_path(prefix), idx_path(prefix))]
         written.append(Part(number, documents, len(flat), 0, "0"))
-    source = PreparedSource("random", 1.0, parts * documents, sum(part.tokens for part in written), 0, written)
+    source = PreparedSource(
+        "random", 1.0, parts * documents, sum(part.tokens for part in written), 0, written
+    )
     kinds = [{"name": "tokens", "dtype": token_dtype(VOCAB_SIZE).name}]
-    write_prepared(folder, Prepared("pretrain", kinds, {"train": [source]}, "none", None, VOCAB_SIZE, "random", {"train": "random"}), {}, entries)
+    write_prepared(
+        folder,
+        Prepared(
+            "pretrain",
+            kinds,
+            {"train": [source]},
+            "none",
+            None,
+            VOCAB_SIZE,
+            "random",
+            {"train": "random"},
+        ),
+        {},
+        entries,
+    )
     return folder
 
 
 def load_ours(folder: str, how: str, seq_len: int, count: int) -> Work:
-    """Our loader: random rows in batches of `BATCH`, tensors of tokens, labels, positions and segments."""
+    """Our loader: random rows in batches of `BATCH`, tensors of tokens, labels, positions and
+    segments.
+    """
     if how != "cut":
-        pack(Path(folder), read_prepared(Path(folder)), seq_len, how, LocalEngine(1), Progress("pack", None, "MB", quiet=True))
+        pack(
+            Path(folder),
+            read_prepared(Path(folder)),
+            seq_len,
+            how,
+            LocalEngine(1),
+            Progress("pack", None, "MB", quiet=True),
+        )
     rows = open_rows(Path(folder), "train", seq_len, pack=how, pad_last=False)
     loader = Loader(rows, Order(rows.sizes, 0), BatchPlan(BATCH, BATCH, 1), 0)
     steps = itertools.count()
@@ -67,7 +96,8 @@ def load_ours(folder: str, how: str, seq_len: int, count: int) -> Work:
 
 
 def load_megatron(folder: str, seq_len: int, count: int) -> Work:
-    """megatron-core's `GPTDataset` and a stack of its samples: tokens, labels, loss mask, and positions that restart.
+    """megatron-core's `GPTDataset` and a stack of its samples: tokens, labels, loss mask, and
+    positions that restart.
 
     The mask of attention [T, T], which it can make too, is left out.
     """
@@ -75,14 +105,24 @@ def load_megatron(folder: str, seq_len: int, count: int) -> Work:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # type: ignore[import-untyped]
     from megatron.core.datasets.utils import Split  # type: ignore[import-untyped]
 
-    tokenizer = SimpleNamespace(eod=EOS, pad=-1, vocab_size=VOCAB_SIZE, unique_identifiers={}, special_tokens_dict={})
+    tokenizer = SimpleNamespace(
+        eod=EOS, pad=-1, vocab_size=VOCAB_SIZE, unique_identifiers={}, special_tokens_dict={}
+    )
     config = GPTDatasetConfig(
-        random_seed=0, sequence_length=seq_len, tokenizer=tokenizer, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True,
-        create_attention_mask=False, path_to_cache=str(Path(folder) / "megatron"),
+        random_seed=0,
+        sequence_length=seq_len,
+        tokenizer=tokenizer,
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=True,
+        create_attention_mask=False,
+        path_to_cache=str(Path(folder) / "megatron"),
     )
     prefix = str(column_prefix(Path(folder), "train", "tokens", 0))
     column = GPTDataset.build_low_level_dataset(prefix, config)
-    data = GPTDataset(column, prefix, np.arange(len(column), dtype=np.int32), None, Split.train, config)
+    data = GPTDataset(
+        column, prefix, np.arange(len(column), dtype=np.int32), None, Split.train, config
+    )
     places = itertools.cycle(range(len(data)))
 
     def work() -> Turn:
@@ -111,21 +151,45 @@ def start(folder: str, seq_len: int) -> Work:
 
 def loading(folder: Path, seq_len: int, documents: int, count: int) -> Comparison:
     write_columns(folder, 1, documents)
-    contenders = [Contender(f"ingot, {how}", load_ours, (str(folder), how, seq_len, count), ("ingot.data.loader",)) for how in ("cut", "best_fit")]
-    contenders.append(Contender("megatron-core", load_megatron, (str(folder), seq_len, count), ("megatron.core.datasets.gpt_dataset",)))
+    contenders = [
+        Contender(
+            f"ingot, {how}", load_ours, (str(folder), how, seq_len, count), ("ingot.data.loader",)
+        )
+        for how in ("cut", "best_fit")
+    ]
+    contenders.append(
+        Contender(
+            "megatron-core",
+            load_megatron,
+            (str(folder), seq_len, count),
+            ("megatron.core.datasets.gpt_dataset",),
+        )
+    )
     ratios = [(contender.name, "megatron-core") for contender in contenders[:2]]
-    notes = ["ours makes the next batch in a thread; megatron-core makes no segments, its mask of attention is left out"]
-    return Comparison(f"random rows of {seq_len:,} tokens, batches of {BATCH}", "rows", contenders, ratios, notes)
+    notes = [
+        "ours makes the next batch in a thread; megatron-core makes no segments, its mask of"
+        " attention is left out"
+    ]
+    return Comparison(
+        f"random rows of {seq_len:,} tokens, batches of {BATCH}", "rows", contenders, ratios, notes
+    )
 
 
 def beside_a_step(folder: Path, rows: int, seq_len: int, documents: int) -> Comparison:
     """As in the quick start: what a step of the smallest model costs, and its batch."""
     write_columns(folder, 1, documents)
     contenders = [
-        Contender("loader", load_step, (str(folder), rows, seq_len)), Contender("step of llama-3m", train_ours, ("llama-3m", rows, seq_len), OPTIMIZER),
+        Contender("loader", load_step, (str(folder), rows, seq_len)),
+        Contender("step of llama-3m", train_ours, ("llama-3m", rows, seq_len), OPTIMIZER),
     ]
     notes = ["the loader's share of a step is one over the ratio"]
-    return Comparison(f"batches of {rows} x {seq_len}, and the step that takes one", "tokens", contenders, [("loader", "step of llama-3m")], notes)
+    return Comparison(
+        f"batches of {rows} x {seq_len}, and the step that takes one",
+        "tokens",
+        contenders,
+        [("loader", "step of llama-3m")],
+        notes,
+    )
 
 
 def load_step(folder: str, rows: int, seq_len: int) -> Work:
@@ -141,13 +205,27 @@ def load_step(folder: str, rows: int, seq_len: int) -> Work:
 
 def starting(root: Path, few: int, many: int) -> Comparison:
     folders = [(parts, write_columns(root / f"{parts}", parts, 20)) for parts in (few, many)]
-    contenders = [Contender(f"{parts:,} parts", start, (str(folder), 128), ("ingot.data.loader",)) for parts, folder in folders]
-    return Comparison("start of training: rows opened, first batch made", "starts", contenders, [(contenders[1].name, contenders[0].name)])
+    contenders = [
+        Contender(f"{parts:,} parts", start, (str(folder), 128), ("ingot.data.loader",))
+        for parts, folder in folders
+    ]
+    return Comparison(
+        "start of training: rows opened, first batch made",
+        "starts",
+        contenders,
+        [(contenders[1].name, contenders[0].name)],
+    )
 
 
 COMPARISONS: dict[str, Callable[[bool, Path], Comparison]] = {
-    "loader": lambda quick, root: loading(root / "loader", 64 if quick else 1024, 500 if quick else 100_000, 128 if quick else 32_768),
-    "loader-step": lambda quick, root: beside_a_step(root / "step", 2 if quick else 16, 32 if quick else 128, 500 if quick else 20_000),
+    "loader": lambda quick, root: loading(
+        root / "loader", 64 if quick else 1024, 500 if quick else 100_000, 128 if quick else 32_768
+    ),
+    "loader-step": lambda quick, root: beside_a_step(
+        root / "step", 2 if quick else 16, 32 if quick else 128, 500 if quick else 20_000
+    ),
     "loader-start": lambda quick, root: starting(root / "start", 2, 8 if quick else 4096),
 }
-"""Name -> the comparison; the first argument asks for tiny sizes that only show that everything runs."""
+"""Name -> the comparison; the first argument asks for tiny sizes that only show that everything
+runs.
+"""

@@ -1,6 +1,8 @@
-"""How long a killed rank costs: from its `kill -9` under `ingot launch` to its next finished step, on the quick start's model.
+"""How long a killed rank costs: from its `kill -9` under `ingot launch` to its next finished step,
+on the quick start's model.
 
-`python -m benchmarks.restart` on a quiet machine. Seconds, not a ratio: there is no peer that starts again by itself.
+`python -m benchmarks.restart` on a quiet machine. Seconds, not a ratio: there is no peer that
+starts again by itself.
 """
 
 from __future__ import annotations
@@ -30,38 +32,70 @@ def main() -> None:
     parser.add_argument("--processes", default="1,2", help="numbers of processes, apart by commas")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        knobs = [f"output={root}", "data.fraction=0.1", "train.steps=1000000", "train.evaluate_every=null", "checkpoint.every=20"]
+        knobs = [
+            f"output={root}",
+            "data.fraction=0.1",
+            "train.steps=1000000",
+            "train.evaluate_every=null",
+            "checkpoint.every=20",
+        ]
         for verb in ("ingest", "prepare"):
             subprocess.run([*INGOT, verb, RECIPE, *knobs], check=True, capture_output=True)
         for processes in map(int, asked.processes.split(",")):
-            found = [killed_once(Path(root), [*knobs, f"launch.processes={processes}"], processes) for _ in range(asked.rounds)]
-            print(f"{processes} process{'es' * (processes > 1)}: {statistics.median(found):.1f} s ({min(found):.1f} to {max(found):.1f})", flush=True)
+            found = [
+                killed_once(Path(root), [*knobs, f"launch.processes={processes}"], processes)
+                for _ in range(asked.rounds)
+            ]
+            print(
+                f"{processes} process{'es' * (processes > 1)}: {statistics.median(found):.1f} s"
+                f" ({min(found):.1f} to {max(found):.1f})",
+                flush=True,
+            )
 
 
 def killed_once(root: Path, knobs: list[str], processes: int) -> float:
-    """Seconds from the death of the last rank to the next step that the one in its place has finished."""
+    """Seconds from the death of the last rank to the next step that the one in its place has
+    finished.
+    """
     heartbeats = heartbeat_file(root / "quickstart" / "heartbeats")
-    launched = subprocess.Popen([*INGOT, "launch", "train", RECIPE, *knobs, "--fresh"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launched = subprocess.Popen(
+        [*INGOT, "launch", "train", RECIPE, *knobs, "--fresh"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         began = time.monotonic()
-        victim = _wait(launched, heartbeats, lambda beat: beat.rank == processes - 1 and beat.mono > began and beat.step >= FIRST)
+        victim = _wait(
+            launched,
+            heartbeats,
+            lambda beat: beat.rank == processes - 1 and beat.mono > began and beat.step >= FIRST,
+        )
         os.kill(victim.pid, signal.SIGKILL)
         died = time.monotonic()
-        _wait(launched, heartbeats, lambda beat: beat.rank == victim.rank and beat.pid != victim.pid and beat.mono > died)
+        _wait(
+            launched,
+            heartbeats,
+            lambda beat: beat.rank == victim.rank and beat.pid != victim.pid and beat.mono > died,
+        )
         return time.monotonic() - died
     finally:
         launched.send_signal(signal.SIGTERM)
         launched.wait()
 
 
-def _wait(launched: subprocess.Popen[bytes], heartbeats: Path, fits: Callable[[Beat], bool]) -> Beat:
+def _wait(
+    launched: subprocess.Popen[bytes], heartbeats: Path, fits: Callable[[Beat], bool]
+) -> Beat:
     """The first sign of life in the midst of steps that `fits`."""
     while True:
         for beat in read_beats(heartbeats):
             if beat.phase == "step" and fits(beat):
                 return beat
         if launched.poll() is not None:
-            raise SystemExit(f"training ended with {launched.returncode}; run the same command with `ingot launch` to see why")
+            raise SystemExit(
+                f"training ended with {launched.returncode}; run the same command with `ingot"
+                " launch` to see why"
+            )
         time.sleep(0.01)
 
 

@@ -38,40 +38,75 @@ def random_model(name: str) -> Decoder:
 
 def random_rows(name: str, rows: int, seq_len: int, seed: int = 0) -> torch.Tensor:
     """Random tokens [rows, seq_len]."""
-    return torch.randint(0, preset(name)["vocab_size"], (rows, seq_len), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0,
+        preset(name)["vocab_size"],
+        (rows, seq_len),
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def train_ours(name: str, rows: int, seq_len: int) -> Work:
     """Our optimizer step, one micro-batch."""
     stack = running_mesh()
     mesh = stack.__enter__()  # lives as long as the process
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))  # as it was asked: the mesh takes all cores
+    torch.set_num_threads(
+        int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()))
+    )  # as it was asked: the mesh takes all cores
     model = random_model(name).to(mesh.device).train()
     compute = resolve_compute("auto", mesh.device)
     masters = Masters(model, mesh, working=working_type(model, mesh, Wrapping(compute=compute)))
     optimizer = make_optimizer(AdamW(), masters)
     tokens = random_rows(name, rows, seq_len)
     labels = torch.cat((tokens[:, 1:], torch.full((rows, 1), -100)), dim=1)
-    batch = Batch(tokens, labels, torch.arange(seq_len).expand(rows, seq_len).contiguous(), torch.ones_like(tokens))
+    batch = Batch(
+        tokens,
+        labels,
+        torch.arange(seq_len).expand(rows, seq_len).contiguous(),
+        torch.ones_like(tokens),
+    )
 
     def work() -> Turn:
-        outcome = train_step(model, CrossEntropy(), [batch], masters, optimizer, targets=rows * (seq_len - 1), clip_norm=1.0, compute=compute, mesh=mesh)
+        outcome = train_step(
+            model,
+            CrossEntropy(),
+            [batch],
+            masters,
+            optimizer,
+            targets=rows * (seq_len - 1),
+            clip_norm=1.0,
+            compute=compute,
+            mesh=mesh,
+        )
         return Turn(rows * seq_len, float(outcome.loss))  # waits for the device
 
     return work
 
 
 def train_transformers(name: str, rows: int, seq_len: int) -> Work:
-    """What transformers' Trainer does in a step: forward with labels, backward, clip, fused AdamW."""
+    """What transformers' Trainer does in a step: forward with labels, backward, clip, fused
+    AdamW.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = preset(name)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{key: value for key, value in config.items() if key != "architectures"}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            **{key: value for key, value in config.items() if key != "architectures"}
+        )
+    )
     model.load_state_dict(random_model(name).state_dict(), strict=not config["tie_word_embeddings"])
     model.to(device).train()
     knobs = AdamW()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=knobs.lr, betas=knobs.betas, eps=knobs.eps, weight_decay=knobs.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=knobs.lr,
+        betas=knobs.betas,
+        eps=knobs.eps,
+        weight_decay=knobs.weight_decay,
+        fused=True,
+    )
     tokens = random_rows(name, rows, seq_len).to(device)
     compute = resolve_compute("auto", device)
 
@@ -95,7 +130,9 @@ def generate_ours(name: str, together: int, prompt: int, tokens: int) -> Work:
 
     def work() -> Turn:
         with computing_in(resolve_compute("auto", device), device):
-            answers = Generator(model, max_rows=together).run([Request(ids, tokens) for ids in prompts])
+            answers = Generator(model, max_rows=together).run(
+                [Request(ids, tokens) for ids in prompts]
+            )
         return Turn(sum(answer.generated for answer in answers))
 
     return work
@@ -106,7 +143,10 @@ def generate_transformers(name: str, together: int, prompt: int, tokens: int) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = AutoConfig.for_model(**{key: value for key, value in preset(name).items() if key != "architectures"}, pad_token_id=0)
+    config = AutoConfig.for_model(
+        **{key: value for key, value in preset(name).items() if key != "architectures"},
+        pad_token_id=0,
+    )
     config.eos_token_id = None
     model = AutoModelForCausalLM.from_config(config).to(device).eval()
     model.load_state_dict(random_model(name).state_dict(), strict=not config.tie_word_embeddings)
@@ -114,7 +154,12 @@ def generate_transformers(name: str, together: int, prompt: int, tokens: int) ->
 
     def work() -> Turn:
         with torch.no_grad(), computing_in(resolve_compute("auto", device), device):
-            made = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=tokens)
+            made = model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=False,
+                max_new_tokens=tokens,
+            )
         return Turn(made[:, prompt:].numel())
 
     return work
@@ -122,22 +167,54 @@ def generate_transformers(name: str, together: int, prompt: int, tokens: int) ->
 
 def training(name: str, rows: int, seq_len: int) -> Comparison:
     arguments = (name, rows, seq_len)
-    contenders = [Contender("ingot", train_ours, arguments, OPTIMIZER), Contender("transformers", train_transformers, arguments, (*TRANSFORMERS, *OPTIMIZER))]
-    return Comparison(f"training step, {name}, {rows} x {seq_len} tokens", "tokens", contenders, [("ingot", "transformers")])
+    contenders = [
+        Contender("ingot", train_ours, arguments, OPTIMIZER),
+        Contender("transformers", train_transformers, arguments, (*TRANSFORMERS, *OPTIMIZER)),
+    ]
+    return Comparison(
+        f"training step, {name}, {rows} x {seq_len} tokens",
+        "tokens",
+        contenders,
+        [("ingot", "transformers")],
+    )
 
 
 def generating(name: str, prompt: int, tokens: int) -> Comparison:
     sizes = (1, 8)
-    contenders = [Contender(f"ingot, {n} together", generate_ours, (name, n, prompt, tokens)) for n in sizes]
-    contenders += [Contender(f"transformers, {n} together", generate_transformers, (name, n, prompt, tokens), TRANSFORMERS) for n in sizes]
-    ratios = [("ingot, 8 together", "ingot, 1 together"), ("ingot, 1 together", "transformers, 1 together"), ("ingot, 8 together", "transformers, 8 together")]
+    contenders = [
+        Contender(f"ingot, {n} together", generate_ours, (name, n, prompt, tokens)) for n in sizes
+    ]
+    contenders += [
+        Contender(
+            f"transformers, {n} together",
+            generate_transformers,
+            (name, n, prompt, tokens),
+            TRANSFORMERS,
+        )
+        for n in sizes
+    ]
+    ratios = [
+        ("ingot, 8 together", "ingot, 1 together"),
+        ("ingot, 1 together", "transformers, 1 together"),
+        ("ingot, 8 together", "transformers, 8 together"),
+    ]
     notes = ["eight together take 8 / (the first ratio) times as long as one alone"]
-    return Comparison(f"generation, {name}, {prompt} + {tokens} tokens, greedy", "tokens", contenders, ratios, notes)
+    return Comparison(
+        f"generation, {name}, {prompt} + {tokens} tokens, greedy",
+        "tokens",
+        contenders,
+        ratios,
+        notes,
+    )
 
 
 COMPARISONS: dict[str, Callable[[bool, Path], Comparison]] = {
     "train-3m": lambda quick, root: training("llama-3m", 2 if quick else 8, 32 if quick else 256),
     "train-56m": lambda quick, root: training("llama-56m", 1 if quick else 2, 32 if quick else 512),
-    "generate": lambda quick, root: generating("llama-3m" if quick else "llama-56m", 4 if quick else 64, 3 if quick else 64),
+    "generate": lambda quick, root: generating(
+        "llama-3m" if quick else "llama-56m", 4 if quick else 64, 3 if quick else 64
+    ),
 }
-"""Name -> the comparison; the first argument asks for tiny sizes that only show that everything runs."""
+"""Name -> the comparison; the first argument asks for tiny sizes that only show that everything
+runs.
+"""

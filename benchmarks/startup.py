@@ -1,6 +1,8 @@
-"""How long a person waits for a command that does no work: CPU seconds of `ingot --help` and `ingot submit --dry-run`, beside Typer's own imports.
+"""How long a person waits for a command that does no work: CPU seconds of `ingot --help` and `ingot
+submit --dry-run`, beside Typer's own imports.
 
-`python -m benchmarks.startup`. Asked: 0.3 s and 3 s. The least of several rounds, which take turns; a busy machine stretches CPU seconds, too.
+`python -m benchmarks.startup`. Asked: 0.3 s and 3 s. The least of several rounds, which take turns;
+a busy machine stretches CPU seconds, too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ INGOT = (sys.executable, "-m", "ingot")
 COMMANDS: dict[str, Sequence[str]] = {
     "import typer.rich_utils": (sys.executable, "-c", "import typer.rich_utils"),
     "ingot --help": (*INGOT, "--help"),
-    "ingot submit --dry-run": (*INGOT, "submit", "recipes/quickstart.yaml", "recipes/places/vertex.yaml", "--dry-run"),
+    "ingot submit --dry-run": (
+        *INGOT,
+        "submit",
+        "recipes/quickstart.yaml",
+        "recipes/places/vertex.yaml",
+        "--dry-run",
+    ),
 }
 
 
@@ -28,14 +36,19 @@ def main() -> None:
             found[name].append(_cpu_seconds(command))
     least = {name: min(seconds) for name, seconds in found.items()}
     for name, seconds in least.items():
-        print(f"{name:<26}{seconds:6.2f} s{seconds / least['import typer.rich_utils']:8.1f} times Typer's imports")
+        print(
+            f"{name:<26}{seconds:6.2f} s{seconds / least['import typer.rich_utils']:8.1f} times"
+            " Typer's imports"
+        )
 
 
 def _cpu_seconds(command: Sequence[str]) -> float:
     before = os.times()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Contenders that take turns: each lives in a process of its own, runs when told to, and waits while the others run.
+"""Contenders that take turns: each lives in a process of its own, runs when told to, and waits
+while the others run.
 
-So all of them meet the same moods of a shared machine, their ratio is taken turn by turn, and each one's peak memory is its own.
+So all of them meet the same moods of a shared machine, their ratio is taken turn by turn, and each
+one's peak memory is its own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ SAME = 0.01
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn did: how many units (tokens, megabytes), and where there is one a number that all contenders must find alike."""
+    """What one turn did: how many units (tokens, megabytes), and where there is one a number that
+    all contenders must find alike.
+    """
 
     units: float
     found: float | None = None
@@ -38,7 +42,8 @@ Work = Callable[[], Turn]
 
 @dataclass(frozen=True)
 class Contender:
-    """`make(*arguments)` is called in the contender's own process and answers its work; it must be importable.
+    """`make(*arguments)` is called in the contender's own process and answers its work; it must be
+    importable.
 
     `imports` are loaded before memory is counted.
     """
@@ -51,7 +56,9 @@ class Contender:
 
 @dataclass(frozen=True)
 class Result:
-    """What one contender did: units per second and CPU-seconds per turn (its children's too), and memory beyond its imports."""
+    """What one contender did: units per second and CPU-seconds per turn (its children's too), and
+    memory beyond its imports.
+    """
 
     name: str
     rates: list[float]
@@ -65,9 +72,11 @@ class Result:
 
 
 def take_turns(contenders: Sequence[Contender], rounds: int, threads: int) -> list[Result]:
-    """Each contender once to warm up, then `rounds` rounds, in an order that is turned by one each time.
+    """Each contender once to warm up, then `rounds` rounds, in an order that is turned by one each
+    time.
 
-    Ends the program when a contender fails, or when the first turns show that they do not do the same work.
+    Ends the program when a contender fails, or when the first turns show that they do not do the
+    same work.
     """
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the contenders inherit it
@@ -89,7 +98,10 @@ def take_turns(contenders: Sequence[Contender], rounds: int, threads: int) -> li
                 who = (number + shift) % len(contenders)
                 pipes[who].send("go")
                 turns[who].append(_answer(pipes[who], contenders[who]))
-        return [_result(contender, pipe, done) for contender, pipe, done in zip(contenders, pipes, turns, strict=True)]
+        return [
+            _result(contender, pipe, done)
+            for contender, pipe, done in zip(contenders, pipes, turns, strict=True)
+        ]
     finally:
         for pipe in pipes:
             pipe.close()
@@ -108,15 +120,22 @@ def ratio(one: Result, other: Result) -> tuple[float, float, float]:
 def _compare(contenders: Sequence[Contender], found: Sequence[float | None]) -> None:
     numbers = [number for number in found if number is not None]
     if numbers and max(numbers) - min(numbers) > SAME * abs(numbers[0]):
-        each = ", ".join(f"{contender.name} {number}" for contender, number in zip(contenders, found, strict=True))
+        each = ", ".join(
+            f"{contender.name} {number}"
+            for contender, number in zip(contenders, found, strict=True)
+        )
         raise SystemExit(f"the contenders do not do the same work: {each}")
 
 
-def _result(contender: Contender, pipe: Connection, turns: Sequence[tuple[float, float, float]]) -> Result:
+def _result(
+    contender: Contender, pipe: Connection, turns: Sequence[tuple[float, float, float]]
+) -> Result:
     pipe.send("end")
     memory = _answer(pipe, contender)
     units, seconds, cpu = (list(column) for column in zip(*turns, strict=True))
-    return Result(contender.name, [u / s for u, s in zip(units, seconds, strict=True)], seconds, cpu, memory)
+    return Result(
+        contender.name, [u / s for u, s in zip(units, seconds, strict=True)], seconds, cpu, memory
+    )
 
 
 def _answer(pipe: Connection, contender: Contender) -> Any:
@@ -149,8 +168,13 @@ def _live(contender: Contender, pipe: Connection) -> None:
 
 
 def _cpu_seconds() -> float:
-    """CPU seconds of this process, of the children that it has waited for, and of those that live, with theirs."""
-    own = sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    """CPU seconds of this process, of the children that it has waited for, and of those that live,
+    with theirs.
+    """
+    own = sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             times = child.cpu_times()
@@ -161,12 +185,22 @@ def _cpu_seconds() -> float:
 def _on_device_bytes() -> int:
     """Most that torch allocated on a GPU; 0 where it was not used."""
     torch = sys.modules.get("torch")
-    return torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_available() else 0
+    return (
+        torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_available() else 0
+    )
 
 
 def _peak_bytes() -> int:
-    """Most memory that this process has held. Where the kernel tells, since it was started: `ru_maxrss` would count its parent's."""
+    """Most memory that this process has held. Where the kernel tells, since it was started:
+    `ru_maxrss` would count its parent's.
+    """
     status = Path("/proc/self/status")
     if status.exists():
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return next(
+            int(line.split()[1]) * 1024
+            for line in status.read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

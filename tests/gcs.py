@@ -1,7 +1,9 @@
-"""A Google Cloud Storage of the tests: one bucket, by the JSON API over loopback, as Google's own client speaks it.
+"""A Google Cloud Storage of the tests: one bucket, by the JSON API over loopback, as Google's own
+client speaks it.
 
-Preconditions and checksums are enforced. `server.fault(KIND, ...)` makes the next requests of a kind go wrong; KIND is `insert` (a whole
-object in one request), `start`, `chunk` and `status` (of a resumable upload), `stat`, `media`, `list`, `delete` or `bucket`.
+Preconditions and checksums are enforced. `server.fault(KIND, ...)` makes the next requests of a
+kind go wrong; KIND is `insert` (a whole object in one request), `start`, `chunk` and `status` (of a
+resumable upload), `stat`, `media`, `list`, `delete` or `bucket`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def crc32c(data: bytes) -> str:
 
 @dataclass
 class Stored:
-    """An object. `crc32c` is what the service reckoned when it was written, whatever became of `data` since."""
+    """An object. `crc32c` is what the service reckoned when it was written, whatever became of
+    `data` since.
+    """
 
     data: bytes
     crc32c: str
@@ -88,7 +92,8 @@ class Refused(Exception):
 
 
 class Server(Loopback):
-    """`objects` by name; `counts` of requests by kind, `written` names in order, `received` bytes of uploads' bodies.
+    """`objects` by name; `counts` of requests by kind, `written` names in order, `received` bytes
+    of uploads' bodies.
 
     `ahead_s` moves the service's clock.
     """
@@ -132,13 +137,23 @@ class Server(Loopback):
             return None
         return found
 
-    def write(self, name: str, data: bytes, about: dict[str, Any], query: dict[str, str]) -> dict[str, Any]:
+    def write(
+        self, name: str, data: bytes, about: dict[str, Any], query: dict[str, str]
+    ) -> dict[str, Any]:
         """Make an object, all at once, when conditions and checksums hold."""
         with self.lock:
             self.check(name, query)
             if about.get("crc32c", crc32c(data)) != crc32c(data):
-                raise Refused(400, f"Provided CRC32C \"{about['crc32c']}\" doesn't match calculated CRC32C \"{crc32c(data)}\".")
-            if "md5Hash" in about and base64.b64decode(about["md5Hash"]) != hashlib.md5(data, usedforsecurity=False).digest():
+                raise Refused(
+                    400,
+                    f'Provided CRC32C "{about["crc32c"]}" doesn\'t match calculated CRC32C'
+                    f' "{crc32c(data)}".',
+                )
+            if (
+                "md5Hash" in about
+                and base64.b64decode(about["md5Hash"])
+                != hashlib.md5(data, usedforsecurity=False).digest()
+            ):
                 raise Refused(400, "Provided MD5 hash doesn't match.")
             self.generation += 1
             self.objects[name] = Stored(data, crc32c(data), self.generation, self.now())
@@ -149,8 +164,15 @@ class Server(Loopback):
         found = self.objects[name]
         updated = datetime.fromtimestamp(found.updated, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         return {
-            "kind": "storage#object", "name": name, "bucket": self.bucket, "size": str(len(found.data)), "crc32c": found.crc32c,
-            "generation": str(found.generation), "metageneration": "1", "updated": updated, "timeCreated": updated,
+            "kind": "storage#object",
+            "name": name,
+            "bucket": self.bucket,
+            "size": str(len(found.data)),
+            "crc32c": found.crc32c,
+            "generation": str(found.generation),
+            "metageneration": "1",
+            "updated": updated,
+            "timeCreated": updated,
         }
 
     def flip(self, name: str, at: int = 0) -> None:
@@ -161,7 +183,9 @@ class Server(Loopback):
 
 @contextlib.contextmanager
 def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server that clients of this process and its children find, with short pauses between what a client repeats."""
+    """A server that clients of this process and its children find, with short pauses between what a
+    client repeats.
+    """
     server = Server()
     monkeypatch.setenv(EMULATOR, server.address)
     monkeypatch.setattr(bucket, "FIRST_PAUSE_S", 0.01)
@@ -179,12 +203,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not urlsplit(self.path).path.endswith("/o") and self.name is None:
-            about: Any = {"kind": "storage#bucket", "name": self.server.bucket, "location": self.server.location}
+            about: Any = {
+                "kind": "storage#bucket",
+                "name": self.server.bucket,
+                "location": self.server.location,
+            }
             if urlsplit(self.path).path.endswith("/iam"):
-                about = {"kind": "storage#policy", "version": 3, "etag": "CAE=", "bindings": self.server.bindings}
+                about = {
+                    "kind": "storage#policy",
+                    "version": 3,
+                    "etag": "CAE=",
+                    "bindings": self.server.bindings,
+                }
             elif urlsplit(self.path).path.endswith("/iam/testPermissions"):
                 asked = parse_qs(urlsplit(self.path).query)["permissions"]
-                about = {"kind": "storage#testIamPermissionsResponse", "permissions": [name for name in asked if name not in self.server.lacking]}
+                about = {
+                    "kind": "storage#testIamPermissionsResponse",
+                    "permissions": [name for name in asked if name not in self.server.lacking],
+                }
             self._serve("bucket", lambda _: (200, about, {}))  # the client looks, for itself
         elif self.name is None:
             self._serve("list", self._list)
@@ -201,7 +237,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve("insert" if whole else "start", self._insert if whole else self._start)
 
     def do_PUT(self) -> None:
-        self._serve("status" if self.headers["Content-Range"].startswith("bytes */") else "chunk", self._chunk)
+        self._serve(
+            "status" if self.headers["Content-Range"].startswith("bytes */") else "chunk",
+            self._chunk,
+        )
 
     @property
     def query(self) -> dict[str, str]:
@@ -238,11 +277,23 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refused(fault.code, fault.message)
         except Refused as error:
             code, headers = error.code, {}
-            answer = {"error": {"code": error.code, "message": error.message, "errors": [{"message": error.message}]}}
+            answer = {
+                "error": {
+                    "code": error.code,
+                    "message": error.message,
+                    "errors": [{"message": error.message}],
+                }
+            }
         self._answer(code, answer, headers, fault)
 
     def _answer(self, code: int, answer: Any, headers: dict[str, str], fault: Fault) -> None:
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode() if answer is not None else b""
+        data = (
+            answer
+            if isinstance(answer, bytes)
+            else json.dumps(answer).encode()
+            if answer is not None
+            else b""
+        )
         sent = data[: len(data) // 2] if fault.cut or fault.short else data
         self.send_response(code)
         for key, value in {"Content-Type": "application/json", **headers}.items():
@@ -271,7 +322,10 @@ class _Handler(BaseHTTPRequestHandler):
                 found[prefix + head + mark] = bool(mark)
         names = sorted(name for name in found if name > query.get("pageToken", ""))
         page = names[: min(self.server.page, int(query.get("maxResults", "1000")))]
-        answer: dict[str, Any] = {"kind": "storage#objects", "items": [self.server.describe(name) for name in page if not found[name]]}
+        answer: dict[str, Any] = {
+            "kind": "storage#objects",
+            "items": [self.server.describe(name) for name in page if not found[name]],
+        }
         if prefixes := [name for name in page if found[name]]:
             answer["prefixes"] = prefixes
         if len(page) < len(names):
@@ -281,8 +335,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _media(self, body: bytes) -> tuple[int, Any, dict[str, str]]:
         found = self.server.objects[self._found()]
         headers = {
-            "Content-Type": "application/octet-stream", "x-goog-generation": str(found.generation), "x-goog-hash": f"crc32c={found.crc32c}",
-            "x-goog-stored-content-length": str(len(found.data)), "x-goog-stored-content-encoding": "identity",
+            "Content-Type": "application/octet-stream",
+            "x-goog-generation": str(found.generation),
+            "x-goog-hash": f"crc32c={found.crc32c}",
+            "x-goog-stored-content-length": str(len(found.data)),
+            "x-goog-stored-content-encoding": "identity",
         }
         if "Range" not in self.headers:
             return 200, found.data, headers
@@ -290,12 +347,20 @@ class _Handler(BaseHTTPRequestHandler):
         if int(first) >= len(found.data):
             raise Refused(416, "The requested range cannot be satisfied.")
         part = found.data[int(first) : int(last) + 1 if last else None]
-        return 206, part, headers | {"Content-Range": f"bytes {first}-{int(first) + len(part) - 1}/{len(found.data)}"}
+        return (
+            206,
+            part,
+            headers
+            | {"Content-Range": f"bytes {first}-{int(first) + len(part) - 1}/{len(found.data)}"},
+        )
 
     def _insert(self, body: bytes) -> tuple[int, Any, dict[str, str]]:
         boundary = re.search(r'boundary="?([^";]+)', self.headers["Content-Type"])
         assert boundary
-        parts = [part.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n") for part in body.split(b"--" + boundary[1].encode())[1:3]]
+        parts = [
+            part.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
+            for part in body.split(b"--" + boundary[1].encode())[1:3]
+        ]
         about = json.loads(parts[0])
         return 200, self.server.write(about["name"], parts[1], about, self.query), {}
 
@@ -313,21 +378,35 @@ class _Handler(BaseHTTPRequestHandler):
         if not session.done:
             total = self._keep(body)
             if total is None or len(session.data) < total:
-                return 308, None, {"Range": f"bytes=0-{len(session.data) - 1}"} if session.data else {}
-            given = dict(part.split("=", 1) for part in self.headers.get("x-goog-hash", "").split(",") if part)
-            about = session.about | {"crc32c": given["crc32c"]} if "crc32c" in given else session.about
+                return (
+                    308,
+                    None,
+                    {"Range": f"bytes=0-{len(session.data) - 1}"} if session.data else {},
+                )
+            given = dict(
+                part.split("=", 1)
+                for part in self.headers.get("x-goog-hash", "").split(",")
+                if part
+            )
+            about = (
+                session.about | {"crc32c": given["crc32c"]} if "crc32c" in given else session.about
+            )
             session.done = True
             self.server.write(session.name, session.data, about, session.query)
         return 200, self.server.describe(session.name), {}
 
     def _keep(self, body: bytes) -> int | None:
-        """Add what is new in `body` to the upload; returns the size of the whole, where that is known."""
+        """Add what is new in `body` to the upload; returns the size of the whole, where that is
+        known.
+        """
         session = self.server.sessions[self.query["upload_id"]]
         span, _, total = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
         if span != "*":
             first = int(span.partition("-")[0])
             if first > len(session.data):
-                raise Refused(400, f"the chunk begins at {first}, {len(session.data)} bytes are here")
+                raise Refused(
+                    400, f"the chunk begins at {first}, {len(session.data)} bytes are here"
+                )
             session.data += body[len(session.data) - first :]
         return int(total) if total != "*" else None
 

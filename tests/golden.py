@@ -1,4 +1,5 @@
-"""Texts that a change of the code must not change unseen: `check(name, text)` compares with `tests/golden/NAME`.
+"""Texts that a change of the code must not change unseen: `check(name, text)` compares with
+`tests/golden/NAME`.
 
 `GOLDEN=write pytest ...` writes them anew; the difference is then read in review like code.
 """
@@ -17,4 +18,6 @@ def check(name: str, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     assert path.exists(), f"{path} is missing; GOLDEN=write writes it"
-    assert text == path.read_text(encoding="utf-8"), f"{name} differs; read the difference, then GOLDEN=write"
+    assert text == path.read_text(encoding="utf-8"), (
+        f"{name} differs; read the difference, then GOLDEN=write"
+    )

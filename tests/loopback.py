@@ -11,7 +11,9 @@ from typing import Any
 
 
 class Loopback(ThreadingHTTPServer):
-    """Answers from when it is made until `server_close`, which hangs up on all clients: whoever keeps a connection open would keep a thread of ours."""
+    """Answers from when it is made until `server_close`, which hangs up on all clients: whoever
+    keeps a connection open would keep a thread of ours.
+    """
 
     daemon_threads = True
 

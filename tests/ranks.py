@@ -1,4 +1,6 @@
-"""Runs a function on N ranks over gloo, as torchrun would; starting torch is paid once for all tests of a process."""
+"""Runs a function on N ranks over gloo, as torchrun would; starting torch is paid once for all
+tests of a process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from typing import Any
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.nn.parallel", "ingot.train.run"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "torch.nn.parallel",
+        "ingot.train.run",
+    ]
+)
 
 
 def free_port() -> int:
@@ -24,8 +34,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60) -> list[Any]:
-    """`function(*arguments)` on each of `world` ranks (a function of a module, picklable arguments); results in the order of ranks.
+def run_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60
+) -> list[Any]:
+    """`function(*arguments)` on each of `world` ranks (a function of a module, picklable
+    arguments); results in the order of ranks.
 
     An exception on any rank fails the test with that rank's traceback.
     """
@@ -34,7 +47,11 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     processes = []
     for rank in range(world):
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_run, args=(rank, world, port, timeout_s, theirs, function, arguments), daemon=True)
+        process = _context.Process(
+            target=_run,
+            args=(rank, world, port, timeout_s, theirs, function, arguments),
+            daemon=True,
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -56,10 +73,27 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
                 process.kill()
 
 
-def _run(rank: int, world: int, port: int, timeout_s: float, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)  # the server that this process was forked from had read the environment before
+def _run(
+    rank: int,
+    world: int,
+    port: int,
+    timeout_s: float,
+    pipe: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(
+        1
+    )  # the server that this process was forked from had read the environment before
     # A rank that hangs shows where, and ends.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:

@@ -14,6 +14,15 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 
 
-def save_checkpoint(checkpoints: Path, step: int, masters: Masters, optimizer: Optimizer, payload: Mapping[str, Any], mesh: Mesh) -> Path:
+def save_checkpoint(
+    checkpoints: Path,
+    step: int,
+    masters: Masters,
+    optimizer: Optimizer,
+    payload: Mapping[str, Any],
+    mesh: Mesh,
+) -> Path:
     """Write and commit the state after `step` steps; all ranks call it. Its folder."""
-    return write_checkpoint(checkpoints, step, training_tensors(masters, optimizer), payload, mesh).folder
+    return write_checkpoint(
+        checkpoints, step, training_tensors(masters, optimizer), payload, mesh
+    ).folder

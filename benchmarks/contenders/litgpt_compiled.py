@@ -1,4 +1,6 @@
-"""litgpt's model and loss, compiled, in the loop of its pretraining script, in bf16-mixed by Fabric."""
+"""litgpt's model and loss, compiled, in the loop of its pretraining script, in bf16-mixed by
+Fabric.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,22 @@ def load(folder: Path) -> GPT:
     """The model of a Hugging Face folder of a Llama."""
     read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = Config(
-        name="llama", block_size=read["max_position_embeddings"], n_layer=read["num_hidden_layers"], n_embd=read["hidden_size"], vocab_size=read["vocab_size"],
-        padded_vocab_size=read["vocab_size"], n_head=read["num_attention_heads"], n_query_groups=read["num_key_value_heads"], rotary_percentage=1.0,
-        parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=read["rms_norm_eps"], mlp_class_name="LLaMAMLP",
-        intermediate_size=read["intermediate_size"], rope_base=int(read["rope_parameters"]["rope_theta"]),
+        name="llama",
+        block_size=read["max_position_embeddings"],
+        n_layer=read["num_hidden_layers"],
+        n_embd=read["hidden_size"],
+        vocab_size=read["vocab_size"],
+        padded_vocab_size=read["vocab_size"],
+        n_head=read["num_attention_heads"],
+        n_query_groups=read["num_key_value_heads"],
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        norm_eps=read["rms_norm_eps"],
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=read["intermediate_size"],
+        rope_base=int(read["rope_parameters"]["rope_theta"]),
     )
     weights: dict[str, Any] = {}
     copy_weights_hf_llama(config, {}, weights, load_file(folder / "model.safetensors"))
@@ -36,14 +50,20 @@ def load(folder: Path) -> GPT:
 
 def main() -> None:
     task = read_task()
-    fabric = lightning.Fabric(accelerator="cpu" if task["device"] == "cpu" else "gpu", devices=1, precision="bf16-mixed")
+    fabric = lightning.Fabric(
+        accelerator="cpu" if task["device"] == "cpu" else "gpu", devices=1, precision="bf16-mixed"
+    )
     model = load(Path(task["model"]))
     model.max_seq_length = task["seq_len"]
     knobs = knobs_of(task)
-    optimizer = torch.optim.AdamW(decay_groups(model, knobs.pop("weight_decay")), fused=True, **knobs)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, knobs.pop("weight_decay")), fused=True, **knobs
+    )
     compiled: Any = fabric.setup_module(torch.compile(model) if task["compiled"] else model)
     optimizer = fabric.setup_optimizers(optimizer)
-    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(TokenRows(task), batch_size=task["batch"]))
+    loader = fabric.setup_dataloaders(
+        torch.utils.data.DataLoader(TokenRows(task), batch_size=task["batch"])
+    )
     turnstile = Turnstile(task["steps"])
     log = (Path(task["folder"]) / "litgpt.jsonl").open("w", encoding="utf-8")
     turnstile.wait()

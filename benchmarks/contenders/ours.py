@@ -1,4 +1,6 @@
-"""`ingot train` itself: its loader, its step, its hooks and sinks. One hook more waits for turns."""
+"""`ingot train` itself: its loader, its step, its hooks and sinks. One hook more waits for
+turns.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def main() -> None:
     turnstile = Turnstile(task["steps"])
 
     def in_turns(
-        first: int, last: int, fetch: Callable[[int], Work], do_step: Callable[[int, Work], StepInfo], hooks: Sequence[Hook], **more: Any
+        first: int,
+        last: int,
+        fetch: Callable[[int], Work],
+        do_step: Callable[[int, Work], StepInfo],
+        hooks: Sequence[Hook],
+        **more: Any,
     ) -> LoopEnd:
         turnstile.wait()
         return run_loop(first, last, fetch, do_step, [*hooks, Turns(turnstile)], **more)

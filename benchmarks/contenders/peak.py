@@ -1,4 +1,6 @@
-"""The fastest bf16 matrix product of this machine: what the others' shares of the peak are taken of."""
+"""The fastest bf16 matrix product of this machine: what the others' shares of the peak are taken
+of.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ SECONDS = 1.0
 
 
 def fastest(seconds: float) -> float:
-    """FLOP/s of the fastest product of square matrices within so much time for each of `SIZES`: 2 * size^3 / seconds."""
+    """FLOP/s of the fastest product of square matrices within so much time for each of `SIZES`: 2 *
+    size^3 / seconds.
+    """
     best = 0.0
     for size in SIZES:
         a, b = (torch.randn(size, size).bfloat16() for _ in range(2))

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 
 class TokenRows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows of tokens, each one document; the labels are the tokens themselves, which a model shifts."""
+    """Rows of tokens, each one document; the labels are the tokens themselves, which a model
+    shifts.
+    """
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         self._rows = np.load(task["rows"], mmap_mode="r")
@@ -28,4 +30,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, vectors do not: as on our side."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]

@@ -1,4 +1,6 @@
-"""How a training that owns its loop takes turns: it is stopped between two steps until it is told to go on. Knows no library but the standard one."""
+"""How a training that owns its loop takes turns: it is stopped between two steps until it is told
+to go on. Knows no library but the standard one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def read_task() -> dict[str, Any]:
 
 
 class Turnstile:
-    """Reads `go` from the standard input before each turn, and answers each with a line of JSON on the standard output.
+    """Reads `go` from the standard input before each turn, and answers each with a line of JSON on
+    the standard output.
 
     Whatever a library prints goes to the standard error.
     """
@@ -31,7 +34,9 @@ class Turnstile:
         self._began = self._cpu = 0.0
 
     def wait(self) -> None:
-        """Before the first step, and between turns. Leaves the program when there is no further one."""
+        """Before the first step, and between turns. Leaves the program when there is no further
+        one.
+        """
         if sys.stdin.readline().strip() != "go":
             # Whatever would follow (checkpoints, exports) is not what is measured.
             os._exit(0)
@@ -49,27 +54,51 @@ class Turnstile:
     def answer(self, **found: Any) -> None:
         """End a turn."""
         seconds, cpu = time.perf_counter() - self._began, cpu_seconds() - self._cpu
-        self._answers.write(json.dumps({"seconds": seconds, "cpu_seconds": cpu, "memory_bytes": peak_bytes(), "device_bytes": device_bytes(), **found}) + "\n")
+        self._answers.write(
+            json.dumps(
+                {
+                    "seconds": seconds,
+                    "cpu_seconds": cpu,
+                    "memory_bytes": peak_bytes(),
+                    "device_bytes": device_bytes(),
+                    **found,
+                }
+            )
+            + "\n"
+        )
         self._answers.flush()
 
 
 def cpu_seconds() -> float:
     """Of this process and of the children that it has waited for."""
-    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    return sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has held since it was started, libraries included; `ru_maxrss` would count its parent's."""
+    """Most memory that this process has held since it was started, libraries included; `ru_maxrss`
+    would count its parent's.
+    """
     status = Path("/proc/self/status")
     if status.exists():
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return next(
+            int(line.split()[1]) * 1024
+            for line in status.read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def device_bytes() -> int:
     """Most that torch allocated on a GPU; 0 where it was not used."""
     torch = sys.modules.get("torch")
-    return torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_available() else 0
+    return (
+        torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_available() else 0
+    )
 
 
 def knobs_of(task: Mapping[str, Any]) -> dict[str, Any]:

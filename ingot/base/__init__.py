@@ -1,1 +1,3 @@
-"""The ground: files, markers, events, locks, metrics, errors. Knows no word of the project and never imports torch."""
+"""The ground: files, markers, events, locks, metrics, errors. Knows no word of the project and
+never imports torch.
+"""

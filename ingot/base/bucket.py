@@ -1,8 +1,10 @@
-"""Objects in a bucket of Google Cloud Storage, through Google's own client; $STORAGE_EMULATOR_HOST is honoured.
+"""Objects in a bucket of Google Cloud Storage, through Google's own client; $STORAGE_EMULATOR_HOST
+is honoured.
 
-What a network does is dealt with here: requests are repeated with growing pauses until patience ends, a large upload that breaks goes on
-where the service stands, and what was written or read has the checksum (CRC32C) that it should have. Conditions are by generation: the
-number that the service gives to each content of an object; 0 stands for no object.
+What a network does is dealt with here: requests are repeated with growing pauses until patience
+ends, a large upload that breaks goes on where the service stands, and what was written or read has
+the checksum (CRC32C) that it should have. Conditions are by generation: the number that the service
+gives to each content of an object; 0 stands for no object.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Digest(Protocol):
 
 @dataclass(frozen=True)
 class Blob:
-    """An object without its content; `updated` is when it was written, by the service's clock, in seconds since the epoch."""
+    """An object without its content; `updated` is when it was written, by the service's clock, in
+    seconds since the epoch.
+    """
 
     name: str
     bytes: int
@@ -52,7 +56,8 @@ class Blob:
 
 
 def open_bucket(url: str, *, patience_s: float | None = None) -> Bucket:
-    """What lies under `gs://BUCKET/PREFIX`; nothing is asked of the service yet. `patience_s`: how long a request is repeated, by default 120.
+    """What lies under `gs://BUCKET/PREFIX`; nothing is asked of the service yet. `patience_s`: how
+    long a request is repeated, by default 120.
 
     Raises:
         WrongInput: the address is none, there are no credentials, or the package is missing.
@@ -72,8 +77,9 @@ def crc32c(path: Path) -> str:
 class Bucket:
     """Objects by their names below the prefix; threads may share it. `open_bucket` makes it.
 
-    Each method raises WrongInput where the bucket is missing or rights are, and Failed where the service cannot be reached, breaks down for
-    longer than patience lasts, or gives something else than was asked for.
+    Each method raises WrongInput where the bucket is missing or rights are, and Failed where the
+    service cannot be reached, breaks down for longer than patience lasts, or gives something else
+    than was asked for.
     """
 
     def __init__(self, url: str, patience_s: float) -> None:
@@ -95,12 +101,21 @@ class Bucket:
     def url_of(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
-    def put(self, name: str, content: bytes | Path, *, generation: int | None = None, note: Path | None = None) -> Blob:
+    def put(
+        self,
+        name: str,
+        content: bytes | Path,
+        *,
+        generation: int | None = None,
+        note: Path | None = None,
+    ) -> Blob:
         """Write an object: bytes, or a file, of which never more than a chunk is in memory.
 
-        `generation`: only over an object of this generation, 0: only where there is none. What is there with the very same content is success
-        all the same, since a request that is repeated may meet what it did itself. `note`: a file to keep the address of a large upload in, so
-        that another process that is given it goes on where the service stands.
+        `generation`: only over an object of this generation, 0: only where there is none. What is
+        there with the very same content is success
+        all the same, since a request that is repeated may meet what it did itself. `note`: a file
+        to keep the address of a large upload in, so that another process that is given it goes on
+        where the service stands.
 
         Raises:
             Conflict: there is something else.
@@ -108,20 +123,31 @@ class Bucket:
         sink = _Sink(None, None)
         if isinstance(content, bytes):
             sink.write(content)
-        size, checksum = (content.stat().st_size, crc32c(content)) if isinstance(content, Path) else (len(content), sink.crc32c)
+        size, checksum = (
+            (content.stat().st_size, crc32c(content))
+            if isinstance(content, Path)
+            else (len(content), sink.crc32c)
+        )
         try:
             if isinstance(content, Path) and size > WHOLE_BYTES:
-                blob = self._put_large(Parcel(self._prefix + name, content, size, checksum, generation), name, note)
+                blob = self._put_large(
+                    Parcel(self._prefix + name, content, size, checksum, generation), name, note
+                )
             else:
                 data = content.read_bytes() if isinstance(content, Path) else content
-                blob = self._patiently(lambda: self._put_whole(name, data, generation), name, "write")
+                blob = self._patiently(
+                    lambda: self._put_whole(name, data, generation), name, "write"
+                )
         except Conflict:
             found = self.stat(name)
             if found is None or (found.bytes, found.crc32c) != (size, checksum):
                 raise
             return found
         if (blob.bytes, blob.crc32c) != (size, checksum):
-            raise Failed(f"{self.url_of(name)} arrived as {blob.bytes} bytes, CRC32C {blob.crc32c}; {size}, {checksum} were sent; run the same command again")
+            raise Failed(
+                f"{self.url_of(name)} arrived as {blob.bytes} bytes, CRC32C {blob.crc32c}; {size},"
+                f" {checksum} were sent; run the same command again"
+            )
         return blob
 
     def get(self, name: str) -> bytes:
@@ -136,7 +162,8 @@ class Bucket:
         return stream.getvalue()
 
     def get_to_file(self, name: str, path: Path, *, digest: Digest | None = None) -> Blob:
-        """Read an object into a file, by its checksum; `digest` is fed with its bytes on the way. The file is not flushed to disk.
+        """Read an object into a file, by its checksum; `digest` is fed with its bytes on the way.
+        The file is not flushed to disk.
 
         Raises:
             Missing: there is no such object.
@@ -147,18 +174,37 @@ class Bucket:
 
     def stat(self, name: str) -> Blob | None:
         """None where there is no such object."""
-        found = self._patiently(lambda: self._bucket.get_blob(self._prefix + name, **self._once), name, "look at")
+        found = self._patiently(
+            lambda: self._bucket.get_blob(self._prefix + name, **self._once), name, "look at"
+        )
         return self._blob(found._properties) if found else None
 
     def list(self, prefix: str = "") -> Sequence[Blob]:
         """All objects whose names begin so, sorted by name."""
-        ask = functools.partial(self._client.list_blobs, self._bucket, prefix=self._prefix + prefix, fields=_FIELDS, **self._once)
-        return self._patiently(lambda: [self._blob(found._properties) for found in ask()], prefix, "list")
+        ask = functools.partial(
+            self._client.list_blobs,
+            self._bucket,
+            prefix=self._prefix + prefix,
+            fields=_FIELDS,
+            **self._once,
+        )
+        return self._patiently(
+            lambda: [self._blob(found._properties) for found in ask()], prefix, "list"
+        )
 
     def folders(self) -> Sequence[str]:
         """Names of the folders right below the prefix, sorted."""
-        ask = functools.partial(self._client.list_blobs, self._bucket, prefix=self._prefix, delimiter="/", fields="prefixes,nextPageToken", **self._once)
-        found = self._patiently(lambda: {name for page in ask().pages for name in page.prefixes}, "", "list")
+        ask = functools.partial(
+            self._client.list_blobs,
+            self._bucket,
+            prefix=self._prefix,
+            delimiter="/",
+            fields="prefixes,nextPageToken",
+            **self._once,
+        )
+        found = self._patiently(
+            lambda: {name for page in ask().pages for name in page.prefixes}, "", "list"
+        )
         return sorted(name.removeprefix(self._prefix).removesuffix("/") for name in found)
 
     def delete(self, name: str, *, generation: int | None = None) -> None:
@@ -168,7 +214,13 @@ class Bucket:
             Conflict: it is of another generation.
         """
         try:
-            self._patiently(lambda: self._bucket.blob(self._prefix + name).delete(if_generation_match=generation, **self._once), name, "delete")
+            self._patiently(
+                lambda: self._bucket.blob(self._prefix + name).delete(
+                    if_generation_match=generation, **self._once
+                ),
+                name,
+                "delete",
+            )
         except Missing:
             return
         except Conflict:
@@ -177,7 +229,13 @@ class Bucket:
 
     def _put_whole(self, name: str, data: bytes, generation: int | None) -> Blob:
         blob = self._bucket.blob(self._prefix + name)
-        blob.upload_from_string(data, "application/octet-stream", if_generation_match=generation, checksum="crc32c", **self._once)
+        blob.upload_from_string(
+            data,
+            "application/octet-stream",
+            if_generation_match=generation,
+            checksum="crc32c",
+            **self._once,
+        )
         return self._blob(blob._properties)
 
     def _put_large(self, parcel: Parcel, name: str, note: Path | None) -> Blob:
@@ -185,13 +243,34 @@ class Bucket:
             blob = self._bucket.blob(parcel.name)
             blob.crc32c = parcel.crc32c
             kind = "application/octet-stream"
-            address: str = blob.create_resumable_upload_session(kind, parcel.bytes, checksum=None, if_generation_match=parcel.generation, **self._once)
+            address: str = blob.create_resumable_upload_session(
+                kind,
+                parcel.bytes,
+                checksum=None,
+                if_generation_match=parcel.generation,
+                **self._once,
+            )
             return address
 
         def send(address: str, data: bytes, headers: Mapping[str, str]) -> Any:
-            return self._session.request("PUT", address, data=data, headers=dict(headers), timeout=self._timeout, allow_redirects=False)
+            return self._session.request(
+                "PUT",
+                address,
+                data=data,
+                headers=dict(headers),
+                timeout=self._timeout,
+                allow_redirects=False,
+            )
 
-        upload = Upload(parcel, note, start=start, send=send, refused=lambda answer: packages().refused(answer.status_code, answer.text, response=answer))
+        upload = Upload(
+            parcel,
+            note,
+            start=start,
+            send=send,
+            refused=lambda answer: packages().refused(
+                answer.status_code, answer.text, response=answer
+            ),
+        )
         try:
             while not (about := self._patiently(upload.advance, name, "write")):
                 pass
@@ -205,26 +284,44 @@ class Bucket:
         about = self.stat(name)
         if about is None:
             raise Missing(f"{self.url_of(name)} is not there; see what lies in {self.url}")
-        sink, blob = _Sink(stream, digest), self._bucket.blob(self._prefix + name, generation=about.generation)
+        sink, blob = (
+            _Sink(stream, digest),
+            self._bucket.blob(self._prefix + name, generation=about.generation),
+        )
 
         def advance() -> None:
-            blob.download_to_file(sink, start=sink.bytes or None, raw_download=True, checksum=None, **self._once)
+            blob.download_to_file(
+                sink, start=sink.bytes or None, raw_download=True, checksum=None, **self._once
+            )
             if sink.bytes < about.bytes:
                 raise ConnectionError(f"{sink.bytes} of {about.bytes} bytes came")
 
         while sink.bytes < about.bytes:
             self._patiently(advance, name, "read")
         if sink.crc32c != about.crc32c:
-            raise Corrupt(f"{self.url_of(name)} is damaged: it has CRC32C {sink.crc32c}, {about.crc32c} was written; take another copy")
+            raise Corrupt(
+                f"{self.url_of(name)} is damaged: it has CRC32C {sink.crc32c}, {about.crc32c} was"
+                " written; take another copy"
+            )
         return about
 
     def _blob(self, about: Mapping[str, Any]) -> Blob:
         updated = datetime.fromisoformat(about["updated"]).timestamp()
-        return Blob(about["name"].removeprefix(self._prefix), int(about["size"]), about["crc32c"], int(about["generation"]), updated)
+        return Blob(
+            about["name"].removeprefix(self._prefix),
+            int(about["size"]),
+            about["crc32c"],
+            int(about["generation"]),
+            updated,
+        )
 
     def _patiently(self, act: Callable[[], Done], name: str, verb: str) -> Done:
         """`act` until it comes off, an error comes that no repeating mends, or patience ends."""
-        retry = packages().retry.with_delay(FIRST_PAUSE_S, LONGEST_PAUSE_S, 2.0).with_timeout(self._patience_s)
+        retry = (
+            packages()
+            .retry.with_delay(FIRST_PAUSE_S, LONGEST_PAUSE_S, 2.0)
+            .with_timeout(self._patience_s)
+        )
         try:
             done: Done = retry(act)()
         except IngotError:

@@ -1,4 +1,6 @@
-"""What the process environment says: ranks as torchrun sets them, `.env` files, references to secrets."""
+"""What the process environment says: ranks as torchrun sets them, `.env` files, references to
+secrets.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 
 REPLICA = "REPLICA_OF_RUN"
-"""The variable that tells the ranks of a node without a shared disk which replica of the run folder in a bucket people and later starts see."""
+"""The variable that tells the ranks of a node without a shared disk which replica of the run folder
+in a bucket people and later starts see.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,16 +34,27 @@ class Ranks:
 
 def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     environ = os.environ if environ is None else environ
-    values = [environ.get(name, default) for name, default in
-              (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))]
+    values = [
+        environ.get(name, default)
+        for name, default in (
+            ("RANK", "0"),
+            ("WORLD_SIZE", "1"),
+            ("LOCAL_RANK", "0"),
+            ("LOCAL_WORLD_SIZE", "1"),
+        )
+    ]
     try:
         return Ranks(*(int(value) for value in values))
     except ValueError:
-        raise WrongInput(f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE must be integers, not {values}; start with torchrun") from None
+        raise WrongInput(
+            f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE must be integers, not {values}; start"
+            " with torchrun"
+        ) from None
 
 
 def read_dotenv(path: Path) -> dict[str, str]:
-    """`NAME=value` lines of a `.env` file; `#` comments, `export ` and quotes are understood, nothing is expanded.
+    """`NAME=value` lines of a `.env` file; `#` comments, `export ` and quotes are understood,
+    nothing is expanded.
 
     Raises:
         WrongInput: names the line that is none of these, or the file that is not UTF-8.
@@ -55,7 +70,9 @@ def read_dotenv(path: Path) -> dict[str, str]:
             continue
         name, equals, value = text.partition("=")
         if not equals or not name.strip().isidentifier():
-            raise WrongInput(f"{path}:{number}: `{line.strip()[:60]}` is not NAME=value; mend or remove the line")
+            raise WrongInput(
+                f"{path}:{number}: `{line.strip()[:60]}` is not NAME=value; mend or remove the line"
+            )
         value = value.strip()
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
@@ -76,7 +93,9 @@ def env_file(path: Path) -> dict[str, str]:
         path.unlink()
         return {str(name): str(value) for name, value in values.items()}
     except (OSError, ValueError, AttributeError) as error:
-        raise WrongInput(f"{path} holds no variables ({type(error).__name__}); start the job again") from None
+        raise WrongInput(
+            f"{path} holds no variables ({type(error).__name__}); start the job again"
+        ) from None
 
 
 def secret(reference: str, what: str) -> str:
@@ -91,4 +110,6 @@ def secret(reference: str, what: str) -> str:
     try:
         return os.environ[name]
     except KeyError:
-        raise WrongInput(f"{what} refers to {reference}, but ${name} is not set; export {name}=... first") from None
+        raise WrongInput(
+            f"{what} refers to {reference}, but ${name} is not set; export {name}=... first"
+        ) from None

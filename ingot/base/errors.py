@@ -1,4 +1,6 @@
-"""What goes wrong, in words a person can act on. Each error carries the exit code that scripts rely on."""
+"""What goes wrong, in words a person can act on. Each error carries the exit code that scripts rely
+on.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,13 @@ class IngotError(Exception):
     exit_code = EXIT_FAILED
 
     def __str__(self) -> str:
-        """The message with control characters (of a file name, a key, a value) spelt out: it goes to a terminal."""
-        return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in super().__str__())
+        """The message with control characters (of a file name, a key, a value) spelt out: it goes
+        to a terminal.
+        """
+        return "".join(
+            c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode()
+            for c in super().__str__()
+        )
 
 
 class Failed(IngotError):
@@ -27,13 +34,17 @@ class Failed(IngotError):
 
 
 class WrongInput(IngotError):
-    """What was asked for cannot be right: recipe, data, layout. Trying again unchanged cannot help."""
+    """What was asked for cannot be right: recipe, data, layout. Trying again unchanged cannot
+    help.
+    """
 
     exit_code = EXIT_WRONG_INPUT
 
 
 class Stopped(IngotError):
-    """Stopped by a signal. With a committed checkpoint the code is 75, and the same command goes on from there."""
+    """Stopped by a signal. With a committed checkpoint the code is 75, and the same command goes on
+    from there.
+    """
 
     def __init__(self, message: str, *, signum: int, committed: bool) -> None:
         super().__init__(message)

@@ -16,7 +16,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Metric:
-    """One number with its 95 % confidence interval over `n` items of the set that `set_fingerprint` names."""
+    """One number with its 95 % confidence interval over `n` items of the set that `set_fingerprint`
+    names.
+    """
 
     value: float
     ci_low: float
@@ -28,10 +30,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` hold numbers to look at, never to gate on.
+    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` hold numbers to look at,
+    never to gate on.
 
-    `base`: the same metrics of the model that training started from, where it was asked for. Of `baselines`, those that
-    begin with the key of a metric (`rouge/rouge1/first_line`) belong to it; others (`gzip -9`) are bits per byte.
+    `base`: the same metrics of the model that training started from, where it was asked for. Of
+    `baselines`, those that begin with the key of a metric (`rouge/rouge1/first_line`) belong to it;
+    others (`gzip -9`) are bits per byte.
     """
 
     model_hash: str
@@ -45,10 +49,15 @@ class EvaluationReport:
     @property
     def bits_per_byte(self) -> dict[str, float]:
         """What others reach on the held-out bytes, by name."""
-        return {name: value for name, value in self.baselines.items() if name.rpartition("/")[0] not in self.metrics}
+        return {
+            name: value
+            for name, value in self.baselines.items()
+            if name.rpartition("/")[0] not in self.metrics
+        }
 
     def metric(self, name: str) -> tuple[str, Metric] | None:
-        """The metric with the key `name`, or the only one whose key ends in `/name`; None when there is none.
+        """The metric with the key `name`, or the only one whose key ends in `/name`; None when
+        there is none.
 
         Raises:
             WrongInput: the tail fits several keys.
@@ -57,21 +66,35 @@ class EvaluationReport:
             return name, self.metrics[name]
         keys = [key for key in self.metrics if key.endswith(f"/{name}")]
         if len(keys) > 1:
-            raise WrongInput(f"metric `{name}` is one of {', '.join(sorted(keys))}; give the whole key")
+            raise WrongInput(
+                f"metric `{name}` is one of {', '.join(sorted(keys))}; give the whole key"
+            )
         return (keys[0], self.metrics[keys[0]]) if keys else None
 
 
 def write_report(path: Path, report: EvaluationReport) -> None:
     """Raises Failed when a number is not finite: such a model cannot be compared with any other."""
-    for key, metric in [*report.metrics.items(), *((f"base {key}", metric) for key, metric in report.base.items())]:
-        if not all(math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)):
+    for key, metric in [
+        *report.metrics.items(),
+        *((f"base {key}", metric) for key, metric in report.base.items()),
+    ]:
+        if not all(
+            math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)
+        ):
             interval = f"{metric.value} [{metric.ci_low}, {metric.ci_high}]"
-            raise Failed(f"{key} is {interval}: the model gives numbers that are not finite; train it again with a lower train.optimizer.lr")
-    write_atomic(path, json.dumps(asdict(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+            raise Failed(
+                f"{key} is {interval}: the model gives numbers that are not finite; train it again"
+                " with a lower train.optimizer.lr"
+            )
+    write_atomic(
+        path, json.dumps(asdict(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
 
 
 def read_report(path: Path) -> EvaluationReport:
-    """Raises WrongInput when the file is missing, torn, of a newer schema, or holds a number that is not finite."""
+    """Raises WrongInput when the file is missing, torn, of a newer schema, or holds a number that
+    is not finite.
+    """
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -84,14 +107,28 @@ def parse_report(text: bytes | str, where: str) -> EvaluationReport:
     try:
         value: dict[str, Any] = json.loads(text)
         if value.get("schema", 0) > SCHEMA:
-            raise WrongInput(f"{where} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
-        metrics, base = ({key: Metric(**item) for key, item in found.items()} for found in (value["metrics"], value.get("base", {})))
+            raise WrongInput(
+                f"{where} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade"
+                " ingot"
+            )
+        metrics, base = (
+            {key: Metric(**item) for key, item in found.items()}
+            for found in (value["metrics"], value.get("base", {}))
+        )
         report = EvaluationReport(**{**value, "metrics": metrics, "base": base})
         for key, metric in [*report.metrics.items(), *report.base.items()]:
-            if not all(math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)):
+            if not all(
+                math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)
+            ):
                 raise WrongInput(f"{where}: {key} is {metric.value}; run `ingot evaluate` again")
             if metric.direction not in ("lower", "higher"):
-                raise WrongInput(f"{where}: the direction of {key} is {metric.direction!r}, not lower or higher; run `ingot evaluate` again")
+                raise WrongInput(
+                    f"{where}: the direction of {key} is {metric.direction!r}, not lower or higher;"
+                    " run `ingot evaluate` again"
+                )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WrongInput(f"{where} is not an evaluation report ({type(error).__name__}: {error}); run `ingot evaluate` again") from None
+        raise WrongInput(
+            f"{where} is not an evaluation report ({type(error).__name__}: {error}); run `ingot"
+            " evaluate` again"
+        ) from None
     return report

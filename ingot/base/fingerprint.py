@@ -9,7 +9,9 @@ from typing import Any
 
 def canonical_json(value: Any) -> str:
     """One text for one value: keys sorted, no white space, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def fingerprint(value: Any) -> str:

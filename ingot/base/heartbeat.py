@@ -1,7 +1,8 @@
-"""The sign of life of a node's ranks: one small file, a slot of fixed size a rank, written through memory and read by whoever watches.
+"""The sign of life of a node's ranks: one small file, a slot of fixed size a rank, written through
+memory and read by whoever watches.
 
-A beat costs a microsecond and no system call. Times are of the node's monotonic clock, so that a clock that is set back does no harm; the
-wall clock is kept beside it, for people.
+A beat costs a microsecond and no system call. Times are of the node's monotonic clock, so that a
+clock that is set back does no harm; the wall clock is kept beside it, for people.
 """
 
 from __future__ import annotations
@@ -19,9 +20,19 @@ from ingot.base.progress import say
 from ingot.base.storage import disk_errors
 
 Phase = Literal["loading", "first step", "step", "evaluating", "saving", "exporting", "over"]
-PHASES: tuple[Phase, ...] = ("loading", "first step", "step", "evaluating", "saving", "exporting", "over")
+PHASES: tuple[Phase, ...] = (
+    "loading",
+    "first step",
+    "step",
+    "evaluating",
+    "saving",
+    "exporting",
+    "over",
+)
 Spending = Literal["productive", "waiting", "evaluating", "saving"]
-"""What the seconds of a training go to: steps, waiting for data, measuring and sampling, and waiting for a checkpoint."""
+"""What the seconds of a training go to: steps, waiting for data, measuring and sampling, and
+waiting for a checkpoint.
+"""
 SPENDINGS: tuple[Spending, ...] = ("productive", "waiting", "evaluating", "saving")
 
 _FORMAT = struct.Struct("<Qqqqqqqddddddd")
@@ -39,7 +50,9 @@ class Beat:
     step: int
     """Steps done."""
     place: int
-    """How far into the step at hand, counted from 0: micro-batches, then what follows them. Comparable between ranks of one layout only."""
+    """How far into the step at hand, counted from 0: micro-batches, then what follows them.
+    Comparable between ranks of one layout only.
+    """
     phase: Phase
     mono: float
     """When it said so, monotonic seconds."""
@@ -48,11 +61,15 @@ class Beat:
     usual_s: float
     """The usual duration of a step, a median; 0 as long as there is none."""
     spent: dict[Spending, float]
-    """Seconds since this attempt's last committed checkpoint (or its start): what is lost if it dies now."""
+    """Seconds since this attempt's last committed checkpoint (or its start): what is lost if it
+    dies now.
+    """
 
 
 def heartbeat_file(folder: Path) -> Path:
-    """This node's file in the `heartbeats` of a run folder. Nodes of one job may have one name: containers, several nodes on a machine."""
+    """This node's file in the `heartbeats` of a run folder. Nodes of one job may have one name:
+    containers, several nodes on a machine.
+    """
     node = os.environ.get("GROUP_RANK") or os.environ.get("PET_NODE_RANK") or "0"
     return folder / (socket.gethostname() if node == "0" else f"{socket.gethostname()}-{node}")
 
@@ -67,8 +84,9 @@ class Heart:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                # Each rank makes room for its own slot and those before it; none ever makes the file shorter. Written, not only made longer:
-                # where the disk is full later on, writing through memory to what has no place yet would kill us.
+                # Each rank makes room for its own slot and those before it; none ever makes the
+                # file shorter. Written, not only made longer: where the disk is full later on,
+                # writing through memory to what has no place yet would kill us.
                 os.pwrite(descriptor, b"\0", self._offset + SLOT_BYTES - 1)
                 self._memory = _mapped(descriptor, self._offset + SLOT_BYTES, path)
             finally:
@@ -78,7 +96,9 @@ class Heart:
         self.spent: dict[Spending, float] = dict.fromkeys(SPENDINGS, 0.0)
         self._count = 0
 
-    def beat(self, phase: Phase | None = None, *, step: int | None = None, place: int | None = None) -> None:
+    def beat(
+        self, phase: Phase | None = None, *, step: int | None = None, place: int | None = None
+    ) -> None:
         """Say that this rank lives, and where it is; what is not given stays as it was."""
         self.phase = phase or self.phase
         self.step = self.step if step is None else step
@@ -86,7 +106,15 @@ class Heart:
         # An odd count says that the slot is being written.
         self._count += 2
         values = (
-            os.getpid(), self._rank, self.attempt, self.step, self.place, PHASES.index(self.phase), time.monotonic(), time.time(), self.usual_s,
+            os.getpid(),
+            self._rank,
+            self.attempt,
+            self.step,
+            self.place,
+            PHASES.index(self.phase),
+            time.monotonic(),
+            time.time(),
+            self.usual_s,
             *(self.spent[name] for name in SPENDINGS),
         )
         struct.pack_into("<Q", self._memory, self._offset, self._count - 1)
@@ -102,12 +130,17 @@ def _mapped(descriptor: int, size: int, path: Path) -> mmap.mmap:
         return mmap.mmap(descriptor, size)
     except OSError as error:
         # Some network and user-space file systems map no files.
-        say(f"warning: {path} cannot be mapped ({error.strerror}): nobody will see whether this rank hangs; training goes on")
+        say(
+            f"warning: {path} cannot be mapped ({error.strerror}): nobody will see whether this"
+            " rank hangs; training goes on"
+        )
         return mmap.mmap(-1, size)
 
 
 def read_beats(path: Path) -> list[Beat]:
-    """What the ranks of one node said last, by local rank; slots that nobody has written, or that are being written now, are left out."""
+    """What the ranks of one node said last, by local rank; slots that nobody has written, or that
+    are being written now, are left out.
+    """
     try:
         return parse_beats(path.read_bytes())
     except OSError:
@@ -118,7 +151,22 @@ def parse_beats(content: bytes) -> list[Beat]:
     """The same from the content of such a file."""
     beats = []
     for offset in range(0, len(content) - SLOT_BYTES + 1, SLOT_BYTES):
-        count, pid, rank, attempt, step, place, phase, mono, wall, usual, *spent = _FORMAT.unpack_from(content, offset)
+        count, pid, rank, attempt, step, place, phase, mono, wall, usual, *spent = (
+            _FORMAT.unpack_from(content, offset)
+        )
         if count and not count % 2 and 0 <= phase < len(PHASES):
-            beats.append(Beat(pid, rank, attempt, step, place, PHASES[phase], mono, wall, usual, dict(zip(SPENDINGS, spent, strict=True))))
+            beats.append(
+                Beat(
+                    pid,
+                    rank,
+                    attempt,
+                    step,
+                    place,
+                    PHASES[phase],
+                    mono,
+                    wall,
+                    usual,
+                    dict(zip(SPENDINGS, spent, strict=True)),
+                )
+            )
     return beats

@@ -26,15 +26,24 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
         RevisionNotFoundError,
     )
 
-    patterns = [pattern for pattern in MODEL_FILES if not (tokenizer_only and pattern == "*.safetensors")]
+    patterns = [
+        pattern for pattern in MODEL_FILES if not (tokenizer_only and pattern == "*.safetensors")
+    ]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:
         raise WrongInput(f"hf:{name} is not a name on the hub; write it as hf:ORG/NAME") from error
     except GatedRepoError as error:
-        raise WrongInput(f"hf:{name} is gated; accept its terms on its page and set $HF_TOKEN") from error
+        raise WrongInput(
+            f"hf:{name} is gated; accept its terms on its page and set $HF_TOKEN"
+        ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         where = f" at revision {revision}" if revision else ""
-        raise WrongInput(f"hf:{name}{where} is not on the hub; check the name, or set $HF_TOKEN if it is private") from error
+        raise WrongInput(
+            f"hf:{name}{where} is not on the hub; check the name, or set $HF_TOKEN if it is private"
+        ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise Failed(f"hf:{name} cannot be fetched ({type(error).__name__}) and is not in the cache; check the network, or give a folder") from error
+        raise Failed(
+            f"hf:{name} cannot be fetched ({type(error).__name__}) and is not in the cache; check"
+            " the network, or give a folder"
+        ) from error

@@ -1,5 +1,7 @@
-"""Files of a run folder that stay in its replica until they are needed: a note in their folder says where they are, and they come one by one, into a
-hidden folder, from which they may go again. No replica takes what lies there for the folder's own."""
+"""Files of a run folder that stay in its replica until they are needed: a note in their folder says
+where they are, and they come one by one, into a hidden folder, from which they may go again. No
+replica takes what lies there for the folder's own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from ingot.base.storage import disk_errors, write_atomic
 
 HIDDEN, NOTE, PARTIAL = ".later", "from.json", ".partial"
 PATIENCE_S = 20.0
-"""How long one attempt at a file is patient with a service that does not answer: whoever needs it tries again, and may have something else to do first."""
+"""How long one attempt at a file is patient with a service that does not answer: whoever needs it
+tries again, and may have something else to do first.
+"""
 
 
 class Unusable(Failed):
@@ -29,7 +33,9 @@ class Unusable(Failed):
 
 
 def leave_for_later(root: Path, folder: str, url: str) -> None:
-    """From now on files of `folder`, a path below the run folder `root`, come from the replica at `url` when they are needed; what came before is gone."""
+    """From now on files of `folder`, a path below the run folder `root`, come from the replica at
+    `url` when they are needed; what came before is gone.
+    """
     forget(root, folder)
     write_atomic(root / folder / HIDDEN / NOTE, json.dumps({"url": url, "folder": folder}))
 
@@ -49,7 +55,9 @@ def later(folder: Path) -> Later | None:
 
 
 class Later:
-    """Files that come when they are needed, to `folder`. Threads and processes may share it: each file is fetched by one of them."""
+    """Files that come when they are needed, to `folder`. Threads and processes may share it: each
+    file is fetched by one of them.
+    """
 
     def __init__(self, folder: Path, url: str, within: str) -> None:
         self.folder, self._url, self._within = folder, url, within
@@ -72,7 +80,9 @@ class Later:
             return mine
 
     def drop(self, name: str) -> None:
-        """Give the room of a file back. Whoever has it open goes on reading, whoever needs it again fetches it again."""
+        """Give the room of a file back. Whoever has it open goes on reading, whoever needs it again
+        fetches it again.
+        """
         (self.folder / name).unlink(missing_ok=True)
         with self._alone(name, wait=False) as mine:
             if mine:  # what a process left that was killed
@@ -91,7 +101,10 @@ class Later:
             os.close(descriptor)
 
     def _fetch(self, name: str, path: Path, sha256: str) -> None:
-        bucket, partial = open_bucket(self._url, patience_s=PATIENCE_S), path.with_name(f"{name}{PARTIAL}")
+        bucket, partial = (
+            open_bucket(self._url, patience_s=PATIENCE_S),
+            path.with_name(f"{name}{PARTIAL}"),
+        )
         why = "it is not there"
         for anew in (False, True):  # a writer may have put it elsewhere since the index was read
             entry = self._index(anew=anew).get(f"{self._within}/{name}")
@@ -111,7 +124,10 @@ class Later:
                 return
             why = "it is not what was prepared for this training"
         partial.unlink(missing_ok=True)
-        raise Unusable(f"{bucket.url_of(f'{self._within}/{name}')} cannot be used: {why}; prepare and launch again")
+        raise Unusable(
+            f"{bucket.url_of(f'{self._within}/{name}')} cannot be used: {why}; prepare and launch"
+            " again"
+        )
 
     def _index(self, *, anew: bool) -> Mapping[str, Entry]:
         with self._lock:

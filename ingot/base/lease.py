@@ -1,8 +1,11 @@
-"""One run, one writer, on a bucket: an object that says who writes there, by the generation that the service gives it.
+"""One run, one writer, on a bucket: an object that says who writes there, by the generation that
+the service gives it.
 
-The holder writes it anew every third of its life. Who finds one that was not written for the whole of its life, or whose holder is a process
-of this machine that is dead, writes over it, by a condition on its generation. Clocks of two machines are never compared: when it was
-written and what time it is now are both the service's to say.
+The holder writes it anew every third of its life. Who finds one that was not written for the whole
+of its life, or whose holder is a process
+of this machine that is dead, writes over it, by a condition on its generation. Clocks of two
+machines are never compared: when it was written and what time it is now are both the service's to
+say.
 """
 
 from __future__ import annotations
@@ -30,8 +33,11 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while 
 
 
 @contextlib.contextmanager
-def lease(bucket: Bucket, owner: str, *, name: str = "lease", life_s: float = LIFE_S, wait: bool = False) -> Iterator[Lease]:
-    """Hold `name` in the bucket; `owner` is what another is told. `wait`: for the life of one that may be dead; a living one shows by then.
+def lease(
+    bucket: Bucket, owner: str, *, name: str = "lease", life_s: float = LIFE_S, wait: bool = False
+) -> Iterator[Lease]:
+    """Hold `name` in the bucket; `owner` is what another is told. `wait`: for the life of one that
+    may be dead; a living one shows by then.
 
     Raises:
         Failed: somebody else holds it; names them.
@@ -54,8 +60,13 @@ class Lease:
         self._bucket, self._name, self._life_s = bucket, name, life_s
         self._renewer = bucket.patient(life_s / 3)
         self._about = {
-            "owner": owner, "host": socket.gethostname(), "pid": os.getpid(), "life_s": life_s, "token": uuid.uuid4().hex,
-            "machine": machine(), "started": ticks(os.getpid()),
+            "owner": owner,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "life_s": life_s,
+            "token": uuid.uuid4().hex,
+            "machine": machine(),
+            "started": ticks(os.getpid()),
         }
         self._renewals, self._generation, self._sure_until = 0, 0, 0.0
         self._taken_by: str | None = None
@@ -79,10 +90,15 @@ class Lease:
         with self._turn:
             if self._taken_by is None:
                 found = self._bucket.stat(self._name)
-                if found is not None and (found.generation == self._generation or self._is_ours(found)):
+                if found is not None and (
+                    found.generation == self._generation or self._is_ours(found)
+                ):
                     return
                 self._taken_by = self._holder()
-        raise Failed(f"{self.url} was taken over by {self._taken_by} while this process stood still; nothing more is written there, stop one of the two")
+        raise Failed(
+            f"{self.url} was taken over by {self._taken_by} while this process stood still; nothing"
+            " more is written there, stop one of the two"
+        )
 
     def take(self, wait: bool) -> None:
         instead, seen = 0, 0  # generations: the one to write over, and the one that is waited for
@@ -96,21 +112,26 @@ class Lease:
                 if found is None:
                     continue
                 holder = self._read()
-                age_s = conflict.service_s - found.updated if conflict.service_s is not None else 0.0
+                age_s = (
+                    conflict.service_s - found.updated if conflict.service_s is not None else 0.0
+                )
                 left_s = holder.get("life_s", LIFE_S) + MARGIN_S - age_s
                 if left_s <= 0 or _dead(holder):
                     instead = found.generation
                 elif not wait or (seen and found.generation != seen):
                     raise Failed(
-                        f"{self._bucket.url} is in use by {_called(holder)}, which said so {max(0, age_s):.0f} s ago; stop it, or choose another "
-                        f"address (if it died, this ends by itself in {left_s:.0f} s)"
+                        f"{self._bucket.url} is in use by {_called(holder)}, which said so"
+                        f" {max(0, age_s):.0f} s ago; stop it, or choose another address (if it"
+                        f" died, this ends by itself in {left_s:.0f} s)"
                     ) from None
                 else:
                     seen = found.generation
                     time.sleep(min(left_s, self._life_s / 3))
 
     def keep(self) -> None:
-        """Renew it until it is released or taken; faults of the network are outlived as long as its life lasts, and after if nobody took it."""
+        """Renew it until it is released or taken; faults of the network are outlived as long as its
+        life lasts, and after if nobody took it.
+        """
         while not self._over.wait(self._life_s / 3):
             try:
                 with self._turn:
@@ -145,7 +166,9 @@ class Lease:
         self._sure_until = began + self._life_s
 
     def _is_ours(self, found: Blob) -> bool:
-        """Of another generation than we know, and ours all the same: the answer to a renewal was lost."""
+        """Of another generation than we know, and ours all the same: the answer to a renewal was
+        lost.
+        """
         if self._read().get("token") != self._about["token"]:
             return False
         self._generation = found.generation
@@ -166,10 +189,19 @@ class Lease:
 
 
 def _called(holder: dict[str, Any]) -> str:
-    return f"{holder['owner']} (process {holder.get('pid', '?')} on {holder.get('host', '?')})" if "owner" in holder else "somebody"
+    return (
+        f"{holder['owner']} (process {holder.get('pid', '?')} on {holder.get('host', '?')})"
+        if "owner" in holder
+        else "somebody"
+    )
 
 
 def _dead(holder: dict[str, Any]) -> bool:
     """The holder was a process of this machine, and is no more. False where only time can tell."""
     here = machine()
-    return here is not None and holder.get("machine") == here and bool(holder.get("started")) and ticks(holder["pid"]) != holder["started"]
+    return (
+        here is not None
+        and holder.get("machine") == here
+        and bool(holder.get("started"))
+        and ticks(holder["pid"]) != holder["started"]
+    )

@@ -1,4 +1,6 @@
-"""One run, one writer: a lock on the run folder that the kernel frees when its holder dies, however it dies."""
+"""One run, one writer: a lock on the run folder that the kernel frees when its holder dies, however
+it dies.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
             raise Failed(
-                f"{folder} is in use by process {holder}; wait for it, stop it, or choose another `name`"
+                f"{folder} is in use by process {holder}; wait for it, stop it, or choose another"
+                " `name`"
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -42,8 +45,8 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
 def shared_lock(folder: Path, name: str, when_alone: Callable[[], None]) -> Iterator[None]:
     """Hold `folder/.name` together with any number of others.
 
-    Where nobody else holds it `when_alone` is called first, and nobody begins until it is done: what lies there then is of the dead.
-    On a disk that knows no locks it is never called.
+    Where nobody else holds it `when_alone` is called first, and nobody begins until it is done:
+    what lies there then is of the dead. On a disk that knows no locks it is never called.
     """
     with disk_errors(folder):
         descriptor = os.open(folder / f".{name}", os.O_RDWR | os.O_CREAT, 0o644)
@@ -59,9 +62,11 @@ def shared_lock(folder: Path, name: str, when_alone: Callable[[], None]) -> Iter
 
 
 def lock_holder(folder: Path, name: str = "lock") -> int | None:
-    """The process that holds `folder/.name` now, or None; only looks, so that it never keeps a run from starting.
+    """The process that holds `folder/.name` now, or None; only looks, so that it never keeps a run
+    from starting.
 
-    Reads the kernel's own table of locks; where there is none (not Linux) a living process of the noted id counts.
+    Reads the kernel's own table of locks; where there is none (not Linux) a living process of the
+    noted id counts.
     """
     path = folder / f".{name}"
     try:

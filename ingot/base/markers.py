@@ -1,7 +1,8 @@
 """Small JSON files written last, which alone say that what stands beside them is complete.
 
-A folder without its marker is unfinished, whatever else lies in it. The marker lists every file with its size and
-SHA-256, so that a torn or changed file is named rather than used, and ends with a checksum over itself.
+A folder without its marker is unfinished, whatever else lies in it. The marker lists every file
+with its size and SHA-256, so that a torn or changed file is named rather than used, and ends with a
+checksum over itself.
 """
 
 from __future__ import annotations
@@ -39,17 +40,24 @@ def entry_of(folder: Path, path: str) -> FileEntry:
     return FileEntry(path=path, bytes=full.stat().st_size, sha256=sha256_file(full))
 
 
-def write_marker(folder: Path, name: str, payload: dict[str, Any], files: Iterable[FileEntry]) -> dict[str, Any]:
-    """Write `folder/name` atomically. The files must be flushed to disk already. Returns what was written, as `read_marker` will."""
+def write_marker(
+    folder: Path, name: str, payload: dict[str, Any], files: Iterable[FileEntry]
+) -> dict[str, Any]:
+    """Write `folder/name` atomically. The files must be flushed to disk already. Returns what was
+    written, as `read_marker` will.
+    """
     rest = {key: value for key, value in payload.items() if key != CHECKSUM}
-    about = json.loads(json.dumps({"schema": SCHEMA, **rest, "files": [asdict(entry) for entry in files]}))
+    about = json.loads(
+        json.dumps({"schema": SCHEMA, **rest, "files": [asdict(entry) for entry in files]})
+    )
     marker = {**about, CHECKSUM: _checksum(about)}
     write_atomic(folder / name, _text(marker))
     return marker
 
 
 def read_marker(folder: Path, name: str) -> dict[str, Any] | None:
-    """The marker, or None where there is none, or one that is not whole: torn, or a single bit of it changed.
+    """The marker, or None where there is none, or one that is not whole: torn, or a single bit of
+    it changed.
 
     Raises:
         WrongInput: a newer ingot wrote it.
@@ -63,7 +71,9 @@ def read_marker(folder: Path, name: str) -> dict[str, Any] | None:
     if not isinstance(marker, dict) or not _is_as_written(marker, content):
         return None
     if marker.get("schema", 0) > SCHEMA:
-        raise WrongInput(f"{path} has schema {marker['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+        raise WrongInput(
+            f"{path} has schema {marker['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot"
+        )
     return marker
 
 
@@ -71,8 +81,11 @@ def _is_as_written(marker: dict[str, Any], content: bytes) -> bool:
     if CHECKSUM in marker:
         rest = {key: value for key, value in marker.items() if key != CHECKSUM}
         # The bytes too: another last digit of a number, say, can mean the same.
-        return content == _text(marker).encode(errors="surrogatepass") and marker[CHECKSUM] == _checksum(rest)
-    # Older ones have none, and end with their files; what ends like a checksum had one, whatever became of its name.
+        return content == _text(marker).encode(errors="surrogatepass") and marker[
+            CHECKSUM
+        ] == _checksum(rest)
+    # Older ones have none, and end with their files; what ends like a checksum had one, whatever
+    # became of its name.
     last = marker[next(reversed(marker))] if marker else None
     return not (isinstance(last, str) and re.fullmatch("[0-9a-f]{64}", last))
 
@@ -95,7 +108,9 @@ def problems(folder: Path, marker: Mapping[str, Any], *, checksums: bool) -> lis
         found = [_problem(folder, entry, checksums=checksums) for entry in entries]
     else:
         with ThreadPoolExecutor(min(len(entries), os.cpu_count() or 1, MOST_READERS)) as readers:
-            found = list(readers.map(lambda entry: _problem(folder, entry, checksums=True), entries))
+            found = list(
+                readers.map(lambda entry: _problem(folder, entry, checksums=True), entries)
+            )
     return [wrong for wrong in found if wrong is not None]
 
 

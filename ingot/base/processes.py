@@ -1,4 +1,6 @@
-"""Child processes that do not outlive their parent, and whether a process is still the one that was started."""
+"""Child processes that do not outlive their parent, and whether a process is still the one that was
+started.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send `signum` to this process when `parent` (its parent's id) dies, however it dies.
+    """Ask the kernel to send `signum` to this process when `parent` (its parent's id) dies, however
+    it dies.
 
-    Call it in the child, first thing. Linux only; elsewhere nothing happens, and a parent that is killed with -9 leaves
-    its children behind.
+    Call it in the child, first thing. Linux only; elsewhere nothing happens, and a parent that is
+    killed with -9 leaves its children behind.
     """
     if sys.platform != "linux":
         return
@@ -33,7 +36,15 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 def catches(process: int, number: int) -> bool:
     """Whether a process has a handler for a signal; False where the kernel does not tell."""
     with contextlib.suppress(OSError, ValueError):
-        masks = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines() if ":" in line)
+        masks = dict(
+            line.split(":", 1)
+            for line in (
+                Path(f"/proc/{process}/status")
+                .read_text(encoding="ascii", errors="replace")
+                .splitlines()
+            )
+            if ":" in line
+        )
         return bool(int(masks.get("SigCgt", "0"), 16) >> (number - 1) & 1)
     return False
 
@@ -41,14 +52,17 @@ def catches(process: int, number: int) -> bool:
 def tied_to_me(signum: int = signal.SIGKILL) -> Callable[[], None]:
     """`preexec_fn` for a child of this process: it gets `signum` when this process dies.
 
-    The kernel means the thread that starts the child, so start it from one that lives as long as the process.
+    The kernel means the thread that starts the child, so start it from one that lives as long as
+    the process.
     """
     parent = os.getpid()
     return lambda: die_with_parent(parent, signum)
 
 
 def started_at(pid: int) -> float | None:
-    """When process `pid` was started (seconds since the epoch); None when it is gone. Tells a reused id from the old one."""
+    """When process `pid` was started (seconds since the epoch); None when it is gone. Tells a
+    reused id from the old one.
+    """
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
@@ -57,15 +71,21 @@ def started_at(pid: int) -> float | None:
 
 
 def machine() -> str | None:
-    """Tells where a process id means the same process: this boot of this machine, and the set of ids of this container."""
+    """Tells where a process id means the same process: this boot of this machine, and the set of
+    ids of this container.
+    """
     with contextlib.suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+            f" {os.stat('/proc/self/ns/pid').st_ino}"
+        )
     return None
 
 
 def ticks(pid: int) -> str | None:
-    """When a process was started, in ticks since the boot, which no clock that is set changes: tells a reused id from the old one. None where it
-    is dead, or nobody can say."""
+    """When a process was started, in ticks since the boot, which no clock that is set changes:
+    tells a reused id from the old one. None where it is dead, or nobody can say.
+    """
     if sys.platform != "linux":
         return None if (began := started_at(pid)) is None else str(began)
     try:
@@ -77,7 +97,9 @@ def ticks(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """Processes are started without the caller's script, which they would import once more: all that it imports, and all that it does."""
+    """Processes are started without the caller's script, which they would import once more: all
+    that it imports, and all that it does.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

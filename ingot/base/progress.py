@@ -1,4 +1,6 @@
-"""Messages and progress for a person, on stderr. A bar on a terminal, a plain line every few seconds elsewhere."""
+"""Messages and progress for a person, on stderr. A bar on a terminal, a plain line every few
+seconds elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ class Progress:
     >>> with Progress("train", total=300, unit="steps") as progress:
     ...     progress.update(17, loss="3.20", tokens_per_s="9,100")
 
-    `total=None` when the end is not known. `done` may start above zero (a resumed step): the time left is reckoned
-    from what this process did itself.
+    `total=None` when the end is not known. `done` may start above zero (a resumed step): the time
+    left is reckoned from what this process did itself.
     """
 
-    def __init__(self, title: str, total: int | None, unit: str, *, done: int = 0, quiet: bool = False) -> None:
+    def __init__(
+        self, title: str, total: int | None, unit: str, *, done: int = 0, quiet: bool = False
+    ) -> None:
         self.title, self.total, self.unit, self.done, self.quiet = title, total, unit, done, quiet
         self._first, self._began, self._said = done, time.monotonic(), time.monotonic()
         self._bar: Bar | None = None
@@ -50,11 +54,18 @@ class Progress:
             from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
-                       TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+            )
             self._bar = Bar(*columns, console=Console(file=sys.stderr), transient=True)
             self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, note="")
+            self._task = self._bar.add_task(
+                self.title, total=self.total, completed=self.done, note=""
+            )
         return self
 
     def update(self, done: int, **fields: str) -> None:
@@ -77,6 +88,11 @@ class Progress:
         seconds = (time.monotonic() - self._began) / made * (self.total - self.done)
         return f"  {duration(seconds)} left"
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -1,10 +1,13 @@
-"""A run folder in a bucket: what several machines without a shared disk work from, one writer at a time.
+"""A run folder in a bucket: what several machines without a shared disk work from, one writer at a
+time.
 
-`REPLICA.json` there lists every file with its size, checksum and object. It is written last, under the generation of the one that was read, so
-that a reader sees one state or the next and never a mix; an object that it names is never written over. A file lies under its own path, where
-people find it; as long as the index names that object, the file's next content lies beside it as `PATH~CRC32C-SIZE`, and the one after that
-under the path again. What no state needs any more is listed in the index as garbage before it is deleted: the next writer reads there what
-it must not rely on.
+`REPLICA.json` there lists every file with its size, checksum and object. It is written last, under
+the generation of the one that was read, so that a reader sees one state or the next and never a
+mix; an object that it names is never written over. A file lies under its own path, where people
+find it; as long as the index names that object, the file's next content lies beside it as
+`PATH~CRC32C-SIZE`, and the one after that
+under the path again. What no state needs any more is listed in the index as garbage before it is
+deleted: the next writer reads there what it must not rely on.
 """
 
 from __future__ import annotations
@@ -23,7 +26,21 @@ from ingot.base.bucket import Blob, Bucket, open_bucket
 from ingot.base.errors import Failed, IngotError
 from ingot.base.gcs import Conflict, Missing
 from ingot.base.progress import Progress, say
-from ingot.base.replicaindex import INDEX, NEVER, STATES, Entry, Index, Keys, busy, changed_there, garbage, is_content, read_index, scope, write_index
+from ingot.base.replicaindex import (
+    INDEX,
+    NEVER,
+    STATES,
+    Entry,
+    Index,
+    Keys,
+    busy,
+    changed_there,
+    garbage,
+    is_content,
+    read_index,
+    scope,
+    write_index,
+)
 from ingot.base.replicamemory import HIDDEN, Local, Memory, alone, local_files
 from ingot.base.storage import disk_errors, fsync_folder
 
@@ -46,9 +63,11 @@ def replica_url(bucket: str, name: str) -> str:
 def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
     """Make the bucket hold what the folder holds; what did not change is neither read nor sent.
 
-    What was changed, made or deleted elsewhere since the two last agreed, and not here, stays as it is there; `pull` brings it. Left out are
-    checkpoints, heartbeats (unless `parts` names them) and hidden files: locks, and what is on its way. `parts`: only these top-level names or
-    prefixes (`data/columns`). When it ends early the old state stands, and what was sent already is not sent again.
+    What was changed, made or deleted elsewhere since the two last agreed, and not here, stays as it
+    is there; `pull` brings it. Left out are checkpoints, heartbeats (unless `parts` names them) and
+    hidden files: locks, and what is on its way. `parts`: only these top-level names or prefixes
+    (`data/columns`). When it ends early the old state stands, and what was sent already is not sent
+    again.
 
     Raises:
         Failed: somebody else pushed meanwhile, or the service cannot be reached.
@@ -57,35 +76,59 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
     bucket, within = open_bucket(url), scope(parts)
     with alone(root):
         memory, index = Memory(root, bucket.url), read_index(bucket)
-        looked = _at_once(memory.look, [path for path in local_files(root, (NEVER,)) if within(path)])
+        looked = _at_once(
+            memory.look, [path for path in local_files(root, (NEVER,)) if within(path)]
+        )
         here = {found.path: found for found in looked if found is not None}
         known = {*here, *index.entries, *memory.known}
         listed = _listed(bucket, [*filter(within, known), *index.garbage])
-        theirs = {path for path in known if not within(path)} | changed_there(index, here, memory.known)
+        theirs = {path for path in known if not within(path)} | changed_there(
+            index, here, memory.known
+        )
         entries = {path: entry for path, entry in index.entries.items() if path in theirs}
         keys, absent = Keys(index, listed), []
         for local in (here[path] for path in here if path not in theirs):
             entry = index.entries.get(local.path)
-            if entry is not None and entry.holds(local.bytes, local.crc32c) and is_content(listed.get(entry.key), local):
+            if (
+                entry is not None
+                and entry.holds(local.bytes, local.crc32c)
+                and is_content(listed.get(entry.key), local)
+            ):
                 entries[local.path] = entry
             else:
                 absent.append((local, *keys.choose(local)))
-        sent = _with_progress("push", lambda plan: _send(bucket, root, *plan), absent, [local.bytes for local, *_ in absent])
+        sent = _with_progress(
+            "push",
+            lambda plan: _send(bucket, root, *plan),
+            absent,
+            [local.bytes for local, *_ in absent],
+        )
         entries |= {entry.path: entry for entry in sent if entry is not None}
         left = garbage(index, listed, entries, known, within)
         if not index.generation or (entries, left) != (index.entries, index.garbage):
             write_index(bucket, Index(entries, left, index.generation))
         agreed = {path: entry.content for path, entry in entries.items() if path not in theirs}
-        memory.known = {path: content for path, content in memory.known.items() if path in theirs} | agreed
+        memory.known = {
+            path: content for path, content in memory.known.items() if path in theirs
+        } | agreed
         memory.write()
         _sweep(bucket, left)
 
 
-def pull(url: str, root: Path, *, parts: Collection[str] | None = None, keep: Callable[[str], bool] = _none, leave: Callable[[str], bool] = _none) -> bool:
-    """Make the folder hold what the bucket holds; what differs is fetched. False when there is no replica.
+def pull(
+    url: str,
+    root: Path,
+    *,
+    parts: Collection[str] | None = None,
+    keep: Callable[[str], bool] = _none,
+    leave: Callable[[str], bool] = _none,
+) -> bool:
+    """Make the folder hold what the bucket holds; what differs is fetched. False when there is no
+    replica.
 
-    Files that an earlier state had and this one has not are deleted; files that no state ever had are left alone, and so are those that are here
-    and of whose paths `keep` is true. What is not here and of whose paths `leave` is true is not fetched. Nothing is placed before all of it has
+    Files that an earlier state had and this one has not are deleted; files that no state ever had
+    are left alone, and so are those that are here and of whose paths `keep` is true. What is not
+    here and of whose paths `leave` is true is not fetched. Nothing is placed before all of it has
     arrived as the index says. `parts` as with `push`.
 
     Raises:
@@ -99,23 +142,64 @@ def pull(url: str, root: Path, *, parts: Collection[str] | None = None, keep: Ca
         memory, seen = Memory(root, bucket.url), 0
         for _ in range(STATES):
             index = read_index(bucket)
-            # These are not remembered either: what is only left there must never be taken for deleted here.
-            left_there = {path for path in {*index.entries, *memory.known} if not (root / path).exists() and leave(path)}
-            wanted = [entry for entry in index.entries.values() if within(entry.path) and entry.path not in left_there]
+            # These are not remembered either: what is only left there must never be taken for
+            # deleted here.
+            left_there = {
+                path
+                for path in {*index.entries, *memory.known}
+                if not (root / path).exists() and leave(path)
+            }
+            wanted = [
+                entry
+                for entry in index.entries.values()
+                if within(entry.path) and entry.path not in left_there
+            ]
             same = _at_once(lambda entry: _has(memory, entry), wanted)
-            kept = {path for path in {*index.entries, *memory.known} if keep(path) and (root / path).exists()}
-            differing = [entry for entry, is_same in zip(wanted, same, strict=True) if not is_same and entry.path not in kept]
+            kept = {
+                path
+                for path in {*index.entries, *memory.known}
+                if keep(path) and (root / path).exists()
+            }
+            differing = [
+                entry
+                for entry, is_same in zip(wanted, same, strict=True)
+                if not is_same and entry.path not in kept
+            ]
             try:
-                _with_progress("pull", lambda entry: _fetch(bucket, root, entry), differing, [entry.bytes for entry in differing])
+                _with_progress(
+                    "pull",
+                    lambda entry: _fetch(bucket, root, entry),
+                    differing,
+                    [entry.bytes for entry in differing],
+                )
             except Missing as error:
                 if seen == index.generation:
-                    raise Failed(f"{error}; {bucket.url_of(INDEX)} lists it, push the run folder again") from error
-                seen = index.generation  # a writer may have put a new state in place, and taken this one away
+                    raise Failed(
+                        f"{error}; {bucket.url_of(INDEX)} lists it, push the run folder again"
+                    ) from error
+                seen = (
+                    index.generation
+                )  # a writer may have put a new state in place, and taken this one away
                 continue
-            _remove(root, [path for path in memory.known if within(path) and path not in index.entries and path not in kept])
+            _remove(
+                root,
+                [
+                    path
+                    for path in memory.known
+                    if within(path) and path not in index.entries and path not in kept
+                ],
+            )
             _place(root, differing, memory)
-            left = {path: content for path, content in memory.known.items() if not within(path) or path in kept}
-            memory.known = left | {entry.path: entry.content for entry, is_same in zip(wanted, same, strict=True) if is_same or entry.path not in kept}
+            left = {
+                path: content
+                for path, content in memory.known.items()
+                if not within(path) or path in kept
+            }
+            memory.known = left | {
+                entry.path: entry.content
+                for entry, is_same in zip(wanted, same, strict=True)
+                if is_same or entry.path not in kept
+            }
             memory.write()
             return True
     raise busy(bucket)
@@ -140,12 +224,17 @@ def _send(bucket: Bucket, root: Path, local: Local, key: str, is_absent: bool) -
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Conflict as error:
-        raise Failed(f"{bucket.url_of(key)} was written by somebody else meanwhile; stop one of the two and run the same command again") from error
+        raise Failed(
+            f"{bucket.url_of(key)} was written by somebody else meanwhile; stop one of the two and"
+            " run the same command again"
+        ) from error
     return Entry(local.path, key, blob.bytes, blob.crc32c, local.mtime_ns)
 
 
 def _send_large(bucket: Bucket, root: Path, local: Local, key: str) -> Blob:
-    """Goes on where an attempt that was stopped stood; what changes while it is sent is sent from a copy."""
+    """Goes on where an attempt that was stopped stood; what changes while it is sent is sent from a
+    copy.
+    """
     path, name = root / local.path, hashlib.sha256(key.encode()).hexdigest()[:32]
     try:
         return bucket.put(key, path, generation=0, note=root / HIDDEN / f"{name}.upload")
@@ -169,7 +258,10 @@ def _sweep(bucket: Bucket, left: dict[str, int]) -> None:
     try:
         _at_once(lambda item: _delete(bucket, *item), list(left.items()))
     except IngotError as error:
-        say(f"warning: {len(left)} objects in {bucket.url} are of no use and could not all be deleted: {error}")
+        say(
+            f"warning: {len(left)} objects in {bucket.url} are of no use and could not all be"
+            f" deleted: {error}"
+        )
 
 
 def _delete(bucket: Bucket, key: str, generation: int) -> None:
@@ -183,11 +275,18 @@ def _has(memory: Memory, entry: Entry) -> bool:
 
 
 def _arrival(root: Path, entry: Entry) -> Path:
-    return root / HIDDEN / "arriving" / hashlib.sha256(f"{entry.crc32c} {entry.bytes} {entry.path}".encode()).hexdigest()
+    return (
+        root
+        / HIDDEN
+        / "arriving"
+        / hashlib.sha256(f"{entry.crc32c} {entry.bytes} {entry.path}".encode()).hexdigest()
+    )
 
 
 def _fetch(bucket: Bucket, root: Path, entry: Entry) -> None:
-    """Into a hidden file, unless an attempt that was stopped has done that: it has its own name as long as it is not whole."""
+    """Into a hidden file, unless an attempt that was stopped has done that: it has its own name as
+    long as it is not whole.
+    """
     arrival = _arrival(root, entry)
     if arrival.exists():
         return
@@ -196,7 +295,10 @@ def _fetch(bucket: Bucket, root: Path, entry: Entry) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
     blob = bucket.get_to_file(entry.key, partial)
     if not entry.holds(blob.bytes, blob.crc32c):  # the object of a later state, or somebody else's
-        raise Missing(f"{bucket.url_of(entry.key)} has {blob.bytes} bytes, CRC32C {blob.crc32c}, and {entry.bytes}, {entry.crc32c} were pushed")
+        raise Missing(
+            f"{bucket.url_of(entry.key)} has {blob.bytes} bytes, CRC32C {blob.crc32c}, and"
+            f" {entry.bytes}, {entry.crc32c} were pushed"
+        )
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())
     os.utime(partial, ns=(entry.mtime_ns, entry.mtime_ns))
@@ -226,10 +328,17 @@ def _remove(root: Path, paths: Iterable[str]) -> None:
                 (root / folder).rmdir()
 
 
-def _with_progress(title: str, act: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]) -> list[Result]:
-    """`act` on each item, a few at a time; results in the order in which they are done. The first error ends it."""
+def _with_progress(
+    title: str, act: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]
+) -> list[Result]:
+    """`act` on each item, a few at a time; results in the order in which they are done. The first
+    error ends it.
+    """
     done, results = 0, []
-    with ThreadPoolExecutor(AT_ONCE) as pool, Progress(title, total=-(-sum(sizes) // 10**6), unit="MB") as progress:
+    with (
+        ThreadPoolExecutor(AT_ONCE) as pool,
+        Progress(title, total=-(-sum(sizes) // 10**6), unit="MB") as progress,
+    ):
         running = {pool.submit(act, item): size for item, size in zip(items, sizes, strict=True)}
         try:
             for future in as_completed(running):

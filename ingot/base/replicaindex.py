@@ -1,4 +1,6 @@
-"""The index of a replica: which object holds which file of a state, and which objects no state needs any more. `ingot.base.replica` uses it."""
+"""The index of a replica: which object holds which file of a state, and which objects no state
+needs any more. `ingot.base.replica` uses it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SCHEMA = 1
 STATES = 10
 """How many states a reader begins with, when writers are quicker than it is."""
 NEVER, WHEN_NAMED = "checkpoints", "heartbeats"
-"""Folders of a training: `checkpoint.upload` takes care of the one, the other says something of one machine only."""
+"""Folders of a training: `checkpoint.upload` takes care of the one, the other says something of one
+machine only.
+"""
 EARLIER = "earlier"
 """Here trainings lie that were set aside, each in a folder of its own."""
 
@@ -49,7 +53,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """One state: entries by path, and the objects that are being deleted with their generations. `generation` 0: there is none yet."""
+    """One state: entries by path, and the objects that are being deleted with their generations.
+    `generation` 0: there is none yet.
+    """
 
     entries: Mapping[str, Entry] = field(default_factory=dict)
     garbage: Mapping[str, int] = field(default_factory=dict)
@@ -57,7 +63,9 @@ class Index:
 
 
 def scope(parts: Collection[str] | None) -> Within:
-    """Says of a path whether it belongs to the `parts`: top-level names or prefixes of folders, None for all that a replica holds."""
+    """Says of a path whether it belongs to the `parts`: top-level names or prefixes of folders,
+    None for all that a replica holds.
+    """
     names = None if parts is None else [part.strip("/") for part in parts]
 
     def within(path: str) -> bool:
@@ -90,20 +98,37 @@ def write_index(bucket: Bucket, index: Index) -> None:
     Raises:
         Failed: there is another one meanwhile.
     """
-    garbage = [{"key": key, "generation": generation} for key, generation in sorted(index.garbage.items())]
-    about = {"schema": SCHEMA, "files": [asdict(entry) for _, entry in sorted(index.entries.items())], "garbage": garbage}
+    garbage = [
+        {"key": key, "generation": generation} for key, generation in sorted(index.garbage.items())
+    ]
+    about = {
+        "schema": SCHEMA,
+        "files": [asdict(entry) for _, entry in sorted(index.entries.items())],
+        "garbage": garbage,
+    }
     try:
-        bucket.put(INDEX, (json.dumps(about, indent=1) + "\n").encode(), generation=index.generation)
+        bucket.put(
+            INDEX, (json.dumps(about, indent=1) + "\n").encode(), generation=index.generation
+        )
     except Conflict as error:
-        raise Failed(f"{bucket.url} was written by somebody else meanwhile and is as they left it; stop one of the two, run the command again") from error
+        raise Failed(
+            f"{bucket.url} was written by somebody else meanwhile and is as they left it; stop one"
+            " of the two, run the command again"
+        ) from error
 
 
-def changed_there(index: Index, here: Mapping[str, Local], known: Mapping[str, Content]) -> set[str]:
-    """Paths under which the bucket has got something else, or nothing, since the folder last agreed with it, and the folder has not.
+def changed_there(
+    index: Index, here: Mapping[str, Local], known: Mapping[str, Content]
+) -> set[str]:
+    """Paths under which the bucket has got something else, or nothing, since the folder last agreed
+    with it, and the folder has not.
 
-    Where both have, the folder counts; but what it lacks is deleted only if it had that very content.
+    Where both have, the folder counts; but what it lacks is deleted only if it had that very
+    content.
     """
-    ours, theirs = ({path: about.content for path, about in side.items()} for side in (here, index.entries))
+    ours, theirs = (
+        {path: about.content for path, about in side.items()} for side in (here, index.entries)
+    )
     seen = known if index.generation else {}
 
     def is_theirs(path: str) -> bool:
@@ -114,22 +139,33 @@ def changed_there(index: Index, here: Mapping[str, Local], known: Mapping[str, C
 
 
 def busy(bucket: Bucket) -> Failed:
-    return Failed(f"{bucket.url} is written faster than it can be read; run the same command again when the run there is done")
+    return Failed(
+        f"{bucket.url} is written faster than it can be read; run the same command again when the"
+        " run there is done"
+    )
 
 
 class Keys:
-    """Chooses objects for new content: never one that the index names, that is being deleted, or that holds something else."""
+    """Chooses objects for new content: never one that the index names, that is being deleted, or
+    that holds something else.
+    """
 
     def __init__(self, index: Index, listed: Mapping[str, Blob]) -> None:
         self._taken = {entry.key for entry in index.entries.values()}
         self._garbage, self._listed = index.garbage, listed
 
     def choose(self, local: Local) -> tuple[str, bool]:
-        """A name, and whether the content must be sent: an attempt that was stopped may have done that."""
+        """A name, and whether the content must be sent: an attempt that was stopped may have done
+        that.
+        """
         for name in _names(local):
             there = self._listed.get(name)
             doomed = there is not None and self._garbage.get(name) == there.generation
-            if name not in self._taken and not doomed and (there is None or is_content(there, local)):
+            if (
+                name not in self._taken
+                and not doomed
+                and (there is None or is_content(there, local))
+            ):
                 self._taken.add(name)
                 return name, there is None
         raise AssertionError("names do not end")
@@ -139,10 +175,18 @@ def is_content(blob: Blob | None, local: Local) -> bool:
     return blob is not None and (blob.bytes, blob.crc32c) == (local.bytes, local.crc32c)
 
 
-def garbage(index: Index, listed: Mapping[str, Blob], entries: Mapping[str, Entry], known: Collection[str], within: Within) -> dict[str, int]:
-    """Objects that nothing needs once `entries` are the state: left by older states and by attempts that were stopped.
+def garbage(
+    index: Index,
+    listed: Mapping[str, Blob],
+    entries: Mapping[str, Entry],
+    known: Collection[str],
+    within: Within,
+) -> dict[str, int]:
+    """Objects that nothing needs once `entries` are the state: left by older states and by attempts
+    that were stopped.
 
-    An object that nobody ever put for one of the `known` paths is somebody else's, and none of them.
+    An object that nobody ever put for one of the `known` paths is somebody else's, and none of
+    them.
     """
     used = {entry.key for entry in entries.values()}
 
@@ -151,7 +195,11 @@ def garbage(index: Index, listed: Mapping[str, Blob], entries: Mapping[str, Entr
         return within(path) and (name != path or path in known)
 
     unused = {name: blob.generation for name, blob in listed.items() if name not in used}
-    return {name: generation for name, generation in unused.items() if index.garbage.get(name) == generation or ours(name)}
+    return {
+        name: generation
+        for name, generation in unused.items()
+        if index.garbage.get(name) == generation or ours(name)
+    }
 
 
 def _names(local: Local) -> Iterator[str]:
@@ -164,13 +212,26 @@ def _parsed(content: bytes, generation: int, url: str) -> Index:
     try:
         about: dict[str, Any] = json.loads(content)
         if about["schema"] > SCHEMA:
-            raise WrongInput(f"{url} has schema {about['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+            raise WrongInput(
+                f"{url} has schema {about['schema']}, newer than this ingot's {SCHEMA}; upgrade"
+                " ingot"
+            )
         entries = {entry["path"]: Entry(**entry) for entry in about["files"]}
         left = {item["key"]: int(item["generation"]) for item in about["garbage"]}
     except (ValueError, TypeError, KeyError) as error:
-        raise Failed(f"{url} is no index of a run folder ({error}); delete it there, and push the run folder again") from error
+        raise Failed(
+            f"{url} is no index of a run folder ({error}); delete it there, and push the run folder"
+            " again"
+        ) from error
     for path in entries:
         parts = PurePosixPath(path).parts
-        if not parts or PurePosixPath(path).is_absolute() or any(part.startswith(".") for part in parts):
-            raise Failed(f"{url} lists {path}, which is no file of a run folder; delete it there, and push the run folder again")
+        if (
+            not parts
+            or PurePosixPath(path).is_absolute()
+            or any(part.startswith(".") for part in parts)
+        ):
+            raise Failed(
+                f"{url} lists {path}, which is no file of a run folder; delete it there, and push"
+                " the run folder again"
+            )
     return Index(entries, left, generation)

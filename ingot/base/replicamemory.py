@@ -1,6 +1,8 @@
-"""What a machine remembers of a run folder that has a replica: checksums of files that did not change, and what the folder and the bucket last agreed on.
+"""What a machine remembers of a run folder that has a replica: checksums of files that did not
+change, and what the folder and the bucket last agreed on.
 
-It lies in a hidden folder of the run folder. Losing it costs reading, and that files which were deleted on one side stay on the other.
+It lies in a hidden folder of the run folder. Losing it costs reading, and that files which were
+deleted on one side stay on the other.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from ingot.base.storage import disk_errors, write_atomic
 
 HIDDEN = ".replica"
 SETTLED_S = 1.0
-"""How long ago a file must have been written for its time to tell: within a tick of the disk's clock two contents bear the same."""
+"""How long ago a file must have been written for its time to tell: within a tick of the disk's
+clock two contents bear the same.
+"""
 
 
 Content = tuple[int, str]
@@ -46,17 +50,24 @@ class Local:
 
 
 class Memory:
-    """`known`: by path the content that this folder and a state in the bucket last had in common. Threads may share it."""
+    """`known`: by path the content that this folder and a state in the bucket last had in common.
+    Threads may share it.
+    """
 
     def __init__(self, root: Path, url: str, name: str = "memory.json") -> None:
         self._root, self._url, self._file = root, url, root / HIDDEN / name
         said = self._read()
         known = said["known"] if said.get("url") == url else {}
-        self.known: dict[str, Content] = {path: (known[path][0], known[path][1]) if isinstance(known, dict) else UNKNOWN for path in known}
+        self.known: dict[str, Content] = {
+            path: (known[path][0], known[path][1]) if isinstance(known, dict) else UNKNOWN
+            for path in known
+        }
         self._checksums: dict[str, list[int | str]] = said.get("checksums", {})
 
     def look(self, path: str, *, bytes: int | None = None) -> Local | None:
-        """A file as it is now, read only if it changed since it was read last. None where there is none, or not one of `bytes`."""
+        """A file as it is now, read only if it changed since it was read last. None where there is
+        none, or not one of `bytes`.
+        """
         full = self._root / path
         try:
             about = full.stat()
@@ -65,7 +76,10 @@ class Memory:
             *signature, checksum = self._checksums.get(path, [""])
             if signature != _signature(about):
                 checksum = crc32c(full)
-                if _signature(full.stat()) == _signature(about) and time.time() - about.st_mtime > SETTLED_S:
+                if (
+                    _signature(full.stat()) == _signature(about)
+                    and time.time() - about.st_mtime > SETTLED_S
+                ):
                     self.remember(path, str(checksum))
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -76,8 +90,21 @@ class Memory:
 
     def write(self) -> None:
         """Keep all but what is no file any more."""
-        checksums = {path: about for path, about in sorted(self._checksums.items()) if (self._root / path).exists()}
-        write_atomic(self._file, json.dumps({"url": self._url, "known": dict(sorted(self.known.items())), "checksums": checksums}))
+        checksums = {
+            path: about
+            for path, about in sorted(self._checksums.items())
+            if (self._root / path).exists()
+        }
+        write_atomic(
+            self._file,
+            json.dumps(
+                {
+                    "url": self._url,
+                    "known": dict(sorted(self.known.items())),
+                    "checksums": checksums,
+                }
+            ),
+        )
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -89,7 +116,9 @@ class Memory:
 
 @contextlib.contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """One process and thread at a time brings a run folder and its replica together on a machine; the others wait."""
+    """One process and thread at a time brings a run folder and its replica together on a machine;
+    the others wait.
+    """
     path = root / HIDDEN / "lock"
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +135,9 @@ def alone(root: Path) -> Iterator[None]:
 
 
 def local_files(root: Path, leave_out: Iterable[str] = ()) -> Iterator[str]:
-    """Paths of all files below `root` that are not hidden; links to folders are followed, each folder once. `leave_out`: top-level folders."""
+    """Paths of all files below `root` that are not hidden; links to folders are followed, each
+    folder once. `leave_out`: top-level folders.
+    """
     seen = set()
     for folder, folders, files in os.walk(root, followlinks=True):
         about = os.stat(folder)
@@ -115,7 +146,11 @@ def local_files(root: Path, leave_out: Iterable[str] = ()) -> Iterator[str]:
             continue
         seen.add((about.st_dev, about.st_ino))
         inside = Path(folder).relative_to(root)
-        folders[:] = [name for name in folders if not name.startswith(".") and (inside / name).as_posix() not in leave_out]
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and (inside / name).as_posix() not in leave_out
+        ]
         yield from ((inside / name).as_posix() for name in files if not name.startswith("."))
 
 

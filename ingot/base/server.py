@@ -1,4 +1,6 @@
-"""An `ingot serve` of our own for a while: started as a process, its address read, asked, stopped. No server outlives this."""
+"""An `ingot serve` of our own for a while: started as a process, its address read, asked, stopped.
+No server outlives this.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,13 @@ def running_server(command: Sequence[str]) -> Iterator[str]:
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AIP_")}
     process = subprocess.Popen(
-        list(command), env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE,
-        process_group=0, preexec_fn=tied_to_me(),
+        list(command),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        stderr=subprocess.PIPE,
+        process_group=0,
+        preexec_fn=tied_to_me(),
     )
     try:
         assert process.stderr is not None
@@ -55,19 +62,29 @@ def running_server(command: Sequence[str]) -> Iterator[str]:
             raise
 
 
-def ask(url: str, route: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
+def ask(
+    url: str, route: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> Any:
     """What the server answers, from JSON. Raises Failed where it does not answer, or refuses."""
     try:
         response = httpx.post(f"{url}{route}", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S)
     except httpx.HTTPError as error:
-        raise Failed(f"the server at {url} did not answer ({type(error).__name__}: {error}); run the same command again") from error
+        raise Failed(
+            f"the server at {url} did not answer ({type(error).__name__}: {error}); run the same"
+            " command again"
+        ) from error
     if response.status_code != httpx.codes.OK:
-        raise Failed(f"the server answered {response.status_code} on {route}: {' '.join(response.text.split())[:300]}; mend `serve` in the recipe")
+        raise Failed(
+            f"the server answered {response.status_code} on {route}:"
+            f" {' '.join(response.text.split())[:300]}; mend `serve` in the recipe"
+        )
     return response.json()
 
 
 def _relay(stream: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:
-    """The server's messages go on to our stderr, line by line, and to whoever waits for its address."""
+    """The server's messages go on to our stderr, line by line, and to whoever waits for its
+    address.
+    """
     for line in stream:
         text = line.decode(errors="replace")
         print(text, end="", file=sys.stderr, flush=True)
@@ -81,11 +98,16 @@ def _address(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | No
         with contextlib.suppress(queue.Empty):
             line = lines.get(timeout=min(left, 0.5))
             if line is None:
-                raise Failed(f"the server ended before it listened (exit {process.wait()}): {last.strip()}")
+                raise Failed(
+                    f"the server ended before it listened (exit {process.wait()}): {last.strip()}"
+                )
             if match := _LISTENS.match(line):
                 return match[1]
             last = line
-    raise Failed(f"the server did not listen within {START_TIMEOUT_S:g} s; try `ingot serve` with the same recipe")
+    raise Failed(
+        f"the server did not listen within {START_TIMEOUT_S:g} s; try `ingot serve` with the same"
+        " recipe"
+    )
 
 
 def _wait_for_health(process: subprocess.Popen[bytes], url: str) -> None:
@@ -94,7 +116,13 @@ def _wait_for_health(process: subprocess.Popen[bytes], url: str) -> None:
         if process.poll() is not None:
             raise Failed(f"the server ended (exit {process.returncode}); its message stands above")
         with contextlib.suppress(httpx.HTTPError):
-            if any(httpx.get(f"{url}{route}", timeout=5.0).status_code == httpx.codes.OK for route in ("/health", "/v2/health/ready")):
+            if any(
+                httpx.get(f"{url}{route}", timeout=5.0).status_code == httpx.codes.OK
+                for route in ("/health", "/v2/health/ready")
+            ):
                 return  # the second is Triton's
         time.sleep(0.05)
-    raise Failed(f"the server at {url} was not ready within {START_TIMEOUT_S:g} s; try `ingot serve` with the same recipe")
+    raise Failed(
+        f"the server at {url} was not ready within {START_TIMEOUT_S:g} s; try `ingot serve` with"
+        " the same recipe"
+    )

@@ -1,4 +1,6 @@
-"""Where metrics go: `metrics.jsonl`, TensorBoard, W&B. A sink that fails warns once and never stops a run."""
+"""Where metrics go: `metrics.jsonl`, TensorBoard, W&B. A sink that fails warns once and never stops
+a run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line per logged step. What was logged beyond `resume_step` is cut off, so that a resumed run shows no step twice.
+    """One line per logged step. What was logged beyond `resume_step` is cut off, so that a resumed
+    run shows no step twice.
 
     So are lines of that very step whose keys begin with one of `owed`: they are written once more.
     """
@@ -33,13 +36,18 @@ class JsonLines:
         if path.exists():
             again = tuple(f"{name}/" for name in owed)
             kept = [
-                line for line in read_lines(path)
-                if (step := line.get("step", 0)) <= resume_step and not (step == resume_step and any(key.startswith(again) for key in line))
+                line
+                for line in read_lines(path)
+                if (step := line.get("step", 0)) <= resume_step
+                and not (step == resume_step and any(key.startswith(again) for key in line))
             ]
             write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
-        finite = {key: value if isinstance(value, str) or math.isfinite(value) else None for key, value in values.items()}
+        finite = {
+            key: value if isinstance(value, str) or math.isfinite(value) else None
+            for key, value in values.items()
+        }
         append_line(self.path, {"step": step, "t_wall": time.time(), **finite})
 
     def close(self) -> None:
@@ -58,7 +66,9 @@ class TensorBoard:
         if resume_step:
             # Tells TensorBoard to forget what was logged beyond the checkpoint.
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._writer.add_event(
+                Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
+            )
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -68,26 +78,43 @@ class TensorBoard:
         items = []
         for key, value in values.items():
             if isinstance(value, str):
-                metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+                metadata = SummaryMetadata(
+                    plugin_data=SummaryMetadata.PluginData(plugin_name="text")
+                )
                 shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-                tensor = TensorProto(dtype="DT_STRING", string_val=[value.encode()], tensor_shape=shape)
+                tensor = TensorProto(
+                    dtype="DT_STRING", string_val=[value.encode()], tensor_shape=shape
+                )
                 items.append(Summary.Value(tag=key, metadata=metadata, tensor=tensor))
             else:
                 items.append(Summary.Value(tag=key, simple_value=value))
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=Summary(value=items)))
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=Summary(value=items))
+        )
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """A W&B run; offline with `WANDB_MODE=offline`. `run_id` is stable, so that a resumed run goes on in the same one."""
+    """A W&B run; offline with `WANDB_MODE=offline`. `run_id` is stable, so that a resumed run goes
+    on in the same one.
+    """
 
-    def __init__(self, folder: Path, project: str, name: str, run_id: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, project: str, name: str, run_id: str, config: Mapping[str, Any]
+    ) -> None:
         import wandb
 
         os.makedirs(folder, exist_ok=True)
-        self._run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(config))
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+        )
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         self._run.log(dict(values), step=step)
@@ -107,9 +134,14 @@ class Guarded:
     def _try(self, call: Any) -> None:
         try:
             call()
-        except Exception as error:  # whatever a tracker's library raises: none of it may stop a training run
+        except (
+            Exception
+        ) as error:  # whatever a tracker's library raises: none of it may stop a training run
             self._sink = None
-            say(f"warning: {self.name} failed ({type(error).__name__}: {error}); training goes on without it")
+            say(
+                f"warning: {self.name} failed ({type(error).__name__}: {error}); training goes on"
+                " without it"
+            )
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         if (sink := self._sink) is not None:

@@ -15,9 +15,9 @@ from ingot.base.storage import write_atomic
 class Outcome:
     """What a verb hands back to the command line.
 
-    `result` is one short phrase for the table, `where` the path to look at, `outputs` a fingerprint of what was made
-    (equal outputs leave later steps unchanged), `files` the paths (relative to the run folder) that must stay with
-    their sizes for the step to count as done.
+    `result` is one short phrase for the table, `where` the path to look at, `outputs` a fingerprint
+    of what was made (equal outputs leave later steps unchanged), `files` the paths (relative to the
+    run folder) that must stay with their sizes for the step to count as done.
     """
 
     result: str
@@ -34,10 +34,12 @@ def sizes(root: Path, paths: Iterable[Path]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step read (`inputs`, one fingerprint), what it made (`outputs`, one fingerprint) and what it tells.
+    """What a step read (`inputs`, one fingerprint), what it made (`outputs`, one fingerprint) and
+    what it tells.
 
-    `knobs` keeps the values that went into the fingerprint, so that a change can be named. `files` are paths relative
-    to the run folder with their sizes; a missing or resized one makes the record void.
+    `knobs` keeps the values that went into the fingerprint, so that a change can be named. `files`
+    are paths relative to the run folder with their sizes; a missing or resized one makes the record
+    void.
     """
 
     step: str
@@ -52,7 +54,10 @@ class StepRecord:
 
 
 def write_record(folder: Path, record: StepRecord) -> None:
-    write_atomic(folder / f"{record.step}.json", json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n")
+    write_atomic(
+        folder / f"{record.step}.json",
+        json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n",
+    )
 
 
 def read_record(folder: Path, step: str) -> StepRecord | None:

@@ -1,4 +1,6 @@
-"""Files on a local disk or in object storage, through fsspec. A local write is durable before it is visible."""
+"""Files on a local disk or in object storage, through fsspec. A local write is durable before it is
+visible.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def _remote() -> Any:
-    """fsspec, told that a bucket is of the usual kind: gcsfs would ask each of them, by a protocol that not every place answers, and warn."""
+    """fsspec, told that a bucket is of the usual kind: gcsfs would ask each of them, by a protocol
+    that not every place answers, and warn.
+    """
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     return fsspec
 
@@ -43,7 +47,9 @@ def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def find_files(pattern: str) -> list[str]:
-    """Files that `pattern` (a path, a folder or a glob) names, sorted; [] when there is none. Folders are walked."""
+    """Files that `pattern` (a path, a folder or a glob) names, sorted; [] when there is none.
+    Folders are walked.
+    """
     if is_remote(pattern):
         filesystem, root = _remote().core.url_to_fs(pattern)
         found = filesystem.glob(root) if glob.has_magic(root) else filesystem.find(root)
@@ -51,18 +57,26 @@ def find_files(pattern: str) -> list[str]:
     files: list[str] = []
     for name in glob.glob(pattern, recursive=True) if glob.has_magic(pattern) else [pattern]:
         if os.path.isdir(name):
-            files += [os.path.join(folder, file) for folder, _, here in os.walk(name) for file in here]
+            files += [
+                os.path.join(folder, file) for folder, _, here in os.walk(name) for file in here
+            ]
         elif os.path.exists(name):
             files.append(name)
     return sorted(files)
 
 
 def stamp(path: str) -> dict[str, Any]:
-    """What tells cheaply whether a file changed: size and modification time (or the object's own version tag)."""
+    """What tells cheaply whether a file changed: size and modification time (or the object's own
+    version tag).
+    """
     if is_remote(path):
         filesystem, root = _remote().core.url_to_fs(path)
         info = filesystem.info(root)
-        return {"path": path, "bytes": info["size"], "tag": str(info.get("etag") or info.get("generation") or "")}
+        return {
+            "path": path,
+            "bytes": info["size"],
+            "tag": str(info.get("etag") or info.get("generation") or ""),
+        }
     status = os.stat(path)
     return {"path": path, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 
@@ -95,7 +109,9 @@ def fsync_tree(folder: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A stream whose bytes appear under `path` all at once, flushed, when the block ends without an error."""
+    """A stream whose bytes appear under `path` all at once, flushed, when the block ends without an
+    error.
+    """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with disk_errors(target):
@@ -120,7 +136,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to fill that appears under `path` all at once; what stood there before is replaced only then.
+    """A folder to fill that appears under `path` all at once; what stood there before is replaced
+    only then.
 
     One writer at a time for one `path`: what writers that died left beside it is removed.
     """
@@ -142,14 +159,17 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
                 os.replace(partial, target)
                 fsync_folder(target.parent)
                 shutil.rmtree(replaced, ignore_errors=True)
-            # Before the old one is deleted: else a crash could bring back its name for what is left of it.
+            # Before the old one is deleted: else a crash could bring back its name for what is left
+            # of it.
             fsync_folder(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places in one act, so that neither is ever missing; False where the system or the disk does not know how."""
+    """Let two names change places in one act, so that neither is ever missing; False where the
+    system or the disk does not know how.
+    """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -162,7 +182,9 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed processes of this machine left while they wrote `target`: it may be gigabytes."""
+    """Remove what killed processes of this machine left while they wrote `target`: it may be
+    gigabytes.
+    """
     for kind in ("partial", "replaced"):
         _remove_of_the_dead(target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"))
 
@@ -195,15 +217,25 @@ def _is_alive(process: int) -> bool:
 
 @contextlib.contextmanager
 def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the operating system's refusals while writing `path` into one line with the next action."""
+    """Turn the operating system's refusals while writing `path` into one line with the next
+    action.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Failed(f"disk full while writing {os.fspath(path)}; make space and run the same command again") from error
+            raise Failed(
+                f"disk full while writing {os.fspath(path)}; make space and run the same command"
+                " again"
+            ) from error
         if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             obstacle = error.filename2 or error.filename or os.fspath(path)
-            raise WrongInput(f"{os.fspath(path)} cannot be written, {obstacle} is in the way ({error.strerror}); move that away") from error
+            raise WrongInput(
+                f"{os.fspath(path)} cannot be written, {obstacle} is in the way ({error.strerror});"
+                " move that away"
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise WrongInput(f"{os.fspath(path)} cannot be written ({error.strerror}); choose another `output`") from error
+            raise WrongInput(
+                f"{os.fspath(path)} cannot be written ({error.strerror}); choose another `output`"
+            ) from error
         raise

@@ -1,7 +1,8 @@
 """A large file on its way into a bucket, chunk by chunk, by the service's resumable uploads.
 
-A break costs the chunk at hand: the service is asked what it keeps, and the rest is sent. With a note on disk that holds for another process
-too. The address of an upload is a key to it, so the note is for its owner's eyes alone.
+A break costs the chunk at hand: the service is asked what it keeps, and the rest is sent. With a
+note on disk that holds for another process too. The address of an upload is a key to it, so the
+note is for its owner's eyes alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ CHUNK_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Parcel:
-    """What is sent where: a file, its size and checksum (base64 of CRC32C), and the generation that it shall replace."""
+    """What is sent where: a file, its size and checksum (base64 of CRC32C), and the generation that
+    it shall replace.
+    """
 
     name: str
     path: Path
@@ -31,28 +34,47 @@ class Parcel:
 
 
 class Upload:
-    """`start()` opens an upload and gives its address; `send(address, data, headers)` puts to it; `refused(answer)` makes an error of an answer."""
+    """`start()` opens an upload and gives its address; `send(address, data, headers)` puts to it;
+    `refused(answer)` makes an error of an answer.
+    """
 
     def __init__(
-        self, parcel: Parcel, note: Path | None, *,
-        start: Callable[[], str], send: Callable[[str, bytes, Mapping[str, str]], Any], refused: Callable[[Any], Exception],
+        self,
+        parcel: Parcel,
+        note: Path | None,
+        *,
+        start: Callable[[], str],
+        send: Callable[[str, bytes, Mapping[str, str]], Any],
+        refused: Callable[[Any], Exception],
     ) -> None:
-        self._parcel, self._note, self._start, self._send, self._refused = parcel, note, start, send, refused
+        self._parcel, self._note, self._start, self._send, self._refused = (
+            parcel,
+            note,
+            start,
+            send,
+            refused,
+        )
         self._address = self._noted()
         self._at: int | None = None  # bytes that the service keeps; None where only it knows
 
     def advance(self) -> Mapping[str, Any] | None:
-        """Send the next chunk; call it again after an error. Returns the service's description of the object once it is whole.
+        """Send the next chunk; call it again after an error. Returns the service's description of
+        the object once it is whole.
 
         Raises:
-            ConnectionError: the service has forgotten the upload, or kept nothing of the chunk; the next call does what can be done.
+            ConnectionError: the service has forgotten the upload, or kept nothing of the chunk; the
+                next call does what can be done.
             Failed: the file is shorter than it was.
         """
         parcel = self._parcel
         if self._address is None:
             self._address, self._at = self._start(), 0
             self._write_note(self._address)
-        if self._at is None and (done := self._taken(self._send(self._address, b"", {"Content-Range": f"bytes */{parcel.bytes}"}))):
+        if self._at is None and (
+            done := self._taken(
+                self._send(self._address, b"", {"Content-Range": f"bytes */{parcel.bytes}"})
+            )
+        ):
             return done
         begin, self._at = self._at or 0, None
         with parcel.path.open("rb") as stream:
@@ -79,7 +101,11 @@ class Upload:
             about: Mapping[str, Any] = answer.json()
             return about
         if answer.status_code == 308:
-            self._at = int(answer.headers["Range"].rpartition("-")[2]) + 1 if "Range" in answer.headers else 0
+            self._at = (
+                int(answer.headers["Range"].rpartition("-")[2]) + 1
+                if "Range" in answer.headers
+                else 0
+            )
             return None
         if answer.status_code in (404, 410):
             self._address = None
@@ -92,7 +118,11 @@ class Upload:
             note = json.loads(self._note.read_bytes()) if self._note is not None else None
         except (OSError, ValueError):
             return None
-        return str(note["address"]) if isinstance(note, dict) and note.get("of") == self._of() and "address" in note else None
+        return (
+            str(note["address"])
+            if isinstance(note, dict) and note.get("of") == self._of() and "address" in note
+            else None
+        )
 
     def _write_note(self, address: str) -> None:
         if self._note is not None:

@@ -1,7 +1,9 @@
-"""Checkpoints in a bucket: the same folders and files as on disk, each whole when its `COMMIT.json` stands, which is put last.
+"""Checkpoints in a bucket: the same folders and files as on disk, each whole when its `COMMIT.json`
+stands, which is put last.
 
-A bucket knows no rename and no folder, so the marker is all there is: it goes first when a checkpoint goes, or when a file of it is replaced.
-One run writes to one place; who holds its lease may.
+A bucket knows no rename and no folder, so the marker is all there is: it goes first when a
+checkpoint goes, or when a file of it is replaced. One run writes to one place; who holds its lease
+may.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ class Damaged(Failed):
 
 
 class BucketMirror:
-    """Checkpoints under `gs://BUCKET/FOLDER`. Each method raises what a bucket's do: WrongInput without bucket or rights, Failed otherwise.
+    """Checkpoints under `gs://BUCKET/FOLDER`. Each method raises what a bucket's do: WrongInput
+    without bucket or rights, Failed otherwise.
 
-    `before_commit` is called before a marker is put: what that vouches for beside the checkpoint must be safe then.
+    `before_commit` is called before a marker is put: what that vouches for beside the checkpoint
+    must be safe then.
     """
 
     def __init__(self, url: str, *, before_commit: Callable[[], None] = lambda: None) -> None:
@@ -48,7 +52,8 @@ class BucketMirror:
 
     @contextlib.contextmanager
     def lease(self, owner: str, *, life_s: float = LIFE_S, wait: bool = False) -> Iterator[Lease]:
-        """Be the one that writes here, for as long as the block lasts; by one process of a run. See `ingot.base.lease`.
+        """Be the one that writes here, for as long as the block lasts; by one process of a run. See
+        `ingot.base.lease`.
 
         Raises:
             Failed: another run is.
@@ -61,16 +66,25 @@ class BucketMirror:
                 self._lease = None
 
     def put(self, folder: Path, names: Sequence[str]) -> None:
-        """Upload files of a checkpoint; each rank its own. What is there with the same size and checksum is not sent again.
+        """Upload files of a checkpoint; each rank its own. What is there with the same size and
+        checksum is not sent again.
 
         A large file that an earlier process left halfway is gone on with.
         """
         for number, name in enumerate(names):
             if self._lease is not None and (number == 0 or self._lease.lost):
                 self._lease.check()
-            path, key, note = folder / name, f"{folder.name}/{name}", folder / f".{name.replace('/', '-')}.upload"
+            path, key, note = (
+                folder / name,
+                f"{folder.name}/{name}",
+                folder / f".{name.replace('/', '-')}.upload",
+            )
             there = self.bucket.stat(key)
-            if there is not None and there.bytes == path.stat().st_size and there.crc32c == crc32c(path):
+            if (
+                there is not None
+                and there.bytes == path.stat().st_size
+                and there.crc32c == crc32c(path)
+            ):
                 note.unlink(missing_ok=True)
                 continue
             if there is not None:
@@ -81,7 +95,8 @@ class BucketMirror:
         """Put the marker, once all that it lists is there; by one rank, after all ranks' `put`.
 
         Raises:
-            Failed: something is missing; the lease is lost; or there is a marker already, and of another checkpoint.
+            Failed: something is missing; the lease is lost; or there is a marker already, and of
+                another checkpoint.
         """
         marker, key = read_marker(folder, COMMIT), f"{folder.name}/{COMMIT}"
         if marker is None:
@@ -89,7 +104,10 @@ class BucketMirror:
         there = {blob.name: blob.bytes for blob in self.bucket.list(f"{folder.name}/")}
         for entry in marker["files"]:
             if there.get(name := f"{folder.name}/{entry['path']}") != entry["bytes"]:
-                raise Failed(f"{self.bucket.url_of(name)} has {there.get(name, 'no')} bytes, {entry['bytes']} were sent; run the same command again")
+                raise Failed(
+                    f"{self.bucket.url_of(name)} has {there.get(name, 'no')} bytes,"
+                    f" {entry['bytes']} were sent; run the same command again"
+                )
         self._before_commit()
         if self._lease is not None:
             self._lease.check()
@@ -100,22 +118,39 @@ class BucketMirror:
             found = self.bucket.stat(key)
             if found is None or not _same_files(self.bucket.get(key), marker):
                 raise Failed(
-                    f"{self.bucket.url_of(key)} is there, of another checkpoint: two runs write to one place; give each its own `checkpoint.upload`"
+                    f"{self.bucket.url_of(key)} is there, of another checkpoint: two runs write to"
+                    " one place; give each its own `checkpoint.upload`"
                 ) from None
-            self.bucket.put(key, data, generation=found.generation)  # ours, from before this step was done once more
+            self.bucket.put(
+                key, data, generation=found.generation
+            )  # ours, from before this step was done once more
 
     def retain(self, kept: Collection[str]) -> None:
-        """Delete the checkpoints whose folders are not `kept`, their markers first; by one rank. None is, unless one that is kept is whole."""
+        """Delete the checkpoints whose folders are not `kept`, their markers first; by one rank.
+        None is, unless one that is kept is whole.
+        """
         if self._lease is not None:
             self._lease.check()
         folders = self._folders()
-        newest = max((name for name in folders if name in kept and self._is_whole(name)), key=_step, default=None)
+        newest = max(
+            (name for name in folders if name in kept and self._is_whole(name)),
+            key=_step,
+            default=None,
+        )
         # One that is newer and has no marker is being uploaded by other ranks.
-        doomed = [name for name in folders if name not in kept and (newest is None or _step(name) < _step(newest) or self._is_whole(name))]
+        doomed = [
+            name
+            for name in folders
+            if name not in kept
+            and (newest is None or _step(name) < _step(newest) or self._is_whole(name))
+        ]
         if not doomed:
             return
         if newest is None:
-            say(f"warning: nothing is deleted in {self.bucket.url}: no checkpoint that is kept ({', '.join(sorted(kept))}) is whole there")
+            say(
+                f"warning: nothing is deleted in {self.bucket.url}: no checkpoint that is kept"
+                f" ({', '.join(sorted(kept))}) is whole there"
+            )
             return
         for name in doomed:
             self.bucket.delete(f"{name}/{COMMIT}")
@@ -132,7 +167,8 @@ class BucketMirror:
                 yield _step(name)
 
     def fetch(self, step: int, checkpoints: Path) -> Path:
-        """Download a checkpoint into its folder in `checkpoints`, which appears when every byte is as its marker says. Returns the folder.
+        """Download a checkpoint into its folder in `checkpoints`, which appears when every byte is
+        as its marker says. Returns the folder.
 
         Files that an earlier attempt fetched are kept.
 
@@ -156,7 +192,10 @@ class BucketMirror:
         return target
 
     def _folders(self) -> list[str]:
-        return sorted((name for name in self.bucket.folders() if re.fullmatch(r"step-\d{8,}", name)), key=_step)
+        return sorted(
+            (name for name in self.bucket.folders() if re.fullmatch(r"step-\d{8,}", name)),
+            key=_step,
+        )
 
     def _is_whole(self, name: str) -> bool:
         return self.bucket.stat(f"{name}/{COMMIT}") is not None
@@ -166,7 +205,9 @@ class BucketMirror:
         try:
             self.bucket.get_to_file(f"{name}/{COMMIT}", staging / COMMIT)
         except Missing as error:
-            raise Damaged(f"{url} is missing: that checkpoint was not uploaded as a whole; take another one") from error
+            raise Damaged(
+                f"{url} is missing: that checkpoint was not uploaded as a whole; take another one"
+            ) from error
         except Corrupt as error:
             raise Damaged(str(error)) from error
         marker = read_marker(staging, COMMIT)
@@ -175,12 +216,18 @@ class BucketMirror:
         for entry in marker["files"]:
             path = PurePosixPath(entry["path"])
             if path.is_absolute() or ".." in path.parts:
-                raise Damaged(f"{url} lists {path}, which lies outside of the checkpoint; take another one")
+                raise Damaged(
+                    f"{url} lists {path}, which lies outside of the checkpoint; take another one"
+                )
         return marker
 
     def _fetch_file(self, name: str, entry: Mapping[str, Any], staging: Path) -> None:
         path, key = staging / entry["path"], f"{name}/{entry['path']}"
-        if path.exists() and path.stat().st_size == entry["bytes"] and sha256_file(path) == entry["sha256"]:
+        if (
+            path.exists()
+            and path.stat().st_size == entry["bytes"]
+            and sha256_file(path) == entry["sha256"]
+        ):
             return
         digest = hashlib.sha256()
         with disk_errors(path):
@@ -192,14 +239,18 @@ class BucketMirror:
             raise Damaged(str(error)) from error
         if digest.hexdigest() != entry["sha256"]:
             path.unlink()
-            raise Damaged(f"{self.bucket.url_of(key)} does not match its checksum; take another checkpoint")
+            raise Damaged(
+                f"{self.bucket.url_of(key)} does not match its checksum; take another checkpoint"
+            )
 
 
 def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> None:
-    """Fetch the newest whole checkpoint of the bucket if it is newer than all that are whole on disk (their sizes are looked at, not every byte).
+    """Fetch the newest whole checkpoint of the bucket if it is newer than all that are whole on
+    disk (their sizes are looked at, not every byte).
 
     Raises:
-        Failed: there are newer ones in the bucket, none of them is whole, and there is none on disk.
+        Failed: there are newer ones in the bucket, none of them is whole, and there is none on
+            disk.
     """
     newest = _newest_here(checkpoints)
     here, damaged = newest.step if newest else None, False
@@ -213,11 +264,16 @@ def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> None:
             say(f"warning: {error}")
             damaged = True
     if damaged and here is None:
-        raise Failed(f"no checkpoint in {mirror.bucket.url} is whole; restore one, or start over with --fresh and another `checkpoint.upload`")
+        raise Failed(
+            f"no checkpoint in {mirror.bucket.url} is whole; restore one, or start over with"
+            " --fresh and another `checkpoint.upload`"
+        )
 
 
 def send_newest(mirror: BucketMirror, checkpoints: Path) -> None:
-    """Upload the newest checkpoint that is whole on this disk if the bucket has none as new: a process was ended before it could."""
+    """Upload the newest checkpoint that is whole on this disk if the bucket has none as new: a
+    process was ended before it could.
+    """
     newest = _newest_here(checkpoints)
     if newest is not None and newest.step > (mirror.newest() or -1):
         mirror.put(newest.folder, [entry["path"] for entry in newest.commit["files"]])
@@ -226,8 +282,15 @@ def send_newest(mirror: BucketMirror, checkpoints: Path) -> None:
 
 def _newest_here(checkpoints: Path) -> Found | None:
     """Sizes are looked at, not every byte."""
-    there = (found for found in committed(checkpoints) if found.folder == step_folder(checkpoints, found.step))
-    return next((found for found in there if not problems(found.folder, found.commit, checksums=False)), None)
+    there = (
+        found
+        for found in committed(checkpoints)
+        if found.folder == step_folder(checkpoints, found.step)
+    )
+    return next(
+        (found for found in there if not problems(found.folder, found.commit, checksums=False)),
+        None,
+    )
 
 
 def _step(name: str) -> int:
@@ -239,7 +302,10 @@ def _same_files(data: bytes, marker: Mapping[str, Any]) -> bool:
         other = json.loads(data)
     except ValueError:
         return False
-    return isinstance(other, dict) and (other.get("step"), other.get("files")) == (marker.get("step"), marker["files"])
+    return isinstance(other, dict) and (other.get("step"), other.get("files")) == (
+        marker.get("step"),
+        marker["files"],
+    )
 
 
 def _at_once(act: Callable[[Item], Any], items: Iterable[Item]) -> None:

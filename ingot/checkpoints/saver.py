@@ -1,4 +1,5 @@
-"""Saves a training's state while training goes on: a copy is made at once, and a thread writes, commits, uploads and clears up behind it.
+"""Saves a training's state while training goes on: a copy is made at once, and a thread writes,
+commits, uploads and clears up behind it.
 
 One save is under way at a time. What it is that fails, on whichever rank, is an error of all ranks.
 """
@@ -34,10 +35,14 @@ NICE = 10
 
 
 class Mirror(Protocol):
-    """A second place that every committed checkpoint goes to. What it raises is an error of the run."""
+    """A second place that every committed checkpoint goes to. What it raises is an error of the
+    run.
+    """
 
     def put(self, folder: Path, names: Sequence[str]) -> None:
-        """Each rank, the files that it wrote; what is there already with the same size and checksum is not sent again."""
+        """Each rank, the files that it wrote; what is there already with the same size and checksum
+        is not sent again.
+        """
 
     def commit(self, folder: Path) -> None:
         """Rank 0 alone, after all ranks' `put`: the marker."""
@@ -53,7 +58,9 @@ class Saved:
     step: int
     folder: Path
     blocked_s: float
-    """Seconds that training itself waited, for the copy and for the save before; on a device, those that it copied."""
+    """Seconds that training itself waited, for the copy and for the save before; on a device, those
+    that it copied.
+    """
     total_s: float
     bytes: int
     """Of all files of all ranks."""
@@ -71,15 +78,25 @@ class _Job:
 
 
 class Saver:
-    """Writes checkpoints into a folder, one after the other. All ranks make one and call `save` and `wait` alike.
+    """Writes checkpoints into a folder, one after the other. All ranks make one and call `save` and
+    `wait` alike.
 
     Args:
-        asynchronous: `save` comes back when the state is copied, which costs the host's memory that `Staging` tells. Without, nothing is
-            copied, and it comes back when the checkpoint is committed.
+        asynchronous: `save` comes back when the state is copied, which costs the host's memory that
+            `Staging` tells. Without, nothing is copied, and it comes back when the checkpoint is
+            committed.
         said: called now and then while the caller's thread waits for the writer.
     """
 
-    def __init__(self, checkpoints: Path, mesh: Mesh, *, asynchronous: bool, mirror: Mirror | None = None, said: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        checkpoints: Path,
+        mesh: Mesh,
+        *,
+        asynchronous: bool,
+        mirror: Mirror | None = None,
+        said: Callable[[], None] = lambda: None,
+    ) -> None:
         self._checkpoints, self._mirror, self._said = checkpoints, mirror, said
         self._staging = Staging() if asynchronous else None
         self._line = mesh.aside()
@@ -88,25 +105,44 @@ class Saver:
         self._error: Exception | None = None
 
     def prepare(self, masters: Masters, optimizer: Optimizer) -> None:
-        """Take the memory for copies now, beside training, so that the first save need not wait for it. Once the optimizer has its state; may be left out."""
+        """Take the memory for copies now, beside training, so that the first save need not wait for
+        it. Once the optimizer has its state; may be left out.
+        """
         if self._staging is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._staging.make_room, args=(training_tensors(masters, optimizer),), name="make-room")
+            self._thread = threading.Thread(
+                target=self._staging.make_room,
+                args=(training_tensors(masters, optimizer),),
+                name="make-room",
+            )
             self._thread.start()
 
-    def save(self, step: int, masters: Masters, optimizer: Optimizer, payload: Mapping[str, Any], *, keep: int, best: int | None) -> None:
-        """Save the state after `step` optimizer steps, with what `payload` says beside it in the marker; then all but `keep` and `best` go.
+    def save(
+        self,
+        step: int,
+        masters: Masters,
+        optimizer: Optimizer,
+        payload: Mapping[str, Any],
+        *,
+        keep: int,
+        best: int | None,
+    ) -> None:
+        """Save the state after `step` optimizer steps, with what `payload` says beside it in the
+        marker; then all but `keep` and `best` go.
 
         Waits for the save before.
 
         Raises:
-            Failed: the save before could not be written (nothing is saved then), or, when not asynchronous, this one: the disk is full, say.
+            Failed: the save before could not be written (nothing is saved then), or, when not
+                asynchronous, this one: the disk is full, say.
         """
         began = time.monotonic()
         self._join(self._said)
         self._raise()
         tensors = training_tensors(masters, optimizer)
         staged = unstaged(tensors) if self._staging is None else self._staging.copy(tensors)
-        job = _Job(step, staged, copy.deepcopy(dict(payload)), keep, best, began, time.monotonic() - began)
+        job = _Job(
+            step, staged, copy.deepcopy(dict(payload)), keep, best, began, time.monotonic() - began
+        )
         # Not a daemon: a process that ends in good order does not tear it.
         self._thread = threading.Thread(target=self._work, args=(job,), name=f"save-{step}")
         self._thread.start()
@@ -127,7 +163,8 @@ class Saver:
         """Until nothing is under way; what was committed since last asked.
 
         Raises:
-            Failed: a checkpoint could not be written, on any rank. It is told once; then saving may go on.
+            Failed: a checkpoint could not be written, on any rank. It is told once; then saving may
+                go on.
             WrongInput: the folder may not be written.
         """
         self._join(self._said)
@@ -159,27 +196,55 @@ class Saver:
             _step_back()
         try:
             blocked_s = job.blocked_s + job.staged.settle()
-            written = write_checkpoint(self._checkpoints, job.step, job.staged.tensors, job.payload, self._line, scattered=self._mirror is not None)
+            written = write_checkpoint(
+                self._checkpoints,
+                job.step,
+                job.staged.tensors,
+                job.payload,
+                self._line,
+                scattered=self._mirror is not None,
+            )
             try:
                 self._after(job, written)
             finally:
                 total_s = time.monotonic() - job.began
-                self._done.append(Saved(job.step, written.folder, total_s if self._staging is None else blocked_s, total_s, written.bytes))
+                self._done.append(
+                    Saved(
+                        job.step,
+                        written.folder,
+                        total_s if self._staging is None else blocked_s,
+                        total_s,
+                        written.bytes,
+                    )
+                )
         except (Failed, WrongInput) as error:
             self._error = error
         except BaseException as error:
-            self._error = Failed(f"checkpoint {step_folder(self._checkpoints, job.step)} could not be saved ({in_words(error)}); run the same command again")
+            self._error = Failed(
+                f"checkpoint {step_folder(self._checkpoints, job.step)} could not be saved"
+                f" ({in_words(error)}); run the same command again"
+            )
             self._error.__cause__ = error
 
     def _after(self, job: _Job, written: Written) -> None:
-        """What follows a commit: older ones go here, the new one goes to the mirror, older ones go there."""
-        kept = together(self._line, lambda: None, lambda _: retain(self._checkpoints, job.keep, job.best))
+        """What follows a commit: older ones go here, the new one goes to the mirror, older ones go
+        there.
+        """
+        kept = together(
+            self._line, lambda: None, lambda _: retain(self._checkpoints, job.keep, job.best)
+        )
         if self._line.ranks.local_rank == 0 and not self._line.is_main:
             sweep(self._checkpoints, kept)  # where this node has a disk of its own
         mirror = self._mirror
         if mirror is not None:
-            names = {name.removesuffix(BEFORE) for name in kept} | ({step_folder(self._checkpoints, job.best).name} if job.best is not None else set())
-            together(self._line, lambda: mirror.put(written.folder, written.mine), lambda _: mirror.commit(written.folder))
+            names = {name.removesuffix(BEFORE) for name in kept} | (
+                {step_folder(self._checkpoints, job.best).name} if job.best is not None else set()
+            )
+            together(
+                self._line,
+                lambda: mirror.put(written.folder, written.mine),
+                lambda _: mirror.commit(written.folder),
+            )
             together(self._line, lambda: None, lambda _: mirror.retain(names))
 
 

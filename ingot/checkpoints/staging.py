@@ -1,4 +1,6 @@
-"""A copy of a training state in the host's memory, which is written while training goes on to change the state itself."""
+"""A copy of a training state in the host's memory, which is written while training goes on to
+change the state itself.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,18 @@ ALIGNED_BYTES = 64
 
 @dataclass(frozen=True)
 class Staged:
-    """The copies by the names of what was copied, spread as that is; they hold until the next copy is made."""
+    """The copies by the names of what was copied, spread as that is; they hold until the next copy
+    is made.
+    """
 
     tensors: dict[str, Tensor]
     began: torch.Event | None = None
     ended: torch.Event | None = None
 
     def settle(self) -> float:
-        """Wait until a device has copied; the seconds that it did nothing else. To be called before the tensors are read, from any thread."""
+        """Wait until a device has copied; the seconds that it did nothing else. To be called before
+        the tensors are read, from any thread.
+        """
         if self.began is None or self.ended is None:
             return 0.0
         self.ended.synchronize()
@@ -30,18 +36,24 @@ class Staged:
 
 
 class Staging:
-    """Room on the host for one copy of this rank's part of a training state, used again by every copy of the same shapes.
+    """Room on the host for one copy of this rank's part of a training state, used again by every
+    copy of the same shapes.
 
-    It costs as much as what is copied: with AdamW 12 bytes for each trained number of this rank. What lies on a device is copied on its
-    current stream into pinned memory, which the host does not wait for (and the allocator of which may take up to twice as much).
+    It costs as much as what is copied: with AdamW 12 bytes for each trained number of this rank.
+    What lies on a device is copied on its current stream into pinned memory, which the host does
+    not wait for (and the allocator of which may take up to twice as much).
     """
 
     def __init__(self) -> None:
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._room: dict[str, Tensor] = {}
 
-    def make_room(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.device | None]:
-        """Take the memory that a copy needs, unless it is there; what is to be copied of each tensor, and the device that some of it lies on."""
+    def make_room(
+        self, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], torch.device | None]:
+        """Take the memory that a copy needs, unless it is there; what is to be copied of each
+        tensor, and the device that some of it lies on.
+        """
         here = {name: local(tensor) for name, tensor in tensors.items()}
         device = _device(here)
         kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in here.items()}
@@ -56,7 +68,11 @@ class Staging:
         began = _mark(device)
         for name, tensor in here.items():
             self._room[name].copy_(tensor, non_blocking=True)
-        return Staged({name: spread_as(tensor, self._room[name]) for name, tensor in tensors.items()}, began, _mark(device))
+        return Staged(
+            {name: spread_as(tensor, self._room[name]) for name, tensor in tensors.items()},
+            began,
+            _mark(device),
+        )
 
 
 def unstaged(tensors: dict[str, Tensor]) -> Staged:
@@ -78,8 +94,12 @@ def _mark(device: torch.device | None) -> torch.Event | None:
     return event
 
 
-def _room(kinds: Mapping[str, tuple[torch.Size, torch.dtype]], *, pinned: bool) -> dict[str, Tensor]:
-    """A tensor of each kind, all in one block of memory. Each has a storage of its own size: torch would write a larger one from a copy of it."""
+def _room(
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]], *, pinned: bool
+) -> dict[str, Tensor]:
+    """A tensor of each kind, all in one block of memory. Each has a storage of its own size: torch
+    would write a larger one from a copy of it.
+    """
     places, total = {}, 0
     for name, (shape, dtype) in kinds.items():
         places[name] = total
@@ -87,6 +107,12 @@ def _room(kinds: Mapping[str, tuple[torch.Size, torch.dtype]], *, pinned: bool) 
     # The system gives memory when it is first written to, which takes longer than the copy.
     block = torch.empty(total, dtype=torch.uint8, pin_memory=pinned).zero_().numpy()
     return {
-        name: torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=places[name]).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
+        name: (
+            torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=places[name]).view(
+                shape
+            )
+            if shape.numel()
+            else torch.empty(shape, dtype=dtype)
+        )
         for name, (shape, dtype) in kinds.items()
     }

@@ -1,7 +1,8 @@
-"""Checkpoints on disk: `step-00000300/` by torch's distributed checkpoint, complete when its `COMMIT.json` stands.
+"""Checkpoints on disk: `step-00000300/` by torch's distributed checkpoint, complete when its
+`COMMIT.json` stands.
 
-Any world size loads what any other wrote. A torn, truncated or changed checkpoint is named and passed over for the newest
-valid one; the newest valid one is never deleted.
+Any world size loads what any other wrote. A torn, truncated or changed checkpoint is named and
+passed over for the newest valid one; the newest valid one is never deleted.
 """
 
 from __future__ import annotations
@@ -65,11 +66,19 @@ class Written:
 
 
 def write_checkpoint(
-    checkpoints: Path, step: int, tensors: Mapping[str, Tensor], payload: Mapping[str, Any], line: Mesh, *, scattered: bool = False
+    checkpoints: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    payload: Mapping[str, Any],
+    line: Mesh,
+    *,
+    scattered: bool = False,
 ) -> Written:
-    """Write tensors and marker as checkpoint `step`, durably; all ranks of `line` call it. What was begun is removed if it cannot be ended.
+    """Write tensors and marker as checkpoint `step`, durably; all ranks of `line` call it. What was
+    begun is removed if it cannot be ended.
 
-    `scattered`: the nodes may have a disk each, and meet elsewhere; without, rank 0 must see all files.
+    `scattered`: the nodes may have a disk each, and meet elsewhere; without, rank 0 must see all
+    files.
 
     Raises:
         Failed: the disk is full, on any rank; or rank 0 does not see what others wrote.
@@ -81,18 +90,37 @@ def write_checkpoint(
         try:
             mine = write_tensors(folder, tensors, line)
             about = {
-                "step": step, "world": line.world, "layout": line.degrees.told(), "torch": torch.__version__, "ingot": ingot.__version__, "time": time.time(),
+                "step": step,
+                "world": line.world,
+                "layout": line.degrees.told(),
+                "torch": torch.__version__,
+                "ingot": ingot.__version__,
+                "time": time.time(),
             }
-            size = together(line, lambda: mine, lambda everyone: _commit(folder, {**about, **payload}, list(chain(*everyone)), scattered=scattered))
+            size = together(
+                line,
+                lambda: mine,
+                lambda everyone: _commit(
+                    folder, {**about, **payload}, list(chain(*everyone)), scattered=scattered
+                ),
+            )
         except Exception:
-            with contextlib.suppress(Exception):  # nobody writes any more; if the line itself is dead, the next save makes way
-                together(line, lambda: _remove(folder) if line.ranks.local_rank == 0 else None, lambda _: None)
+            with contextlib.suppress(
+                Exception
+            ):  # nobody writes any more; if the line itself is dead, the next save makes way
+                together(
+                    line,
+                    lambda: _remove(folder) if line.ranks.local_rank == 0 else None,
+                    lambda _: None,
+                )
             raise
     return Written(folder, [entry.path for entry in mine], size)
 
 
 def _begin(folder: Path, line: Mesh) -> None:
-    """An empty folder on every node. A checkpoint of the same step that stands there is moved aside, where it still counts."""
+    """An empty folder on every node. A checkpoint of the same step that stands there is moved
+    aside, where it still counts.
+    """
     if line.ranks.local_rank != 0:
         return
     if read_marker(folder, COMMIT) is not None:
@@ -105,12 +133,17 @@ def _begin(folder: Path, line: Mesh) -> None:
     fsync_folder(folder.parent.parent)
 
 
-def _commit(folder: Path, about: Mapping[str, Any], files: Sequence[FileEntry], *, scattered: bool) -> int:
+def _commit(
+    folder: Path, about: Mapping[str, Any], files: Sequence[FileEntry], *, scattered: bool
+) -> int:
     """On rank 0, when all files are durable; their bytes."""
     files = sorted(files, key=lambda entry: entry.path)
     unseen = problems(folder, {"files": [asdict(entry) for entry in files]}, checksums=False)
     if unseen and not scattered:
-        raise Failed(f"{unseen[0]} as rank 0 sees it, though another rank wrote it; put `output` on a disk that all nodes share, or set checkpoint.upload")
+        raise Failed(
+            f"{unseen[0]} as rank 0 sees it, though another rank wrote it; put `output` on a disk"
+            " that all nodes share, or set checkpoint.upload"
+        )
     write_marker(folder, COMMIT, {**about, **({"scattered": True} if unseen else {})}, files)
     fsync_folder(folder.parent)
     _remove(folder.with_name(folder.name + BEFORE))
@@ -126,8 +159,13 @@ def _remove(folder: Path) -> None:
 
 
 def _in_order(checkpoints: Path) -> list[Path]:
-    """All folders of checkpoints, whole or not, newest first; one that was moved aside comes after the one that came in its place."""
-    return sorted((folder for folder in checkpoints.glob("step-*") if _step_of(folder.name) >= 0), key=lambda folder: (-_step_of(folder.name), folder.name))
+    """All folders of checkpoints, whole or not, newest first; one that was moved aside comes after
+    the one that came in its place.
+    """
+    return sorted(
+        (folder for folder in checkpoints.glob("step-*") if _step_of(folder.name) >= 0),
+        key=lambda folder: (-_step_of(folder.name), folder.name),
+    )
 
 
 def _step_of(name: str) -> int:
@@ -139,11 +177,14 @@ def _step_of(name: str) -> int:
 def committed(checkpoints: Path) -> list[Found]:
     """All checkpoints with a marker, newest first; their files are not looked at."""
     found = ((folder, read_marker(folder, COMMIT)) for folder in _in_order(checkpoints))
-    return [Found(folder, int(commit["step"]), commit) for folder, commit in found if commit is not None]
+    return [
+        Found(folder, int(commit["step"]), commit) for folder, commit in found if commit is not None
+    ]
 
 
 def newest_valid(checkpoints: Path) -> Found | None:
-    """The newest checkpoint whose every byte is as written. Broken ones on the way are named; None when none was ever committed.
+    """The newest checkpoint whose every byte is as written. Broken ones on the way are named; None
+    when none was ever committed.
 
     Raises:
         Failed: there are checkpoints, and not one is whole.
@@ -154,22 +195,35 @@ def newest_valid(checkpoints: Path) -> Found | None:
         if found is not None and not wrong:
             return found
         damaged = damaged or bool(wrong)
-        say(f"warning: checkpoint {folder} is {f'damaged ({wrong[0]})' if wrong else f'not complete (it has no {COMMIT})'}; trying an older one")
+        say(
+            f"warning: checkpoint {folder} is"
+            f" {f'damaged ({wrong[0]})' if wrong else f'not complete (it has no {COMMIT})'}; trying"
+            " an older one"
+        )
     if damaged:
-        raise Failed(f"no checkpoint in {checkpoints} is whole; restore one, or start over with --fresh")
+        raise Failed(
+            f"no checkpoint in {checkpoints} is whole; restore one, or start over with --fresh"
+        )
     return None
 
 
 def _looked_at(folder: Path) -> tuple[Found | None, list[str]]:
-    """What a folder says that it holds, and what is wrong with it, every byte read; (None, []) where nothing was ever committed."""
+    """What a folder says that it holds, and what is wrong with it, every byte read; (None, [])
+    where nothing was ever committed.
+    """
     commit = read_marker(folder, COMMIT)
     if commit is None:
-        return None, [f"{folder / COMMIT} is not as it was written"] if (folder / COMMIT).exists() else []
+        return None, (
+            [f"{folder / COMMIT} is not as it was written"] if (folder / COMMIT).exists() else []
+        )
     return Found(folder, int(commit["step"]), commit), problems(folder, commit, checksums=True)
 
 
-def load_checkpoint(found: Found, masters: Masters, optimizer: Optimizer | None, mesh: Mesh) -> None:
-    """Fill weights and optimizer in place, whatever layout wrote the checkpoint; without an optimizer, the weights alone.
+def load_checkpoint(
+    found: Found, masters: Masters, optimizer: Optimizer | None, mesh: Mesh
+) -> None:
+    """Fill weights and optimizer in place, whatever layout wrote the checkpoint; without an
+    optimizer, the weights alone.
 
     Each rank reads its own part. All ranks call it.
 
@@ -181,10 +235,17 @@ def load_checkpoint(found: Found, masters: Masters, optimizer: Optimizer | None,
     if optimizer is not None:
         make_room(masters, optimizer, stored)
     tensors = training_tensors(masters, optimizer)
-    there = {name: about for name, about in stored.items() if optimizer is not None or name.startswith(MODEL)}
+    there = {
+        name: about
+        for name, about in stored.items()
+        if optimizer is not None or name.startswith(MODEL)
+    }
     if wrong := misfits(tensors, there, mesh):
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise Failed(f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more}; use --fresh, or the recipe that wrote it")
+        raise Failed(
+            f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more}; use"
+            " --fresh, or the recipe that wrote it"
+        )
     with _alone_is_meant():
         load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)
     settle(masters, optimizer, tensors)
@@ -192,7 +253,9 @@ def load_checkpoint(found: Found, masters: Masters, optimizer: Optimizer | None,
 
 
 class StoredTensors:
-    """The tensors in a checkpoint by their names there, each whole, one at a time and for one process alone, whatever layout wrote them."""
+    """The tensors in a checkpoint by their names there, each whole, one at a time and for one
+    process alone, whatever layout wrote them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._reader = _ReadOnce(str(folder))
@@ -237,35 +300,48 @@ def _alone_is_meant() -> Iterator[None]:
 
 
 def retain(checkpoints: Path, keep: int, best: int | None = None) -> list[str]:
-    """Delete all but the newest `keep` checkpoints and that of step `best`, and what killed saves left behind them; the names that are kept.
+    """Delete all but the newest `keep` checkpoints and that of step `best`, and what killed saves
+    left behind them; the names that are kept.
 
-    One whose files are missing or of another size does not count, and where none is whole, none goes. The newest one is trusted to
+    One whose files are missing or of another size does not count, and where none is whole, none
+    goes. The newest one is trusted to
     be as it was written: its bytes are not read.
     """
     there = committed(checkpoints)
     whole = {found.step: found.folder.name for found in reversed(there) if _seems_whole(found)}
-    kept = [whole[step] for step in sorted(whole, reverse=True)[:max(keep, 1)]]
+    kept = [whole[step] for step in sorted(whole, reverse=True)[: max(keep, 1)]]
     if kept:
-        kept += [found.folder.name for found in there if found.step == best and found.folder.name not in kept]
+        kept += [
+            found.folder.name
+            for found in there
+            if found.step == best and found.folder.name not in kept
+        ]
         sweep(checkpoints, kept)
     return kept
 
 
 def sweep(checkpoints: Path, kept: Collection[str]) -> None:
-    """Delete what is older than the newest of the folders named and is not among them; also on a node's own disk, where there is no marker."""
+    """Delete what is older than the newest of the folders named and is not among them; also on a
+    node's own disk, where there is no marker.
+    """
     newest = max(map(_step_of, kept), default=-1)
     for folder in _in_order(checkpoints):
         step = _step_of(folder.name)
-        if folder.name not in kept and (step < newest or (step == newest and folder.name.endswith(BEFORE))):
+        if folder.name not in kept and (
+            step < newest or (step == newest and folder.name.endswith(BEFORE))
+        ):
             _remove(folder)
 
 
 def _seems_whole(found: Found) -> bool:
-    return bool(found.commit.get("scattered")) or not problems(found.folder, found.commit, checksums=False)
+    return bool(found.commit.get("scattered")) or not problems(
+        found.folder, found.commit, checksums=False
+    )
 
 
 def checkpoint_in(place: Path) -> Found:
-    """The checkpoint that a path means: a checkpoint folder itself, or the newest whole one of a run folder.
+    """The checkpoint that a path means: a checkpoint folder itself, or the newest whole one of a
+    run folder.
 
     Raises:
         WrongInput: there is none.
@@ -279,5 +355,8 @@ def checkpoint_in(place: Path) -> Found:
     checkpoints = place if place.name == "checkpoints" else RunFolder(place).checkpoints
     found = newest_valid(checkpoints)
     if found is None:
-        raise WrongInput(f"{place} holds no checkpoint; give a run folder, or one of the folders in its checkpoints/")
+        raise WrongInput(
+            f"{place} holds no checkpoint; give a run folder, or one of the folders in its"
+            " checkpoints/"
+        )
     return found

@@ -1,4 +1,6 @@
-"""Tensors into a folder by torch's distributed checkpoint, each file flushed to the disk and hashed while it is written, by the rank that writes it."""
+"""Tensors into a folder by torch's distributed checkpoint, each file flushed to the disk and hashed
+while it is written, by the rank that writes it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from ingot.parallel.mesh import Mesh
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], line: Mesh) -> list[FileEntry]:
-    """Write this rank's part of `tensors` into `folder`, which exists; the files that this rank wrote. All ranks of `line` call it.
+    """Write this rank's part of `tensors` into `folder`, which exists; the files that this rank
+    wrote. All ranks of `line` call it.
 
     Raises:
         OSError: a file could not be written, on this rank or another; the same on all.
@@ -35,7 +38,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], line: Mesh) -> li
     """
     writer = HashingWriter(folder)
     try:
-        # Not the public `save`: it changes the warnings of the whole process, which is no business of a thread.
+        # Not the public `save`: it changes the warnings of the whole process, which is no business
+        # of a thread.
         _save_state_dict(dict(tensors), writer, line.group, no_dist=line.world == 1)
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
@@ -46,7 +50,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], line: Mesh) -> li
 
 
 class HashedStream(io.RawIOBase):
-    """Passes what is written to a file on to it and into a checksum, in this order and no other: there is no way back in it."""
+    """Passes what is written to a file on to it and into a checksum, in this order and no other:
+    there is no way back in it.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -102,14 +108,17 @@ class HashingFiles(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
-        self._entries[Path(new_path).name] = replace(self._entries.pop(Path(path).name), path=Path(new_path).name)
+        self._entries[Path(new_path).name] = replace(
+            self._entries.pop(Path(path).name), path=Path(new_path).name
+        )
 
 
 class HashingWriter(FileSystemWriter):
     """torch's own, but that names are durable, too, once a rank says that it is done."""
 
     def __init__(self, folder: Path) -> None:
-        # torch's own fsync leaves out what Python still buffers, and reading ahead of a device asks the device of another thread.
+        # torch's own fsync leaves out what Python still buffers, and reading ahead of a device asks
+        # the device of another thread.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.folder = folder
         self.fs = self.files = HashingFiles()
@@ -128,7 +137,9 @@ class HashingWriter(FileSystemWriter):
 
 @contextlib.contextmanager
 def _portable_errors() -> Iterator[None]:
-    """torch sends what is raised to the other ranks; what cannot be sent would leave them waiting."""
+    """torch sends what is raised to the other ranks; what cannot be sent would leave them
+    waiting.
+    """
     try:
         yield
     except Exception as error:

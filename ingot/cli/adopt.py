@@ -9,11 +9,20 @@ import typer
 
 from ingot.base.errors import EXIT_DONE
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Configuration files of one older project; flags in a file too.", show_default=False)]
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...",
+        help="Configuration files of one older project; flags in a file too.",
+        show_default=False,
+    ),
+]
 
 
 def adopt(files: Files) -> int:
-    """Turn the configuration of an older project (torchtune YAML, T5 JSON, .env, flags) into a recipe."""
+    """Turn the configuration of an older project (torchtune YAML, T5 JSON, .env, flags) into a
+    recipe.
+    """
     from ingot.base.progress import say
     from ingot.config.adopt import adopt as adopted_from
 

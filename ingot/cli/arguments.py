@@ -18,16 +18,22 @@ _OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 
 
 def split(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Recipe files and overrides. What looks like `name=value` is an override, unless a file of that name exists."""
+    """Recipe files and overrides. What looks like `name=value` is an override, unless a file of
+    that name exists.
+    """
     files: list[str] = []
     overrides: list[str] = []
     for argument in arguments:
-        (overrides if _OVERRIDE.match(argument) and not Path(argument).is_file() else files).append(argument)
+        (overrides if _OVERRIDE.match(argument) and not Path(argument).is_file() else files).append(
+            argument
+        )
     return files, overrides
 
 
 def read_recipe(arguments: Sequence[str]) -> Recipe:
-    """Raises WrongInput when there is no recipe file among the arguments, or what they say is wrong."""
+    """Raises WrongInput when there is no recipe file among the arguments, or what they say is
+    wrong.
+    """
     files, overrides = split(arguments)
     if not files:
         raise WrongInput("no recipe is given; name one, such as recipes/quickstart.yaml")
@@ -35,12 +41,15 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def settings_without_recipe(overrides: Sequence[str]) -> Recipe:
-    """Defaults, environment and overrides for verbs that need no recipe (serving a folder): only `serve`, `output` and `registry` mean something."""
+    """Defaults, environment and overrides for verbs that need no recipe (serving a folder): only
+    `serve`, `output` and `registry` mean something.
+    """
     return load_recipe((), ["name=unnamed", "data.train=[{source: none}]", *overrides])
 
 
 def values(arguments: Iterable[str], defaults: dict[str, Any], verb: str) -> dict[str, Any]:
-    """`key=value` settings of one verb that are no knobs: `max_tokens=64`. Values are YAML, of the default's type.
+    """`key=value` settings of one verb that are no knobs: `max_tokens=64`. Values are YAML, of the
+    default's type.
 
     Raises:
         WrongInput: names the nearest key, or the type that is wanted.
@@ -66,5 +75,7 @@ def _typed(argument: str, text: str, default: Any) -> Any:
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if wanted and type(value) is not type(default):
-        raise WrongInput(f"`{argument}`: `{text}` is not {wanted}; give {wanted}, such as {default}")
+        raise WrongInput(
+            f"`{argument}`: `{text}` is not {wanted}; give {wanted}, such as {default}"
+        )
     return value

@@ -1,4 +1,6 @@
-"""What `ingot show mask` looks at: examples as the model will see them, and the faults that are counted in them."""
+"""What `ingot show mask` looks at: examples as the model will see them, and the faults that are
+counted in them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ Mask = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Example:
-    """One chat, document or side of a preference. `turns`: how often the assistant speaks in what is trained of it."""
+    """One chat, document or side of a preference. `turns`: how often the assistant speaks in what
+    is trained of it.
+    """
 
     ids: Ids
     mask: Mask
@@ -45,14 +49,24 @@ class Audit:
 
     def leading(self, token: int | None) -> Counter[int]:
         """How many times `token` stands at the very beginning -> in how many examples."""
-        return Counter(next((place for place, found in enumerate(example.ids) if found != token), len(example.ids)) for example in self.examples)
+        return Counter(
+            next(
+                (place for place, found in enumerate(example.ids) if found != token),
+                len(example.ids),
+            )
+            for example in self.examples
+        )
 
     def ended(self, token: int | None) -> int:
         """How often `token` is trained."""
-        return sum(int(((example.ids == token) & (example.mask == 1)).sum()) for example in self.examples)
+        return sum(
+            int(((example.ids == token) & (example.mask == 1)).sum()) for example in self.examples
+        )
 
     def without_targets(self, seq_len: int | None = None) -> int:
-        """Examples of which nothing is trained, cut to `seq_len`; the first token is never predicted."""
+        """Examples of which nothing is trained, cut to `seq_len`; the first token is never
+        predicted.
+        """
         return sum(not example.mask[1:seq_len].any() for example in self.examples)
 
 
@@ -66,12 +80,24 @@ def audit_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> Aud
         if tokenizer.template is None:
             raise
         return _together([audit_chats(tokenizer, [chat]) for chat in chats])
-    return Audit([Example(ids, trained, count) for ids, trained, count in zip(*_cut(lengths, flat, mask), map(_turns, chats), strict=True)])
+    return Audit(
+        [
+            Example(ids, trained, count)
+            for ids, trained, count in zip(
+                *_cut(lengths, flat, mask), map(_turns, chats), strict=True
+            )
+        ]
+    )
 
 
 def audit_preferences(tokenizer: Tokenizer, preferences: Sequence[Preference]) -> Audit:
-    """Encode both sides of preferences, the chosen one first; a preference of which a side cannot be is counted by reason."""
-    chats, firsts = [chat for one in preferences for chat in one.sides], [len(one.prompt) for one in preferences for _ in SIDES]
+    """Encode both sides of preferences, the chosen one first; a preference of which a side cannot
+    be is counted by reason.
+    """
+    chats, firsts = (
+        [chat for one in preferences for chat in one.sides],
+        [len(one.prompt) for one in preferences for _ in SIDES],
+    )
     try:
         flat, mask, lengths = encode_chats(tokenizer, chats, tokenizer.encode_batch, firsts)
     except WrongInput as error:
@@ -86,7 +112,10 @@ def audit_preferences(tokenizer: Tokenizer, preferences: Sequence[Preference]) -
 
 
 def _together(audits: Sequence[Audit]) -> Audit:
-    return Audit([example for audit in audits for example in audit.examples], sum((audit.refused for audit in audits), Counter[str]()))
+    return Audit(
+        [example for audit in audits for example in audit.examples],
+        sum((audit.refused for audit in audits), Counter[str]()),
+    )
 
 
 def _turns(messages: Sequence[Message]) -> int:
@@ -100,19 +129,32 @@ def audit_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Audit:
     return Audit([Example(ids, np.ones(len(ids), np.uint8)) for ids in _cut(lengths, flat)[0]])
 
 
-def _cut(lengths: npt.NDArray[np.int64], *columns: npt.NDArray[Any]) -> list[list[npt.NDArray[Any]]]:
+def _cut(
+    lengths: npt.NDArray[np.int64], *columns: npt.NDArray[Any]
+) -> list[list[npt.NDArray[Any]]]:
     ends = np.cumsum(lengths)[:-1]
     return [np.split(column, ends) for column in columns]
 
 
 def in_words(tokenizer: Tokenizer, example: Example, *, plain: bool) -> Text:
-    """An example as text: special tokens visible, trained tokens in colour, or between brackets where there is none."""
+    """An example as text: special tokens visible, trained tokens in colour, or between brackets
+    where there is none.
+    """
     special, text = set(tokenizer.special_ids.values()), Text()
-    pairs = [(int(token), bool(trained)) for token, trained in zip(example.ids, example.mask, strict=True)]
+    pairs = [
+        (int(token), bool(trained))
+        for token, trained in zip(example.ids, example.mask, strict=True)
+    ]
     for trained, run in groupby(pairs, key=lambda pair: pair[1]):
         text.append(BEGIN if plain and trained else "")
-        for is_special, tokens in groupby((token for token, _ in run), key=lambda token: token in special):
-            style = ("green" if trained else "") if not is_special else ("bold green" if trained else "magenta")
+        for is_special, tokens in groupby(
+            (token for token, _ in run), key=lambda token: token in special
+        ):
+            style = (
+                ("green" if trained else "")
+                if not is_special
+                else ("bold green" if trained else "magenta")
+            )
             text.append(tokenizer.decode(list(tokens), skip_special=False), style)
         text.append(END if plain and trained else "")
     return text
@@ -120,13 +162,24 @@ def in_words(tokenizer: Tokenizer, example: Example, *, plain: bool) -> Text:
 
 def legend(out: Console) -> None:
     if out.is_terminal and not out.no_color:
-        out.print(Text.assemble("--- ", ("trained", "green"), ", not trained, ", ("special tokens", "magenta"), " ", ("and trained ones", "bold green")))
+        out.print(
+            Text.assemble(
+                "--- ",
+                ("trained", "green"),
+                ", not trained, ",
+                ("special tokens", "magenta"),
+                " ",
+                ("and trained ones", "bold green"),
+            )
+        )
     else:
         out.print(f"--- {BEGIN}trained{END}, not trained")
 
 
 def table(audit: Audit, tokenizer: Tokenizer, seq_len: int, *, what: str) -> Table:
-    """The audit: what was looked at, `chats`, `documents`, or `sides` of preferences, and in red what is wrong."""
+    """The audit: what was looked at, `chats`, `documents`, or `sides` of preferences, and in red
+    what is wrong.
+    """
     made, chats = Table("what", "found", title="audit", title_justify="left"), what != "documents"
     examples, tokens = audit.examples, sum(len(example.ids) for example in audit.examples)
     trained = sum(int(example.mask.sum()) for example in examples)
@@ -136,12 +189,18 @@ def table(audit: Audit, tokenizer: Tokenizer, seq_len: int, *, what: str) -> Tab
     made.add_row("BOS at the beginning", _bos(audit, tokenizer))
     made.add_row(*(_end_of_turn if chats else _end_of_document)(audit, tokenizer))
     made.add_row("trained", f"{trained / max(1, tokens):.1%} of the tokens")
-    empty, long = audit.without_targets(), [example for example in examples if len(example.ids) > seq_len]
+    empty, long = (
+        audit.without_targets(),
+        [example for example in examples if len(example.ids) > seq_len],
+    )
     made.add_row("without anything trained", Text(f"{empty:,}", "red" if empty else ""))
     if chats:
         lost = audit.without_targets(seq_len) - empty
         told = f"{len(long):,} of {len(examples):,}; of these {lost:,} lose all that is trained"
-        made.add_row(f"longer than data.seq_len={seq_len:,}", Text(told, "red" if lost else "yellow" if long else ""))
+        made.add_row(
+            f"longer than data.seq_len={seq_len:,}",
+            Text(told, "red" if lost else "yellow" if long else ""),
+        )
     return made
 
 
@@ -150,21 +209,40 @@ def _bos(audit: Audit, tokenizer: Tokenizer) -> Text:
         return Text("the tokenizer has no BOS")
     counts = audit.leading(tokenizer.special.bos)
     double = sum(count for times, count in counts.items() if times > 1)
-    words = [f"{name} in {count:,}" for name, count in (("none", counts[0]), ("one", counts[1]), ("two or more", double)) if count]
+    words = [
+        f"{name} in {count:,}"
+        for name, count in (("none", counts[0]), ("one", counts[1]), ("two or more", double))
+        if count
+    ]
     return Text(", ".join(words), "red" if double else "")
 
 
 def _end_of_document(audit: Audit, tokenizer: Tokenizer) -> tuple[str, Text]:
-    ended = sum(bool(len(example.ids)) and int(example.ids[-1]) == tokenizer.special.eos for example in audit.examples)
-    return "EOS at the end", Text(f"trained in {ended:,} of {len(audit.examples):,} documents", "red" if ended < len(audit.examples) else "green")
+    ended = sum(
+        bool(len(example.ids)) and int(example.ids[-1]) == tokenizer.special.eos
+        for example in audit.examples
+    )
+    return "EOS at the end", Text(
+        f"trained in {ended:,} of {len(audit.examples):,} documents",
+        "red" if ended < len(audit.examples) else "green",
+    )
 
 
 def _end_of_turn(audit: Audit, tokenizer: Tokenizer) -> tuple[str, Text]:
     end, turns = end_of_turn(tokenizer), sum(example.turns for example in audit.examples)
     if end is None:
-        return "end-of-turn token", Text("none: the template writes no special token after what the assistant says, so a model does not learn to stop", "red")
+        return "end-of-turn token", Text(
+            "none: the template writes no special token after what the assistant says, so a model"
+            " does not learn to stop",
+            "red",
+        )
     ended = audit.ended(tokenizer.special_ids[end])
     told = f"{end} trained in {ended:,} of {turns:,} assistant turns"
     if tokenizer.special_ids[end] != tokenizer.special.eos:
-        told += f"; it is not the tokenizer's EOS ({tokenizer.named.get('eos_token', 'none')}), so generation must be told to stop at it"
-    return "end-of-turn token", Text(told, "red" if ended < turns else "yellow" if "must be told" in told else "green")
+        told += (
+            f"; it is not the tokenizer's EOS ({tokenizer.named.get('eos_token', 'none')}), so"
+            " generation must be told to stop at it"
+        )
+    return "end-of-turn token", Text(
+        told, "red" if ended < turns else "yellow" if "must be told" in told else "green"
+    )

@@ -1,4 +1,6 @@
-"""`ingot show data`: what was read, dropped and made of it, with lengths and samples. Reads manifests and columns, never the whole corpus."""
+"""`ingot show data`: what was read, dropped and made of it, with lengths and samples. Reads
+manifests and columns, never the whole corpus.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SAMPLE_TOKENS = 60
 
 
 def show_data(target: str) -> int:
-    """Counts, lengths, sources, dropped documents and samples of a run, or of the run of a recipe."""
+    """Counts, lengths, sources, dropped documents and samples of a run, or of the run of a
+    recipe.
+    """
     run, out = run_folder(target), console()
     raw = read_marker(run.raw, "manifest.json")
     if raw is None:
@@ -35,7 +39,11 @@ def show_data(target: str) -> int:
     for source in (source for sources in raw["splits"].values() for source in sources):
         if bad := source.get("bad"):
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad.items())
-            out.print(f"{source['source']}: skipped {reasons}, such as {source['examples'][0]}", soft_wrap=True, markup=False)
+            out.print(
+                f"{source['source']}: skipped {reasons}, such as {source['examples'][0]}",
+                soft_wrap=True,
+                markup=False,
+            )
     columns = read_marker(run.columns, "manifest.json")
     if columns is None:
         out.print("nothing is prepared yet; `ingot prepare` does it")
@@ -46,11 +54,16 @@ def show_data(target: str) -> int:
     out.print(_lengths(run, prepared))
     _rows(run, out)
     _samples(run, prepared, out)
-    out.print(f"tokenizer {prepared.tokenizer}, template {prepared.template or 'none'}, vocabulary {prepared.vocab_size:,}, data {prepared.data}")
+    out.print(
+        f"tokenizer {prepared.tokenizer}, template {prepared.template or 'none'}, vocabulary"
+        f" {prepared.vocab_size:,}, data {prepared.data}"
+    )
     return 0
 
 
-def _sources(title: str, splits: dict[str, list[dict[str, Any]]], figures: tuple[str, ...]) -> Table:
+def _sources(
+    title: str, splits: dict[str, list[dict[str, Any]]], figures: tuple[str, ...]
+) -> Table:
     table = Table("split", "source", *figures, title=title, title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -82,7 +95,17 @@ def _example(example: dict[str, Any]) -> str:
 
 def _lengths(run: RunFolder, prepared: Prepared) -> Table:
     """Tokens of a document; of a great many parts, a few evenly spread ones are looked at."""
-    table = Table("split", "column", "mean", "10 %", "median", "90 %", "longest", title="tokens of a document", title_justify="left")
+    table = Table(
+        "split",
+        "column",
+        "mean",
+        "10 %",
+        "median",
+        "90 %",
+        "longest",
+        title="tokens of a document",
+        title_justify="left",
+    )
     for column in table.columns[2:]:
         column.justify = "right"
     for split, sources in prepared.splits.items():
@@ -91,34 +114,72 @@ def _lengths(run: RunFolder, prepared: Prepared) -> Table:
         if not looked_at:
             continue
         for name in token_columns(prepared.names):
-            measured = [Column(column_prefix(run.columns, split, name, part.number)) for part in looked_at]
+            measured = [
+                Column(column_prefix(run.columns, split, name, part.number)) for part in looked_at
+            ]
             lengths = np.concatenate([column.lengths(0, len(column)) for column in measured])
             low, middle, high = np.percentile(lengths, (10, 50, 90))
-            table.add_row(split, name, f"{lengths.mean():,.1f}", f"{low:,.0f}", f"{middle:,.0f}", f"{high:,.0f}", f"{lengths.max():,}")
+            table.add_row(
+                split,
+                name,
+                f"{lengths.mean():,.1f}",
+                f"{low:,.0f}",
+                f"{middle:,.0f}",
+                f"{high:,.0f}",
+                f"{lengths.max():,}",
+            )
     return table
 
 
 def _rows(run: RunFolder, out: Console) -> None:
     for name in markers_of(run.columns):
         marker = read_marker(run.columns, name) or {}
-        counts = {split: f"{count['rows']:,} {split} rows" for split, count in marker["counts"].items()}
-        cut, lost, untrained = (sum(count[what] for count in marker["counts"].values()) for what in ("truncated", "lost", "untrained"))
-        told = f"; {cut:,} documents truncated, {lost:,} left out since nothing trained remained of them" if cut or lost else ""
+        counts = {
+            split: f"{count['rows']:,} {split} rows" for split, count in marker["counts"].items()
+        }
+        cut, lost, untrained = (
+            sum(count[what] for count in marker["counts"].values())
+            for what in ("truncated", "lost", "untrained")
+        )
+        told = (
+            f"; {cut:,} documents truncated, {lost:,} left out since nothing trained remained of"
+            " them"
+            if cut or lost
+            else ""
+        )
         told += f"; {untrained:,} left out since nothing is trained in them" if untrained else ""
-        targets = f", targets of {marker['target_len']:,}" if marker.get("target_len") is not None else ""
+        targets = (
+            f", targets of {marker['target_len']:,}" if marker.get("target_len") is not None else ""
+        )
         padding = "" if marker.get("documents") in PICKED else f", {marker['padding']:.2%} padding"
-        out.print(f"rows of {marker['seq_len']:,} tokens{targets} ({marker['pack']}): {', '.join(counts.values())}{padding}{told}")
+        out.print(
+            f"rows of {marker['seq_len']:,} tokens{targets} ({marker['pack']}):"
+            f" {', '.join(counts.values())}{padding}{told}"
+        )
 
 
 def _samples(run: RunFolder, prepared: Prepared, out: Console) -> None:
     """The beginnings of some training documents as the tokenizer spells them."""
     tokenizer = load_tokenizer(run.tokenizer)
-    parts = [part for source in prepared.splits["train"] for part in source.parts if part.documents][:SAMPLES]
+    parts = [
+        part for source in prepared.splits["train"] for part in source.parts if part.documents
+    ][:SAMPLES]
     for part in parts:
         for name in prepared.names:
-            values = Column(column_prefix(run.columns, "train", name, part.number))[0][:SAMPLE_TOKENS]
+            values = Column(column_prefix(run.columns, "train", name, part.number))[0][
+                :SAMPLE_TOKENS
+            ]
             of = "" if len(prepared.names) == 1 or name == "tokens" else f", {name}"
             if name == LABEL:
-                out.print(f"a document of part {part.number}{of}: {prepared.labels[int(values[0])]}", markup=False, soft_wrap=True)
+                out.print(
+                    f"a document of part {part.number}{of}: {prepared.labels[int(values[0])]}",
+                    markup=False,
+                    soft_wrap=True,
+                )
             elif not is_mask(name):
-                out.print(f"a document of part {part.number}{of}: {tokenizer.decode(values, skip_special=False)!r}", markup=False, soft_wrap=True)
+                out.print(
+                    f"a document of part {part.number}{of}:"
+                    f" {tokenizer.decode(values, skip_special=False)!r}",
+                    markup=False,
+                    soft_wrap=True,
+                )

@@ -1,4 +1,6 @@
-"""`ingot doctor`: what this machine, or with --cloud Google Cloud, has, what is missing, and the command that gets it."""
+"""`ingot doctor`: what this machine, or with --cloud Google Cloud, has, what is missing, and the
+command that gets it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `needed`: without it nothing works; otherwise `get` says what it would be good for."""
+    """One line of the table. `needed`: without it nothing works; otherwise `get` says what it would
+    be good for.
+    """
 
     what: str
     ok: bool
@@ -41,8 +45,14 @@ def examine() -> int:
     findings = [finding for look in LOOKS for finding in look()]
     table = Table("", "what", "found", "how to get it", title="this machine", title_justify="left")
     for finding in findings:
-        mark = Text("ok", "green") if finding.ok else Text("missing", "red" if finding.needed else "yellow")
-        table.add_row(mark, finding.what, Text(finding.found), Text("" if finding.ok else finding.get))
+        mark = (
+            Text("ok", "green")
+            if finding.ok
+            else Text("missing", "red" if finding.needed else "yellow")
+        )
+        table.add_row(
+            mark, finding.what, Text(finding.found), Text("" if finding.ok else finding.get)
+        )
     console = Console()
     if not console.is_terminal:
         console.width = 140
@@ -54,21 +64,40 @@ def examine() -> int:
 
 
 def examine_cloud(arguments: Sequence[str]) -> int:
-    """Print what Google Cloud lacks for a recipe, each with the command that helps; the exit code is 1 when something is needed and missing."""
+    """Print what Google Cloud lacks for a recipe, each with the command that helps; the exit code
+    is 1 when something is needed and missing.
+    """
     from ingot.cli.arguments import read_recipe, settings_without_recipe, split
     from ingot.cloud import check_machines, check_project, check_resources, checks
 
     recipe = read_recipe(arguments) if split(arguments)[0] else settings_without_recipe(arguments)
     site = checks.site_of(recipe)
-    findings = checks.examine(site, (
-        ("project", check_project.project), ("services", check_project.services), ("roles of the jobs' account", check_project.account_roles),
-        ("your rights", check_project.caller_rights), ("acting as the jobs' account", check_project.acting), ("bucket", check_resources.bucket),
-        ("repository", check_resources.repository), ("subnetwork", check_resources.subnetwork), ("secrets", check_resources.secrets),
-        ("TensorBoard", check_resources.tensorboard), ("machine types", check_machines.types), ("quota", check_machines.quotas),
-    ))
-    console = Console(soft_wrap=True, highlight=False)  # commands are copied from here, and must not be broken
+    findings = checks.examine(
+        site,
+        (
+            ("project", check_project.project),
+            ("services", check_project.services),
+            ("roles of the jobs' account", check_project.account_roles),
+            ("your rights", check_project.caller_rights),
+            ("acting as the jobs' account", check_project.acting),
+            ("bucket", check_resources.bucket),
+            ("repository", check_resources.repository),
+            ("subnetwork", check_resources.subnetwork),
+            ("secrets", check_resources.secrets),
+            ("TensorBoard", check_resources.tensorboard),
+            ("machine types", check_machines.types),
+            ("quota", check_machines.quotas),
+        ),
+    )
+    console = Console(
+        soft_wrap=True, highlight=False
+    )  # commands are copied from here, and must not be broken
     for finding in findings:
-        color, mark = {True: ("green", "ok"), False: ("red" if finding.needed else "yellow", "missing"), None: ("yellow", "unknown")}[finding.ok]
+        color, mark = {
+            True: ("green", "ok"),
+            False: ("red" if finding.needed else "yellow", "missing"),
+            None: ("yellow", "unknown"),
+        }[finding.ok]
         console.print(Text(f"{mark:8}", color), Text(f"{finding.what}: {finding.found}"))
         if not finding.ok and finding.get:
             console.print(Text(f"         {finding.get}"))
@@ -80,14 +109,24 @@ def examine_cloud(arguments: Sequence[str]) -> int:
 
 def _python() -> Iterator[Finding]:
     version = platform.python_version()
-    yield Finding("Python 3.11 or newer", sys.version_info >= (3, 11), f"{version}, {sys.executable}", "apt install python3.11", needed=True)
+    yield Finding(
+        "Python 3.11 or newer",
+        sys.version_info >= (3, 11),
+        f"{version}, {sys.executable}",
+        "apt install python3.11",
+        needed=True,
+    )
 
 
 def _packages() -> Iterator[Finding]:
     """Everything that ingot was installed with; one line, or one for each that is not there."""
     import ingot
 
-    wanted = [name.split(">=")[0].split("[")[0].strip() for name in importlib.metadata.requires("ingot") or [] if "extra ==" not in name]
+    wanted = [
+        name.split(">=")[0].split("[")[0].strip()
+        for name in importlib.metadata.requires("ingot") or []
+        if "extra ==" not in name
+    ]
     missing = [name for name in wanted if not _installed(name)]
     found = f"ingot {ingot.__version__} and {len(wanted) - len(missing)} packages"
     yield Finding("packages", not missing, found, f"pip install {' '.join(missing)}", needed=True)
@@ -115,24 +154,46 @@ def _torch() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(kind)
         yield Finding("accelerator", True, f"{count} x {name}")
     elif shutil.which("nvidia-smi"):
-        yield Finding("accelerator", False, "an NVIDIA driver, but this torch cannot use it", "install the CUDA build of torch; pytorch.org has the command")
+        yield Finding(
+            "accelerator",
+            False,
+            "an NVIDIA driver, but this torch cannot use it",
+            "install the CUDA build of torch; pytorch.org has the command",
+        )
     else:
-        yield Finding("accelerator", False, f"none; training runs on {os.cpu_count()} CPU cores", "a machine with a GPU, for models above some 50 M parameters")
+        yield Finding(
+            "accelerator",
+            False,
+            f"none; training runs on {os.cpu_count()} CPU cores",
+            "a machine with a GPU, for models above some 50 M parameters",
+        )
 
 
 def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    yield Finding("memory", memory.available >= NEEDED_MEMORY_GB * GB, f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free",
-                  f"close other programs until {NEEDED_MEMORY_GB:g} GB are free", needed=True)
+    yield Finding(
+        "memory",
+        memory.available >= NEEDED_MEMORY_GB * GB,
+        f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free",
+        f"close other programs until {NEEDED_MEMORY_GB:g} GB are free",
+        needed=True,
+    )
 
 
 def _disk() -> Iterator[Finding]:
     here = Path.cwd()
     free = shutil.disk_usage(here).free
     get = f"make {NEEDED_DISK_GB:g} GB free, or set output=FOLDER"
-    yield Finding("disk", free >= NEEDED_DISK_GB * GB, f"{free / GB:.1f} GB free at {here}", get, needed=True)
+    yield Finding(
+        "disk", free >= NEEDED_DISK_GB * GB, f"{free / GB:.1f} GB free at {here}", get, needed=True
+    )
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    yield Finding("model cache", os.access(_existing(cache), os.W_OK), f"{cache}", "export HF_HOME=FOLDER, one that can be written")
+    yield Finding(
+        "model cache",
+        os.access(_existing(cache), os.W_OK),
+        f"{cache}",
+        "export HF_HOME=FOLDER, one that can be written",
+    )
 
 
 def _existing(path: Path) -> Path:
@@ -142,26 +203,56 @@ def _existing(path: Path) -> Path:
 
 def _java() -> Iterator[Finding]:
     found = _first_line(["java", "-version"])
-    yield Finding("Java 17 (Spark)", found is not None, found or "none", "apt install openjdk-17-jre-headless; only for preparing data with Spark")
+    yield Finding(
+        "Java 17 (Spark)",
+        found is not None,
+        found or "none",
+        "apt install openjdk-17-jre-headless; only for preparing data with Spark",
+    )
 
 
 def _slurm() -> Iterator[Finding]:
     found = _first_line(["sbatch", "--version"])
-    yield Finding("Slurm", found is not None, found or "none", "log in to a node of the cluster; only for running on Slurm")
+    yield Finding(
+        "Slurm",
+        found is not None,
+        found or "none",
+        "log in to a node of the cluster; only for running on Slurm",
+    )
 
 
 def _credentials() -> Iterator[Finding]:
     token = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "token"
     hub = "HF_TOKEN" in os.environ or token.exists()
-    yield Finding("Hugging Face token", hub, "set" if hub else "none", "hf auth login; only for gated and private models")
-    adc = Path(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or Path.home() / ".config" / "gcloud" / "application_default_credentials.json")
+    yield Finding(
+        "Hugging Face token",
+        hub,
+        "set" if hub else "none",
+        "hf auth login; only for gated and private models",
+    )
+    adc = Path(
+        os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        or Path.home() / ".config" / "gcloud" / "application_default_credentials.json"
+    )
     get = "gcloud auth application-default login; only for Google Cloud"
-    yield Finding("Google Cloud credentials", adc.exists(), str(adc) if adc.exists() else "none", get)
+    yield Finding(
+        "Google Cloud credentials", adc.exists(), str(adc) if adc.exists() else "none", get
+    )
     if importlib.util.find_spec("wandb") is None:
-        yield Finding("W&B", False, "not installed", "pip install 'ingot[track]'; only for logging to Weights & Biases")
+        yield Finding(
+            "W&B",
+            False,
+            "not installed",
+            "pip install 'ingot[track]'; only for logging to Weights & Biases",
+        )
     else:
         logged_in = "WANDB_API_KEY" in os.environ or "api.wandb.ai" in _text(Path.home() / ".netrc")
-        yield Finding("W&B", logged_in, "logged in" if logged_in else "installed, not logged in", "wandb login; only for logging to Weights & Biases")
+        yield Finding(
+            "W&B",
+            logged_in,
+            "logged in" if logged_in else "installed, not logged in",
+            "wandb login; only for logging to Weights & Biases",
+        )
 
 
 def _text(path: Path) -> str:
@@ -172,12 +263,31 @@ def _text(path: Path) -> str:
 
 
 def _first_line(command: list[str]) -> str | None:
-    """What a program says of itself (Java says it on stderr); None where it is not there or does not start."""
+    """What a program says of itself (Java says it on stderr); None where it is not there or does
+    not start.
+    """
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=True, text=True)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=20,
+            check=True,
+            text=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return (done.stdout.strip().splitlines() or [""])[0]
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _packages, _torch, _memory, _disk, _java, _slurm, _credentials)
+LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python,
+    _packages,
+    _torch,
+    _memory,
+    _disk,
+    _java,
+    _slurm,
+    _credentials,
+)

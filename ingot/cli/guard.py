@@ -1,4 +1,6 @@
-"""The edge of the program: signals and errors become one line on stderr and an exit code. Tracebacks only with `--debug`."""
+"""The edge of the program: signals and errors become one line on stderr and an exit code.
+Tracebacks only with `--debug`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ STOPPED = (EXIT_STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to stop. Not an Exception, so that nothing on the way takes it for a failure."""
+    """A signal asked this process to stop. Not an Exception, so that nothing on the way takes it
+    for a failure.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -25,7 +29,9 @@ class Interrupted(BaseException):
 
 
 def listen_to_signals() -> None:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted, so that what is half-done is cleaned up; verbs may listen in their own way."""
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted, so that what is half-done is cleaned up; verbs
+    may listen in their own way.
+    """
     here = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -39,13 +45,17 @@ def listen_to_signals() -> None:
 
 
 def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
-    """Run `call` and give its exit code; what it raises is told in one line, or several where several things are wrong."""
+    """Run `call` and give its exit code; what it raises is told in one line, or several where
+    several things are wrong.
+    """
     try:
         code = call() or 0
         sys.stdout.flush()
         return code
     except Interrupted as stop:
-        return _tell(f"stopped by {signal.Signals(stop.signum).name}", 128 + stop.signum, debug=debug)
+        return _tell(
+            f"stopped by {signal.Signals(stop.signum).name}", 128 + stop.signum, debug=debug
+        )
     except KeyboardInterrupt:
         return _tell("stopped by SIGINT", 128 + signal.SIGINT, debug=debug)
     except BrokenPipeError:
@@ -61,12 +71,19 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
     except Exception as error:
         if _is_usage(error):
             return _tell(f"error: {_usage(error)}", EXIT_WRONG_INPUT, debug=debug)
-        return _tell(f"error: {type(error).__name__}: {_first_line(error)}; run again with --debug to see where", EXIT_FAILED, debug=debug)
+        return _tell(
+            f"error: {type(error).__name__}: {_first_line(error)}; run again with --debug to see"
+            " where",
+            EXIT_FAILED,
+            debug=debug,
+        )
 
 
 def ended(code: int) -> int:
-    """The exit code, once it is decided. That of a stop stands: Python gives handlers back before the process is gone, and the same request, come
-    late from elsewhere (a launcher asks each node), would end it as killed."""
+    """The exit code, once it is decided. That of a stop stands: Python gives handlers back before
+    the process is gone, and the same request, come late from elsewhere (a launcher asks each node),
+    would end it as killed.
+    """
     if code == EXIT_STOPPED:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -104,7 +121,9 @@ def _os_error(error: OSError) -> str:
 
 
 def _is_usage(error: Exception) -> bool:
-    """Typer's own complaints about a command line; their class moved between its versions, their face did not."""
+    """Typer's own complaints about a command line; their class moved between its versions, their
+    face did not.
+    """
     return hasattr(error, "format_message")
 
 

@@ -1,4 +1,6 @@
-"""`ingot images build NAME...`: container images by Cloud Build, with a run's model and data in them where that is wanted."""
+"""`ingot images build NAME...`: container images by Cloud Build, with a run's model and data in
+them where that is wanted.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,41 @@ def _group() -> None:
     """So that the only command of the group keeps its name."""
 
 
-@images.command("build", epilog="Example: ingot images build train serve recipes/quickstart.yaml cloud.repository=ingot --with model")
+@images.command(
+    "build",
+    epilog=(
+        "Example: ingot images build train serve recipes/quickstart.yaml cloud.repository=ingot"
+        " --with model"
+    ),
+)
 def build(
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="NAME... [RECIPE.yaml...] [KEY=VALUE...]", help="train, spark, serve; recipe files and overrides.", show_default=False),
+        typer.Argument(
+            metavar="NAME... [RECIPE.yaml...] [KEY=VALUE...]",
+            help="train, spark, serve; recipe files and overrides.",
+            show_default=False,
+        ),
     ],
-    with_: Annotated[str, typer.Option("--with", metavar="model,data", help="What of the run to put in as well.")] = "",
-    tag: Annotated[list[str] | None, typer.Option("--tag", help="A further tag, beside the commit and `latest`.")] = None,
-    torch: Annotated[str | None, typer.Option("--torch", help="Build of torch: cpu, cu126, cu130; what the recipe's machines want when left out.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be asked for, and send nothing.")] = False,
+    with_: Annotated[
+        str, typer.Option("--with", metavar="model,data", help="What of the run to put in as well.")
+    ] = "",
+    tag: Annotated[
+        list[str] | None,
+        typer.Option("--tag", help="A further tag, beside the commit and `latest`."),
+    ] = None,
+    torch: Annotated[
+        str | None,
+        typer.Option(
+            "--torch",
+            help=(
+                "Build of torch: cpu, cu126, cu130; what the recipe's machines want when left out."
+            ),
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be asked for, and send nothing.")
+    ] = False,
 ) -> int:
     """Build images in the cloud, and print each with its digest."""
     from ingot.base.bucket import open_bucket
@@ -56,12 +83,24 @@ def build(
     _ = [untagged(recipe.cloud, kind) for kind in kinds]  # before anything is sent
     made = source()
     if made.unsaved:
-        say(f"warning: {made.unsaved} changed or new files are not in the images; commit them if they should be")
+        say(
+            f"warning: {made.unsaved} changed or new files are not in the images; commit them if"
+            " they should be"
+        )
     name = f"{builds.FOLDER}/source-{made.sha256[:16]}.tgz"
     if not dry_run:
         open_bucket(google.bucket).put(name, made.data, generation=0)
-    builds_of_torch: dict[ImageKind, str] = {kind: torch or _torch(recipe, kind) for kind in kinds if kind != "spark"}
-    wish = builds.Wish(kinds, made.revision, name, tags, builds_of_torch, bake(google, recipe, wanted, send=not dry_run))
+    builds_of_torch: dict[ImageKind, str] = {
+        kind: torch or _torch(recipe, kind) for kind in kinds if kind != "spark"
+    }
+    wish = builds.Wish(
+        kinds,
+        made.revision,
+        name,
+        tags,
+        builds_of_torch,
+        bake(google, recipe, wanted, send=not dry_run),
+    )
     if dry_run:
         print(builds.rendered(google, wish), end="")
         return 0
@@ -83,12 +122,17 @@ def _listed(text: str) -> list[str]:
 
 def _tags(tags: Sequence[str]) -> tuple[str, ...]:
     if wrong := [tag for tag in tags if not _TAG.fullmatch(tag)]:
-        raise WrongInput(f"--tag {wrong[0]!r} cannot be a tag; use up to 128 letters, digits, dots, hyphens and underscores, and begin with no dot or hyphen")
+        raise WrongInput(
+            f"--tag {wrong[0]!r} cannot be a tag; use up to 128 letters, digits, dots, hyphens and"
+            " underscores, and begin with no dot or hyphen"
+        )
     return tuple(tags)
 
 
 def _torch(recipe: Recipe, kind: ImageKind) -> str:
-    """Images for training are for GPUs and run without one, too; those for serving are smaller by gigabytes where no GPU answers."""
+    """Images for training are for GPUs and run without one, too; those for serving are smaller by
+    gigabytes where no GPU answers.
+    """
     from ingot.cloud.machines import accelerators_of
 
     return CUDA if kind == "train" or accelerators_of(recipe.serve.machine)[1] else NO_CUDA

@@ -1,4 +1,6 @@
-"""`ingot launch ...`: a verb as a job that can be found again, a training supervised; and status, logs and cancel of jobs."""
+"""`ingot launch ...`: a verb as a job that can be found again, a training supervised; and status,
+logs and cancel of jobs.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +19,123 @@ if TYPE_CHECKING:
     from ingot.launch.local import Ended, LocalLauncher
 
 launch = typer.Typer(
-    no_args_is_help=True, help="Run a verb as a job; a training is watched, and started again when it fails. `launch.detach=true` needs no terminal."
+    no_args_is_help=True,
+    help=(
+        "Run a verb as a job; a training is watched, and started again when it fails."
+        " `launch.detach=true` needs no terminal."
+    ),
 )
 
 Arguments = Annotated[
-    list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
+    list[str],
+    typer.Argument(
+        metavar="RECIPE.yaml... KEY=VALUE...",
+        help="Recipe files and overrides; later ones win.",
+        show_default=False,
+    ),
 ]
-RunOrRecipe = Annotated[str, typer.Argument(metavar="RUN|RECIPE.yaml", help="A run folder, or the recipe that makes it.", show_default=False)]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Train from the first step; old checkpoints are set aside.")]
+RunOrRecipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|RECIPE.yaml",
+        help="A run folder, or the recipe that makes it.",
+        show_default=False,
+    ),
+]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Train from the first step; old checkpoints are set aside.")
+]
 Again = Annotated[bool, typer.Option("--again", help="Do it although nothing changed.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")]
-Handled = Annotated[bool, typer.Option("--handled", hidden=True)]  # whoever started us keeps the handle
-Named = Annotated[str | None, typer.Option("--job", metavar="VERB", help="Of this verb; the last one started when left out.", show_default=False)]
-OTHERS = {"ingest": "Read the sources", "prepare": "Tokenize", "evaluate": "Measure a model", "gate": "Decide", "register": "Keep the model as a version"}
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
+]
+Handled = Annotated[
+    bool, typer.Option("--handled", hidden=True)
+]  # whoever started us keeps the handle
+Named = Annotated[
+    str | None,
+    typer.Option(
+        "--job",
+        metavar="VERB",
+        help="Of this verb; the last one started when left out.",
+        show_default=False,
+    ),
+]
+OTHERS = {
+    "ingest": "Read the sources",
+    "prepare": "Tokenize",
+    "evaluate": "Measure a model",
+    "gate": "Decide",
+    "register": "Keep the model as a version",
+}
 
 
 @launch.command(epilog="Example: ingot launch train recipes/quickstart.yaml launch.detach=true")
-def train(context: typer.Context, arguments: Arguments, fresh: Fresh = False, dry_run: DryRun = False, handled: Handled = False) -> int:
+def train(
+    context: typer.Context,
+    arguments: Arguments,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
+    handled: Handled = False,
+) -> int:
     """Train under supervision: what dies or hangs is started again from the newest checkpoint."""
-    return _launch("train", arguments, ["--fresh"] * fresh + ["--debug"] * bool(context.obj), dry_run=dry_run, handled=handled)
+    return _launch(
+        "train",
+        arguments,
+        ["--fresh"] * fresh + ["--debug"] * bool(context.obj),
+        dry_run=dry_run,
+        handled=handled,
+    )
 
 
 @launch.command(epilog="Example: ingot launch run recipes/quickstart.yaml launch.detach=true")
-def run(context: typer.Context, arguments: Arguments, fresh: Fresh = False, dry_run: DryRun = False, handled: Handled = False) -> int:
+def run(
+    context: typer.Context,
+    arguments: Arguments,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
+    handled: Handled = False,
+) -> int:
     """Do all steps in order, the training under supervision."""
-    return _launch("run", arguments, ["--fresh"] * fresh + ["--debug"] * bool(context.obj), dry_run=dry_run, handled=handled)
+    return _launch(
+        "run",
+        arguments,
+        ["--fresh"] * fresh + ["--debug"] * bool(context.obj),
+        dry_run=dry_run,
+        handled=handled,
+    )
 
 
 def _other(verb: str) -> Callable[..., int]:
-    def once(context: typer.Context, arguments: Arguments, again: Again = False, dry_run: DryRun = False, handled: Handled = False) -> int:
-        return _launch(verb, arguments, ["--again"] * again + ["--debug"] * bool(context.obj), dry_run=dry_run, handled=handled)
+    def once(
+        context: typer.Context,
+        arguments: Arguments,
+        again: Again = False,
+        dry_run: DryRun = False,
+        handled: Handled = False,
+    ) -> int:
+        return _launch(
+            verb,
+            arguments,
+            ["--again"] * again + ["--debug"] * bool(context.obj),
+            dry_run=dry_run,
+            handled=handled,
+        )
 
     return once
 
 
 for _verb, _help in OTHERS.items():
-    launch.command(_verb, help=f"{_help}, as a job; without restarts.", epilog=f"Example: ingot launch {_verb} recipes/quickstart.yaml")(_other(_verb))
+    launch.command(
+        _verb,
+        help=f"{_help}, as a job; without restarts.",
+        epilog=f"Example: ingot launch {_verb} recipes/quickstart.yaml",
+    )(_other(_verb))
 
 
-def _launch(verb: str, arguments: list[str], options: list[str], *, dry_run: bool, handled: bool) -> int:
+def _launch(
+    verb: str, arguments: list[str], options: list[str], *, dry_run: bool, handled: bool
+) -> int:
     from ingot.base.errors import WrongInput
     from ingot.cli.arguments import read_recipe
     from ingot.launch.job import Job
@@ -75,10 +155,22 @@ def _launch(verb: str, arguments: list[str], options: list[str], *, dry_run: boo
         from ingot.launch.places import launcher, place
 
         job = place(recipe, verb, shared=shared, options=options)
-        return _show(launcher(recipe), job, away(recipe, verb) if job.mirror else ()) if dry_run else _here(job, recipe, here, handled=handled)
-    job = Job(verb, (verb, *arguments, *options), recipe.launch.processes if shared else 1, environment=recipe.launch.variables)
+        return (
+            _show(launcher(recipe), job, away(recipe, verb) if job.mirror else ())
+            if dry_run
+            else _here(job, recipe, here, handled=handled)
+        )
+    job = Job(
+        verb,
+        (verb, *arguments, *options),
+        recipe.launch.processes if shared else 1,
+        environment=recipe.launch.variables,
+    )
     if shared and recipe.launch.nodes > 1:
-        raise WrongInput(f"launch.nodes={recipe.launch.nodes} and launch.kind=local, which is this machine alone; set launch.kind to where the others are")
+        raise WrongInput(
+            f"launch.nodes={recipe.launch.nodes} and launch.kind=local, which is this machine"
+            " alone; set launch.kind to where the others are"
+        )
     return _show(here, job) if dry_run else _here(job, recipe, here, handled=handled)
 
 
@@ -99,9 +191,14 @@ def _submit(job: Job, recipe: Recipe, launcher: LocalLauncher) -> int:
 
     root = recipe.folder.root
     if (holder := lock_holder(root, "run-lock") or lock_holder(root)) is not None:
-        raise Failed(f"{root} is in use by process {holder}; wait for it, stop it, or choose another `name`")
+        raise Failed(
+            f"{root} is in use by process {holder}; wait for it, stop it, or choose another `name`"
+        )
     handle = launcher.submit(job)
-    say(f"{job.name}: process {handle.id} goes on by itself; `ingot launch logs {root} --follow` shows what it says")
+    say(
+        f"{job.name}: process {handle.id} goes on by itself; `ingot launch logs {root} --follow`"
+        " shows what it says"
+    )
     print(handle.to_json(), end="")
     return 0
 
@@ -112,10 +209,17 @@ def _here(job: Job, recipe: Recipe, launcher: LocalLauncher, *, handled: bool) -
     from ingot.base.lock import folder_lock
     from ingot.base.progress import say
 
-    with folder_lock(recipe.folder.root, "run-lock") if job.name == "train" else contextlib.nullcontext():
+    with (
+        folder_lock(recipe.folder.root, "run-lock")
+        if job.name == "train"
+        else contextlib.nullcontext()
+    ):
         handle = None if handled else launcher.begin(job)
         if handle is not None:
-            say(f"{job.name}: process {handle.id}; `ingot launch status {recipe.folder.root}` and `cancel` find it from elsewhere")
+            say(
+                f"{job.name}: process {handle.id}; `ingot launch status {recipe.folder.root}` and"
+                " `cancel` find it from elsewhere"
+            )
         code = EXIT_FAILED
         try:
             code = _done(job, recipe).code
@@ -137,12 +241,18 @@ def _done(job: Job, recipe: Recipe) -> Ended:
         from ingot.launch.places import do
 
         return do(recipe, job, supervised=supervised)
-    return supervise(job, recipe, results=sys.stdout) if supervised else foreground(job, results=sys.stdout)
+    return (
+        supervise(job, recipe, results=sys.stdout)
+        if supervised
+        else foreground(job, results=sys.stdout)
+    )
 
 
 @launch.command(epilog="Example: ingot launch status runs/quickstart")
 def status(run: RunOrRecipe) -> int:
-    """The jobs of a run: queued, running, succeeded, failed, preempted, cancelled or unknown; and how far a training is."""
+    """The jobs of a run: queued, running, succeeded, failed, preempted, cancelled or unknown; and
+    how far a training is.
+    """
     from ingot.base.progress import duration
 
     for job in _jobs(run, None):
@@ -156,7 +266,9 @@ def status(run: RunOrRecipe) -> int:
 
 @launch.command(epilog="Example: ingot launch logs runs/quickstart --follow")
 def logs(
-    run: RunOrRecipe, follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False, job: Named = None,
+    run: RunOrRecipe,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
+    job: Named = None,
 ) -> int:
     """What a job has said that is detached, or runs elsewhere."""
     from ingot.base.errors import WrongInput
@@ -165,11 +277,15 @@ def logs(
     found = _jobs(run, job)
     told = next((each for each in found if each.has_log), None)
     if told is None:
-        raise WrongInput(f"{found[0].handle.name} was started in a terminal, where its messages are; with launch.detach=true they are kept")
+        raise WrongInput(
+            f"{found[0].handle.name} was started in a terminal, where its messages are; with"
+            " launch.detach=true they are kept"
+        )
     log = told.log()
     while True:
         state = told.state()  # asked before reading, so that nothing it said is left out
-        # How a process of this machine ended that was killed will never be known; another place may only not answer at the moment.
+        # How a process of this machine ended that was killed will never be known; another place may
+        # only not answer at the moment.
         over = state in OVER or (state == "unknown" and told.handle.kind == "local")
         while text := log.read():
             sys.stdout.buffer.write(text)
@@ -181,14 +297,19 @@ def logs(
 
 @launch.command(epilog="Example: ingot launch cancel runs/quickstart")
 def cancel(run: RunOrRecipe, job: Named = None) -> int:
-    """Ask a job to stop, and wait for it: a training saves a checkpoint first, and the same command goes on from there."""
+    """Ask a job to stop, and wait for it: a training saves a checkpoint first, and the same command
+    goes on from there.
+    """
     from ingot.base.errors import Failed
     from ingot.base.progress import say
 
     found = _jobs(run, job)
     running = [each for each in found if each.state() in ("running", "queued")]
     if not running:
-        raise Failed(f"nothing runs there: {', '.join(f'{each.handle.name} {each.state()}' for each in found)}")
+        raise Failed(
+            "nothing runs there:"
+            f" {', '.join(f'{each.handle.name} {each.state()}' for each in found)}"
+        )
     for each in running if job is not None else _of_one(running):
         if each.state() not in ("running", "queued"):
             continue  # ended by the one that waited for it
@@ -198,9 +319,15 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
 
 
 def _of_one(running: list[Known]) -> list[Known]:
-    """Whoever waits for the last job, and that job itself, where it runs elsewhere: under `run` the job of one of its steps."""
+    """Whoever waits for the last job, and that job itself, where it runs elsewhere: under `run` the
+    job of one of its steps.
+    """
     first = running[0].handle
-    return [each for each in running if each.handle.name == first.name or (first.name == "run" and each.handle.kind != "local")]
+    return [
+        each
+        for each in running
+        if each.handle.name == first.name or (first.name == "run" and each.handle.kind != "local")
+    ]
 
 
 def _jobs(run: str, name: str | None) -> list[Known]:
@@ -214,5 +341,8 @@ def _jobs(run: str, name: str | None) -> list[Known]:
     found = [job for job in jobs if name in (None, job.handle.name)]
     if not found:
         others = f", only of {', '.join(job.handle.name for job in jobs)}" if jobs else ""
-        raise WrongInput(f"{root} has no job{f' of {name}' if name else ''}{others}; start one with `ingot launch {name or 'train'} RECIPE.yaml`")
+        raise WrongInput(
+            f"{root} has no job{f' of {name}' if name else ''}{others}; start one with `ingot"
+            f" launch {name or 'train'} RECIPE.yaml`"
+        )
     return found

@@ -28,5 +28,7 @@ def run_folder(target: str) -> RunFolder:
 
 
 def show_report(run: RunFolder) -> None:
-    """The metrics in `reports/evaluate.json`, as `ingot evaluate` showed them when it wrote them."""
+    """The metrics in `reports/evaluate.json`, as `ingot evaluate` showed them when it wrote
+    them.
+    """
     table.show_report(read_report(run.reports / "evaluate.json"), console())

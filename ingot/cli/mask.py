@@ -1,4 +1,6 @@
-"""`ingot show mask`: the first examples as the model will see them, what is trained set off, and what usually goes wrong counted."""
+"""`ingot show mask`: the first examples as the model will see them, what is trained set off, and
+what usually goes wrong counted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from ingot.base.errors import EXIT_DONE, WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.storage import open_read
 from ingot.cli.arguments import read_recipe
-from ingot.cli.audit import Audit, audit_chats, audit_documents, audit_preferences, in_words, legend, table
+from ingot.cli.audit import (
+    Audit,
+    audit_chats,
+    audit_documents,
+    audit_preferences,
+    in_words,
+    legend,
+    table,
+)
 from ingot.cli.look import console
 from ingot.cli.sides import show_framed
 from ingot.config.recipe import Recipe
@@ -34,16 +44,21 @@ AUDITED = 1000
 
 
 def show_mask(arguments: Sequence[str], examples: int = EXAMPLES) -> int:
-    """Print `examples` examples of a recipe's training data with what is trained set off, then the audit of the first AUDITED.
+    """Print `examples` examples of a recipe's training data with what is trained set off, then the
+    audit of the first AUDITED.
 
     Raises:
-        WrongInput: there is no tokenizer or template yet, or the sources cannot be read without `ingot ingest`.
+        WrongInput: there is no tokenizer or template yet, or the sources cannot be read without
+            `ingot ingest`.
     """
     recipe = read_recipe(arguments)
     tokenizer, out = _tokenizer(recipe), console()
     texts = list(islice(_texts(recipe), AUDITED))
     if not texts:
-        raise WrongInput("the first sources of data.train hold no document that can be read; run `ingot ingest`, which says why")
+        raise WrongInput(
+            "the first sources of data.train hold no document that can be read; run `ingot ingest`,"
+            " which says why"
+        )
     if recipe.documents in ("pair", "labelled"):
         show_framed(recipe, tokenizer, texts, examples, out)
     else:
@@ -51,14 +66,21 @@ def show_mask(arguments: Sequence[str], examples: int = EXAMPLES) -> int:
     return EXIT_DONE
 
 
-def _show(recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str], examples: int, out: Console) -> None:
+def _show(
+    recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str], examples: int, out: Console
+) -> None:
     """What a decoder is trained on."""
     audit, what = _audit(recipe, tokenizer, texts)
     sides = 2 if what == "sides" else 1
     for number, example in enumerate(audit.examples[: examples * sides]):
-        title = f"--- example {number // sides + 1}{example.side and f', {example.side}'}, {len(example.ids):,} tokens"
+        title = (
+            f"--- example {number // sides + 1}{example.side and f', {example.side}'},"
+            f" {len(example.ids):,} tokens"
+        )
         out.print(Text(title, "bold"))
-        out.print(in_words(tokenizer, example, plain=not out.is_terminal or out.no_color), soft_wrap=True)
+        out.print(
+            in_words(tokenizer, example, plain=not out.is_terminal or out.no_color), soft_wrap=True
+        )
     legend(out)
     out.print(table(audit, tokenizer, recipe.data.seq_len, what=what))
     for reason, count in audit.refused.items():
@@ -78,7 +100,10 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
     """The recipe's tokenizer with its template; a trained one is there when `prepare` has run."""
     if recipe.trains_tokenizer:
         if not (recipe.folder.tokenizer / "tokenizer.json").is_file():
-            raise WrongInput(f"the tokenizer is trained by `ingot prepare`, and {recipe.folder.tokenizer} holds none yet; run that first")
+            raise WrongInput(
+                f"the tokenizer is trained by `ingot prepare`, and {recipe.folder.tokenizer} holds"
+                " none yet; run that first"
+            )
         return load_tokenizer(recipe.folder.tokenizer)
     tokenizer, template = load_tokenizer(resolve_tokenizer(recipe)), recipe.tokenizer.template
     return tokenizer if template is None else with_template(tokenizer, find_template(template))
@@ -88,16 +113,28 @@ def _texts(recipe: Recipe) -> Iterator[str]:
     """Training documents as ingested; where nothing is yet, straight from the sources."""
     if read_marker(recipe.folder.raw, MANIFEST) is not None:
         raw, shares = open_raw(recipe), Shares.of(recipe.data)
-        for task in (task for task in ranges(raw) if task.split == "train" and task.kind != "tokens"):
+        for task in (
+            task for task in ranges(raw) if task.split == "train" and task.kind != "tokens"
+        ):
             for documents in read_range(raw.folder, task):
-                for doc_id, text in zip(documents.column("doc_id").to_pylist(), documents.column("text").to_pylist(), strict=True):
+                for doc_id, text in zip(
+                    documents.column("doc_id").to_pylist(),
+                    documents.column("text").to_pylist(),
+                    strict=True,
+                ):
                     if shares.split(task.split, doc_id) == "train":
                         yield text
         return
     for number, source in enumerate(recipe.data.train):
         if not is_local(source) or source.source.startswith("megatron:"):
-            raise WrongInput(f"data.train[{number}] {source.source} is not a file here; run `ingot ingest` first")
+            raise WrongInput(
+                f"data.train[{number}] {source.source} is not a file here; run `ingot ingest` first"
+            )
         wanted = Wanted.of(source, recipe.documents, recipe.labels)
         for file in find_source(source, f"data.train[{number}]"):
             with open_read(file.path) as stream:
-                yield from (item.text for item in read_items(stream, file.path, file.format, wanted) if isinstance(item, Item))
+                yield from (
+                    item.text
+                    for item in read_items(stream, file.path, file.format, wanted)
+                    if isinstance(item, Item)
+                )

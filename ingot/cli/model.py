@@ -1,4 +1,6 @@
-"""The verbs that take a model: deploy, serve, predict, export, import. What runs a model is imported only when one is run here."""
+"""The verbs that take a model: deploy, serve, predict, export, import. What runs a model is
+imported only when one is run here.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,30 @@ from ingot.cli.target import find_target
 from ingot.config.recipe import Recipe
 
 PREDICT: dict[str, Any] = {
-    "max_tokens": -1, "temperature": 0.0, "top_p": 1.0, "seed": -1, "stop": "", "beams": 1, "chat": False, "api_key": "",
+    "max_tokens": -1,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "seed": -1,
+    "stop": "",
+    "beams": 1,
+    "chat": False,
+    "api_key": "",
 }
-"""The settings of `predict`. `max_tokens` -1 is 64, for a sequence-to-sequence model the whole text; `seed` -1 draws one, `chat` puts the prompt
-through the model's chat template, `api_key` is `env:NAME`."""
+"""The settings of `predict`. `max_tokens` -1 is 64, for a sequence-to-sequence model the whole
+text; `seed` -1 draws one, `chat` puts the prompt through the model's chat template, `api_key` is
+`env:NAME`.
+"""
 
 
 def deploy_version(
-    target: str, arguments: Sequence[str], *, version: int | None, rollback: bool, canary: int | None = None, verify: bool = False, dry_run: bool = False
+    target: str,
+    arguments: Sequence[str],
+    *,
+    version: int | None,
+    rollback: bool,
+    canary: int | None = None,
+    verify: bool = False,
+    dry_run: bool = False,
 ) -> int:
     """Make a version of a registered name live: move its pointer, or put it behind its endpoint."""
     from ingot.registry.deploying import Wish, address, deploy, rehearse
@@ -30,7 +48,10 @@ def deploy_version(
     recipe = read_recipe([target, *arguments]) if is_recipe else settings_without_recipe(arguments)
     name = recipe.registry_name if is_recipe else target
     if recipe.registry.kind == "vertex":  # what is not given as an option is as the recipe has it
-        canary, verify = recipe.serve.canary if canary is None else canary, verify or recipe.serve.verify
+        canary, verify = (
+            (recipe.serve.canary if canary is None else canary),
+            verify or recipe.serve.verify,
+        )
     wish = Wish(version, canary, verify, rollback)
     if dry_run:
         print(rehearse(recipe, name, wish, is_run=is_recipe), end="")
@@ -53,37 +74,60 @@ def serve_model(target: str, arguments: Sequence[str], *, dry_run: bool = False)
 
 
 def _served(target: str, arguments: Sequence[str]) -> tuple[Path, str, Recipe]:
-    """Folder, name and settings. Where Vertex AI says in $AIP_STORAGE_URI what is served, TARGET need not be there; its last part is the name."""
+    """Folder, name and settings. Where Vertex AI says in $AIP_STORAGE_URI what is served, TARGET
+    need not be there; its last part is the name.
+    """
     if os.environ.get("AIP_STORAGE_URI") and not Path(target).exists():
         return Path(target), Path(target).name, settings_without_recipe(arguments)
     found = find_target(target, arguments)
     if found.folder is None:
-        raise WrongInput(f"{target} is an address and served already; give a model folder, a run folder, a recipe or a registered name")
+        raise WrongInput(
+            f"{target} is an address and served already; give a model folder, a run folder, a"
+            " recipe or a registered name"
+        )
     return found.folder, found.name, found.recipe
 
 
 def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
     """Print one completion, text or label, and nothing else, on stdout."""
     files, overrides = split(arguments)
-    own = [argument for argument in overrides if "." not in argument.partition("=")[0] and argument.partition("=")[0] != "output"]
+    own = [
+        argument
+        for argument in overrides
+        if "." not in argument.partition("=")[0] and argument.partition("=")[0] != "output"
+    ]
     settings = values(own, PREDICT, "predict")
-    found = find_target(target, [*files, *(argument for argument in overrides if argument not in own)])
+    found = find_target(
+        target, [*files, *(argument for argument in overrides if argument not in own)]
+    )
     from ingot.base.environment import secret
     from ingot.serve.predict import predict
 
-    print(predict(
-        found.url or found.folder or "", prompt, max_tokens=None if settings["max_tokens"] == -1 else settings["max_tokens"],
-        temperature=settings["temperature"], top_p=settings["top_p"], seed=settings["seed"] if settings["seed"] >= 0 else None,
-        stop=[settings["stop"]] if settings["stop"] else [], beams=settings["beams"], chat=settings["chat"],
-        api_key=secret(settings["api_key"], "api_key") if settings["api_key"] else None,
-    ))
+    print(
+        predict(
+            found.url or found.folder or "",
+            prompt,
+            max_tokens=None if settings["max_tokens"] == -1 else settings["max_tokens"],
+            temperature=settings["temperature"],
+            top_p=settings["top_p"],
+            seed=settings["seed"] if settings["seed"] >= 0 else None,
+            stop=[settings["stop"]] if settings["stop"] else [],
+            beams=settings["beams"],
+            chat=settings["chat"],
+            api_key=secret(settings["api_key"], "api_key") if settings["api_key"] else None,
+        )
+    )
     return 0
 
 
 def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> int:
-    """`export` and `import`: check every tensor of a model and write it anew as a Hugging Face folder."""
+    """`export` and `import`: check every tensor of a model and write it anew as a Hugging Face
+    folder.
+    """
     if layout not in ("hf", "peft"):
-        raise WrongInput(f"--format {layout} is not known; it is hf, a Hugging Face folder, or peft, an adapter")
+        raise WrongInput(
+            f"--format {layout} is not known; it is hf, a Hugging Face folder, or peft, an adapter"
+        )
     from ingot.base.hub import fetch_model
     from ingot.checkpoints.export import copy_adapter, copy_model
     from ingot.models.meta import is_meta
@@ -94,7 +138,9 @@ def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> i
     elif not is_meta(Path(source)):
         folder = find_target(source).folder
     if folder is None:
-        raise WrongInput(f"{source} is an address; give a model folder, a run folder or hf:ORG/NAME")
+        raise WrongInput(
+            f"{source} is an address; give a model folder, a run folder or hf:ORG/NAME"
+        )
     if layout == "peft":
         copy_adapter(_adapter(folder), Path(target), overwrite=overwrite)
         print(target)
@@ -113,4 +159,7 @@ def _adapter(folder: Path) -> Path:
     for place in (folder, RunFolder(folder.parent).adapter):
         if is_adapter(place):
             return place
-    raise WrongInput(f"{folder} is no adapter, and has none beside it; train one with model.lora, or export it with --format hf")
+    raise WrongInput(
+        f"{folder} is no adapter, and has none beside it; train one with model.lora, or export it"
+        " with --format hf"
+    )

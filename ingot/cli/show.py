@@ -10,9 +10,21 @@ import typer
 show = typer.Typer(no_args_is_help=True, help="Show a recipe, its knobs, data, runs and models.")
 
 Recipes = Annotated[
-    list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
+    list[str],
+    typer.Argument(
+        metavar="RECIPE.yaml... KEY=VALUE...",
+        help="Recipe files and overrides; later ones win.",
+        show_default=False,
+    ),
 ]
-RunOrRecipe = Annotated[str, typer.Argument(metavar="RUN|RECIPE.yaml", help="A run folder, or the recipe that makes it.", show_default=False)]
+RunOrRecipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|RECIPE.yaml",
+        help="A run folder, or the recipe that makes it.",
+        show_default=False,
+    ),
+]
 
 
 @show.command(epilog="Example: ingot show config recipes/quickstart.yaml train.steps=100")
@@ -37,7 +49,9 @@ def knobs() -> int:
 
 @show.command(epilog="Example: ingot show run runs/quickstart")
 def run(run: RunOrRecipe) -> int:
-    """Steps, results, the last metrics, where the time of training went and what was lost, and the last events of one run."""
+    """Steps, results, the last metrics, where the time of training went and what was lost, and the
+    last events of one run.
+    """
     from ingot.cli.look import run_folder
     from ingot.report.tables import show_run
 
@@ -47,9 +61,14 @@ def run(run: RunOrRecipe) -> int:
 
 @show.command(epilog="Example: ingot show runs --compare runs/first runs/second")
 def runs(
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder that runs lie in.")] = "runs",
+    output: Annotated[
+        str, typer.Argument(metavar="OUTPUT", help="The folder that runs lie in.")
+    ] = "runs",
     compare: Annotated[
-        tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Two runs side by side instead.", show_default=False)
+        tuple[str, str] | None,
+        typer.Option(
+            "--compare", metavar="A B", help="Two runs side by side instead.", show_default=False
+        ),
     ] = None,
 ) -> int:
     """All runs in a folder with their results, or two side by side."""
@@ -73,9 +92,14 @@ def data(run: RunOrRecipe) -> int:
 
 @show.command(epilog="Example: ingot show mask recipes/chat_smollm2.yaml --examples 1")
 def mask(
-    recipe: Recipes, examples: Annotated[int, typer.Option("--examples", metavar="N", help="How many examples are printed.")] = 3
+    recipe: Recipes,
+    examples: Annotated[
+        int, typer.Option("--examples", metavar="N", help="How many examples are printed.")
+    ] = 3,
 ) -> int:
-    """Examples with what is trained set off, and an audit of BOS, end-of-turn tokens and truncation."""
+    """Examples with what is trained set off, and an audit of BOS, end-of-turn tokens and
+    truncation.
+    """
     from ingot.cli.mask import show_mask
 
     return show_mask(recipe, examples)
@@ -94,18 +118,53 @@ def models() -> int:
     from ingot.models.hub_config import SUPPORTED as THROUGH_TRANSFORMERS
 
     presets = Table(
-        "preset", "weights", "layers", "width", "heads", "vocabulary", "positions", title="model.source: preset:NAME (random weights)", title_justify="left",
+        "preset",
+        "weights",
+        "layers",
+        "width",
+        "heads",
+        "vocabulary",
+        "positions",
+        title="model.source: preset:NAME (random weights)",
+        title_justify="left",
         collapse_padding=True,
     )
     for name, preset in PRESETS.items():
         heads = f"{preset['num_attention_heads']} / {preset['num_key_value_heads']}"
-        sizes = (preset["num_hidden_layers"], preset["hidden_size"], heads, preset["vocab_size"], preset["max_position_embeddings"])
-        presets.add_row(name, _millions(parameter_count(preset)), *(size if isinstance(size, str) else f"{size:,}" for size in sizes))
+        sizes = (
+            preset["num_hidden_layers"],
+            preset["hidden_size"],
+            heads,
+            preset["vocab_size"],
+            preset["max_position_embeddings"],
+        )
+        presets.add_row(
+            name,
+            _millions(parameter_count(preset)),
+            *(size if isinstance(size, str) else f"{size:,}" for size in sizes),
+        )
     for name, preset in OTHERS.items():
-        layers, width = preset.get("num_layers") or preset["num_hidden_layers"], preset.get("d_model") or preset["hidden_size"]
+        layers, width = (
+            preset.get("num_layers") or preset["num_hidden_layers"],
+            preset.get("d_model") or preset["hidden_size"],
+        )
         heads = str(preset.get("num_heads") or preset["num_attention_heads"])
-        presets.add_row(name, "", str(layers), str(width), heads, f"{preset['vocab_size']:,}", str(preset.get("max_position_embeddings", "")))
-    loadable = Table("model_type", "kind", "which", title="model.source: hf:ORG/NAME or a folder, by model_type in its config.json", title_justify="left")
+        presets.add_row(
+            name,
+            "",
+            str(layers),
+            str(width),
+            heads,
+            f"{preset['vocab_size']:,}",
+            str(preset.get("max_position_embeddings", "")),
+        )
+    loadable = Table(
+        "model_type",
+        "kind",
+        "which",
+        title="model.source: hf:ORG/NAME or a folder, by model_type in its config.json",
+        title_justify="left",
+    )
     for name, which in NATIVE.items():
         loadable.add_row(name, "decoder", which)
     for name, kinds in THROUGH_TRANSFORMERS.items():
@@ -128,7 +187,11 @@ def explain_knob(name: str) -> int:
     found = find_knob(name)
     for knob in found:
         print(f"{knob.path}\n    {knob.doc}\n    type: {knob.type}; default: {knob.default}")
-    inside = [knob for knob in all_knobs() if any(knob.path.startswith((f"{section.path}.", f"{section.path}[")) for section in found)]
+    inside = [
+        knob
+        for knob in all_knobs()
+        if any(knob.path.startswith((f"{section.path}.", f"{section.path}[")) for section in found)
+    ]
     for knob in inside:
         print(f"  {knob.path:<42} {knob.default:<28} {knob.type}")
     return 0

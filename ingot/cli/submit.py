@@ -7,18 +7,46 @@ from typing import Annotated
 import typer
 
 Arguments = Annotated[
-    list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
+    list[str],
+    typer.Argument(
+        metavar="RECIPE.yaml... KEY=VALUE...",
+        help="Recipe files and overrides; later ones win.",
+        show_default=False,
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the specification and the request, and send nothing.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the specification and the request, and send nothing."),
+]
 Schedule = Annotated[
-    str | None, typer.Option("--schedule", metavar="CRON", help='Run it again and again, such as "0 3 * * 1"; in the place of an earlier schedule.')
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="CRON",
+        help='Run it again and again, such as "0 3 * * 1"; in the place of an earlier schedule.',
+    ),
 ]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Tell the steps as they begin and end, until all is over.")]
-Cancel = Annotated[bool, typer.Option("--cancel", help="End the pipeline of this recipe that runs.")]
+Wait = Annotated[
+    bool,
+    typer.Option(
+        "--wait/--no-wait", help="Tell the steps as they begin and end, until all is over."
+    ),
+]
+Cancel = Annotated[
+    bool, typer.Option("--cancel", help="End the pipeline of this recipe that runs.")
+]
 
 
-def submit(arguments: Arguments, dry_run: DryRun = False, schedule: Schedule = None, wait: Wait = True, cancel: Cancel = False) -> int:
-    """Send the whole pipeline to Vertex AI, print its page, and follow it; the same command again follows what runs already."""
+def submit(
+    arguments: Arguments,
+    dry_run: DryRun = False,
+    schedule: Schedule = None,
+    wait: Wait = True,
+    cancel: Cancel = False,
+) -> int:
+    """Send the whole pipeline to Vertex AI, print its page, and follow it; the same command again
+    follows what runs already.
+    """
     from ingot.base.progress import say
     from ingot.cli.arguments import read_recipe
     from ingot.pipeline import submit as pipeline

@@ -1,4 +1,6 @@
-"""TARGET of predict, serve, deploy: a model folder, a run folder, a recipe, a registered name, or an address."""
+"""TARGET of predict, serve, deploy: a model folder, a run folder, a recipe, a registered name, or
+an address.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version
 
 @dataclass(frozen=True)
 class Target:
-    """Where a model is. Exactly one of `folder` and `url` is given; `recipe` holds the settings that go with it."""
+    """Where a model is. Exactly one of `folder` and `url` is given; `recipe` holds the settings
+    that go with it.
+    """
 
     name: str
     folder: Path | None
@@ -49,14 +53,23 @@ def _from_folder(path: Path, more: Sequence[str]) -> Target:
         return Target(path.resolve().name, path, None, settings_without_recipe(more))
     run = RunFolder(path)
     if run.model.is_dir() or run.recipe.exists():
-        recipe = read_recipe([str(run.recipe), *more]) if run.recipe.exists() else settings_without_recipe(more)
+        recipe = (
+            read_recipe([str(run.recipe), *more])
+            if run.recipe.exists()
+            else settings_without_recipe(more)
+        )
         return Target(path.resolve().name, _model_of(run), None, recipe)
-    raise WrongInput(f"{path} is neither a model folder (no config.json) nor a run folder (no model/); give one of these")
+    raise WrongInput(
+        f"{path} is neither a model folder (no config.json) nor a run folder (no model/); give one"
+        " of these"
+    )
 
 
 def _model_of(run: RunFolder) -> Path:
     if not (run.model / "config.json").exists():
-        raise WrongInput(f"{run.root} holds no trained model (no {run.model}); run `ingot train` first")
+        raise WrongInput(
+            f"{run.root} holds no trained model (no {run.model}); run `ingot train` first"
+        )
     return run.model
 
 
@@ -66,8 +79,8 @@ def _registered(target: str, more: Sequence[str]) -> Target:
     match = _REGISTERED.fullmatch(target)
     if match is None or (recipe.registry.kind == "local" and not path.exists()):
         raise WrongInput(
-            f"{target} is no model folder, run folder, recipe or address, and there is no registry at {path} to look it up in; "
-            f"check the path, or give output=FOLDER"
+            f"{target} is no model folder, run folder, recipe or address, and there is no registry"
+            f" at {path} to look it up in; check the path, or give output=FOLDER"
         )
     number = int(match["version"]) if match["version"] else None
     return Target(target, resolve(registry_of(recipe), match["name"], number), None, recipe)

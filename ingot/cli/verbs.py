@@ -23,18 +23,27 @@ from ingot.pipeline.steps import step_of
 
 
 def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False) -> int:
-    """Do one step of the recipe, unless nothing changed; its result on stdout, its exit code back."""
+    """Do one step of the recipe, unless nothing changed; its result on stdout, its exit code
+    back.
+    """
     recipe, step = read_recipe(arguments), step_of(verb)
     prepare_environment(recipe)
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
         options = [*(["--again"] if again else []), *(["--debug"] if debug else [])]
-        return subprocess.run([elsewhere, "-m", "ingot", verb, *arguments, *options], check=False).returncode
+        return subprocess.run(
+            [elsewhere, "-m", "ingot", verb, *arguments, *options], check=False
+        ).returncode
     launch = recipe.at(verb).launch
     if step.distributed and launch.nodes > 1 and not is_rank():
-        raise WrongInput(f"launch.nodes={launch.nodes}: `ingot launch {verb}` starts a verb on several machines; use it, or set launch.nodes=1")
+        raise WrongInput(
+            f"launch.nodes={launch.nodes}: `ingot launch {verb}` starts a verb on several machines;"
+            " use it, or set launch.nodes=1"
+        )
     if step.distributed and launch.processes > 1 and not is_rank():
         options = [*([AGAIN[verb]] if again else []), *(["--debug"] if debug else [])]
-        job = Job(verb, (verb, *arguments, *options), launch.processes, environment=launch.variables)
+        job = Job(
+            verb, (verb, *arguments, *options), launch.processes, environment=launch.variables
+        )
         return foreground(job, results=sys.stdout).code
     done: list[Outcome] = []
 
@@ -52,23 +61,37 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
 
 
 def other_interpreter(recipe: Recipe) -> str | None:
-    """The interpreter of the environment that apache-beam lives in, where `prepare` asks for Beam and this is another one.
+    """The interpreter of the environment that apache-beam lives in, where `prepare` asks for Beam
+    and this is another one.
 
     Raises:
         WrongInput: there is none at the path that the recipe gives.
     """
     engine = recipe.data.engine
-    if engine.kind != "beam" or engine.python is None or os.path.abspath(engine.python) == sys.executable:
+    if (
+        engine.kind != "beam"
+        or engine.python is None
+        or os.path.abspath(engine.python) == sys.executable
+    ):
         return None
     if not os.access(engine.python, os.X_OK):
-        raise WrongInput(f"data.engine.python {engine.python} is no interpreter; `make beam` makes an environment with one in .venv-beam/bin/python")
+        raise WrongInput(
+            f"data.engine.python {engine.python} is no interpreter; `make beam` makes an"
+            " environment with one in .venv-beam/bin/python"
+        )
     return os.path.abspath(engine.python)
 
 
 def prepare_environment(recipe: Recipe) -> None:
-    """The variables of `launch.environment`, and those of `cloud.secrets` that are not set yet: a node has set them for all its ranks."""
+    """The variables of `launch.environment`, and those of `cloud.secrets` that are not set yet: a
+    node has set them for all its ranks.
+    """
     os.environ.update(recipe.launch.variables)
-    absent = {name: reference for name, reference in recipe.cloud.secrets.items() if name not in os.environ}
+    absent = {
+        name: reference
+        for name, reference in recipe.cloud.secrets.items()
+        if name not in os.environ
+    }
     if absent:
         from ingot.cloud.clients import Google
         from ingot.cloud.secrets import resolve
@@ -90,7 +113,9 @@ def _shown(verb: str, recipe: Recipe) -> Iterator[None]:
 
 
 def is_rank() -> bool:
-    """Whether this process is one of several that somebody has started already: we ourselves, torchrun, a cluster."""
+    """Whether this process is one of several that somebody has started already: we ourselves,
+    torchrun, a cluster.
+    """
     return "LOCAL_RANK" in os.environ
 
 
@@ -141,10 +166,15 @@ def _register(recipe: Recipe, again: bool) -> Outcome:
 
 
 def _source_stamps(recipe: Recipe) -> dict[str, Any]:
-    """The files behind the sources, many as they may be, in one short fingerprint for each split."""
+    """The files behind the sources, many as they may be, in one short fingerprint for each
+    split.
+    """
     from ingot.data.sources import source_stamps
 
-    return {f"what data.{split} reads": {"files": len(stamps), "stamps": fingerprint(stamps)} for split, stamps in source_stamps(recipe).items()}
+    return {
+        f"what data.{split} reads": {"files": len(stamps), "stamps": fingerprint(stamps)}
+        for split, stamps in source_stamps(recipe).items()
+    }
 
 
 def _live_stamp(recipe: Recipe) -> dict[str, Any]:
@@ -155,6 +185,11 @@ def _live_stamp(recipe: Recipe) -> dict[str, Any]:
 
 AGAIN = {"train": "--fresh", "evaluate": "--again"}
 DO: dict[str, Callable[[Recipe, bool], Outcome]] = {
-    "ingest": _ingest, "prepare": _prepare, "train": _train, "evaluate": _evaluate, "gate": _gate, "register": _register,
+    "ingest": _ingest,
+    "prepare": _prepare,
+    "train": _train,
+    "evaluate": _evaluate,
+    "gate": _gate,
+    "register": _register,
 }
 STAMPS: dict[str, Callable[[Recipe], Any]] = {"ingest": _source_stamps, "gate": _live_stamp}

@@ -1,4 +1,6 @@
-"""`ingot verify ...`: proofs on the user's own recipe, one table each; exit code 1 where one does not hold."""
+"""`ingot verify ...`: proofs on the user's own recipe, one table each; exit code 1 where one does
+not hold.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,18 @@ if TYPE_CHECKING:
     from ingot.verify.layout import Finding, LayoutProof
     from ingot.verify.proof import Proof
 
-verify = typer.Typer(no_args_is_help=True, help="Prove things on your own recipe: tokenizer, data, export, resume, layout.")
+verify = typer.Typer(
+    no_args_is_help=True,
+    help="Prove things on your own recipe: tokenizer, data, export, resume, layout.",
+)
 
 Recipes = Annotated[
-    list[str], typer.Argument(metavar="RECIPE.yaml... KEY=VALUE...", help="Recipe files and overrides; later ones win.", show_default=False)
+    list[str],
+    typer.Argument(
+        metavar="RECIPE.yaml... KEY=VALUE...",
+        help="Recipe files and overrides; later ones win.",
+        show_default=False,
+    ),
 ]
 
 
@@ -37,7 +47,9 @@ def data(recipe: Recipes) -> int:
 
 @verify.command(epilog="Example: ingot verify export recipes/quickstart.yaml")
 def export(recipe: Recipes) -> int:
-    """The exported model of a trained run against its checkpoint, transformers, PEFT and the server, token by token."""
+    """The exported model of a trained run against its checkpoint, transformers, PEFT and the
+    server, token by token.
+    """
     from ingot.cli.arguments import read_recipe
     from ingot.verify.export import verify_export
 
@@ -46,9 +58,11 @@ def export(recipe: Recipes) -> int:
 
 @verify.command(epilog="Example: ingot verify resume recipes/quickstart.yaml")
 def resume(recipe: Recipes) -> int:
-    """A few steps of the recipe in one go, against the same killed twice and resumed: metrics, weights, optimizer, bit for bit.
+    """A few steps of the recipe in one go, against the same killed twice and resumed: metrics,
+    weights, optimizer, bit for bit.
 
-    Needs prepared data. Trains on this machine as `ingot train` does, in a folder of its own inside the run folder, which goes afterwards.
+    Needs prepared data. Trains on this machine as `ingot train` does, in a folder of its own inside
+    the run folder, which goes afterwards.
     """
     from ingot.cli.arguments import read_recipe
     from ingot.verify.resume import verify_resume
@@ -56,17 +70,31 @@ def resume(recipe: Recipes) -> int:
     return _shown(verify_resume(read_recipe(recipe)))
 
 
-@verify.command(epilog="Example: ingot verify layout recipes/quickstart.yaml --layouts 'shard=2,tensor=2;pipeline=2,virtual=2'")
+@verify.command(
+    epilog=(
+        "Example: ingot verify layout recipes/quickstart.yaml --layouts"
+        " 'shard=2,tensor=2;pipeline=2,virtual=2'"
+    )
+)
 def layout(
     recipe: Recipes,
-    layouts: Annotated[str | None, typer.Option(
-        "--layouts", metavar="KNOB=N,...;...", help="Layouts to try, apart by `;`, each as knobs of `parallel` (and recompute=full). "
-        "Without it: the recipe's own on at most 8 processes, each mode alone, and the pairs of those that the recipe uses.", show_default=False,
-    )] = None,
+    layouts: Annotated[
+        str | None,
+        typer.Option(
+            "--layouts",
+            metavar="KNOB=N,...;...",
+            help="Layouts to try, apart by `;`, each as knobs of `parallel` (and recompute=full). "
+            "Without it: the recipe's own on at most 8 processes, each mode alone, and the pairs of"
+            " those that the recipe uses.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> int:
-    """The recipe made small, trained in many layouts on this CPU: losses, gradient norms and weights against one process.
+    """The recipe made small, trained in many layouts on this CPU: losses, gradient norms and
+    weights against one process.
 
-    Needs prepared data. Degrees of the recipe's own layout are divided until 8 processes suffice; `auto` counts as 2.
+    Needs prepared data. Degrees of the recipe's own layout are divided until 8 processes suffice;
+    `auto` counts as 2.
     """
     from ingot.cli.arguments import read_recipe
     from ingot.verify.layout import verify_layout
@@ -82,9 +110,21 @@ def _compared(proof: LayoutProof) -> int:
     from ingot.base.errors import EXIT_DONE, EXIT_FAILED
     from ingot.cli.look import console
 
-    table = Table("layout", "processes", "loss", "gradient norm", "weights", "share of weights", "", title=proof.title, title_justify="left")
+    table = Table(
+        "layout",
+        "processes",
+        "loss",
+        "gradient norm",
+        "weights",
+        "share of weights",
+        "",
+        title=proof.title,
+        title_justify="left",
+    )
     for one in proof.findings:
-        table.add_row(Text(one.layout.name), str(one.layout.processes), *_differences(one), MARKS[one.holds])
+        table.add_row(
+            Text(one.layout.name), str(one.layout.processes), *_differences(one), MARKS[one.holds]
+        )
     console().print(table)
     for one in proof.findings:
         if one.holds is None:
@@ -92,16 +132,37 @@ def _compared(proof: LayoutProof) -> int:
     failed = [one for one in proof.findings if one.holds is False]
     tried = sum(one.holds is not None for one in proof.findings)
     if failed:
-        print(f"{proof.title}: {len(failed)} of {tried} layouts differ from one process; the first is {failed[0].told}")
+        print(
+            f"{proof.title}: {len(failed)} of {tried} layouts differ from one process; the first is"
+            f" {failed[0].told}"
+        )
     else:
-        print(f"{proof.title}: " + (f"all {tried} layouts equal one process" if tried else "not one of these layouts can be"))
+        print(
+            f"{proof.title}: "
+            + (
+                f"all {tried} layouts equal one process"
+                if tried
+                else "not one of these layouts can be"
+            )
+        )
     return EXIT_DONE if proof.holds else EXIT_FAILED
 
 
 def _differences(one: Finding) -> list[str]:
-    """The differences to one process: of the loss in nats, the others relative; and what a rank holds of all weights."""
+    """The differences to one process: of the loss in nats, the others relative; and what a rank
+    holds of all weights.
+    """
     found = one.difference
-    return ["", "", "", ""] if found is None else [f"{found.loss:.1e}", f"{found.norm:.1e}", f"{found.weights:.1e}", f"{found.share:.2f}"]
+    return (
+        ["", "", "", ""]
+        if found is None
+        else [
+            f"{found.loss:.1e}",
+            f"{found.norm:.1e}",
+            f"{found.weights:.1e}",
+            f"{found.share:.2f}",
+        ]
+    )
 
 
 def _shown(proof: Proof) -> int:
@@ -117,7 +178,14 @@ def _shown(proof: Proof) -> int:
         table.add_row(Text(check.what), MARKS[check.passed], Text(check.detail))
     console().print(table)
     failed = sum(check.passed is False for check in proof.checks)
-    print(f"{proof.title}: " + (f"{failed} of {len(proof.checks)} checks failed" if failed else f"all {len(proof.checks)} checks hold"))
+    print(
+        f"{proof.title}: "
+        + (
+            f"{failed} of {len(proof.checks)} checks failed"
+            if failed
+            else f"all {len(proof.checks)} checks hold"
+        )
+    )
     return EXIT_DONE if proof.holds else EXIT_FAILED
 
 

@@ -1,7 +1,8 @@
 """Rows out of BigQuery through Google's own client, with the credentials of the environment.
 
-A query runs where its tables lie, which BigQuery finds out by itself: `cloud.region` is not asked for, since that of the runs may be another.
-Its result goes into a table without a name, which BigQuery keeps for a day, and which holds 10 GB (compressed) at the most.
+A query runs where its tables lie, which BigQuery finds out by itself: `cloud.region` is not asked
+for, since that of the runs may be another. Its result goes into a table without a name, which
+BigQuery keeps for a day, and which holds 10 GB (compressed) at the most.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ from typing import Any
 from ingot.base.errors import Failed, WrongInput
 
 PAGE_ROWS = 50_000
-"""At the most: the service ends a page at about 20 MB, so that memory is bounded by bytes and short rows do not cost a request for every few of them."""
+"""At the most: the service ends a page at about 20 MB, so that memory is bounded by bytes and short
+rows do not cost a request for every few of them.
+"""
 TOO_LARGE = "responseTooLarge"
 FILES_INSTEAD = (
-    "let it write files, `bq query --nouse_legacy_sql \"EXPORT DATA OPTIONS(uri='gs://BUCKET/FOLDER/*.parquet', format='PARQUET') AS SELECT ...\"`, "
-    "and give gs://BUCKET/FOLDER/*.parquet as the source"
+    'let it write files, `bq query --nouse_legacy_sql "EXPORT DATA'
+    " OPTIONS(uri='gs://BUCKET/FOLDER/*.parquet', format='PARQUET') AS SELECT ...\"`, and give"
+    " gs://BUCKET/FOLDER/*.parquet as the source"
 )
 RETRY_S = 60.0
 EMULATOR = "BIGQUERY_EMULATOR_HOST"
 
 
 def query_rows(sql: str, *, project: str | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a query, one page at a time in memory. `project` pays for it, that of the environment where it is None.
+    """The rows of a query, one page at a time in memory. `project` pays for it, that of the
+    environment where it is None.
 
     Raises:
-        WrongInput: the query is wrong or not allowed, its result is too large, there are no credentials or no project, or the package is missing.
+        WrongInput: the query is wrong or not allowed, its result is too large, there are no
+            credentials or no project, or the package is missing.
         Failed: the service cannot be reached, or breaks down.
     """
     client = _client(project)
@@ -37,17 +43,33 @@ def query_rows(sql: str, *, project: str | None = None) -> Iterator[dict[str, An
 
     retry = DEFAULT_RETRY.with_timeout(RETRY_S)
     try:
-        for page in client.query(sql, retry=retry, job_retry=None).result(page_size=PAGE_ROWS, retry=retry, job_retry=None).pages:
+        for page in (
+            client.query(sql, retry=retry, job_retry=None)
+            .result(page_size=PAGE_ROWS, retry=retry, job_retry=None)
+            .pages
+        ):
             for row in page:
                 yield dict(row.items())
     except RefreshError as error:
-        raise WrongInput(f"the credentials for BigQuery are refused ({_short(error)}); run `gcloud auth application-default login`") from error
+        raise WrongInput(
+            f"the credentials for BigQuery are refused ({_short(error)}); run `gcloud auth"
+            " application-default login`"
+        ) from error
     except ClientError as error:
         if any(one.get("reason") == TOO_LARGE for one in error.errors):
-            raise WrongInput(f"the query's result is larger than BigQuery hands out (10 GB, compressed); {FILES_INSTEAD}") from error
-        raise WrongInput(f"BigQuery refuses the query ({error.code}: {_short(error.message)}); mend it, or ask for the rights") from error
+            raise WrongInput(
+                "the query's result is larger than BigQuery hands out (10 GB, compressed);"
+                f" {FILES_INSTEAD}"
+            ) from error
+        raise WrongInput(
+            f"BigQuery refuses the query ({error.code}: {_short(error.message)}); mend it, or ask"
+            " for the rights"
+        ) from error
     except (GoogleAPIError, TransportError, OSError) as error:
-        raise Failed(f"BigQuery cannot be reached or broke down ({_short(error)}); run the same command again") from error
+        raise Failed(
+            f"BigQuery cannot be reached or broke down ({_short(error)}); run the same command"
+            " again"
+        ) from error
 
 
 def _client(project: str | None) -> Any:
@@ -56,15 +78,28 @@ def _client(project: str | None) -> Any:
         from google.auth.exceptions import DefaultCredentialsError
         from google.cloud.bigquery import Client
     except ImportError as error:
-        raise WrongInput("a bigquery: source needs a package that is not installed; pip install 'ingot[gcp]'") from error
+        raise WrongInput(
+            "a bigquery: source needs a package that is not installed; pip install 'ingot[gcp]'"
+        ) from error
     anonymous: Any = AnonymousCredentials
     try:
-        # An emulator knows no credentials; the client takes its address from the environment itself.
-        return Client(project=project, credentials=anonymous()) if os.environ.get(EMULATOR) else Client(project=project)
+        # An emulator knows no credentials; the client takes its address from the environment
+        # itself.
+        return (
+            Client(project=project, credentials=anonymous())
+            if os.environ.get(EMULATOR)
+            else Client(project=project)
+        )
     except DefaultCredentialsError as error:
-        raise WrongInput(f"no credentials for BigQuery ({_short(error)}); run `gcloud auth application-default login`") from error
+        raise WrongInput(
+            f"no credentials for BigQuery ({_short(error)}); run `gcloud auth application-default"
+            " login`"
+        ) from error
     except OSError as error:
-        raise WrongInput(f"no project for BigQuery ({_short(error)}); set cloud.project, or $GOOGLE_CLOUD_PROJECT") from error
+        raise WrongInput(
+            f"no project for BigQuery ({_short(error)}); set cloud.project, or"
+            " $GOOGLE_CLOUD_PROJECT"
+        ) from error
 
 
 def _short(error: Any) -> str:

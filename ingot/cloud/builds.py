@@ -1,6 +1,7 @@
 """Container images by Cloud Build: what is asked for, and following it to its end.
 
-Docker's own builder (BuildKit) with the newest image as cache: kaniko, the other way to a cache there, is no longer maintained.
+Docker's own builder (BuildKit) with the newest image as cache: kaniko, the other way to a cache
+there, is no longer maintained.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Baked:
 
 @dataclass(frozen=True)
 class Wish:
-    """Images to build from one source. `tags` go on each beside the commit and `latest`; `torch` is the build of torch by kind."""
+    """Images to build from one source. `tags` go on each beside the commit and `latest`; `torch` is
+    the build of torch by kind.
+    """
 
     kinds: tuple[ImageKind, ...]
     revision: str
@@ -66,21 +69,34 @@ class Built:
 
 
 def request(google: Google, wish: Wish, *, generation: int = 0) -> Any:
-    """The build to ask for. `generation`: of the source's object, so that nothing else is built than what was sent."""
+    """The build to ask for. `generation`: of the source's object, so that nothing else is built
+    than what was sent.
+    """
     types, cloud = messages(MODULE), google.cloud
     bucket = google.bucket.removeprefix("gs://")
     steps = [step for kind in wish.kinds for step in _steps(google, wish, kind, types)]
     baked = sum(baked.bytes for baked in wish.baked.values())
     return types.Build(
-        source=types.Source(storage_source=types.StorageSource(bucket=bucket, object_=wish.source, generation=generation)),
+        source=types.Source(
+            storage_source=types.StorageSource(
+                bucket=bucket, object_=wish.source, generation=generation
+            )
+        ),
         steps=steps,
         images=[name for kind in wish.kinds for name in names(google, wish, kind)],
-        timeout={"seconds": TIMEOUT_S}, queue_ttl={"seconds": QUEUE_S},
-        service_account=f"projects/{google.project}/serviceAccounts/{cloud.service_account}" if cloud.service_account else "",
+        timeout={"seconds": TIMEOUT_S},
+        queue_ttl={"seconds": QUEUE_S},
+        service_account=(
+            f"projects/{google.project}/serviceAccounts/{cloud.service_account}"
+            if cloud.service_account
+            else ""
+        ),
         logs_bucket=f"gs://{bucket}/{FOLDER}/logs",
         options=types.BuildOptions(
             # An archive, its content and the image made of it lie on the disk at the same time.
-            machine_type=MACHINE, disk_size_gb=min(MOST_DISK_GB, DISK_GB + 4 * baked // 10**9), logging="LEGACY",
+            machine_type=MACHINE,
+            disk_size_gb=min(MOST_DISK_GB, DISK_GB + 4 * baked // 10**9),
+            logging="LEGACY",
         ),
         tags=["ingot", *wish.kinds],
     )
@@ -92,7 +108,10 @@ def names(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
 
 
 def _plain(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
-    return [f"{untagged(google.cloud, kind)}:{tag}" for tag in dict.fromkeys([wish.revision, "latest", *wish.tags])]
+    return [
+        f"{untagged(google.cloud, kind)}:{tag}"
+        for tag in dict.fromkeys([wish.revision, "latest", *wish.tags])
+    ]
 
 
 def _of_run(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
@@ -104,41 +123,96 @@ def _of_run(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
 
 
 def _steps(google: Google, wish: Wish, kind: ImageKind, types: Any) -> list[Any]:
-    """The image, from its own newest as far as nothing changed, and on it the one with what is baked in. Kinds do not wait for each other."""
+    """The image, from its own newest as far as nothing changed, and on it the one with what is
+    baked in. Kinds do not wait for each other.
+    """
     image, baked = untagged(google.cloud, kind), wish.baked.get(kind)
-    arguments = {"COMMIT": wish.revision, "BUILDKIT_INLINE_CACHE": "1"} | ({"TORCH_BUILD": wish.torch[kind]} if kind in wish.torch else {})
-    steps = [types.BuildStep(
-        id=kind, name=DOCKER, env=["DOCKER_BUILDKIT=1"], wait_for=["-"],
-        args=_docker(f"images/{kind}.Dockerfile", arguments, _plain(google, wish, kind), ".", cache=f"{image}:latest"),
-    )]
+    arguments = {"COMMIT": wish.revision, "BUILDKIT_INLINE_CACHE": "1"} | (
+        {"TORCH_BUILD": wish.torch[kind]} if kind in wish.torch else {}
+    )
+    steps = [
+        types.BuildStep(
+            id=kind,
+            name=DOCKER,
+            env=["DOCKER_BUILDKIT=1"],
+            wait_for=["-"],
+            args=_docker(
+                f"images/{kind}.Dockerfile",
+                arguments,
+                _plain(google, wish, kind),
+                ".",
+                cache=f"{image}:latest",
+            ),
+        )
+    ]
     if baked is not None:
         folder = f"baked-{kind}"
-        fetch = f'mkdir "{folder}" && gcloud storage cat "{google.bucket}/{baked.object}" | tar --extract --directory="{folder}"'
+        fetch = (
+            f'mkdir "{folder}" && gcloud storage cat "{google.bucket}/{baked.object}" | tar'
+            f' --extract --directory="{folder}"'
+        )
         steps += [
-            types.BuildStep(id=f"fetch-{kind}", name=GCLOUD, entrypoint="bash", args=["-euo", "pipefail", "-c", fetch], wait_for=["-"]),
             types.BuildStep(
-                id=f"bake-{kind}", name=DOCKER, env=["DOCKER_BUILDKIT=1"], wait_for=[kind, f"fetch-{kind}"],
-                args=_docker("images/bake.Dockerfile", {"BASE": f"{image}:{wish.revision}", "NAME": baked.run}, _of_run(google, wish, kind), folder),
+                id=f"fetch-{kind}",
+                name=GCLOUD,
+                entrypoint="bash",
+                args=["-euo", "pipefail", "-c", fetch],
+                wait_for=["-"],
+            ),
+            types.BuildStep(
+                id=f"bake-{kind}",
+                name=DOCKER,
+                env=["DOCKER_BUILDKIT=1"],
+                wait_for=[kind, f"fetch-{kind}"],
+                args=_docker(
+                    "images/bake.Dockerfile",
+                    {"BASE": f"{image}:{wish.revision}", "NAME": baked.run},
+                    _of_run(google, wish, kind),
+                    folder,
+                ),
             ),
         ]
     return steps
 
 
-def _docker(file: str, arguments: dict[str, str], called: Sequence[str], context: str, *, cache: str | None = None) -> list[str]:
-    said = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
+def _docker(
+    file: str,
+    arguments: dict[str, str],
+    called: Sequence[str],
+    context: str,
+    *,
+    cache: str | None = None,
+) -> list[str]:
+    said = [
+        part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")
+    ]
     tags = [part for name in called for part in ("--tag", name)]
-    return ["build", "--file", file, *said, *(["--cache-from", cache] if cache else []), *tags, context]
+    return [
+        "build",
+        "--file",
+        file,
+        *said,
+        *(["--cache-from", cache] if cache else []),
+        *tags,
+        context,
+    ]
 
 
 def rendered(google: Google, wish: Wish) -> str:
     """The build as JSON, as it would be asked for."""
     build = request(google, wish)
-    text: str = type(build).to_json(build, use_integers_for_enums=False, always_print_fields_with_no_presence=False, sort_keys=True)
+    text: str = type(build).to_json(
+        build,
+        use_integers_for_enums=False,
+        always_print_fields_with_no_presence=False,
+        sort_keys=True,
+    )
     return text + "\n"
 
 
 def build(google: Google, wish: Wish) -> list[Built]:
-    """Ask for the build, follow it to its end, and tell the images with their digests; stopped meanwhile, it is cancelled.
+    """Ask for the build, follow it to its end, and tell the images with their digests; stopped
+    meanwhile, it is cancelled.
 
     Raises:
         WrongInput: it cannot be asked for: no rights, no repository, no bucket.
@@ -146,7 +220,10 @@ def build(google: Google, wish: Wish) -> list[Built]:
     """
     stat = open_bucket(google.bucket).stat(wish.source)
     if stat is None:
-        raise Failed(f"the source gs://{google.bucket.removeprefix('gs://')}/{wish.source} is gone; run the same command again")
+        raise Failed(
+            f"the source gs://{google.bucket.removeprefix('gs://')}/{wish.source} is gone; run the"
+            " same command again"
+        )
     wanted = request(google, wish, generation=stat.generation)
     mark = f"ingot-{uuid.uuid4().hex[:16]}"
     wanted.tags.append(mark)
@@ -166,16 +243,34 @@ def build(google: Google, wish: Wish) -> list[Built]:
 
 
 def _submit(google: Google, wanted: Any, mark: str) -> str:
-    """The name of the build. An answer that got lost is no reason to build twice: the build is looked for by its mark."""
+    """The name of the build. An answer that got lost is no reason to build twice: the build is
+    looked for by its mark.
+    """
     client = google.client("builds")
     kinds = ", ".join(tag for tag in wanted.tags if not tag.startswith("ingot"))
-    denied = f"gcloud projects add-iam-policy-binding {google.project} --member=user:YOU --role=roles/cloudbuild.builds.editor"
+    denied = (
+        f"gcloud projects add-iam-policy-binding {google.project} --member=user:YOU"
+        " --role=roles/cloudbuild.builds.editor"
+    )
     try:
         # The long-running operation itself is of no use: the build says more.
-        operation = ask(client.create_build, f"build the images {kinds}", again=False, denied=denied, parent=google.parent, build=wanted)
+        operation = ask(
+            client.create_build,
+            f"build the images {kinds}",
+            again=False,
+            denied=denied,
+            parent=google.parent,
+            build=wanted,
+        )
         made = operation.metadata.build
     except Failed:
-        found = list(ask(client.list_builds, "find the build", request={"parent": google.parent, "filter": f'tags="{mark}"'}))
+        found = list(
+            ask(
+                client.list_builds,
+                "find the build",
+                request={"parent": google.parent, "filter": f'tags="{mark}"'},
+            )
+        )
         if not found:
             raise
         made = found[0]
@@ -201,22 +296,36 @@ class _Told:
         self._began, self._states = time.monotonic(), dict[str, str]()
 
     def tell(self, build: Any) -> None:
-        for key, state in [("build", build.status.name), *((step.id, step.status.name) for step in build.steps)]:
+        for key, state in [
+            ("build", build.status.name),
+            *((step.id, step.status.name) for step in build.steps),
+        ]:
             if state not in ("STATUS_UNKNOWN", self._states.get(key, "STATUS_UNKNOWN")):
                 self._states[key] = state
                 say(f"{key}: {state.lower()} after {duration(time.monotonic() - self._began)}")
 
 
 def _failure(google: Google, build: Any) -> Failed:
-    step = next((step.id for step in build.steps if step.status.name in ("FAILURE", "TIMEOUT", "INTERNAL_ERROR")), "")
+    step = next(
+        (
+            step.id
+            for step in build.steps
+            if step.status.name in ("FAILURE", "TIMEOUT", "INTERNAL_ERROR")
+        ),
+        "",
+    )
     reason = build.failure_info.detail or build.status_detail or "no reason is given"
     for line in _log(google, build.id):
         say(f"  {line}")
     todo = {
-        "TIMEOUT": f"it may take {duration(TIMEOUT_S)}, so build fewer images at once", "EXPIRED": "no machine came free, so try again later",
+        "TIMEOUT": f"it may take {duration(TIMEOUT_S)}, so build fewer images at once",
+        "EXPIRED": "no machine came free, so try again later",
         "CANCELLED": "somebody ended it",
     }.get(build.status.name, "mend what the log says")
-    return Failed(f"the build ended as {build.status.name.lower()}{f' in step {step}' if step else ''} ({reason}); {todo}: {build.log_url}")
+    return Failed(
+        f"the build ended as {build.status.name.lower()}{f' in step {step}' if step else ''}"
+        f" ({reason}); {todo}: {build.log_url}"
+    )
 
 
 def _log(google: Google, number: str) -> list[str]:

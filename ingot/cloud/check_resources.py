@@ -1,4 +1,6 @@
-"""Checks of what must lie ready in the project: bucket, repository and images, subnetwork, secrets, TensorBoard."""
+"""Checks of what must lie ready in the project: bucket, repository and images, subnetwork, secrets,
+TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,36 @@ from ingot.cloud.secrets import parsed, resolve
 from ingot.cloud.tensorboard import board_of
 
 BUCKET_S = 20.0
-OBJECT_RIGHTS = ("storage.objects.create", "storage.objects.delete", "storage.objects.get", "storage.objects.list")
-OBJECT_ROLES = {"roles/storage.objectUser", "roles/storage.objectAdmin", "roles/storage.admin", "roles/storage.legacyBucketOwner"}
+OBJECT_RIGHTS = (
+    "storage.objects.create",
+    "storage.objects.delete",
+    "storage.objects.get",
+    "storage.objects.list",
+)
+OBJECT_ROLES = {
+    "roles/storage.objectUser",
+    "roles/storage.objectAdmin",
+    "roles/storage.admin",
+    "roles/storage.legacyBucketOwner",
+}
 
 
 def bucket(site: Site) -> Iterator[Finding]:
     """There, near, and open to you and to the jobs' account."""
     name, why = site.google.cloud.bucket, site.needs.why(("storage",))
-    make = f"gcloud storage buckets create gs://{name or 'BUCKET'} --location={site.region} --uniform-bucket-level-access --project={site.project}"
+    make = (
+        f"gcloud storage buckets create gs://{name or 'BUCKET'} --location={site.region}"
+        f" --uniform-bucket-level-access --project={site.project}"
+    )
     if name is None:
         if why:
-            yield Finding("bucket", False, f"none is set, and {why} needs one", f"{make}   # then set cloud.bucket", needed=True)
+            yield Finding(
+                "bucket",
+                False,
+                f"none is set, and {why} needs one",
+                f"{make}   # then set cloud.bucket",
+                needed=True,
+            )
         return
     what, url = f"bucket gs://{name}", f"gs://{name}"
     client, _ = connect(url)
@@ -39,16 +60,37 @@ def bucket(site: Site) -> Iterator[Finding]:
         return
     location, regions = found.location or "", tuple(found.data_locations or ())
     near = fits(location, site.region, regions)
-    elsewhere = f"gcloud storage buckets create gs://{name}-{site.region} --location={site.region} --uniform-bucket-level-access --project={site.project}"
+    elsewhere = (
+        f"gcloud storage buckets create gs://{name}-{site.region} --location={site.region}"
+        f" --uniform-bucket-level-access --project={site.project}"
+    )
     where = f"in {'+'.join(regions) or location}"
-    yield Finding(what, near, where if near else f"{where}, not where cloud.region {site.region} computes", f"{elsewhere}   # or set cloud.region", needed=True)
+    yield Finding(
+        what,
+        near,
+        where if near else f"{where}, not where cloud.region {site.region} computes",
+        f"{elsewhere}   # or set cloud.region",
+        needed=True,
+    )
     try:
-        lacking = sorted(set(OBJECT_RIGHTS) - set(found.test_iam_permissions(list(OBJECT_RIGHTS), timeout=BUCKET_S, retry=None)))
+        lacking = sorted(
+            set(OBJECT_RIGHTS)
+            - set(found.test_iam_permissions(list(OBJECT_RIGHTS), timeout=BUCKET_S, retry=None))
+        )
     except Exception as error:
         yield unknown(site, f"{what}: your rights", in_words(error, url, "look at", BUCKET_S))
         return
-    grant = f"gcloud storage buckets add-iam-policy-binding {url} --role=roles/storage.objectUser --member="
-    yield Finding(f"{what}: your rights", not lacking, "read and write" if not lacking else f"you lack {', '.join(lacking)}", grant + CALLER, needed=True)
+    grant = (
+        f"gcloud storage buckets add-iam-policy-binding {url} --role=roles/storage.objectUser"
+        " --member="
+    )
+    yield Finding(
+        f"{what}: your rights",
+        not lacking,
+        "read and write" if not lacking else f"you lack {', '.join(lacking)}",
+        grant + CALLER,
+        needed=True,
+    )
     yield from _bucket_of_account(site, found, what, grant)
 
 
@@ -56,57 +98,122 @@ def _bucket_of_account(site: Site, found: Any, what: str, grant: str) -> Iterato
     """By the bucket's own policy; a role on the project would do as well, and is looked for too."""
     member = f"serviceAccount:{site.account}"
     try:
-        bindings = found.get_iam_policy(requested_policy_version=3, timeout=BUCKET_S, retry=None).bindings
+        bindings = found.get_iam_policy(
+            requested_policy_version=3, timeout=BUCKET_S, retry=None
+        ).bindings
     except Exception as error:
-        yield unknown(site, f"{what}: rights of {site.account}", in_words(error, f"gs://{site.google.cloud.bucket}", "look at", BUCKET_S))
+        yield unknown(
+            site,
+            f"{what}: rights of {site.account}",
+            in_words(error, f"gs://{site.google.cloud.bucket}", "look at", BUCKET_S),
+        )
         return
-    policy = ask(site.google.client("projects").get_iam_policy, "read who may do what", resource=f"projects/{site.project}")
+    policy = ask(
+        site.google.client("projects").get_iam_policy,
+        "read who may do what",
+        resource=f"projects/{site.project}",
+    )
     roles = {binding["role"] for binding in bindings if member in binding["members"]}
     roles |= {binding.role for binding in policy.bindings if member in binding.members}
     has = bool(roles & OBJECT_ROLES)
-    yield Finding(f"{what}: rights of {site.account}", has, "read and write" if has else "may not write there by the bucket's or the project's roles",
-                  grant + member, needed=True)
+    yield Finding(
+        f"{what}: rights of {site.account}",
+        has,
+        "read and write" if has else "may not write there by the bucket's or the project's roles",
+        grant + member,
+        needed=True,
+    )
 
 
 def repository(site: Site) -> Iterator[Finding]:
     """The repository and the images in it that jobs will run."""
     name, why = site.google.cloud.repository, site.needs.why(("images",))
-    make = f"gcloud artifacts repositories create {name or 'ingot'} --repository-format=docker --location={site.region} --project={site.project}"
+    make = (
+        f"gcloud artifacts repositories create {name or 'ingot'} --repository-format=docker"
+        f" --location={site.region} --project={site.project}"
+    )
     if name is None:
         if why:
-            yield Finding("repository", False, f"none is set, and {why} needs its images", f"{make}   # then set cloud.repository", needed=True)
+            yield Finding(
+                "repository",
+                False,
+                f"none is set, and {why} needs its images",
+                f"{make}   # then set cloud.repository",
+                needed=True,
+            )
         return
-    client, what, full = site.google.client("repositories"), f"repository {name}", f"{site.google.parent}/repositories/{name}"
+    client, what, full = (
+        site.google.client("repositories"),
+        f"repository {name}",
+        f"{site.google.parent}/repositories/{name}",
+    )
     found = there(client.get_repository, f"look at the repository {name}", request={"name": full})
     docker = found is not None and found.format_.name == "DOCKER"
-    told = f"in {site.region}" if docker else f"holds {found.format_.name.lower()}, not Docker images" if found else f"not in {site.region}"
+    told = (
+        f"in {site.region}"
+        if docker
+        else (
+            f"holds {found.format_.name.lower()}, not Docker images"
+            if found
+            else f"not in {site.region}"
+        )
+    )
     yield Finding(what, docker, told, make, needed=why is not None)
     for kind, reason in site.needs.images.items() if docker else ():
-        built = there(client.get_tag, f"look for the image ingot-{kind}", request={"name": f"{full}/packages/ingot-{kind}/tags/latest"})
-        settings = {"project": site.project, "region": site.region, "repository": name, "bucket": site.google.cloud.bucket or "BUCKET"}
-        get = f"ingot images build {kind} {' '.join(f'cloud.{knob}={value}' for knob, value in settings.items())}"
+        built = there(
+            client.get_tag,
+            f"look for the image ingot-{kind}",
+            request={"name": f"{full}/packages/ingot-{kind}/tags/latest"},
+        )
+        settings = {
+            "project": site.project,
+            "region": site.region,
+            "repository": name,
+            "bucket": site.google.cloud.bucket or "BUCKET",
+        }
+        get = (
+            f"ingot images build {kind}"
+            f" {' '.join(f'cloud.{knob}={value}' for knob, value in settings.items())}"
+        )
         told = "built" if built else f"not built yet, and {reason} runs it"
-        yield Finding(f"image {untagged(site.google.cloud, kind)}", built is not None, told, get, needed=True)
+        yield Finding(
+            f"image {untagged(site.google.cloud, kind)}", built is not None, told, get, needed=True
+        )
 
 
 def subnetwork(site: Site) -> Iterator[Finding]:
-    """Machines of Spark as a service have no addresses of their own, and reach Google's services only where the subnetwork lets them."""
+    """Machines of Spark as a service have no addresses of their own, and reach Google's services
+    only where the subnetwork lets them.
+    """
     name, spark = site.google.cloud.subnetwork, site.needs.why(("dataproc",))
     if name is None and not spark:
         return
-    short, place = (name or "default").rpartition("/")[2], f"--region={site.region} --project={site.project}"
+    short, place = (
+        (name or "default").rpartition("/")[2],
+        f"--region={site.region} --project={site.project}",
+    )
     found = there(
-        site.google.client("subnetworks").get, f"look at the subnetwork {short}",
+        site.google.client("subnetworks").get,
+        f"look at the subnetwork {short}",
         request={"project": site.project, "region": site.region, "subnetwork": short},
     )
     what, network = f"subnetwork {short}", site.google.cloud.network or "default"
     if found is None:
-        make = f"gcloud compute networks subnets create {short} --network={network} --range=10.0.0.0/20 --enable-private-ip-google-access {place}"
+        make = (
+            f"gcloud compute networks subnets create {short} --network={network}"
+            f" --range=10.0.0.0/20 --enable-private-ip-google-access {place}"
+        )
         yield Finding(what, False, f"not in {site.region}", make, needed=True)
         return
     private = bool(found.private_ip_google_access)
-    told = "there" + (", with Private Google Access" if private else ", without Private Google Access" + (f", which {spark} needs" if spark else ""))
-    get = f"gcloud compute networks subnets update {short} --enable-private-ip-google-access {place}"
+    told = "there" + (
+        ", with Private Google Access"
+        if private
+        else ", without Private Google Access" + (f", which {spark} needs" if spark else "")
+    )
+    get = (
+        f"gcloud compute networks subnets update {short} --enable-private-ip-google-access {place}"
+    )
     yield Finding(what, private or not spark, told, get, needed=True)
 
 
@@ -119,7 +226,9 @@ def secrets(site: Site) -> Iterator[Finding]:
             resolve(site.google, {variable: reference})
         except WrongInput as error:
             told, _, get = str(error).rpartition("; ")
-            yield Finding(what, False, told, get if get.startswith(("gcloud", "printf")) else "", needed=True)
+            yield Finding(
+                what, False, told, get if get.startswith(("gcloud", "printf")) else "", needed=True
+            )
             continue
         except Failed as error:
             yield unknown(site, what, error)
@@ -134,9 +243,22 @@ def tensorboard(site: Site) -> Iterator[Finding]:
         return
     name = board_of(site.google)
     what = f"TensorBoard {name.rpartition('/')[2]}"
-    make = f"gcloud ai tensorboards create --display-name=ingot --region={site.region} --project={site.project}   # then set cloud.tensorboard to its id"
+    make = (
+        f"gcloud ai tensorboards create --display-name=ingot --region={site.region}"
+        f" --project={site.project}   # then set cloud.tensorboard to its id"
+    )
     if f"/locations/{site.region}/" not in name:
         yield Finding(what, False, f"{given} is not in {site.region}", make, needed=True)
         return
-    found = there(site.google.client("tensorboards").get_tensorboard, "look at the TensorBoard", request={"name": name})
-    yield Finding(what, found is not None, f"{found.display_name}, in {site.region}" if found else f"not in {site.region}", make, needed=True)
+    found = there(
+        site.google.client("tensorboards").get_tensorboard,
+        "look at the TensorBoard",
+        request={"name": name},
+    )
+    yield Finding(
+        what,
+        found is not None,
+        f"{found.display_name}, in {site.region}" if found else f"not in {site.region}",
+        make,
+        needed=True,
+    )

@@ -1,6 +1,8 @@
-"""Google's own clients, each made when it is first asked for, and their errors in words: the one place that imports them.
+"""Google's own clients, each made when it is first asked for, and their errors in words: the one
+place that imports them.
 
-All speak JSON over HTTPS (their REST transports), so that `cloud.endpoint` may be any address that answers Google's paths.
+All speak JSON over HTTPS (their REST transports), so that `cloud.endpoint` may be any address that
+answers Google's paths.
 """
 
 from __future__ import annotations
@@ -17,32 +19,103 @@ from ingot.config.cloud import Cloud
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 PATIENCE_S, FIRST_WAIT_S, CALL_S = 60.0, 1.0, 120.0
-"""How long a call that may be repeated is tried, the first pause between two tries, and how long one may take."""
+"""How long a call that may be repeated is tried, the first pause between two tries, and how long
+one may take.
+"""
 LOGIN = "run `gcloud auth application-default login`"
-# Service -> module and class of its client, and its host; {region} stands in those that are asked where they run.
+# Service -> module and class of its client, and its host; {region} stands in those that are asked
+# where they run.
 SERVICES: dict[str, tuple[str, str, str]] = {
-    "jobs": ("google.cloud.aiplatform_v1", "JobServiceClient", "{region}-aiplatform.googleapis.com"),
-    "pipelines": ("google.cloud.aiplatform_v1", "PipelineServiceClient", "{region}-aiplatform.googleapis.com"),
-    "schedules": ("google.cloud.aiplatform_v1", "ScheduleServiceClient", "{region}-aiplatform.googleapis.com"),
-    "models": ("google.cloud.aiplatform_v1", "ModelServiceClient", "{region}-aiplatform.googleapis.com"),
-    "endpoints": ("google.cloud.aiplatform_v1", "EndpointServiceClient", "{region}-aiplatform.googleapis.com"),
-    "predictions": ("google.cloud.aiplatform_v1", "PredictionServiceClient", "{region}-aiplatform.googleapis.com"),
-    "tensorboards": ("google.cloud.aiplatform_v1", "TensorboardServiceClient", "{region}-aiplatform.googleapis.com"),
+    "jobs": (
+        "google.cloud.aiplatform_v1",
+        "JobServiceClient",
+        "{region}-aiplatform.googleapis.com",
+    ),
+    "pipelines": (
+        "google.cloud.aiplatform_v1",
+        "PipelineServiceClient",
+        "{region}-aiplatform.googleapis.com",
+    ),
+    "schedules": (
+        "google.cloud.aiplatform_v1",
+        "ScheduleServiceClient",
+        "{region}-aiplatform.googleapis.com",
+    ),
+    "models": (
+        "google.cloud.aiplatform_v1",
+        "ModelServiceClient",
+        "{region}-aiplatform.googleapis.com",
+    ),
+    "endpoints": (
+        "google.cloud.aiplatform_v1",
+        "EndpointServiceClient",
+        "{region}-aiplatform.googleapis.com",
+    ),
+    "predictions": (
+        "google.cloud.aiplatform_v1",
+        "PredictionServiceClient",
+        "{region}-aiplatform.googleapis.com",
+    ),
+    "tensorboards": (
+        "google.cloud.aiplatform_v1",
+        "TensorboardServiceClient",
+        "{region}-aiplatform.googleapis.com",
+    ),
     "instances": ("google.cloud.compute_v1", "InstancesClient", "compute.googleapis.com"),
-    "zone operations": ("google.cloud.compute_v1", "ZoneOperationsClient", "compute.googleapis.com"),
+    "zone operations": (
+        "google.cloud.compute_v1",
+        "ZoneOperationsClient",
+        "compute.googleapis.com",
+    ),
     "machine types": ("google.cloud.compute_v1", "MachineTypesClient", "compute.googleapis.com"),
-    "accelerator types": ("google.cloud.compute_v1", "AcceleratorTypesClient", "compute.googleapis.com"),
+    "accelerator types": (
+        "google.cloud.compute_v1",
+        "AcceleratorTypesClient",
+        "compute.googleapis.com",
+    ),
     "compute projects": ("google.cloud.compute_v1", "ProjectsClient", "compute.googleapis.com"),
     "regions": ("google.cloud.compute_v1", "RegionsClient", "compute.googleapis.com"),
     "subnetworks": ("google.cloud.compute_v1", "SubnetworksClient", "compute.googleapis.com"),
-    "batches": ("google.cloud.dataproc_v1", "BatchControllerClient", "{region}-dataproc.googleapis.com"),
-    "secrets": ("google.cloud.secretmanager_v1", "SecretManagerServiceClient", "secretmanager.googleapis.com"),
-    "builds": ("google.cloud.devtools.cloudbuild_v1", "CloudBuildClient", "cloudbuild.googleapis.com"),
-    "repositories": ("google.cloud.artifactregistry_v1", "ArtifactRegistryClient", "artifactregistry.googleapis.com"),
-    "services": ("google.cloud.service_usage_v1", "ServiceUsageClient", "serviceusage.googleapis.com"),
-    "projects": ("google.cloud.resourcemanager_v3", "ProjectsClient", "cloudresourcemanager.googleapis.com"),
-    "dataflow jobs": ("google.cloud.dataflow_v1beta3", "JobsV1Beta3Client", "dataflow.googleapis.com"),
-    "flex templates": ("google.cloud.dataflow_v1beta3", "FlexTemplatesServiceClient", "dataflow.googleapis.com"),
+    "batches": (
+        "google.cloud.dataproc_v1",
+        "BatchControllerClient",
+        "{region}-dataproc.googleapis.com",
+    ),
+    "secrets": (
+        "google.cloud.secretmanager_v1",
+        "SecretManagerServiceClient",
+        "secretmanager.googleapis.com",
+    ),
+    "builds": (
+        "google.cloud.devtools.cloudbuild_v1",
+        "CloudBuildClient",
+        "cloudbuild.googleapis.com",
+    ),
+    "repositories": (
+        "google.cloud.artifactregistry_v1",
+        "ArtifactRegistryClient",
+        "artifactregistry.googleapis.com",
+    ),
+    "services": (
+        "google.cloud.service_usage_v1",
+        "ServiceUsageClient",
+        "serviceusage.googleapis.com",
+    ),
+    "projects": (
+        "google.cloud.resourcemanager_v3",
+        "ProjectsClient",
+        "cloudresourcemanager.googleapis.com",
+    ),
+    "dataflow jobs": (
+        "google.cloud.dataflow_v1beta3",
+        "JobsV1Beta3Client",
+        "dataflow.googleapis.com",
+    ),
+    "flex templates": (
+        "google.cloud.dataflow_v1beta3",
+        "FlexTemplatesServiceClient",
+        "dataflow.googleapis.com",
+    ),
 }
 
 
@@ -54,10 +127,14 @@ class Google:
 
     @property
     def project(self) -> str:
-        """`cloud.project`, or the project of the credentials. Raises WrongInput when neither says it."""
+        """`cloud.project`, or the project of the credentials. Raises WrongInput when neither says
+        it.
+        """
         project = self.cloud.project or _credentials(self.cloud.endpoint)[1]
         if not project:
-            raise WrongInput("no Google Cloud project is known; set cloud.project, or $GOOGLE_CLOUD_PROJECT")
+            raise WrongInput(
+                "no Google Cloud project is known; set cloud.project, or $GOOGLE_CLOUD_PROJECT"
+            )
         return str(project)
 
     @property
@@ -109,14 +186,23 @@ def packages() -> dict[str, Any]:
     except ImportError as error:
         raise _not_installed() from error
     return {
-        "exceptions": exceptions, "default": default, "Anonymous": AnonymousCredentials, "DefaultCredentialsError": DefaultCredentialsError,
-        "RefreshError": RefreshError, "TransportError": TransportError, "AuthorizedSession": AuthorizedSession,
-        "Retry": Retry, "if_exception_type": if_exception_type, "ConnectionError": NoConnection,
+        "exceptions": exceptions,
+        "default": default,
+        "Anonymous": AnonymousCredentials,
+        "DefaultCredentialsError": DefaultCredentialsError,
+        "RefreshError": RefreshError,
+        "TransportError": TransportError,
+        "AuthorizedSession": AuthorizedSession,
+        "Retry": Retry,
+        "if_exception_type": if_exception_type,
+        "ConnectionError": NoConnection,
     }
 
 
 def messages(module: str) -> Any:
-    """The message types of one of Google's client packages, such as `google.cloud.aiplatform_v1`. Raises WrongInput when it is not installed."""
+    """The message types of one of Google's client packages, such as `google.cloud.aiplatform_v1`.
+    Raises WrongInput when it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -128,7 +214,11 @@ def _client(service: str, endpoint: str | None, region: str) -> Any:
     module, name, host = SERVICES[service]
     credentials, _ = _credentials(endpoint)
     kind = getattr(messages(module), name)
-    return kind(credentials=credentials, transport="rest", client_options={"api_endpoint": endpoint or host.format(region=region)})
+    return kind(
+        credentials=credentials,
+        transport="rest",
+        client_options={"api_endpoint": endpoint or host.format(region=region)},
+    )
 
 
 @functools.cache
@@ -145,11 +235,13 @@ def _credentials(endpoint: str | None) -> tuple[Any, str | None]:
 
 @contextmanager
 def in_words(what: str, *, missing: str = "", denied: str = "") -> Iterator[None]:
-    """Whatever a client raises inside as one line: `what` is what was attempted, `make the job ingot-x`. `missing` and `denied` are the next
-    action where something is not found, and where the right is missing.
+    """Whatever a client raises inside as one line: `what` is what was attempted, `make the job
+    ingot-x`. `missing` and `denied` are the next action where something is not found, and where the
+    right is missing.
 
     Raises:
-        WrongInput: what was asked for cannot be had: not found, no right, invalid, exists already, quota.
+        WrongInput: what was asked for cannot be had: not found, no right, invalid, exists already,
+            quota.
         Failed: the service cannot be reached or broke down; trying again may help.
     """
     google = packages()
@@ -157,30 +249,63 @@ def in_words(what: str, *, missing: str = "", denied: str = "") -> Iterator[None
     try:
         yield
     except google["RefreshError"] as error:
-        raise WrongInput(f"could not {what}: the credentials are refused ({short(error)}); {LOGIN}") from error
+        raise WrongInput(
+            f"could not {what}: the credentials are refused ({short(error)}); {LOGIN}"
+        ) from error
     except exceptions.NotFound as error:
-        raise WrongInput(f"could not {what}: {short(error)}; {missing or 'check cloud.project, cloud.region and the name'}") from error
+        raise WrongInput(
+            f"could not {what}: {short(error)};"
+            f" {missing or 'check cloud.project, cloud.region and the name'}"
+        ) from error
     except (exceptions.Forbidden, exceptions.Unauthorized) as error:
-        raise WrongInput(f"could not {what}: {short(error)}; {denied or 'ask for the role, `ingot doctor --cloud` names what is missing'}") from error
+        raise WrongInput(
+            f"could not {what}: {short(error)};"
+            f" {denied or 'ask for the role, `ingot doctor --cloud` names what is missing'}"
+        ) from error
     except exceptions.TooManyRequests as error:
-        raise Failed(f"could not {what}: {short(error)}; a quota is used up: wait, ask for more, or choose another machine or region") from error
+        raise Failed(
+            f"could not {what}: {short(error)}; a quota is used up: wait, ask for more, or choose"
+            " another machine or region"
+        ) from error
     except exceptions.ClientError as error:
-        raise WrongInput(f"could not {what}: {short(error)}; mend the recipe, and run the same command again") from error
+        raise WrongInput(
+            f"could not {what}: {short(error)}; mend the recipe, and run the same command again"
+        ) from error
     except (exceptions.GoogleAPIError, google["TransportError"], OSError) as error:
         raise Failed(f"could not {what}: {short(error)}; run the same command again") from error
 
 
-def ask(call: Callable[..., Any], what: str, *, again: bool = True, missing: str = "", denied: str = "", **request: Any) -> Any:
-    """Call a client's method with the fields of its request (or `request=` itself). Where `again`, what may pass is tried again for PATIENCE_S:
-    only for calls that are safe to repeat. Raises as `in_words` does."""
+def ask(
+    call: Callable[..., Any],
+    what: str,
+    *,
+    again: bool = True,
+    missing: str = "",
+    denied: str = "",
+    **request: Any,
+) -> Any:
+    """Call a client's method with the fields of its request (or `request=` itself). Where `again`,
+    what may pass is tried again for PATIENCE_S: only for calls that are safe to repeat. Raises as
+    `in_words` does.
+    """
     google = packages()
     exceptions = google["exceptions"]
     passing = google["if_exception_type"](
-        exceptions.ServiceUnavailable, exceptions.TooManyRequests, exceptions.BadGateway, exceptions.GatewayTimeout, ConnectionError,
+        exceptions.ServiceUnavailable,
+        exceptions.TooManyRequests,
+        exceptions.BadGateway,
+        exceptions.GatewayTimeout,
+        ConnectionError,
         google["ConnectionError"],
     )
     with in_words(what, missing=missing, denied=denied):
-        retry = google["Retry"](predicate=passing, initial=FIRST_WAIT_S, maximum=10.0, timeout=PATIENCE_S) if again else None
+        retry = (
+            google["Retry"](
+                predicate=passing, initial=FIRST_WAIT_S, maximum=10.0, timeout=PATIENCE_S
+            )
+            if again
+            else None
+        )
         try:
             return call(**request, retry=retry, timeout=CALL_S)
         except exceptions.RetryError as error:
@@ -197,4 +322,6 @@ def short(error: Any) -> str:
 
 
 def _not_installed() -> WrongInput:
-    return WrongInput("Google Cloud needs packages that are not installed; pip install 'ingot[gcp]'")
+    return WrongInput(
+        "Google Cloud needs packages that are not installed; pip install 'ingot[gcp]'"
+    )

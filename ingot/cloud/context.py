@@ -1,4 +1,5 @@
-"""What goes to a build: ingot's source, as git knows it or as it is installed, and what of a run is baked in. Archives of equal content are equal.
+"""What goes to a build: ingot's source, as git knows it or as it is installed, and what of a run is
+baked in. Archives of equal content are equal.
 
 Only what the Dockerfiles copy: nothing untracked, no runs, no `.env`.
 """
@@ -29,7 +30,9 @@ TAG_LENGTH = 12
 
 @dataclass(frozen=True)
 class Source:
-    """The source as a .tar.gz; `revision` is the commit, or of an installed ingot its version and a hash. `unsaved` files are not in it."""
+    """The source as a .tar.gz; `revision` is the commit, or of an installed ingot its version and a
+    hash. `unsaved` files are not in it.
+    """
 
     data: bytes
     revision: str
@@ -41,7 +44,8 @@ class Source:
 
 
 def source() -> Source:
-    """The source of the ingot that runs: of a checkout what is committed, else the files that pip installed.
+    """The source of the ingot that runs: of a checkout what is committed, else the files that pip
+    installed.
 
     Raises:
         WrongInput: neither is complete.
@@ -53,11 +57,16 @@ def source() -> Source:
     files = _beside(root) if (root / "images").is_dir() else _installed(PACKAGE)
     names = {name.split("/")[0] for name in files}
     if missing := [name for name in WANTED if name not in names]:
-        raise WrongInput(f"this ingot lacks {', '.join(missing)}, of which images are built; install it anew, or build from a checkout")
+        raise WrongInput(
+            f"this ingot lacks {', '.join(missing)}, of which images are built; install it anew, or"
+            " build from a checkout"
+        )
     stream = io.BytesIO()
     write_tar(files, stream)
     data = stream.getvalue()
-    return Source(_zipped(data), f"{ingot.__version__}-{hashlib.sha256(data).hexdigest()[:TAG_LENGTH]}")
+    return Source(
+        _zipped(data), f"{ingot.__version__}-{hashlib.sha256(data).hexdigest()[:TAG_LENGTH]}"
+    )
 
 
 def write_tar(files: Mapping[str, Path], stream: IO[bytes]) -> None:
@@ -66,7 +75,10 @@ def write_tar(files: Mapping[str, Path], stream: IO[bytes]) -> None:
         for name in sorted(files):
             path = files[name]
             about = tarfile.TarInfo(name)
-            about.size, about.mode = path.stat().st_size, 0o755 if path.stat().st_mode & 0o100 else 0o644
+            about.size, about.mode = (
+                path.stat().st_size,
+                (0o755 if path.stat().st_mode & 0o100 else 0o644),
+            )
             with path.open("rb") as content:
                 tar.addfile(about, content)
 
@@ -80,21 +92,36 @@ def _committed(root: Path) -> Source:
 
 def _git(root: Path, *arguments: str) -> bytes:
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, check=True, timeout=120)
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, check=True, timeout=120
+        )
     except FileNotFoundError:
-        raise WrongInput(f"{root} is a checkout, and git is not there to say what of it is committed; install git") from None
+        raise WrongInput(
+            f"{root} is a checkout, and git is not there to say what of it is committed;"
+            " install git"
+        ) from None
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason given"]
-        raise Failed(f"git {arguments[0]} failed in {root}: {said[0]}; mend the checkout, then run the same command again") from None
+        said = error.stderr.decode(errors="replace").strip().splitlines()[-1:] or [
+            "no reason given"
+        ]
+        raise Failed(
+            f"git {arguments[0]} failed in {root}: {said[0]}; mend the checkout, then run the same"
+            " command again"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise Failed(f"git {arguments[0]} in {root} does not end; run the same command again") from None
+        raise Failed(
+            f"git {arguments[0]} in {root} does not end; run the same command again"
+        ) from None
     return done.stdout
 
 
 def _beside(root: Path) -> dict[str, Path]:
     """Of a folder without git: all that lies there under the names that are wanted."""
     found = [root / name for name in WANTED if (root / name).exists()]
-    return _named(root, (path for start in found for path in ([start] if start.is_file() else start.rglob("*"))))
+    return _named(
+        root,
+        (path for start in found for path in ([start] if start.is_file() else start.rglob("*"))),
+    )
 
 
 def _installed(package: Path) -> dict[str, Path]:
@@ -111,7 +138,11 @@ def _installed(package: Path) -> dict[str, Path]:
 
 
 def _named(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
-    return {path.relative_to(root).as_posix(): path for path in paths if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        path.relative_to(root).as_posix(): path
+        for path in paths
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def _zipped(data: bytes) -> bytes:

@@ -1,4 +1,6 @@
-"""Endpoints of Vertex AI and what is deployed behind them. Plain values in and out; the order of things is the registry's to know."""
+"""Endpoints of Vertex AI and what is deployed behind them. Plain values in and out; the order of
+things is the registry's to know.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _BY = "X-Vertex-AI-Deployed-Model-Id"
 
 @dataclass(frozen=True)
 class Resources:
-    """The machines behind a deployed model. `accelerator` as Vertex AI spells it; `reservation` is the full name of one."""
+    """The machines behind a deployed model. `accelerator` as Vertex AI spells it; `reservation` is
+    the full name of one.
+    """
 
     machine: str
     accelerator: str | None = None
@@ -40,7 +44,9 @@ class Deployed:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`traffic` is percent by the id of what is deployed; whoever gets none may be missing in it."""
+    """`traffic` is percent by the id of what is deployed; whoever gets none may be missing in
+    it.
+    """
 
     name: str
     display_name: str
@@ -55,27 +61,45 @@ def find(google: Google, display_name: str) -> list[Endpoint]:
     what = f"look for the endpoint {display_name}"
     with in_words(what):
         found = ask(
-            google.client("endpoints").list_endpoints, what, denied="ask for the role Vertex AI User",
+            google.client("endpoints").list_endpoints,
+            what,
+            denied="ask for the role Vertex AI User",
             request={"parent": google.parent, "filter": f'display_name="{display_name}"'},
         )
         return [_endpoint(endpoint) for endpoint in found]
 
 
 def get(google: Google, name: str) -> Endpoint:
-    return _endpoint(ask(google.client("endpoints").get_endpoint, f"look at {name}", request={"name": name}))
+    return _endpoint(
+        ask(google.client("endpoints").get_endpoint, f"look at {name}", request={"name": name})
+    )
 
 
-def create_request(google: Google, endpoint_id: str, display_name: str, labels: Mapping[str, str]) -> Any:
+def create_request(
+    google: Google, endpoint_id: str, display_name: str, labels: Mapping[str, str]
+) -> Any:
     types = messages(_TYPES)
     endpoint = types.Endpoint(display_name=display_name, labels=dict(labels))
-    return types.CreateEndpointRequest(parent=google.parent, endpoint_id=endpoint_id, endpoint=endpoint)
+    return types.CreateEndpointRequest(
+        parent=google.parent, endpoint_id=endpoint_id, endpoint=endpoint
+    )
 
 
 def create(google: Google, request: Any) -> str:
-    """Make an endpoint, and wait for it; its name. One that is there by this id already, since an earlier answer was lost, is as good."""
-    what, name = f"create the endpoint {request.endpoint_id}", f"{request.parent}/endpoints/{request.endpoint_id}"
+    """Make an endpoint, and wait for it; its name. One that is there by this id already, since an
+    earlier answer was lost, is as good.
+    """
+    what, name = (
+        f"create the endpoint {request.endpoint_id}",
+        f"{request.parent}/endpoints/{request.endpoint_id}",
+    )
     try:
-        begun = ask(google.client("endpoints").create_endpoint, what, request=request, denied="ask for the role Vertex AI User")
+        begun = ask(
+            google.client("endpoints").create_endpoint,
+            what,
+            request=request,
+            denied="ask for the role Vertex AI User",
+        )
         wait(google, "endpoints", begun.operation.name, what, "Endpoint")
     except WrongInput as error:
         if code_of(error) != 409:
@@ -84,22 +108,43 @@ def create(google: Google, request: Any) -> str:
     return name
 
 
-def deploy_request(google: Google, endpoint: str, *, own_id: str, model: str, display_name: str, resources: Resources) -> Any:
-    """The request that puts `model` (a version's full name) behind an endpoint, without any of its traffic."""
+def deploy_request(
+    google: Google,
+    endpoint: str,
+    *,
+    own_id: str,
+    model: str,
+    display_name: str,
+    resources: Resources,
+) -> Any:
+    """The request that puts `model` (a version's full name) behind an endpoint, without any of its
+    traffic.
+    """
     types = messages(_TYPES)
     machine: dict[str, Any] = {"machine_type": resources.machine}
     if resources.accelerator:
-        machine |= {"accelerator_type": types.AcceleratorType[resources.accelerator], "accelerator_count": resources.accelerators}
+        machine |= {
+            "accelerator_type": types.AcceleratorType[resources.accelerator],
+            "accelerator_count": resources.accelerators,
+        }
     if resources.reservation:
         machine["reservation_affinity"] = types.ReservationAffinity(
             reservation_affinity_type=types.ReservationAffinity.Type.SPECIFIC_RESERVATION,
-            key="compute.googleapis.com/reservation-name", values=[resources.reservation],
+            key="compute.googleapis.com/reservation-name",
+            values=[resources.reservation],
         )
     dedicated = types.DedicatedResources(
-        machine_spec=types.MachineSpec(**machine), min_replica_count=resources.least, max_replica_count=resources.most, spot=resources.spot
+        machine_spec=types.MachineSpec(**machine),
+        min_replica_count=resources.least,
+        max_replica_count=resources.most,
+        spot=resources.spot,
     )
     deployed = types.DeployedModel(
-        id=own_id, model=model, display_name=display_name, dedicated_resources=dedicated, service_account=google.cloud.service_account or ""
+        id=own_id,
+        model=model,
+        display_name=display_name,
+        dedicated_resources=dedicated,
+        service_account=google.cloud.service_account or "",
     )
     return types.DeployModelRequest(endpoint=endpoint, deployed_model=deployed)
 
@@ -107,12 +152,20 @@ def deploy_request(google: Google, endpoint: str, *, own_id: str, model: str, di
 def begin_deploy(google: Google, request: Any) -> str:
     """Send what `deploy_request` made; the name of the operation."""
     call = google.client("endpoints").deploy_model
-    begun = ask(call, _deploying(request), again=False, request=request, denied="ask for the roles Vertex AI User and Service Account User")
+    begun = ask(
+        call,
+        _deploying(request),
+        again=False,
+        request=request,
+        denied="ask for the roles Vertex AI User and Service Account User",
+    )
     return str(begun.operation.name)
 
 
 def await_deploy(google: Google, request: Any, operation: str) -> None:
-    """Wait until it serves. Raises WrongInput or Failed in the service's words: quota, an image that cannot be had, a container that is not well."""
+    """Wait until it serves. Raises WrongInput or Failed in the service's words: quota, an image
+    that cannot be had, a container that is not well.
+    """
     wait(google, "endpoints", operation, _deploying(request), "DeployModelResponse")
 
 
@@ -121,28 +174,46 @@ def give_up(google: Google, operation: str) -> None:
 
 
 def set_traffic(google: Google, endpoint: Endpoint, traffic: Mapping[str, int]) -> None:
-    """Share the traffic out anew, on condition that nobody changed the endpoint since it was looked at."""
+    """Share the traffic out anew, on condition that nobody changed the endpoint since it was looked
+    at.
+    """
     types = messages(_TYPES)
     changed = types.Endpoint(name=endpoint.name, traffic_split=dict(traffic), etag=endpoint.etag)
-    request = types.UpdateEndpointRequest(endpoint=changed, update_mask={"paths": ["traffic_split"]})
-    ask(google.client("endpoints").update_endpoint, f"move the traffic of {endpoint.name}", again=False, request=request)
+    request = types.UpdateEndpointRequest(
+        endpoint=changed, update_mask={"paths": ["traffic_split"]}
+    )
+    ask(
+        google.client("endpoints").update_endpoint,
+        f"move the traffic of {endpoint.name}",
+        again=False,
+        request=request,
+    )
 
 
 def undeploy(google: Google, endpoint: str, deployed: str) -> None:
     """Take one away that gets no traffic, and wait until it is gone."""
     what = f"undeploy {deployed} from {endpoint}"
-    begun = ask(google.client("endpoints").undeploy_model, what, again=False, request={"endpoint": endpoint, "deployed_model_id": deployed})
+    begun = ask(
+        google.client("endpoints").undeploy_model,
+        what,
+        again=False,
+        request={"endpoint": endpoint, "deployed_model_id": deployed},
+    )
     wait(google, "endpoints", begun.operation.name, what)
 
 
 def delete(google: Google, name: str) -> None:
     """Remove an endpoint behind which there is nothing."""
-    begun = ask(google.client("endpoints").delete_endpoint, f"delete {name}", request={"name": name})
+    begun = ask(
+        google.client("endpoints").delete_endpoint, f"delete {name}", request={"name": name}
+    )
     wait(google, "endpoints", begun.operation.name, f"delete {name}")
 
 
 def settle(google: Google, name: str) -> None:
-    """Wait until nothing is being done to an endpoint any more: what a command began that died goes on without it."""
+    """Wait until nothing is being done to an endpoint any more: what a command began that died goes
+    on without it.
+    """
     for operation in running(google, "endpoints", name):
         try:
             wait(google, "endpoints", operation, f"wait for what is being done to {name}")
@@ -150,20 +221,30 @@ def settle(google: Google, name: str) -> None:
             continue  # how it ended shows in the endpoint
 
 
-def predict(google: Google, endpoint: str, texts: Sequence[str], parameters: Mapping[str, Any]) -> tuple[list[Any], str]:
-    """Predictions as plain values, and the id of the deployed model that made them, which the traffic decides."""
+def predict(
+    google: Google, endpoint: str, texts: Sequence[str], parameters: Mapping[str, Any]
+) -> tuple[list[Any], str]:
+    """Predictions as plain values, and the id of the deployed model that made them, which the
+    traffic decides.
+    """
     types, value = messages(_TYPES), messages("google.protobuf.struct_pb2").Value
     request = types.PredictRequest(endpoint=endpoint, parameters=dict(parameters))
-    request.instances.extend(value(string_value=text) for text in texts)  # a list of values in the constructor would be taken for one value
-    answer = ask(google.client("predictions").predict, f"get a prediction from {endpoint}", request=request)
+    request.instances.extend(
+        value(string_value=text) for text in texts
+    )  # a list of values in the constructor would be taken for one value
+    answer = ask(
+        google.client("predictions").predict, f"get a prediction from {endpoint}", request=request
+    )
     plain = types.PredictResponse.to_dict(answer)
     return list(plain["predictions"]), answer.deployed_model_id
 
 
 def raw_predict(google: Google, endpoint: str, body: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """The same for a container that takes `body` in words of its own: its answer, and who gave it, None where the service does not say.
+    """The same for a container that takes `body` in words of its own: its answer, and who gave it,
+    None where the service does not say.
 
-    What another deployed model than the one that is wanted says to such words may be an error, and is an answer too.
+    What another deployed model than the one that is wanted says to such words may be an error, and
+    is an answer too.
     """
     url = f"{google.address(google.host('predictions'))}/v1/{endpoint}:rawPredict"
 
@@ -187,12 +268,22 @@ def raw_predict(google: Google, endpoint: str, body: Mapping[str, Any]) -> tuple
 
 
 def _deploying(request: Any) -> str:
-    return f"deploy {request.deployed_model.display_name} on {request.deployed_model.dedicated_resources.machine_spec.machine_type}"
+    return (
+        f"deploy {request.deployed_model.display_name} on"
+        f" {request.deployed_model.dedicated_resources.machine_spec.machine_type}"
+    )
 
 
 def _endpoint(endpoint: Any) -> Endpoint:
     deployed = tuple(map(_deployed, endpoint.deployed_models))
-    return Endpoint(endpoint.name, endpoint.display_name, deployed, dict(endpoint.traffic_split), endpoint.etag, dict(endpoint.labels))
+    return Endpoint(
+        endpoint.name,
+        endpoint.display_name,
+        deployed,
+        dict(endpoint.traffic_split),
+        endpoint.etag,
+        dict(endpoint.labels),
+    )
 
 
 def _deployed(deployed: Any) -> Deployed:
@@ -200,7 +291,12 @@ def _deployed(deployed: Any) -> Deployed:
     dedicated, machine = deployed.dedicated_resources, deployed.dedicated_resources.machine_spec
     reserved = machine.reservation_affinity.values
     resources = Resources(
-        machine.machine_type, machine.accelerator_type.name if machine.accelerator_type else None, machine.accelerator_count,
-        dedicated.min_replica_count, dedicated.max_replica_count, dedicated.spot, reserved[0] if reserved else None,
+        machine.machine_type,
+        machine.accelerator_type.name if machine.accelerator_type else None,
+        machine.accelerator_count,
+        dedicated.min_replica_count,
+        dedicated.max_replica_count,
+        dedicated.spot,
+        reserved[0] if reserved else None,
     )
     return Deployed(deployed.id, model, int(deployed.model_version_id or number or 0), resources)

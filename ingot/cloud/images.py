@@ -1,4 +1,6 @@
-"""What our container images are called, in Artifact Registry. Only names: `builds.py` makes them."""
+"""What our container images are called, in Artifact Registry. Only names: `builds.py` makes
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,18 @@ _REPOSITORY = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def image_of(cloud: Cloud, kind: ImageKind) -> str:
-    """The image that jobs of a kind run: `cloud.images.KIND`, or the newest that was built into `cloud.repository`.
+    """The image that jobs of a kind run: `cloud.images.KIND`, or the newest that was built into
+    `cloud.repository`.
 
     Raises:
         WrongInput: neither is set, or no project is known.
     """
     given: str | None = getattr(cloud.images, kind)
     if given is None and cloud.repository is None:
-        raise WrongInput(f"no container image for {kind}; set cloud.images.{kind}, or cloud.repository and run `ingot images build {kind}`")
+        raise WrongInput(
+            f"no container image for {kind}; set cloud.images.{kind}, or cloud.repository and run"
+            f" `ingot images build {kind}`"
+        )
     return given or f"{untagged(cloud, kind)}:latest"
 
 
@@ -34,9 +40,14 @@ def untagged(cloud: Cloud, kind: ImageKind) -> str:
     """
     repository = cloud.repository
     if repository is None:
-        raise WrongInput("no repository for container images; set cloud.repository to one of Artifact Registry")
+        raise WrongInput(
+            "no repository for container images; set cloud.repository to one of Artifact Registry"
+        )
     if not _REPOSITORY.fullmatch(repository):
-        raise WrongInput(f"cloud.repository {repository!r} is no name of a repository (lower case letters, digits, hyphens); give its name alone")
+        raise WrongInput(
+            f"cloud.repository {repository!r} is no name of a repository (lower case letters,"
+            " digits, hyphens); give its name alone"
+        )
     # A project of a domain is `example.com:name` in an id, and `example.com/name` in an image.
     project = Google(cloud).project.replace(":", "/")
     return f"{cloud.region}-docker.pkg.dev/{project}/{repository}/ingot-{kind}"

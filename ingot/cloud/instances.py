@@ -1,4 +1,6 @@
-"""Virtual machines of Compute Engine: make, find by labels, delete, and what one says on its serial port. No policy: which ones is not decided here."""
+"""Virtual machines of Compute Engine: make, find by labels, delete, and what one says on its serial
+port. No policy: which ones is not decided here.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,33 @@ MODULE = "google.cloud.compute_v1"
 POLL_S, LIMIT_S = 2.0, 600.0
 """Seconds between two looks at an operation, and how long one is waited for."""
 MOST_CHARACTERS = 63
-GONE = ("STOPPING", "STOPPED", "TERMINATED", "PENDING_STOP", "DEPROVISIONING", "SUSPENDING", "SUSPENDED")
+GONE = (
+    "STOPPING",
+    "STOPPED",
+    "TERMINATED",
+    "PENDING_STOP",
+    "DEPROVISIONING",
+    "SUSPENDING",
+    "SUSPENDED",
+)
 """Of a machine's states those in which nothing runs any more, or soon will not."""
-_NO_ROOM = re.compile(r"QUOTA_EXCEEDED|RESOURCE_POOL_EXHAUSTED|STOCKOUT|quota|does not have enough resources", re.IGNORECASE)
-_NO_SUCH = re.compile(r"(?:machineTypes|acceleratorTypes|diskTypes|zones)/\S*(?: was not found|'?\. The referenced resource does not exist)"
-                      r"|does not exist in zone|Unknown zone|UNSUPPORTED_OPERATION|locations/\S* \(or it may not exist\)", re.IGNORECASE)
+_NO_ROOM = re.compile(
+    r"QUOTA_EXCEEDED|RESOURCE_POOL_EXHAUSTED|STOCKOUT|quota|does not have enough resources",
+    re.IGNORECASE,
+)
+_NO_SUCH = re.compile(
+    r"(?:machineTypes|acceleratorTypes|diskTypes|zones)/\S*(?: was not found|'?\. The referenced"
+    r" resource does not exist)"
+    r"|does not exist in zone|Unknown zone|UNSUPPORTED_OPERATION|locations/\S* \(or it may not"
+    r" exist\)",
+    re.IGNORECASE,
+)
 
 
 class NoRoom(Failed):
-    """A zone has no machines of this kind now, or a quota is used up: another zone, or a later hour, may have them."""
+    """A zone has no machines of this kind now, or a quota is used up: another zone, or a later
+    hour, may have them.
+    """
 
 
 class NoSuch(NoRoom):
@@ -49,21 +69,35 @@ class Found:
 
 
 def name_of(text: str, *, room: int = 0) -> str:
-    """`text` as the name of a machine, to which `room` characters are added; where that loses something it ends in a hash of the whole."""
+    """`text` as the name of a machine, to which `room` characters are added; where that loses
+    something it ends in a hash of the whole.
+    """
     plain, most = re.sub(r"[^a-z0-9-]", "-", text.lower()), MOST_CHARACTERS - room
-    return plain if plain == text and len(plain) <= most else f"{plain[:most - 9].rstrip('-')}-{fingerprint(text)[:8]}"
+    return (
+        plain
+        if plain == text and len(plain) <= most
+        else f"{plain[: most - 9].rstrip('-')}-{fingerprint(text)[:8]}"
+    )
 
 
 def label(text: str) -> str:
-    """`text` as the value (or key) of a label; where that loses something it ends in a hash of the whole."""
+    """`text` as the value (or key) of a label; where that loses something it ends in a hash of the
+    whole.
+    """
     plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
-    return plain if plain == text and len(plain) <= MOST_CHARACTERS else f"{plain[:MOST_CHARACTERS - 9]}-{fingerprint(text)[:8]}"
+    return (
+        plain
+        if plain == text and len(plain) <= MOST_CHARACTERS
+        else f"{plain[: MOST_CHARACTERS - 9]}-{fingerprint(text)[:8]}"
+    )
 
 
 def insert(google: Google, zone: str, machines: Sequence[Any]) -> None:
-    """Make all of these machines (messages `Instance`) in a zone, and wait until each is there. What was made when one is refused stays.
+    """Make all of these machines (messages `Instance`) in a zone, and wait until each is there.
+    What was made when one is refused stays.
 
-    Each is asked for with an id of the request, so that asking once more after a lost answer makes no second one.
+    Each is asked for with an id of the request, so that asking once more after a lost answer makes
+    no second one.
 
     Raises:
         NoRoom: the zone has not enough of them now, or a quota is used up.
@@ -75,9 +109,24 @@ def insert(google: Google, zone: str, machines: Sequence[Any]) -> None:
     asked: list[tuple[str, str]] = []
     for machine in machines:
         what = f"make the machine {machine.name} in {zone}"
-        request = compute.InsertInstanceRequest(project=google.project, zone=zone, instance_resource=machine, request_id=str(uuid.uuid4()))
+        request = compute.InsertInstanceRequest(
+            project=google.project,
+            zone=zone,
+            instance_resource=machine,
+            request_id=str(uuid.uuid4()),
+        )
         try:
-            asked.append((ask(client.insert_unary, what, request=request, denied="ask for the role Compute Instance Admin (v1)").name, what))
+            asked.append(
+                (
+                    ask(
+                        client.insert_unary,
+                        what,
+                        request=request,
+                        denied="ask for the role Compute Instance Admin (v1)",
+                    ).name,
+                    what,
+                )
+            )
         except (WrongInput, Failed) as error:
             refusals.append(error)
             break
@@ -95,7 +144,10 @@ def _worst(refusals: Sequence[IngotError]) -> IngotError:
     for error in refusals:
         if not _NO_ROOM.search(str(error)) and not _NO_SUCH.search(str(error)):
             return error
-    return next((NoSuch(str(error)) for error in refusals if _NO_SUCH.search(str(error))), NoRoom(str(refusals[0])))
+    return next(
+        (NoSuch(str(error)) for error in refusals if _NO_SUCH.search(str(error))),
+        NoRoom(str(refusals[0])),
+    )
 
 
 def labelled(google: Google, labels: Mapping[str, str]) -> list[Found]:
@@ -107,7 +159,10 @@ def labelled(google: Google, labels: Mapping[str, str]) -> list[Found]:
     found = []
     with in_words(what):
         for zone, scoped in pages:
-            found += [Found(one.name, zone.rpartition("/")[2], one.status, dict(one.labels), str(one.id)) for one in scoped.instances]
+            found += [
+                Found(one.name, zone.rpartition("/")[2], one.status, dict(one.labels), str(one.id))
+                for one in scoped.instances
+            ]
     return sorted(found, key=lambda one: one.name)
 
 
@@ -121,7 +176,12 @@ def delete(google: Google, machines: Collection[Found]) -> None:
     asked, errors = [], []
     for machine in machines:
         what = f"delete the machine {machine.name} in {machine.zone}"
-        request = compute.DeleteInstanceRequest(project=google.project, zone=machine.zone, instance=machine.name, request_id=str(uuid.uuid4()))
+        request = compute.DeleteInstanceRequest(
+            project=google.project,
+            zone=machine.zone,
+            instance=machine.name,
+            request_id=str(uuid.uuid4()),
+        )
         try:
             asked.append((machine.zone, ask(client.delete_unary, what, request=request).name, what))
         except (WrongInput, Failed) as error:
@@ -142,21 +202,36 @@ def wait(google: Google, zone: str, operation: str, what: str) -> None:
         WrongInput, Failed: it ended with an error, which is told, or not within LIMIT_S.
     """
     client, until = google.client("zone operations"), time.monotonic() + LIMIT_S
-    while (found := ask(client.get, what, project=google.project, zone=zone, operation=operation)).status.name != "DONE":
+    while (
+        found := ask(client.get, what, project=google.project, zone=zone, operation=operation)
+    ).status.name != "DONE":
         if time.monotonic() > until:
-            raise Failed(f"could not {what}: operation {operation} was not done after {LIMIT_S:g} s; look at it in the console, then run the command again")
+            raise Failed(
+                f"could not {what}: operation {operation} was not done after {LIMIT_S:g} s; look at"
+                " it in the console, then run the command again"
+            )
         time.sleep(POLL_S)
     if found.error.errors:
         first = found.error.errors[0]
         with in_words(what):
-            raise packages()["exceptions"].from_http_status(int(found.http_error_status_code or 500), f"{first.code}: {first.message}")
+            raise packages()["exceptions"].from_http_status(
+                int(found.http_error_status_code or 500), f"{first.code}: {first.message}"
+            )
 
 
 def serial_port(google: Google, machine: Found, start: int = 0) -> tuple[str, int]:
-    """What a machine said on its serial port from byte `start`, and where it goes on; nothing where the machine is gone."""
-    request = messages(MODULE).GetSerialPortOutputInstanceRequest(project=google.project, zone=machine.zone, instance=machine.name, start=start)
+    """What a machine said on its serial port from byte `start`, and where it goes on; nothing where
+    the machine is gone.
+    """
+    request = messages(MODULE).GetSerialPortOutputInstanceRequest(
+        project=google.project, zone=machine.zone, instance=machine.name, start=start
+    )
     try:
-        said = ask(google.client("instances").get_serial_port_output, f"read what {machine.name} said", request=request)
+        said = ask(
+            google.client("instances").get_serial_port_output,
+            f"read what {machine.name} said",
+            request=request,
+        )
     except WrongInput as error:
         if _is_missing(error):
             return "", start
@@ -166,11 +241,13 @@ def serial_port(google: Google, machine: Found, start: int = 0) -> tuple[str, in
 
 def as_json(machine: Any) -> str:
     """A machine (message `Instance`) as it is sent, keys sorted."""
-    values = json.loads(type(machine).to_json(machine, use_integers_for_enums=False, always_print_fields_with_no_presence=False))
+    values = json.loads(
+        type(machine).to_json(
+            machine, use_integers_for_enums=False, always_print_fields_with_no_presence=False
+        )
+    )
     return json.dumps(values, indent=2, sort_keys=True)
 
 
 def _is_missing(error: Exception) -> bool:
     return getattr(error.__cause__, "code", None) == 404
-
-

@@ -1,4 +1,6 @@
-"""Custom jobs of Vertex AI: make, look, cancel, find by labels. What a job means is the launcher's to know."""
+"""Custom jobs of Vertex AI: make, look, cancel, find by labels. What a job means is the launcher's
+to know.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _PREFIX = "JOB_STATE_"
 
 @dataclass(frozen=True)
 class Standing:
-    """How a job stands: `name` is its resource's, `state` without its prefix, `code` (of google.rpc) and `error` why it ended."""
+    """How a job stands: `name` is its resource's, `state` without its prefix, `code` (of
+    google.rpc) and `error` why it ended.
+    """
 
     name: str
     state: str
@@ -32,9 +36,13 @@ class Standing:
 
 
 def request(google: Google, job: Mapping[str, Any]) -> Any:
-    """The request that makes `job`, which is written as the REST interface has it. Raises ValueError for a field that there is not."""
+    """The request that makes `job`, which is written as the REST interface has it. Raises
+    ValueError for a field that there is not.
+    """
     types = messages(_TYPES)
-    return types.CreateCustomJobRequest(parent=google.parent, custom_job=types.CustomJob.from_json(json.dumps(job)))
+    return types.CreateCustomJobRequest(
+        parent=google.parent, custom_job=types.CustomJob.from_json(json.dumps(job))
+    )
 
 
 def create(google: Google, job: Mapping[str, Any]) -> Standing:
@@ -42,14 +50,25 @@ def create(google: Google, job: Mapping[str, Any]) -> Standing:
 
     Raises:
         WrongInput: it is refused: no right, no such machine or region.
-        Failed: the quota is used up, or the service breaks down, after which the job may be there all the same.
+        Failed: the quota is used up, or the service breaks down, after which the job may be there
+            all the same.
     """
     what = f"make the job {job['displayName']}"
-    return _standing(ask(google.client("jobs").create_custom_job, what, again=False, denied="ask for the role Vertex AI User", request=request(google, job)))
+    return _standing(
+        ask(
+            google.client("jobs").create_custom_job,
+            what,
+            again=False,
+            denied="ask for the role Vertex AI User",
+            request=request(google, job),
+        )
+    )
 
 
 def get(google: Google, name: str) -> Standing:
-    return _standing(ask(google.client("jobs").get_custom_job, f"look at the job {name}", name=name))
+    return _standing(
+        ask(google.client("jobs").get_custom_job, f"look at the job {name}", name=name)
+    )
 
 
 def cancel(google: Google, name: str) -> None:
@@ -62,10 +81,24 @@ def labelled(google: Google, labels: Mapping[str, str]) -> list[Standing]:
     wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
     what = f"look for jobs with {wanted}"
     with in_words(what):
-        found = [_standing(job) for job in ask(google.client("jobs").list_custom_jobs, what, request={"parent": google.parent, "filter": wanted})]
+        found = [
+            _standing(job)
+            for job in ask(
+                google.client("jobs").list_custom_jobs,
+                what,
+                request={"parent": google.parent, "filter": wanted},
+            )
+        ]
     return sorted(found, key=lambda job: job.created, reverse=True)
 
 
 def _standing(job: Any) -> Standing:
     created = job.create_time.timestamp() if job.create_time else 0.0
-    return Standing(job.name, job.state.name.removeprefix(_PREFIX), dict(job.labels), created, job.error.code, job.error.message)
+    return Standing(
+        job.name,
+        job.state.name.removeprefix(_PREFIX),
+        dict(job.labels),
+        created,
+        job.error.code,
+        job.error.message,
+    )

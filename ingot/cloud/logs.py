@@ -1,4 +1,6 @@
-"""Entries of Cloud Logging by a filter, through its REST interface: Google's client for it speaks gRPC only."""
+"""Entries of Cloud Logging by a filter, through its REST interface: Google's client for it speaks
+gRPC only.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CALL_S = 60.0
 
 @dataclass(frozen=True)
 class Line:
-    """What was said: the text of one entry, when (RFC 3339), and the labels of the resource that said it."""
+    """What was said: the text of one entry, when (RFC 3339), and the labels of the resource that
+    said it.
+    """
 
     text: str
     at: str
@@ -28,10 +32,12 @@ class Line:
 
 
 def entries(google: Google, filter: str, after: str = "") -> tuple[list[Line], str]:
-    """The entries that are new since `after`, oldest first, and what to hand in as `after` the next time; "" at first.
+    """The entries that are new since `after`, oldest first, and what to hand in as `after` the next
+    time; "" at first.
 
-    Entries come to be seen out of order: the last half minute is asked for once more, and what was seen is left out. Where that is more than one
-    question can hold, it goes on from the last that was seen, and what comes late meanwhile is given up.
+    Entries come to be seen out of order: the last half minute is asked for once more, and what was
+    seen is left out. Where that is more than one question can hold, it goes on from the last that
+    was seen, and what comes late meanwhile is given up.
 
     Raises:
         WrongInput: the right to read logs is missing.
@@ -43,7 +49,9 @@ def entries(google: Google, filter: str, after: str = "") -> tuple[list[Line], s
     if not seen:
         return [], after
     newest = max(_moment(at) for at in seen.values())
-    recent = {id: at for id, at in seen.items() if _moment(at) >= newest - timedelta(seconds=LATE_S)}
+    recent = {
+        id: at for id, at in seen.items() if _moment(at) >= newest - timedelta(seconds=LATE_S)
+    }
     return [_line(entry) for entry in found], json.dumps(recent)
 
 
@@ -63,11 +71,18 @@ def _unseen(google: Google, filter: str, seen: Mapping[str, str]) -> list[dict[s
 
 def _asked(google: Google, filter: str) -> tuple[list[dict[str, Any]], bool]:
     """The first entries that fit, and whether those are all."""
-    body: dict[str, Any] = {"resourceNames": [f"projects/{google.project}"], "filter": filter, "orderBy": "timestamp asc", "pageSize": PAGE}
+    body: dict[str, Any] = {
+        "resourceNames": [f"projects/{google.project}"],
+        "filter": filter,
+        "orderBy": "timestamp asc",
+        "pageSize": PAGE,
+    }
     found: list[dict[str, Any]] = []
     with in_words("read Cloud Logging", denied="ask for the role Logs Viewer"):
         for _ in range(MOST_PAGES):
-            answer = google.session().post(f"{google.address(HOST)}/v2/entries:list", json=body, timeout=CALL_S)
+            answer = google.session().post(
+                f"{google.address(HOST)}/v2/entries:list", json=body, timeout=CALL_S
+            )
             if not answer.ok:
                 raise packages()["exceptions"].from_http_response(answer)
             page = answer.json()
@@ -80,7 +95,11 @@ def _asked(google: Google, filter: str) -> tuple[list[dict[str, Any]], bool]:
 
 def _line(entry: Mapping[str, Any]) -> Line:
     payload = entry.get("jsonPayload", {})
-    text = entry.get("textPayload") or payload.get("message") or (json.dumps(payload) if payload else "")
+    text = (
+        entry.get("textPayload")
+        or payload.get("message")
+        or (json.dumps(payload) if payload else "")
+    )
     return Line(text.rstrip(), entry["timestamp"], entry.get("resource", {}).get("labels", {}))
 
 

@@ -1,4 +1,6 @@
-"""Versions of models in Vertex AI's Model Registry. Plain values in and out; what a version means is the registry's to know."""
+"""Versions of models in Vertex AI's Model Registry. Plain values in and out; what a version means
+is the registry's to know.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _PAGE = 100
 
 @dataclass(frozen=True)
 class Container:
-    """What serves a model: image, what runs in it, and where it is asked. Both routes are always given: the service's defaults for them are one."""
+    """What serves a model: image, what runs in it, and where it is asked. Both routes are always
+    given: the service's defaults for them are one.
+    """
 
     image: str
     args: tuple[str, ...] = ()
@@ -48,25 +52,58 @@ def model_name(google: Google, model_id: str) -> str:
 
 
 def upload_request(
-    google: Google, model_id: str, *, first: bool, display_name: str, artifacts: str, container: Container, labels: Mapping[str, str], description: str
+    google: Google,
+    model_id: str,
+    *,
+    first: bool,
+    display_name: str,
+    artifacts: str,
+    container: Container,
+    labels: Mapping[str, str],
+    description: str,
 ) -> Any:
     """The request that makes a version of a model: of a new one where it is the `first`."""
     types = messages(_TYPES)
     spec = types.ModelContainerSpec(
-        image_uri=container.image, command=container.command, args=container.args, ports=[types.Port(container_port=container.port)],
-        env=[types.EnvVar(name=name, value=value) for name, value in sorted(container.environment.items())],
-        health_route=container.health, predict_route=container.predict, deployment_timeout={"seconds": container.timeout_s},
+        image_uri=container.image,
+        command=container.command,
+        args=container.args,
+        ports=[types.Port(container_port=container.port)],
+        env=[
+            types.EnvVar(name=name, value=value)
+            for name, value in sorted(container.environment.items())
+        ],
+        health_route=container.health,
+        predict_route=container.predict,
+        deployment_timeout={"seconds": container.timeout_s},
         shared_memory_size_mb=container.shared_memory_mb,
     )
-    model = types.Model(display_name=display_name, version_description=description, artifact_uri=artifacts, container_spec=spec, labels=dict(labels))
+    model = types.Model(
+        display_name=display_name,
+        version_description=description,
+        artifact_uri=artifacts,
+        container_spec=spec,
+        labels=dict(labels),
+    )
     which = {"model_id": model_id} if first else {"parent_model": model_name(google, model_id)}
-    return types.UploadModelRequest(parent=google.parent, model=model, service_account=google.cloud.service_account or "", **which)
+    return types.UploadModelRequest(
+        parent=google.parent,
+        model=model,
+        service_account=google.cloud.service_account or "",
+        **which,
+    )
 
 
 def upload(google: Google, request: Any) -> int:
     """Make the version that `upload_request` describes, and wait for it; its number."""
     what = f"register {request.model.display_name}"
-    begun = ask(google.client("models").upload_model, what, again=False, request=request, denied="ask for the role Vertex AI User")
+    begun = ask(
+        google.client("models").upload_model,
+        what,
+        again=False,
+        request=request,
+        denied="ask for the role Vertex AI User",
+    )
     made = wait(google, "models", begun.operation.name, what, "UploadModelResponse")
     return int(made.model_version_id)
 
@@ -88,7 +125,14 @@ def versions(google: Google, model_id: str) -> list[ModelVersion]:
     what = f"list the versions of {name}"
     try:
         with in_words(what):
-            found = [_version(model) for model in ask(google.client("models").list_model_versions, what, request={"name": name, "page_size": _PAGE})]
+            found = [
+                _version(model)
+                for model in ask(
+                    google.client("models").list_model_versions,
+                    what,
+                    request={"name": name, "page_size": _PAGE},
+                )
+            ]
     except WrongInput as error:
         if code_of(error) == 404:
             return []
@@ -100,12 +144,24 @@ def models(google: Google) -> list[ModelVersion]:
     """The models of project and region, each by its default version."""
     what = f"list the models of {google.parent}"
     with in_words(what):
-        return [_version(model) for model in ask(google.client("models").list_models, what, request={"parent": google.parent, "page_size": _PAGE})]
+        return [
+            _version(model)
+            for model in ask(
+                google.client("models").list_models,
+                what,
+                request={"parent": google.parent, "page_size": _PAGE},
+            )
+        ]
 
 
-def change_aliases(google: Google, version: ModelVersion, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> None:
+def change_aliases(
+    google: Google, version: ModelVersion, *, add: Sequence[str] = (), remove: Sequence[str] = ()
+) -> None:
     """Aliases of one version; the names that others ask for it by."""
-    request = {"name": f"{version.model}@{version.number}", "version_aliases": [*add, *(f"-{alias}" for alias in remove)]}
+    request = {
+        "name": f"{version.model}@{version.number}",
+        "version_aliases": [*add, *(f"-{alias}" for alias in remove)],
+    }
     ask(google.client("models").merge_version_aliases, f"name {request['name']}", request=request)
 
 
@@ -113,8 +169,11 @@ def update_labels(google: Google, version: ModelVersion, labels: Mapping[str, st
     """Replace the labels of one version."""
     types, name = messages(_TYPES), f"{version.model}@{version.number}"
     ask(
-        google.client("models").update_model, f"label {name}",
-        request=types.UpdateModelRequest(model=types.Model(name=name, labels=dict(labels)), update_mask={"paths": ["labels"]}),
+        google.client("models").update_model,
+        f"label {name}",
+        request=types.UpdateModelRequest(
+            model=types.Model(name=name, labels=dict(labels)), update_mask={"paths": ["labels"]}
+        ),
     )
 
 
@@ -122,7 +181,13 @@ def _version(model: Any) -> ModelVersion:
     name, _, _ = model.name.partition("@")
     created = model.version_create_time.timestamp() if model.version_create_time else 0.0
     return ModelVersion(
-        name, int(model.version_id), model.display_name, model.artifact_uri, tuple(model.version_aliases), dict(model.labels), created,
+        name,
+        int(model.version_id),
+        model.display_name,
+        model.artifact_uri,
+        tuple(model.version_aliases),
+        dict(model.labels),
+        created,
     )
 
 

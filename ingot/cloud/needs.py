@@ -9,7 +9,9 @@ from ingot.cloud.images import ImageKind
 from ingot.config.launch import Machine
 from ingot.config.recipe import Recipe
 
-Use = Literal["storage", "compute", "vertex", "dataproc", "dataflow", "tpu", "bigquery", "images", "secrets"]
+Use = Literal[
+    "storage", "compute", "vertex", "dataproc", "dataflow", "tpu", "bigquery", "images", "secrets"
+]
 SERVICES: dict[str, tuple[str, tuple[Use, ...]]] = {
     "cloudbuild.googleapis.com": ("Cloud Build", ("images",)),
     "artifactregistry.googleapis.com": ("Artifact Registry", ("images",)),
@@ -23,11 +25,18 @@ SERVICES: dict[str, tuple[str, tuple[Use, ...]]] = {
     "tpu.googleapis.com": ("Cloud TPU", ("tpu",)),
     "iam.googleapis.com": ("IAM", ("storage",)),
     "cloudresourcemanager.googleapis.com": ("Resource Manager", ("storage",)),
-    "logging.googleapis.com": ("Cloud Logging", ("compute", "vertex", "dataproc", "dataflow", "tpu")),
+    "logging.googleapis.com": (
+        "Cloud Logging",
+        ("compute", "vertex", "dataproc", "dataflow", "tpu"),
+    ),
 }
 """The services by the names that gcloud enables them with, and what needs them."""
 _PLACES: dict[str, tuple[Use, ...]] = {
-    "gce": ("compute",), "vertex": ("vertex",), "tpu": ("tpu",), "dataproc": ("dataproc",), "dataflow": ("dataflow",),
+    "gce": ("compute",),
+    "vertex": ("vertex",),
+    "tpu": ("tpu",),
+    "dataproc": ("dataproc",),
+    "dataflow": ("dataflow",),
 }
 
 
@@ -43,7 +52,9 @@ class Demand:
 
 @dataclass(frozen=True)
 class Needs:
-    """`uses`: each thing that is needed, with the knob that needs it. `images`: those that must be in the repository."""
+    """`uses`: each thing that is needed, with the knob that needs it. `images`: those that must be
+    in the repository.
+    """
 
     uses: dict[Use, str]
     images: dict[ImageKind, str]
@@ -65,14 +76,25 @@ def needs_of(recipe: Recipe) -> Needs:
         images.setdefault("spark" if place == "dataproc" else "train", why)
     if recipe.registry.kind == "vertex":
         uses.setdefault("vertex", "registry.kind vertex")
-        images |= {"serve": "registry.kind vertex"} if recipe.serve.engine in ("native", "transformers") and not recipe.serve.image else {}
+        images |= (
+            {"serve": "registry.kind vertex"}
+            if recipe.serve.engine in ("native", "transformers") and not recipe.serve.image
+            else {}
+        )
     if recipe.cloud.tensorboard:
         uses.setdefault("vertex", "cloud.tensorboard")
-    if bigquery := next((source for source in recipe.sources if source.startswith("bigquery:")), None):
+    if bigquery := next(
+        (source for source in recipe.sources if source.startswith("bigquery:")), None
+    ):
         uses["bigquery"] = f"data source {bigquery[:40]}"
     if recipe.cloud.secrets:
         uses["secrets"] = "cloud.secrets"
-    own = {kind: why for kind, why in images.items() if getattr(recipe.cloud.images, kind) is None and not (kind == "train" and recipe.launch.image)}
+    own = {
+        kind: why
+        for kind, why in images.items()
+        if getattr(recipe.cloud.images, kind) is None
+        and not (kind == "train" and recipe.launch.image)
+    }
     if own:
         uses["images"] = next(iter(own.values()))
     if set(uses) - {"bigquery", "secrets"} or recipe.cloud.bucket:
@@ -82,7 +104,11 @@ def needs_of(recipe: Recipe) -> Needs:
 
 def _places(recipe: Recipe) -> dict[str, str]:
     """Kinds of places in the cloud, each with the knob that chose it."""
-    found: dict[str, str] = {recipe.launch.kind: f"launch.kind {recipe.launch.kind}"} if recipe.launch.kind in _PLACES else {}
+    found: dict[str, str] = (
+        {recipe.launch.kind: f"launch.kind {recipe.launch.kind}"}
+        if recipe.launch.kind in _PLACES
+        else {}
+    )
     for verb, step in recipe.pipeline.steps.items():
         if step.launch is not None and step.launch in _PLACES:
             found.setdefault(step.launch, f"pipeline.steps.{verb}.launch {step.launch}")
@@ -94,11 +120,27 @@ def _places(recipe: Recipe) -> dict[str, str]:
 def _machines(recipe: Recipe) -> list[Demand]:
     launch, found = recipe.launch, []
     if launch.kind in ("gce", "vertex"):
-        found.append(Demand("launch.machine", launch.machine, launch.nodes, "gce" if launch.kind == "gce" else "vertex"))
+        found.append(
+            Demand(
+                "launch.machine",
+                launch.machine,
+                launch.nodes,
+                "gce" if launch.kind == "gce" else "vertex",
+            )
+        )
     for verb, step in recipe.pipeline.steps.items():
         kind = step.launch or launch.kind
         if step.machine is not None and kind in ("gce", "vertex", "local"):
-            found.append(Demand(f"pipeline.steps.{verb}.machine", step.machine, step.nodes or 1, "gce" if kind == "gce" else "vertex"))
+            found.append(
+                Demand(
+                    f"pipeline.steps.{verb}.machine",
+                    step.machine,
+                    step.nodes or 1,
+                    "gce" if kind == "gce" else "vertex",
+                )
+            )
     if recipe.registry.kind == "vertex":
-        found.append(Demand("serve.machine", recipe.serve.machine, recipe.serve.replicas[1], "vertex"))
+        found.append(
+            Demand("serve.machine", recipe.serve.machine, recipe.serve.replicas[1], "vertex")
+        )
     return found

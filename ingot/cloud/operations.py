@@ -1,4 +1,6 @@
-"""Long-running operations of Vertex AI's services: to wait for one, to see which still run on a thing, to give one up."""
+"""Long-running operations of Vertex AI's services: to wait for one, to see which still run on a
+thing, to give one up.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,17 @@ LIMIT_S = 7200.0
 """How long an operation is waited for: the longest that Vertex AI gives a deployment."""
 
 
-def wait(google: Google, service: str, name: str, what: str, response: str | None = None, *, limit_s: float = LIMIT_S) -> Any:
-    """Look at the operation `name` until it is done; its response as a message of the type `response`.
+def wait(
+    google: Google,
+    service: str,
+    name: str,
+    what: str,
+    response: str | None = None,
+    *,
+    limit_s: float = LIMIT_S,
+) -> Any:
+    """Look at the operation `name` until it is done; its response as a message of the type
+    `response`.
 
     Raises:
         WrongInput, Failed: it ended with an error, or not within `limit_s`.
@@ -23,11 +34,16 @@ def wait(google: Google, service: str, name: str, what: str, response: str | Non
     client, deadline = google.client(service), time.monotonic() + limit_s
     while not (operation := ask(client.get_operation, what, request={"name": name})).done:
         if time.monotonic() > deadline:
-            raise Failed(f"could not {what}: {name} was not done after {limit_s:g} s; look at it in the console, then run the same command again")
+            raise Failed(
+                f"could not {what}: {name} was not done after {limit_s:g} s; look at it in the"
+                " console, then run the same command again"
+            )
         time.sleep(POLL_S)
     if operation.error.code:
         with in_words(what):
-            raise packages()["exceptions"].from_grpc_status(operation.error.code, operation.error.message)
+            raise packages()["exceptions"].from_grpc_status(
+                operation.error.code, operation.error.message
+            )
     if response is None:
         return None
     kind = getattr(messages("google.cloud.aiplatform_v1"), response)
@@ -37,11 +53,17 @@ def wait(google: Google, service: str, name: str, what: str, response: str | Non
 
 
 def running(google: Google, service: str, thing: str) -> list[str]:
-    """Names of the operations on `thing` (a model, an endpoint) that are not done; none where there is no such thing."""
+    """Names of the operations on `thing` (a model, an endpoint) that are not done; none where there
+    is no such thing.
+    """
     client, found, page = google.client(service), [], ""
     try:
         while True:
-            answer = ask(client.list_operations, f"see what is done to {thing}", request={"name": thing, "page_token": page})
+            answer = ask(
+                client.list_operations,
+                f"see what is done to {thing}",
+                request={"name": thing, "page_token": page},
+            )
             found += [operation.name for operation in answer.operations if not operation.done]
             if not (page := answer.next_page_token):
                 return found
@@ -57,6 +79,8 @@ def cancel(google: Google, service: str, name: str) -> None:
 
 
 def code_of(error: BaseException) -> int | None:
-    """The HTTP status with which Google refused, of an error that `ask` or `in_words` made; None where it was no refusal."""
+    """The HTTP status with which Google refused, of an error that `ask` or `in_words` made; None
+    where it was no refusal.
+    """
     code = getattr(error.__cause__, "code", None)
     return int(code) if code is not None else None

@@ -1,6 +1,8 @@
-"""What machines cost an hour, by the project's table or by `cloud.prices`, and how long a run may go on for the money.
+"""What machines cost an hour, by the project's table or by `cloud.prices`, and how long a run may
+go on for the money.
 
-Estimates that stop a run, not a bill: the table is approximate and dated, and disks, network and storage are not in it.
+Estimates that stop a run, not a bill: the table is approximate and dated, and disks, network and
+storage are not in it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ LEAST_S = 600.0
 @functools.cache
 def table() -> dict[str, Any]:
     """The table of prices, as in its file; `date` says of what day it is."""
-    text = importlib.resources.files("ingot.cloud").joinpath("prices.yaml").read_text(encoding="utf-8")
+    text = (
+        importlib.resources.files("ingot.cloud").joinpath("prices.yaml").read_text(encoding="utf-8")
+    )
     found: dict[str, Any] = yaml.safe_load(text)
     return found
 
@@ -34,7 +38,8 @@ def table() -> dict[str, Any]:
 def hourly(cloud: Cloud, machine: Machine, nodes: int) -> float | None:
     """US dollars an hour of `nodes` such machines; None where the price of one is not known.
 
-    A price in `cloud.prices` is taken as it stands, on demand or spot; one for a machine type that brings accelerators includes them.
+    A price in `cloud.prices` is taken as it stands, on demand or spot; one for a machine type that
+    brings accelerators includes them.
     """
     whole = _priced(cloud, machine.type, "machines", machine.spot)
     known = machine_type(machine.type)
@@ -51,7 +56,9 @@ def hourly(cloud: Cloud, machine: Machine, nodes: int) -> float | None:
 
 
 def hourly_tpu(cloud: Cloud, kind: str, *, spot: bool = False) -> float | None:
-    """US dollars an hour of a TPU VM of an accelerator type such as `v5litepod-8`; None where its price is not known."""
+    """US dollars an hour of a TPU VM of an accelerator type such as `v5litepod-8`; None where its
+    price is not known.
+    """
     given = cloud.prices.get(kind)
     if given is not None:
         return given
@@ -61,39 +68,53 @@ def hourly_tpu(cloud: Cloud, kind: str, *, spot: bool = False) -> float | None:
 
 
 def chips(kind: str) -> int | None:
-    """Chips of a TPU's accelerator type: `v5litepod-8` and `v6e-8` count chips, `v2-8` to `v5p-8` count cores, of which a chip has two."""
+    """Chips of a TPU's accelerator type: `v5litepod-8` and `v6e-8` count chips, `v2-8` to `v5p-8`
+    count cores, of which a chip has two.
+    """
     found = re.fullmatch(r"(v\d\w*)-(\d+)", kind)
     if found is None:
         return None
     return int(found[2]) if found[1] in ("v5litepod", "v6e") else max(1, int(found[2]) // 2)
 
 
-def time_limit_s(recipe: Recipe, *, nodes: int | None = None, used: tuple[float, float] = (0.0, 0.0)) -> float:
-    """Seconds that a job may still take: what is left of `cloud.max_run`, or less where what is left of `cloud.max_cost` pays for less; not above
-    zero when that is used up. `nodes`: of the job, `launch.nodes` when not given; `used`: seconds and US dollars that its earlier starts have had.
+def time_limit_s(
+    recipe: Recipe, *, nodes: int | None = None, used: tuple[float, float] = (0.0, 0.0)
+) -> float:
+    """Seconds that a job may still take: what is left of `cloud.max_run`, or less where what is
+    left of `cloud.max_cost` pays for less; not above
+    zero when that is used up. `nodes`: of the job, `launch.nodes` when not given; `used`: seconds
+    and US dollars that its earlier starts have had.
 
     Raises:
-        WrongInput: `max_cost` is set, and the machine's price is not known, or all of it pays for less than it takes to come up.
+        WrongInput: `max_cost` is set, and the machine's price is not known, or all of it pays for
+            less than it takes to come up.
     """
     cloud, each = recipe.cloud, hourly_of(recipe, nodes)
     if cloud.max_cost is None or not each:
         return cloud.max_run - used[0]
     if cloud.max_cost / each * 3600 < LEAST_S:
-        raise WrongInput(f"cloud.max_cost {cloud.max_cost:g} pays for {duration(cloud.max_cost / each * 3600)} at {each:.2f} US dollars an hour, too "
-                         "little to start with; raise it, or take fewer or smaller machines")
+        raise WrongInput(
+            f"cloud.max_cost {cloud.max_cost:g} pays for {duration(cloud.max_cost / each * 3600)}"
+            f" at {each:.2f} US dollars an hour, too little to start with; raise it, or take fewer"
+            " or smaller machines"
+        )
     return min(cloud.max_run - used[0], (cloud.max_cost - used[1]) / each * 3600)
 
 
 def hourly_of(recipe: Recipe, nodes: int | None = None) -> float:
-    """US dollars an hour of the machines that the recipe asks for; 0 where that is not known and `cloud.max_cost` does not ask. Raises WrongInput
-    where it does."""
+    """US dollars an hour of the machines that the recipe asks for; 0 where that is not known and
+    `cloud.max_cost` does not ask. Raises WrongInput where it does.
+    """
     cloud, launch = recipe.cloud, recipe.launch
     if launch.kind == "tpu":
         each, name = hourly_tpu(cloud, launch.tpu.type, spot=launch.machine.spot), launch.tpu.type
     else:
         each, name = hourly(cloud, launch.machine, nodes or launch.nodes), _name(launch.machine)
     if each is None and cloud.max_cost is not None:
-        raise WrongInput(f"cloud.max_cost {cloud.max_cost:g} cannot be kept: the price of {name} is not known; give it in cloud.prices, US dollars an hour")
+        raise WrongInput(
+            f"cloud.max_cost {cloud.max_cost:g} cannot be kept: the price of {name} is not known;"
+            " give it in cloud.prices, US dollars an hour"
+        )
     return each or 0.0
 
 

@@ -1,4 +1,6 @@
-"""Where the bucket lies, and whether machines of a region work beside it: bytes that cross regions are slow, and paid for at each start."""
+"""Where the bucket lies, and whether machines of a region work beside it: bytes that cross regions
+are slow, and paid for at each start.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,34 @@ _WIDE = {"us": ("us-",), "eu": ("europe-",), "asia": ("asia-",)}
 _OUTSIDE = {"europe-west2", "europe-west6"}
 # Pairs of regions with a name; a pair that somebody chose is told with the bucket.
 _PAIRS = {
-    "nam4": ("us-central1", "us-east1"), "eur4": ("europe-north1", "europe-west4"), "eur5": ("europe-west1", "europe-west2"),
-    "eur7": ("europe-west2", "europe-west3"), "eur8": ("europe-west3", "europe-west6"), "asia1": ("asia-northeast1", "asia-northeast2"),
+    "nam4": ("us-central1", "us-east1"),
+    "eur4": ("europe-north1", "europe-west4"),
+    "eur5": ("europe-west1", "europe-west2"),
+    "eur7": ("europe-west2", "europe-west3"),
+    "eur8": ("europe-west3", "europe-west6"),
+    "asia1": ("asia-northeast1", "asia-northeast2"),
 }
 
 
 def fits(location: str, region: str, within: Iterable[str] = ()) -> bool:
-    """Does a bucket in `location` (a region, a multi-region or a pair) serve machines of `region`? `within`: the regions of a pair that was chosen."""
+    """Does a bucket in `location` (a region, a multi-region or a pair) serve machines of `region`?
+    `within`: the regions of a pair that was chosen.
+    """
     location = location.lower()
     if within := [name.lower() for name in within]:
         return region in within
     if location in _PAIRS:
         return region in _PAIRS[location]
-    return location == region or (region not in _OUTSIDE and any(region.startswith(start) for start in _WIDE.get(location, ())))
+    return location == region or (
+        region not in _OUTSIDE
+        and any(region.startswith(start) for start in _WIDE.get(location, ()))
+    )
 
 
 def region_mismatch(cloud: Cloud) -> str | None:
-    """Why `cloud.bucket` and `cloud.region` do not go together, in one line. None where they do, and where the bucket may not be looked at: who may
-    read and write its objects may not always do that.
+    """Why `cloud.bucket` and `cloud.region` do not go together, in one line. None where they do,
+    and where the bucket may not be looked at: who may read and write its objects may not always do
+    that.
 
     Raises:
         WrongInput: no bucket is set, there is none of this name, or there are no credentials.
@@ -53,5 +65,7 @@ def region_mismatch(cloud: Cloud) -> str | None:
     if fits(location, cloud.region, within):
         return None
     where = "+".join(within or (location,)).lower()
-    return (f"the bucket {url} lies in {where}, and cloud.region is {cloud.region}; take a bucket in {cloud.region}, or set cloud.region to where the "
-            "bucket lies")
+    return (
+        f"the bucket {url} lies in {where}, and cloud.region is {cloud.region}; take a bucket in"
+        f" {cloud.region}, or set cloud.region to where the bucket lies"
+    )

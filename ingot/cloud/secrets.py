@@ -1,4 +1,6 @@
-"""Secrets by reference out of Secret Manager. Values go into the environment of a verb and nowhere else: no error and no log tells one."""
+"""Secrets by reference out of Secret Manager. Values go into the environment of a verb and nowhere
+else: no error and no log tells one.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ _REFERENCE = re.compile(r"secret:([A-Za-z0-9_-]{1,255})(?:/([1-9][0-9]*|latest))
 
 
 def parsed(variable: str, reference: str) -> tuple[str, str]:
-    """Name and version (`latest` unless it says one) of `secret:NAME` or `secret:NAME/VERSION`. Raises WrongInput when it is neither."""
+    """Name and version (`latest` unless it says one) of `secret:NAME` or `secret:NAME/VERSION`.
+    Raises WrongInput when it is neither.
+    """
     found = _REFERENCE.fullmatch(reference)
     if found is None:
         # What stands there may be the secret itself, and is not repeated.
-        raise WrongInput(f"cloud.secrets.{variable} is no reference; write secret:NAME, or secret:NAME/VERSION with a number")
+        raise WrongInput(
+            f"cloud.secrets.{variable} is no reference; write secret:NAME, or secret:NAME/VERSION"
+            " with a number"
+        )
     return found[1], found[2] or "latest"
 
 
@@ -29,28 +36,44 @@ def resolve(google: Google, references: Mapping[str, str]) -> dict[str, str]:
         Failed: the service cannot be reached, or gave something damaged.
     """
     wanted = {variable: parsed(variable, reference) for variable, reference in references.items()}
-    return {variable: _value(google, variable, name, version) for variable, (name, version) in wanted.items()}
+    return {
+        variable: _value(google, variable, name, version)
+        for variable, (name, version) in wanted.items()
+    }
 
 
 def _value(google: Google, variable: str, name: str, version: str) -> str:
     project = google.project
     answer = ask(
-        google.client("secrets").access_secret_version, f"read the secret {name} for ${variable}",
-        missing=f"printf %s \"${variable}\" | gcloud secrets create {name} --data-file=- --project={project}" if version == "latest"
-        else f"see gcloud secrets versions list {name} --project={project}",
-        denied=f"gcloud secrets add-iam-policy-binding {name} --member=serviceAccount:{google.cloud.service_account or 'ACCOUNT'} "
-               f"--role=roles/secretmanager.secretAccessor --project={project}",
+        google.client("secrets").access_secret_version,
+        f"read the secret {name} for ${variable}",
+        missing=(
+            f'printf %s "${variable}" | gcloud secrets create {name} --data-file=-'
+            f" --project={project}"
+            if version == "latest"
+            else f"see gcloud secrets versions list {name} --project={project}"
+        ),
+        denied=(
+            f"gcloud secrets add-iam-policy-binding {name}"
+            f" --member=serviceAccount:{google.cloud.service_account or 'ACCOUNT'}"
+            f" --role=roles/secretmanager.secretAccessor --project={project}"
+        ),
         request={"name": f"projects/{project}/secrets/{name}/versions/{version}"},
     )
     data: bytes = answer.payload.data
     if "data_crc32c" in answer.payload and answer.payload.data_crc32c != _crc32c(data):
-        raise Failed(f"the secret {name} for ${variable} arrived damaged; run the same command again")
+        raise Failed(
+            f"the secret {name} for ${variable} arrived damaged; run the same command again"
+        )
     try:
         value = data.decode("utf-8").strip("\r\n")
     except UnicodeDecodeError:
         value = ""
     if not value or "\0" in value:
-        raise WrongInput(f"the secret {name} for ${variable} is empty or no text; add a version: gcloud secrets versions add {name} --data-file=-")
+        raise WrongInput(
+            f"the secret {name} for ${variable} is empty or no text; add a version: gcloud secrets"
+            f" versions add {name} --data-file=-"
+        )
     return value
 
 

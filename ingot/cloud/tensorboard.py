@@ -1,6 +1,8 @@
-"""Metrics of a run to a managed TensorBoard while it trains: what `metrics.jsonl` holds goes there, each step once, whoever was restarted meanwhile.
+"""Metrics of a run to a managed TensorBoard while it trains: what `metrics.jsonl` holds goes there,
+each step once, whoever was restarted meanwhile.
 
-The service itself knows how far it is, by the highest step of each time series; nothing is kept on this disk.
+The service itself knows how far it is, by the highest step of each time series; nothing is kept on
+this disk.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ LOOK_S = 30.0
 END_S = 60.0
 """How long the last of them may take when a run is over."""
 MOST_POINTS = 1000
-"""Of one time series in one request: the lines that are read at a time, so that a long run's are never in memory together."""
+"""Of one time series in one request: the lines that are read at a time, so that a long run's are
+never in memory together.
+"""
 RUN = "train"
 _TYPES = "google.cloud.aiplatform_v1"
 _EXISTS = 409
@@ -42,9 +46,11 @@ class _Series:
 
 @contextlib.contextmanager
 def live(google: Google, name: str, metrics: Path) -> Iterator[None]:
-    """While entered, and at its end, what comes to the file `metrics` goes to `cloud.tensorboard` as the experiment `name`. Without one, nothing.
+    """While entered, and at its end, what comes to the file `metrics` goes to `cloud.tensorboard`
+    as the experiment `name`. Without one, nothing.
 
-    What goes wrong is warned of once and never raised, and the end takes END_S at the most: it may be entered in the training itself.
+    What goes wrong is warned of once and never raised, and the end takes END_S at the most: it may
+    be entered in the training itself.
     """
     if google.cloud.tensorboard is None:
         yield
@@ -75,7 +81,9 @@ def live(google: Google, name: str, metrics: Path) -> Iterator[None]:
 
 
 def board_of(google: Google) -> str:
-    """The whole name of `cloud.tensorboard`, which may be given by it or by its id alone. Raises WrongInput where no project is known."""
+    """The whole name of `cloud.tensorboard`, which may be given by it or by its id alone. Raises
+    WrongInput where no project is known.
+    """
     given = google.cloud.tensorboard or ""
     return given if given.startswith("projects/") else f"{google.parent}/tensorboards/{given}"
 
@@ -93,7 +101,8 @@ class Board:
         """Send what the file holds and the service has not yet; how many points that were.
 
         Raises:
-            WrongInput, Failed: as Google's services do; what was sent is looked up again before anything more is.
+            WrongInput, Failed: as Google's services do; what was sent is looked up again before
+                anything more is.
         """
         sent = 0
         try:
@@ -103,12 +112,15 @@ class Board:
             return sent
         except WrongInput as error:
             if code_of(error) == 404:
-                raise WrongInput(f"{error} (cloud.tensorboard {self._google.cloud.tensorboard})") from error
+                raise WrongInput(
+                    f"{error} (cloud.tensorboard {self._google.cloud.tensorboard})"
+                ) from error
             raise
 
     def _unsent(self, metrics: Path) -> list[bytes]:
-        """The next whole lines, MOST_POINTS at the most. Where the last one that was sent is there no more, a resumed run has written the file anew:
-        then from its beginning."""
+        """The next whole lines, MOST_POINTS at the most. Where the last one that was sent is there
+        no more, a resumed run has written the file anew: then from its beginning.
+        """
         with contextlib.suppress(FileNotFoundError), metrics.open("rb") as stream:
             stream.seek(self._at - len(self._last))
             if stream.read(len(self._last)) != self._last:
@@ -124,7 +136,11 @@ class Board:
         series = self._series if self._series is not None else self._known()
         self._series = None  # until this has come off
         self._add(series, points.keys() - series.keys())
-        new = {tag: wanted for tag, found in points.items() if (wanted := [point for point in found if point[0] > series[tag].sent])}
+        new = {
+            tag: wanted
+            for tag, found in points.items()
+            if (wanted := [point for point in found if point[0] > series[tag].sent])
+        }
         if new:
             self._write(series, new)
         for tag, written in new.items():
@@ -136,16 +152,35 @@ class Board:
         """The time series that there are; experiment and run are made where they are not."""
         types, client = messages(_TYPES), self._google.client("tensorboards")
         parent, _, id = self._experiment.partition("/experiments/")
-        _made(client.create_tensorboard_experiment, request=types.CreateTensorboardExperimentRequest(
-            parent=parent, tensorboard_experiment_id=id, tensorboard_experiment=types.TensorboardExperiment(display_name=self._name[:128])))
-        _made(client.create_tensorboard_run, request=types.CreateTensorboardRunRequest(
-            parent=self._experiment, tensorboard_run_id=RUN, tensorboard_run=types.TensorboardRun(display_name=RUN)))
+        _made(
+            client.create_tensorboard_experiment,
+            request=types.CreateTensorboardExperimentRequest(
+                parent=parent,
+                tensorboard_experiment_id=id,
+                tensorboard_experiment=types.TensorboardExperiment(display_name=self._name[:128]),
+            ),
+        )
+        _made(
+            client.create_tensorboard_run,
+            request=types.CreateTensorboardRunRequest(
+                parent=self._experiment,
+                tensorboard_run_id=RUN,
+                tensorboard_run=types.TensorboardRun(display_name=RUN),
+            ),
+        )
         what, found = "look at the time series of TensorBoard", {}
         with in_words(what):
-            for series in ask(client.list_tensorboard_time_series, what, again=False, parent=f"{self._experiment}/runs/{RUN}"):
+            for series in ask(
+                client.list_tensorboard_time_series,
+                what,
+                again=False,
+                parent=f"{self._experiment}/runs/{RUN}",
+            ):
                 # Without points there is no highest step: step 0 may still come.
                 is_empty = not series.metadata.max_wall_time
-                found[series.display_name] = _Series(series.name, -1 if is_empty else series.metadata.max_step)
+                found[series.display_name] = _Series(
+                    series.name, -1 if is_empty else series.metadata.max_step
+                )
         return found
 
     def _add(self, series: dict[str, _Series], tags: set[str]) -> None:
@@ -153,39 +188,75 @@ class Board:
             return
         types, parent = messages(_TYPES), f"{self._experiment}/runs/{RUN}"
         wanted = [
-            types.CreateTensorboardTimeSeriesRequest(parent=parent, tensorboard_time_series=types.TensorboardTimeSeries(
-                display_name=tag, value_type=types.TensorboardTimeSeries.ValueType.SCALAR, plugin_name="scalars"))
+            types.CreateTensorboardTimeSeriesRequest(
+                parent=parent,
+                tensorboard_time_series=types.TensorboardTimeSeries(
+                    display_name=tag,
+                    value_type=types.TensorboardTimeSeries.ValueType.SCALAR,
+                    plugin_name="scalars",
+                ),
+            )
             for tag in sorted(tags)
         ]
-        made = ask(self._google.client("tensorboards").batch_create_tensorboard_time_series, "make time series of TensorBoard", again=False,
-                   parent=self._experiment, requests=wanted)
+        made = ask(
+            self._google.client("tensorboards").batch_create_tensorboard_time_series,
+            "make time series of TensorBoard",
+            again=False,
+            parent=self._experiment,
+            requests=wanted,
+        )
         series |= {one.display_name: _Series(one.name, -1) for one in made.tensorboard_time_series}
 
-    def _write(self, series: Mapping[str, _Series], points: Mapping[str, list[tuple[int, float, float]]]) -> None:
+    def _write(
+        self, series: Mapping[str, _Series], points: Mapping[str, list[tuple[int, float, float]]]
+    ) -> None:
         types = messages(_TYPES)
         data = [
             types.TimeSeriesData(
-                tensorboard_time_series_id=series[tag].name.rpartition("/")[2], value_type=types.TensorboardTimeSeries.ValueType.SCALAR,
-                values=[types.TimeSeriesDataPoint(step=step, wall_time=datetime.fromtimestamp(wall, UTC), scalar=types.Scalar(value=value))
-                        for step, wall, value in found],
-            ) for tag, found in points.items()
+                tensorboard_time_series_id=series[tag].name.rpartition("/")[2],
+                value_type=types.TensorboardTimeSeries.ValueType.SCALAR,
+                values=[
+                    types.TimeSeriesDataPoint(
+                        step=step,
+                        wall_time=datetime.fromtimestamp(wall, UTC),
+                        scalar=types.Scalar(value=value),
+                    )
+                    for step, wall, value in found
+                ],
+            )
+            for tag, found in points.items()
         ]
-        run = types.WriteTensorboardRunDataRequest(tensorboard_run=f"{self._experiment}/runs/{RUN}", time_series_data=data)
-        ask(self._google.client("tensorboards").write_tensorboard_experiment_data, "write to TensorBoard", again=False,
-            tensorboard_experiment=self._experiment, write_run_data_requests=[run])
+        run = types.WriteTensorboardRunDataRequest(
+            tensorboard_run=f"{self._experiment}/runs/{RUN}", time_series_data=data
+        )
+        ask(
+            self._google.client("tensorboards").write_tensorboard_experiment_data,
+            "write to TensorBoard",
+            again=False,
+            tensorboard_experiment=self._experiment,
+            write_run_data_requests=[run],
+        )
 
 
 def _made(create: Any, request: Any) -> None:
     """Make something, unless it is there."""
     try:
-        ask(create, "make the experiment in TensorBoard", again=False, denied="ask for the role Vertex AI User", request=request)
+        ask(
+            create,
+            "make the experiment in TensorBoard",
+            again=False,
+            denied="ask for the role Vertex AI User",
+            request=request,
+        )
     except WrongInput as error:
         if code_of(error) != _EXISTS:
             raise
 
 
 def _points(lines: Iterable[bytes]) -> dict[str, list[tuple[int, float, float]]]:
-    """Step, seconds since the epoch and value by key, in the order of steps, each step once. Torn lines are left out."""
+    """Step, seconds since the epoch and value by key, in the order of steps, each step once. Torn
+    lines are left out.
+    """
     found: dict[str, dict[int, tuple[int, float, float]]] = {}
     for text in lines:
         try:
@@ -198,6 +269,11 @@ def _points(lines: Iterable[bytes]) -> dict[str, list[tuple[int, float, float]]]
         if not isinstance(step, int) or not isinstance(wall, int | float):
             continue
         for key, value in line.items():
-            if key not in ("step", "t_wall") and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if (
+                key not in ("step", "t_wall")
+                and isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            ):
                 found.setdefault(key, {})[step] = (step, wall, float(value))
     return {key: [points[step] for step in sorted(points)] for key, points in found.items()}

@@ -1,4 +1,6 @@
-"""TPU VMs as queued resources, through the REST interface of tpu.googleapis.com (v2): Google has no REST client for it. No policy here."""
+"""TPU VMs as queued resources, through the REST interface of tpu.googleapis.com (v2): Google has no
+REST client for it. No policy here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FIRST_WAIT_S = 1.0
 
 
 def create(google: Google, zone: str, id: str, wanted: dict[str, Any]) -> None:
-    """Ask for a queued resource by an id of our own; one of that id that is there already is ours, from a lost answer."""
+    """Ask for a queued resource by an id of our own; one of that id that is there already is ours,
+    from a lost answer.
+    """
     path = f"projects/{google.project}/locations/{zone}/queuedResources?queuedResourceId={id}"
     try:
         _call(google, "post", path, f"ask for the TPU {id} in {zone}", wanted)
@@ -26,40 +30,63 @@ def create(google: Google, zone: str, id: str, wanted: dict[str, Any]) -> None:
 
 
 def state(google: Google, zone: str, id: str) -> str | None:
-    """Of a queued resource: ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDED, FAILED, ...; None where there is none."""
+    """Of a queued resource: ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDED,
+    FAILED, ...; None where there is none.
+    """
     found = _get(google, zone, id)
     return None if found is None else str(found.get("state", {}).get("state", "STATE_UNSPECIFIED"))
 
 
 def delete(google: Google, zone: str, id: str) -> None:
-    """Delete a queued resource with its TPU VM, and wait until it is gone. Raises Failed when it stays."""
+    """Delete a queued resource with its TPU VM, and wait until it is gone. Raises Failed when it
+    stays.
+    """
     what, until = f"delete the TPU {id} in {zone}", time.monotonic() + LIMIT_S
     while (found := _get(google, zone, id)) is not None:
         if found.get("state", {}).get("state") != "DELETING":
             try:
-                _call(google, "delete", f"projects/{google.project}/locations/{zone}/queuedResources/{id}?force=true", what)
+                _call(
+                    google,
+                    "delete",
+                    f"projects/{google.project}/locations/{zone}/queuedResources/{id}?force=true",
+                    what,
+                )
             except Exception as error:
                 if getattr(error.__cause__, "code", None) != 404:
                     raise
         if time.monotonic() > until:
-            raise Failed(f"could not {what}: it is still there after {LIMIT_S:g} s; cancel once more, or delete it in the console")
+            raise Failed(
+                f"could not {what}: it is still there after {LIMIT_S:g} s; cancel once more, or"
+                " delete it in the console"
+            )
         time.sleep(POLL_S)
 
 
 def _get(google: Google, zone: str, id: str) -> dict[str, Any] | None:
     try:
-        return _call(google, "get", f"projects/{google.project}/locations/{zone}/queuedResources/{id}", f"look at the TPU {id}")
+        return _call(
+            google,
+            "get",
+            f"projects/{google.project}/locations/{zone}/queuedResources/{id}",
+            f"look at the TPU {id}",
+        )
     except Exception as error:
         if getattr(error.__cause__, "code", None) == 404:
             return None
         raise
 
 
-def _call(google: Google, verb: str, path: str, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What passes is tried again: reads and deletes may be repeated, and so may what is made under an id of our own."""
+def _call(
+    google: Google, verb: str, path: str, what: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What passes is tried again: reads and deletes may be repeated, and so may what is made under
+    an id of our own.
+    """
     with in_words(what, denied="ask for the role TPU Admin"):
         for number in range(TRIES):
-            answer = google.session().request(verb.upper(), f"{google.address(HOST)}/v2/{path}", json=body, timeout=CALL_S)
+            answer = google.session().request(
+                verb.upper(), f"{google.address(HOST)}/v2/{path}", json=body, timeout=CALL_S
+            )
             if answer.status_code not in AGAIN or number == TRIES - 1:
                 break
             time.sleep(FIRST_WAIT_S * 2**number)

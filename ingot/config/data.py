@@ -16,27 +16,37 @@ class Source(Section):
     """One place that documents come from."""
 
     source: str
-    """Path, folder, glob (local or `gs://...`), `hf:NAME[:SUBSET]` (a data set on the hub), `bigquery:SQL`, `wikipedia:LANG[:DATE]`,
-    `megatron:PREFIX` (existing .bin and .idx), or `builtin:stdlib`, the sources of the running interpreter's standard library."""
+    """Path, folder, glob (local or `gs://...`), `hf:NAME[:SUBSET]` (a data set on the hub),
+    `bigquery:SQL`, `wikipedia:LANG[:DATE]`, `megatron:PREFIX` (existing .bin and .idx), or
+    `builtin:stdlib`, the sources of the running interpreter's standard library.
+    """
     format: Literal["auto", "jsonl", "parquet", "csv", "tsv", "text", "arrow", "wikipedia"] = "auto"
-    """File format; `auto` goes by the ending (`.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.csv`, `.tsv`, `.arrow`, a `pages-articles` dump;
-    everything else is text, one document a file)."""
+    """File format; `auto` goes by the ending (`.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.csv`,
+    `.tsv`, `.arrow`, a `pages-articles` dump; everything else is text, one document a file).
+    """
     split: str = "train"
     """Which split of a Hugging Face data set."""
     text: str = "text"
     """The column or JSON key that holds the text."""
     names: list[str] = []
-    """Names of the columns of a CSV or TSV file without a header line, such as `[text, label]`; empty where the first line has them."""
+    """Names of the columns of a CSV or TSV file without a header line, such as `[text, label]`;
+    empty where the first line has them.
+    """
     layout: Literal["auto", "messages", "sharegpt", "alpaca", "hh"] = "auto"
-    """How chats and preferences are written down: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`, `input`, `output`, or
-    `hh`, texts with `Human:` and `Assistant:` in them. Preferences have `chosen` and `rejected` beside or in place of these. `auto` goes by the
-    columns that there are."""
+    """How chats and preferences are written down: OpenAI's `messages`, ShareGPT's `conversations`,
+    Alpaca's `instruction`, `input`, `output`, or `hh`, texts with `Human:` and `Assistant:` in
+    them. Preferences have `chosen` and `rejected` beside or in place of these. `auto` goes by the
+    columns that there are.
+    """
     columns: dict[str, str] = {}
-    """Names of columns where they differ from the usual ones, such as `{instruction: question, output: answer}`; the usual ones are the layout's
-    for chats and preferences, `source` and `target` for pairs, `text` and `label` for labelled texts."""
+    """Names of columns where they differ from the usual ones, such as `{instruction: question,
+    output: answer}`; the usual ones are the layout's for chats and preferences, `source` and
+    `target` for pairs, `text` and `label` for labelled texts.
+    """
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of this source in what is trained on, relative to the sum of all weights. With one source, or all weights equal to 1, every
-    source counts by its size."""
+    """Share of this source in what is trained on, relative to the sum of all weights. With one
+    source, or all weights equal to 1, every source counts by its size.
+    """
     fraction: Share = 1.0
     """Use this share of the source's documents, chosen by a hash of the document's identity."""
 
@@ -45,11 +55,15 @@ class ValidationShare(Section):
     """Held-out documents taken from the training sources."""
 
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Share of the training documents that is held out, chosen by a hash of the document's identity: the same ones in every run."""
+    """Share of the training documents that is held out, chosen by a hash of the document's
+    identity: the same ones in every run.
+    """
 
 
 class Fuzzy(Section):
-    """Near-duplicates: documents whose sets of word n-grams are much alike (MinHash and banding find candidates, exact sets decide)."""
+    """Near-duplicates: documents whose sets of word n-grams are much alike (MinHash and banding
+    find candidates, exact sets decide).
+    """
 
     similarity: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Jaccard similarity of two documents' n-gram sets from which on they are duplicates."""
@@ -65,11 +79,15 @@ class Contamination(Section):
     ngram: Positive = 13
     """Words in an n-gram."""
     matches: Positive = 1
-    """How many different n-grams in common with the evaluation documents make a training document contaminated."""
+    """How many different n-grams in common with the evaluation documents make a training document
+    contaminated.
+    """
 
 
 class Clean(Section):
-    """What `prepare` does to documents, and which it drops, before they are tokenised. Nothing unless asked for."""
+    """What `prepare` does to documents, and which it drops, before they are tokenised. Nothing
+    unless asked for.
+    """
 
     normalize: Literal["none", "nfc", "nfkc"] = "none"
     """Unicode normal form that texts are brought to."""
@@ -78,13 +96,18 @@ class Clean(Section):
     max_chars: Positive | None = None
     """Drop documents with more characters."""
     languages: list[str] = []
-    """Keep only documents in these languages (ISO 639-1, such as `[en, de]`); empty keeps all. Needs `ingot[languages]`."""
+    """Keep only documents in these languages (ISO 639-1, such as `[en, de]`); empty keeps all.
+    Needs `ingot[languages]`.
+    """
     exact: bool = False
-    """Drop documents whose text another one has too, case, diacritics and white space set aside; the first one stays."""
+    """Drop documents whose text another one has too, case, diacritics and white space set aside;
+    the first one stays.
+    """
     fuzzy: Fuzzy | None = None
     """Drop near-duplicates; one of each cluster stays, the first. `{}` for the defaults."""
     contamination: Contamination | None = None
-    """Drop training documents that hold parts of the validation documents. `{}` for the defaults."""
+    """Drop training documents that hold parts of the validation documents. `{}` for the defaults.
+    """
 
     @property
     def wanted(self) -> bool:
@@ -102,45 +125,64 @@ class LocalEngine(Section):
 
 
 class SparkEngine(Section):
-    """Prepare with the workers of Apache Spark, which see the run folder on a shared disk, or share a bucket; needs `ingot[spark]` and Java."""
+    """Prepare with the workers of Apache Spark, which see the run folder on a shared disk, or share
+    a bucket; needs `ingot[spark]` and Java.
+    """
 
     kind: Literal["spark"]
     """Where `prepare` runs."""
     master: str | None = None
     """Spark's master, such as `local[2]`; empty: as spark-submit or the environment says."""
     partitions: Annotated[int, Field(ge=0)] = 0
-    """Partitions that the work is cut into; 0: as many as Spark runs at once. The output is the same for any number."""
+    """Partitions that the work is cut into; 0: as many as Spark runs at once. The output is the
+    same for any number.
+    """
     conf: dict[str, str] = {}
     """Spark's own settings, such as `{spark.executor.memory: 4g}`."""
     shared: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
-    """Address in a bucket by which workers get and hand over files where they see no shared disk: the run's replica, such as
-    `gs://BUCKET/ingot/runs/NAME`."""
+    """Address in a bucket by which workers get and hand over files where they see no shared disk:
+    the run's replica, such as `gs://BUCKET/ingot/runs/NAME`.
+    """
 
 
 class BeamEngine(Section):
-    """Prepare with an Apache Beam runner, whose workers see the run folder on a shared disk, or share a bucket."""
+    """Prepare with an Apache Beam runner, whose workers see the run folder on a shared disk, or
+    share a bucket.
+    """
 
     kind: Literal["beam"]
     """Where `prepare` runs."""
     runner: str = "DirectRunner"
     """Beam's runner."""
     partitions: Annotated[int, Field(ge=0)] = 0
-    """Bundles that the work is cut into; 0: one for each task. The output is the same for any number."""
+    """Bundles that the work is cut into; 0: one for each task. The output is the same for any
+    number.
+    """
     python: str | None = None
-    """Interpreter of the environment that apache-beam lives in (constraints-beam.txt), where `prepare` then runs; empty: this one."""
+    """Interpreter of the environment that apache-beam lives in (constraints-beam.txt), where
+    `prepare` then runs; empty: this one.
+    """
     options: dict[str, str] = {}
     """Beam's pipeline options by name, such as `{direct_num_workers: "2"}`."""
     shared: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
-    """Address in a bucket by which workers get and hand over files where they see no shared disk: the run's replica, such as
-    `gs://BUCKET/ingot/runs/NAME`."""
+    """Address in a bucket by which workers get and hand over files where they see no shared disk:
+    the run's replica, such as `gs://BUCKET/ingot/runs/NAME`.
+    """
 
 
 def _engine_kind(value: Any) -> str:
-    return str(value.get("kind", "local")) if isinstance(value, dict) else str(getattr(value, "kind", value))
+    return (
+        str(value.get("kind", "local"))
+        if isinstance(value, dict)
+        else str(getattr(value, "kind", value))
+    )
 
 
 Engine = Annotated[
-    Annotated[LocalEngine, Tag("local")] | Annotated[SparkEngine, Tag("spark")] | Annotated[BeamEngine, Tag("beam")], Discriminator(_engine_kind)
+    Annotated[LocalEngine, Tag("local")]
+    | Annotated[SparkEngine, Tag("spark")]
+    | Annotated[BeamEngine, Tag("beam")],
+    Discriminator(_engine_kind),
 ]
 
 
@@ -154,21 +196,30 @@ class Data(Section):
     """The sources that are trained on."""
     validation: Annotated[
         Annotated[list[Source], Tag("sources")] | Annotated[ValidationShare, Tag("share")],
-        Discriminator(lambda value: "share" if isinstance(value, dict | ValidationShare) else "sources"),
+        Discriminator(
+            lambda value: "share" if isinstance(value, dict | ValidationShare) else "sources"
+        ),
     ] = ValidationShare(fraction=0.01)
-    """What loss is measured on: sources of its own, or `{fraction: F}` of the training documents."""
+    """What loss is measured on: sources of its own, or `{fraction: F}` of the training documents.
+    """
     seq_len: Positive = 512
-    """Tokens in a row; at most the model's positions. Of a preference, each of the two answers with its prompt; of a pair, the source."""
+    """Tokens in a row; at most the model's positions. Of a preference, each of the two answers with
+    its prompt; of a pair, the source.
+    """
     target_len: Positive = 128
     """Tokens in the target of a pair; longer ones are cut off."""
     pack: Literal["auto", "cut", "best_fit", "none"] = "auto"
-    """How documents become rows. `cut`: one stream, cut every `seq_len` tokens. `best_fit`: whole documents side by side with little
-    padding, those that are too long split (for chats: truncated). `none`: one document a row. `auto`: cut for texts, best_fit for chats, none else."""
+    """How documents become rows. `cut`: one stream, cut every `seq_len` tokens. `best_fit`: whole
+    documents side by side with little padding, those that are too long split (for chats:
+    truncated). `none`: one document a row. `auto`: cut for texts, best_fit for chats, none else.
+    """
     window: Positive | None = None
-    """How many parts of the prepared columns (files of 16 to 512 MB of text; of each source, where sources have weights) training draws its rows from at
-    a time; all of them where it is empty. With a window, machines without a shared disk fetch a part shortly before it is needed and drop it
-    afterwards, so that none must hold the whole corpus, but for the reference of `dpo`, which goes through all of it first. Texts that are cut into
-    rows are then cut within each part."""
+    """How many parts of the prepared columns (files of 16 to 512 MB of text; of each source, where
+    sources have weights) training draws its rows from at a time; all of them where it is empty.
+    With a window, machines without a shared disk fetch a part shortly before it is needed and drop
+    it afterwards, so that none must hold the whole corpus, but for the reference of `dpo`, which
+    goes through all of it first. Texts that are cut into rows are then cut within each part.
+    """
     on_bad: Literal["skip", "stop"] = "skip"
     """What happens at a line or file that cannot be read: counted, named and skipped, or stop."""
     fraction: Share = 1.0
@@ -176,8 +227,10 @@ class Data(Section):
     clean: Clean = Clean()
     """What is done to documents before they are tokenised."""
     skip: list[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(gt=0)]]] = []
-    """Ranges `[first, after the last]` of training samples (rows, counted from 0 in the order of training) that are left out on purpose, such
-    as those around a loss spike. A run that is resumed may leave out what it has not come to yet."""
+    """Ranges `[first, after the last]` of training samples (rows, counted from 0 in the order of
+    training) that are left out on purpose, such as those around a loss spike. A run that is resumed
+    may leave out what it has not come to yet.
+    """
     engine: Engine = LocalEngine()
     """What `prepare` runs on."""
 
@@ -189,4 +242,6 @@ COLUMNS: dict[Documents, tuple[str, ...]] = {
     "pair": ("source", "target"),
     "labelled": ("tokens", "label"),
 }
-"""The columns that `prepare` writes for each kind of document; the first one is what the model reads."""
+"""The columns that `prepare` writes for each kind of document; the first one is what the model
+reads.
+"""

@@ -12,26 +12,33 @@ from ingot.config.section import Positive, Section
 
 
 class LossTask(Section):
-    """Loss, perplexity and bits per byte on the validation documents; for preference pairs also how often the chosen answer is the likelier one."""
+    """Loss, perplexity and bits per byte on the validation documents; for preference pairs also how
+    often the chosen answer is the likelier one.
+    """
 
     kind: Literal["loss"] = "loss"
     """Which evaluation."""
     name: str = "loss"
     """The name that its metrics carry in the report."""
     baselines: list[Literal["gzip", "xz", "bigram"]] = []
-    """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and a smoothed `bigram` of the same tokens
-    counted on the training split."""
+    """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and
+    a smoothed `bigram` of the same tokens counted on the training split.
+    """
 
 
 class HellaSwagTask(Section):
-    """HellaSwag (Zellers et al. 2019): which of four endings is the likeliest, per character. The same figure as lm-evaluation-harness' acc_norm."""
+    """HellaSwag (Zellers et al. 2019): which of four endings is the likeliest, per character. The
+    same figure as lm-evaluation-harness' acc_norm.
+    """
 
     kind: Literal["hellaswag"]
     """Which evaluation."""
     name: str = "hellaswag"
     """The name that its metrics carry in the report."""
     source: str = "hf:Rowan/hellaswag"
-    """JSONL or Parquet in HellaSwag's own columns (`ctx_a`, `ctx_b`, `activity_label`, `endings`, `label`), or `hf:NAME[:SUBSET]`."""
+    """JSONL or Parquet in HellaSwag's own columns (`ctx_a`, `ctx_b`, `activity_label`, `endings`,
+    `label`), or `hf:NAME[:SUBSET]`.
+    """
     split: str = "validation"
     """Which split of a Hugging Face data set."""
     limit: Positive | None = None
@@ -39,7 +46,9 @@ class HellaSwagTask(Section):
 
 
 class ChoiceTask(Section):
-    """Multiple choice: the likeliest of some continuations of a question, plain and per character."""
+    """Multiple choice: the likeliest of some continuations of a question, plain and per
+    character.
+    """
 
     kind: Literal["choice"]
     """Which evaluation."""
@@ -50,20 +59,26 @@ class ChoiceTask(Section):
     split: str = "validation"
     """Which split of a Hugging Face data set."""
     columns: dict[str, str] = {}
-    """Names of the columns where they differ from `question`, `choices` (a list of texts) and `answer` (its number from 0, a letter, or its text)."""
+    """Names of the columns where they differ from `question`, `choices` (a list of texts) and
+    `answer` (its number from 0, a letter, or its text).
+    """
     limit: Positive | None = None
     """Use the first so many items; null for all."""
 
 
 class RougeTask(Section):
-    """Texts generated from sources against reference texts: ROUGE-1, 2, L and Lsum (Lin 2004), by the package rouge-score; needs `ingot[rouge]`."""
+    """Texts generated from sources against reference texts: ROUGE-1, 2, L and Lsum (Lin 2004), by
+    the package rouge-score; needs `ingot[rouge]`.
+    """
 
     kind: Literal["rouge"]
     """Which evaluation."""
     name: str = "rouge"
     """The name that its metrics carry in the report."""
     source: str | None = None
-    """JSONL, Parquet or CSV with sources and references; empty: the validation documents (pairs, or chats, whose last answer is the reference)."""
+    """JSONL, Parquet or CSV with sources and references; empty: the validation documents (pairs, or
+    chats, whose last answer is the reference).
+    """
     columns: dict[str, str] = {}
     """Names of the columns where they differ from `source` and `target`."""
     limit: Positive | None = 200
@@ -103,12 +118,20 @@ class LMEvalTask(Section):
 
 
 def _kind(value: Any) -> str:
-    return str(value.get("kind", "loss")) if isinstance(value, dict) else str(getattr(value, "kind", value))
+    return (
+        str(value.get("kind", "loss"))
+        if isinstance(value, dict)
+        else str(getattr(value, "kind", value))
+    )
 
 
 Task = Annotated[
-    Annotated[LossTask, Tag("loss")] | Annotated[HellaSwagTask, Tag("hellaswag")] | Annotated[ChoiceTask, Tag("choice")]
-    | Annotated[RougeTask, Tag("rouge")] | Annotated[ClassificationTask, Tag("classification")] | Annotated[LMEvalTask, Tag("lm_eval")],
+    Annotated[LossTask, Tag("loss")]
+    | Annotated[HellaSwagTask, Tag("hellaswag")]
+    | Annotated[ChoiceTask, Tag("choice")]
+    | Annotated[RougeTask, Tag("rouge")]
+    | Annotated[ClassificationTask, Tag("classification")]
+    | Annotated[LMEvalTask, Tag("lm_eval")],
     Discriminator(_kind),
 ]
 
@@ -123,10 +146,13 @@ class Evaluate(Section):
     base: bool = False
     """Evaluate the model that training started from, too, and show it beside."""
     any_template: bool = False
-    """Evaluate a model although its chat template is not the one that it was trained with, or that the data were prepared with."""
+    """Evaluate a model although its chat template is not the one that it was trained with, or that
+    the data were prepared with.
+    """
     micro_batch: Positive = 8
     """Sequences computed at once; changes speed, never the result."""
     prompts: list[str] = []
-    """Texts to complete, shown in the report and, with `train.sample_every`, while training runs."""
+    """Texts to complete, shown in the report and, with `train.sample_every`, while training runs.
+    """
     sample_tokens: Positive = 64
     """Tokens generated for each of `prompts`, greedily."""

@@ -1,4 +1,6 @@
-"""What a person is told about a recipe that does not hold: one line for each fault, with its place and what to do."""
+"""What a person is told about a recipe that does not hold: one line for each fault, with its place
+and what to do.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from pydantic_core import ErrorDetails
 from ingot.config.knobs import all_knobs, kinds_of, nearest
 from ingot.config.values import NOTHING, Path_, Values, dotted, get
 
-_WANTED = {"model_type": "be a section, that is a mapping of knobs", "invalid-json-value": "be text, a number, a list or a mapping"}
+_WANTED = {
+    "model_type": "be a section, that is a mapping of knobs",
+    "invalid-json-value": "be text, a number, a list or a mapping",
+}
 
 
 def explain(error: ValidationError, values: Values) -> str:
@@ -26,8 +31,11 @@ def explain(error: ValidationError, values: Values) -> str:
 
 
 def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
-    """What is wrong where, what it should be, and where to read on; the last two '' where the first says all."""
-    # Pydantic puts the names of union members between the keys: keep what can be followed through the values.
+    """What is wrong where, what it should be, and where to read on; the last two '' where the first
+    says all.
+    """
+    # Pydantic puts the names of union members between the keys: keep what can be followed through
+    # the values.
     path: Path_ = ()
     for part in detail["loc"][:-1]:
         if get(values.tree, (*path, part)) is not NOTHING:
@@ -37,10 +45,31 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     full = (*path, *last)
     if kind == "extra_forbidden":
         if kinds := kinds_of(_plain(full)):
-            return f"{values.origin(full)}: `{dotted(full)}` is for kind {' and '.join(kinds)} only; remove it, or set `{dotted((*path, 'kind'))}`", "", ""
-        return f"{values.origin(full)}: unknown knob `{dotted(full)}`; did you mean `{nearest(dotted(full), dotted(path))}`?", "", ""
+            return (
+                (
+                    f"{values.origin(full)}: `{dotted(full)}` is for kind {' and '.join(kinds)}"
+                    f" only; remove it, or set `{dotted((*path, 'kind'))}`"
+                ),
+                "",
+                "",
+            )
+        return (
+            (
+                f"{values.origin(full)}: unknown knob `{dotted(full)}`; did you mean"
+                f" `{nearest(dotted(full), dotted(path))}`?"
+            ),
+            "",
+            "",
+        )
     if kind == "missing":
-        return f"{values.origin(path)}: `{dotted(full)}` is missing; add it ({_knob(full)[1].rstrip('.')})", "", ""
+        return (
+            (
+                f"{values.origin(path)}: `{dotted(full)}` is missing; add it"
+                f" ({_knob(full)[1].rstrip('.')})"
+            ),
+            "",
+            "",
+        )
     full = full if get(values.tree, full) is not NOTHING else path
     if kind == "value_error":
         return _explain_rule(message.removeprefix("Value error, "), full, values), "", ""
@@ -50,7 +79,9 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     elif kind == "string_type" and isinstance(given, int | float):
         wanted = "be text: put quotes around it"
     else:
-        wanted = _WANTED.get(kind) or re.sub(r"^.*? should |, unable to .*| after validation", "", message)
+        wanted = _WANTED.get(kind) or re.sub(
+            r"^.*? should |, unable to .*| after validation", "", message
+        )
     name = _knob(full)[0]
     see = f" (see `ingot explain {name}`)" if name else ""
     return f"{values.origin(full)}: `{dotted(full)}` is {_shown(given)}; it should ", wanted, see
@@ -61,7 +92,9 @@ def _explain_rule(message: str, path: Path_, values: Values) -> str:
     if path and not isinstance(get(values.tree, path), dict):
         return f"{values.origin(path)}: `{dotted(path)}` {message}"
     named = (tuple(word.split(".")) for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", message))
-    where = next((values.origins[path] for path in named if path in values.origins), values.origin(path))
+    where = next(
+        (values.origins[path] for path in named if path in values.origins), values.origin(path)
+    )
     return f"{where}: {message}"
 
 
@@ -74,7 +107,9 @@ def _shown(value: Any) -> str:
 
 
 def _knob(path: Path_) -> tuple[str, str]:
-    """Name and text of the knob at `path`, or of the nearest one around it; ('', '') at the root."""
+    """Name and text of the knob at `path`, or of the nearest one around it; ('', '') at the
+    root.
+    """
     known = {knob.plain: knob.doc for knob in all_knobs()}
     name = _plain(path)
     while name and name not in known:

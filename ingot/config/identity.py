@@ -1,6 +1,7 @@
 """The knobs that decide which numbers training gives; a run resumes only where they are unchanged.
 
-How the work is dealt (micro_batch, ranks, how often things are saved or logged) is not among them: it never changes the result.
+How the work is dealt (micro_batch, ranks, how often things are saved or logged) is not among them:
+it never changes the result.
 """
 
 from __future__ import annotations
@@ -12,12 +13,27 @@ from ingot.config.recipe import Recipe
 from ingot.config.work import Changeable
 
 TRAINING_KNOBS = (
-    "seed", "model", "data.seq_len", "objective", "train.steps", "train.epochs", "train.tokens", "train.global_batch",
-    "train.optimizer", "train.schedule", "train.clip_norm", "train.early_stop", "precision.compute", "precision.master",
-    "precision.reduce", "precision.float8",
+    "seed",
+    "model",
+    "data.seq_len",
+    "objective",
+    "train.steps",
+    "train.epochs",
+    "train.tokens",
+    "train.global_batch",
+    "train.optimizer",
+    "train.schedule",
+    "train.clip_norm",
+    "train.early_stop",
+    "precision.compute",
+    "precision.master",
+    "precision.reduce",
+    "precision.float8",
 )
 MAY_CHANGE: tuple[Changeable, ...] = typing.get_args(Changeable)
-"""Those among them that `resume.allow` may name: from here on other numbers, and still the same training."""
+"""Those among them that `resume.allow` may name: from here on other numbers, and still the same
+training.
+"""
 ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
 """Where training starts if not at nothing; named only where they are set."""
 
@@ -33,13 +49,21 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     chosen["data.train.weight"] = [source.weight for source in recipe.data.train]
     if recipe.documents == "pair":
         chosen.update(recipe.select(("data.target_len",)))
-    chosen.update({knob: value for knob, value in recipe.select(ORIGIN).items() if value not in (None, False)})
+    chosen.update(
+        {knob: value for knob, value in recipe.select(ORIGIN).items() if value not in (None, False)}
+    )
     if recipe.train.skip.spike is not None:
         chosen.update(recipe.select(("train.skip.spike",)))
     if (early_stop := recipe.train.early_stop) is not None:
         # Only then does evaluation change what is trained.
         chosen.update(recipe.select(("train.evaluate_every", "train.evaluate_rows")))
-        chosen.update({f"evaluate.{task.name}": task.model_dump() for task in recipe.tasks if early_stop.metric.startswith(f"{task.name}/")})
+        chosen.update(
+            {
+                f"evaluate.{task.name}": task.model_dump()
+                for task in recipe.tasks
+                if early_stop.metric.startswith(f"{task.name}/")
+            }
+        )
     return chosen
 
 

@@ -19,7 +19,9 @@ from ingot.config.recipe import Recipe
 
 @dataclass(frozen=True)
 class Knob:
-    """One knob. `path` is dotted; a variant's kind or a list stands in brackets: `train.optimizer[adamw].lr`, `data.train[].source`."""
+    """One knob. `path` is dotted; a variant's kind or a list stands in brackets:
+    `train.optimizer[adamw].lr`, `data.train[].source`.
+    """
 
     path: str
     type: str
@@ -49,21 +51,33 @@ def all_knobs() -> tuple[Knob, ...]:
 
 
 def find_knob(path: str) -> list[Knob]:
-    """All knobs that `path` names (several where variants share a name). Raises WrongInput naming the nearest."""
+    """All knobs that `path` names (several where variants share a name). Raises WrongInput naming
+    the nearest.
+    """
     found = [knob for knob in all_knobs() if path in (knob.path, knob.plain)]
     if found:
         return found
-    raise WrongInput(f"no knob is called `{path}`; did you mean `{nearest(path)}`? `ingot show knobs` lists all")
+    raise WrongInput(
+        f"no knob is called `{path}`; did you mean `{nearest(path)}`? `ingot show knobs` lists all"
+    )
 
 
 def kinds_of(path: str) -> list[str]:
-    """The kinds that have a knob with this plain path, [] when it is no knob of a variant: `train.optimizer.eps` -> adamw."""
+    """The kinds that have a knob with this plain path, [] when it is no knob of a variant:
+    `train.optimizer.eps` -> adamw.
+    """
     sections = (knob.path.rpartition(".")[0] for knob in all_knobs() if knob.plain == path)
-    return [section.rpartition("[")[2].removesuffix("]") for section in sections if section.endswith("]") and not section.endswith("[]")]
+    return [
+        section.rpartition("[")[2].removesuffix("]")
+        for section in sections
+        if section.endswith("]") and not section.endswith("[]")
+    ]
 
 
 def nearest(path: str, within: str = "") -> str:
-    """The existing knob that looks most like `path`: first among the names below `within`, then by its last part anywhere."""
+    """The existing knob that looks most like `path`: first among the names below `within`, then by
+    its last part anywhere.
+    """
     paths = sorted({knob.plain for knob in all_knobs()})
     siblings = {p: p.rsplit(".", 1)[-1] for p in paths if p.rpartition(".")[0] == within}
     last = path.rsplit(".", 1)[-1]
@@ -127,4 +141,6 @@ def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     name = str(annotation.__name__)
-    return {"str": "text", "bool": "true | false", "int": "integer", "float": "number"}.get(name, name)
+    return {"str": "text", "bool": "true | false", "int": "integer", "float": "number"}.get(
+        name, name
+    )

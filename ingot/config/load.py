@@ -1,4 +1,6 @@
-"""From files, environment and command line to a checked recipe; every error says where the value stands."""
+"""From files, environment and command line to a checked recipe; every error says where the value
+stands.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         number = super().construct_yaml_int(node)
         if number.bit_length() > 63:
-            raise yaml.constructor.ConstructorError(None, None, "a whole number beyond 64 bits", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "a whole number beyond 64 bits", node.start_mark
+            )
         return number
 
 
@@ -34,21 +38,35 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load_recipe(
-    files: Sequence[str | Path], overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None, dotenv: Path | None = Path(".env")
+    files: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    dotenv: Path | None = Path(".env"),
 ) -> Recipe:
-    """Read `files` in order, then `.env`, then `INGOT_*` variables, then `key=value` overrides; later ones win.
+    """Read `files` in order, then `.env`, then `INGOT_*` variables, then `key=value` overrides;
+    later ones win.
 
     Raises:
-        WrongInput: names the knob, the value, where it stands, and the nearest knob where the name is unknown.
+        WrongInput: names the knob, the value, where it stands, and the nearest knob where the name
+            is unknown.
     """
-    values = read_values(files, overrides, environ=os.environ if environ is None else environ, dotenv=dotenv)
+    values = read_values(
+        files, overrides, environ=os.environ if environ is None else environ, dotenv=dotenv
+    )
     try:
         return Recipe.model_validate(values.tree)
     except ValidationError as error:
         raise WrongInput(explain(error, values)) from None
 
 
-def read_values(files: Sequence[str | Path], overrides: Sequence[str], *, environ: Mapping[str, str], dotenv: Path | None) -> Values:
+def read_values(
+    files: Sequence[str | Path],
+    overrides: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    dotenv: Path | None,
+) -> Values:
     """The merged raw values, unchecked."""
     values = Values()
     for file in files:
@@ -58,11 +76,19 @@ def read_values(files: Sequence[str | Path], overrides: Sequence[str], *, enviro
         for name in sorted(variables):  # so that INGOT_TRAIN comes before INGOT_TRAIN__STEPS
             if name.startswith(PREFIX):
                 where = f"{place}{name}"
-                assign(values, parts(name[len(PREFIX):].lower().split("__")), _scalar(variables[name], where), where)
+                assign(
+                    values,
+                    parts(name[len(PREFIX) :].lower().split("__")),
+                    _scalar(variables[name], where),
+                    where,
+                )
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise WrongInput(f"`{one_line(override)}` on the command line is neither a recipe file that exists nor key=value")
+            raise WrongInput(
+                f"`{one_line(override)}` on the command line is neither a recipe file that exists"
+                " nor key=value"
+            )
         where = f"`{one_line(override)}` on the command line"
         assign(values, parts(key.split(".")), _scalar(text, where), where)
     return values
@@ -79,7 +105,11 @@ def dump_recipe(recipe: Recipe) -> str:
 def _scalar(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2001-99-99, a number of 5000 digits
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ):  # ValueError: a date such as 2001-99-99, a number of 5000 digits
         raise WrongInput(f"{where}: the value is not YAML; put quotes around it") from None
 
 
@@ -91,13 +121,19 @@ def _merge_file(values: Values, path: Path) -> None:
     except IsADirectoryError:
         raise WrongInput(f"recipe {path} is a folder; give the recipe.yaml in it") from None
     except UnicodeDecodeError as error:
-        raise WrongInput(f"recipe {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+        raise WrongInput(
+            f"recipe {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
+        ) from None
     except OSError as error:
-        raise WrongInput(f"recipe {path} cannot be read ({error.strerror}); check the path and its permissions") from None
+        raise WrongInput(
+            f"recipe {path} cannot be read ({error.strerror}); check the path and its permissions"
+        ) from None
     try:
         _merge_text(values, text, path)
     except RecursionError:
-        raise WrongInput(f"{path}: nested too deeply, or an alias that holds itself; write it out flat") from None
+        raise WrongInput(
+            f"{path}: nested too deeply, or an alias that holds itself; write it out flat"
+        ) from None
 
 
 def _merge_text(values: Values, text: str, path: Path) -> None:
@@ -106,11 +142,17 @@ def _merge_text(values: Values, text: str, path: Path) -> None:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise WrongInput(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error}); mend that line") from None
+        raise WrongInput(
+            f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error}); mend that"
+            " line"
+        ) from None
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):
-        raise WrongInput(f"{path}:{node.start_mark.line + 1}: a recipe is a mapping of sections; start with a line such as `name: my-run`")
+        raise WrongInput(
+            f"{path}:{node.start_mark.line + 1}: a recipe is a mapping of sections; start with a"
+            " line such as `name: my-run`"
+        )
     values.origins[()] = str(path)
     _merge_node(values, (), node, str(path))
 
@@ -132,15 +174,23 @@ def _merge_node(values: Values, path: Path_, node: yaml.Node, file: str) -> None
 
 
 def _items(node: yaml.MappingNode, file: str) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-    """Keys with their nodes; `<<: *anchor` is understood. YAML would take the last of two equal keys in silence."""
+    """Keys with their nodes; `<<: *anchor` is understood. YAML would take the last of two equal
+    keys in silence.
+    """
     seen: set[str] = set()
     for key_node, _ in node.value:
         key = str(_construct(key_node, file)) if key_node.tag != _MERGE else "<<"
         if key in seen:
-            raise WrongInput(f"{file}:{key_node.start_mark.line + 1}: `{one_line(key)}` stands twice in the same section; keep one")
+            raise WrongInput(
+                f"{file}:{key_node.start_mark.line + 1}: `{one_line(key)}` stands twice in the same"
+                " section; keep one"
+            )
         seen.add(key)
     _with_loader(lambda loader: loader.flatten_mapping(node), node, file)
-    return {str(_construct(key_node, file)): (key_node, value_node) for key_node, value_node in node.value}
+    return {
+        str(_construct(key_node, file)): (key_node, value_node)
+        for key_node, value_node in node.value
+    }
 
 
 def _note_lines(values: Values, path: Path_, node: yaml.Node, file: str) -> None:
@@ -163,7 +213,13 @@ def _with_loader(call: Callable[[yaml.SafeLoader], Any], node: yaml.Node, file: 
     loader = _Loader("")
     try:
         return call(loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2001-99-99, a number of 5000 digits
-        raise WrongInput(f"{file}:{node.start_mark.line + 1}: not valid YAML ({getattr(error, 'problem', error)}); mend that line") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: a date such as 2001-99-99, a number of 5000 digits
+        raise WrongInput(
+            f"{file}:{node.start_mark.line + 1}: not valid YAML"
+            f" ({getattr(error, 'problem', error)}); mend that line"
+        ) from None
     finally:
         loader.dispose()

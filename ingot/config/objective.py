@@ -20,35 +20,49 @@ class Pretrain(Section):
 
 
 class SFT(Section):
-    """Supervised fine-tuning on chats: loss on what the assistant says and on its end-of-turn token, on nothing else."""
+    """Supervised fine-tuning on chats: loss on what the assistant says and on its end-of-turn
+    token, on nothing else.
+    """
 
     kind: Literal["sft"]
     """The way of training."""
 
 
 class DPO(Section):
-    """Direct preference optimisation (Rafailov et al. 2023): of two answers, the preferred one is to gain on the other, relative to a reference."""
+    """Direct preference optimisation (Rafailov et al. 2023): of two answers, the preferred one is
+    to gain on the other, relative to a reference.
+    """
 
     kind: Literal["dpo"]
     """The way of training."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the model is held to the reference: the larger, the closer it stays."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The share of pairs that are thought to be labelled the wrong way round (conservative DPO); 0 trusts all."""
+    """The share of pairs that are thought to be labelled the wrong way round (conservative DPO); 0
+    trusts all.
+    """
     reference: str | None = None
-    """Model that the policy is measured against: a Hugging Face folder, a run folder, or `hf:ORG/NAME`. Empty: the model that training starts
-    from, under LoRA without its adapter. Its log-probabilities are computed once, before the first step."""
+    """Model that the policy is measured against: a Hugging Face folder, a run folder, or
+    `hf:ORG/NAME`. Empty: the model that training starts from, under LoRA without its adapter. Its
+    log-probabilities are computed once, before the first step.
+    """
 
 
 class Distill(Section):
-    """Knowledge distillation (Hinton et al. 2015): cross-entropy on the data and, beside it, the divergence from a teacher's distribution."""
+    """Knowledge distillation (Hinton et al. 2015): cross-entropy on the data and, beside it, the
+    divergence from a teacher's distribution.
+    """
 
     kind: Literal["distill"]
     """The way of training."""
     teacher: str
-    """Model that is learnt from: `hf:ORG/NAME`, a Hugging Face folder, or a run folder. Its vocabulary must be the student's."""
+    """Model that is learnt from: `hf:ORG/NAME`, a Hugging Face folder, or a run folder. Its
+    vocabulary must be the student's.
+    """
     temperature: Annotated[float, Field(gt=0)] = 2.0
-    """Both distributions are softened by it; the divergence is multiplied by its square, so that gradients keep their size."""
+    """Both distributions are softened by it; the divergence is multiplied by its square, so that
+    gradients keep their size.
+    """
     alpha: Share = 0.5
     """Weight of the divergence; the cross-entropy has the rest."""
     documents: Literal["text", "chat"] = "text"
@@ -61,7 +75,9 @@ class Seq2Seq(Section):
     kind: Literal["seq2seq"]
     """The way of training."""
     prefix: str = ""
-    """Put before every source, in training, evaluation and serving alike, such as T5's `summarize: `."""
+    """Put before every source, in training, evaluation and serving alike, such as T5's `summarize:
+    `.
+    """
 
 
 class Classify(Section):
@@ -70,7 +86,9 @@ class Classify(Section):
     kind: Literal["classify"]
     """The way of training."""
     labels: Annotated[list[str], Field(min_length=2)]
-    """Names of the classes. A document gives its label by name, or by its number in this list, from 0."""
+    """Names of the classes. A document gives its label by name, or by its number in this list, from
+    0.
+    """
 
     @field_validator("labels")
     @classmethod
@@ -81,16 +99,30 @@ class Classify(Section):
 
 
 def _kind(value: Any) -> str:
-    return str(value.get("kind", "pretrain")) if isinstance(value, dict) else str(getattr(value, "kind", value))
+    return (
+        str(value.get("kind", "pretrain"))
+        if isinstance(value, dict)
+        else str(getattr(value, "kind", value))
+    )
 
 
 Objective = Annotated[
-    Annotated[Pretrain, Tag("pretrain")] | Annotated[SFT, Tag("sft")] | Annotated[DPO, Tag("dpo")] | Annotated[Distill, Tag("distill")]
-    | Annotated[Seq2Seq, Tag("seq2seq")] | Annotated[Classify, Tag("classify")],
+    Annotated[Pretrain, Tag("pretrain")]
+    | Annotated[SFT, Tag("sft")]
+    | Annotated[DPO, Tag("dpo")]
+    | Annotated[Distill, Tag("distill")]
+    | Annotated[Seq2Seq, Tag("seq2seq")]
+    | Annotated[Classify, Tag("classify")],
     Discriminator(_kind),
 ]
 
-_DOCUMENTS: dict[str, Documents] = {"pretrain": "text", "sft": "chat", "dpo": "preference", "seq2seq": "pair", "classify": "labelled"}
+_DOCUMENTS: dict[str, Documents] = {
+    "pretrain": "text",
+    "sft": "chat",
+    "dpo": "preference",
+    "seq2seq": "pair",
+    "classify": "labelled",
+}
 
 
 def documents_of(objective: Objective) -> Documents:

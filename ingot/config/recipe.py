@@ -20,10 +20,17 @@ from ingot.config.section import Section
 from ingot.config.work import Checkpoint, Model, Resume, Tokenizer, Track, Train
 
 PACKS: dict[Documents, tuple[Pack, ...]] = {
-    "text": ("cut", "best_fit", "none"), "chat": ("best_fit", "none"), "preference": ("none",), "pair": ("none",), "labelled": ("none",),
+    "text": ("cut", "best_fit", "none"),
+    "chat": ("best_fit", "none"),
+    "preference": ("none",),
+    "pair": ("none",),
+    "labelled": ("none",),
 }
 """How each kind of document may become rows; the first is what `auto` means."""
-GATED_OTHERWISE: dict[Documents, str] = {"preference": "loss/accuracy", "labelled": "classification/accuracy"}
+GATED_OTHERWISE: dict[Documents, str] = {
+    "preference": "loss/accuracy",
+    "labelled": "classification/accuracy",
+}
 
 
 class Recipe(Section):
@@ -77,54 +84,109 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Recipe:
         if is_remote(self.output):
-            raise ValueError(f"output {self.output} is not a local folder, and this version keeps runs on a disk; give a path")
+            raise ValueError(
+                f"output {self.output} is not a local folder, and this version keeps runs on a"
+                " disk; give a path"
+            )
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
-            raise ValueError(f"evaluate.tasks: two tasks share a name among {names}; give each its own `name`")
+            raise ValueError(
+                f"evaluate.tasks: two tasks share a name among {names}; give each its own `name`"
+            )
         if unknown := [name for name in self.train.evaluate_tasks if name not in names]:
-            raise ValueError(f"train.evaluate_tasks: {unknown[0]} is not among evaluate.tasks ({', '.join(names)}); give its name there")
+            raise ValueError(
+                f"train.evaluate_tasks: {unknown[0]} is not among evaluate.tasks"
+                f" ({', '.join(names)}); give its name there"
+            )
         self._check_metrics(names)
         if "vocab_size" in self.tokenizer.model_fields_set and not self.trains_tokenizer:
-            raise ValueError("tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a tokenizer")
+            raise ValueError(
+                "tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a"
+                " tokenizer"
+            )
         if self.data.pack not in ("auto", *PACKS[self.documents]):
-            raise ValueError(f"data.pack {self.data.pack} is not for objective.kind {self.objective.kind}; set it to {' or '.join(PACKS[self.documents])}")
+            raise ValueError(
+                f"data.pack {self.data.pack} is not for objective.kind {self.objective.kind}; set"
+                f" it to {' or '.join(PACKS[self.documents])}"
+            )
         self._check_parallel()
         return self
 
     def _check_parallel(self) -> None:
         """What no mesh can do, whatever the model's sizes."""
         parallel, lora = self.parallel, self.model.lora
-        beyond = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1}
+        beyond = {
+            name: getattr(parallel, name)
+            for name in ("tensor", "pipeline", "context")
+            if getattr(parallel, name) > 1
+        }
         shared = ", ".join(f"parallel.{name}={degree}" for name, degree in beyond.items())
         if beyond and self.documents in ("pair", "labelled"):
-            raise ValueError(f"{shared}: the models of objective.kind {self.objective.kind} are shared by replicate and shard only; set parallel.shard instead")
+            raise ValueError(
+                f"{shared}: the models of objective.kind {self.objective.kind} are shared by"
+                " replicate and shard only; set parallel.shard instead"
+            )
         if parallel.pipeline > 1 and self.objective.kind == "dpo":
-            raise ValueError("parallel.pipeline: the loss of objective.kind dpo needs all of a row at once and cannot be staged; use shard or tensor instead")
-        odd = next((f"train.{knob}" for knob in ("sample_every", "evaluate_tasks") if getattr(self.train, knob)), None)
+            raise ValueError(
+                "parallel.pipeline: the loss of objective.kind dpo needs all of a row at once and"
+                " cannot be staged; use shard or tensor instead"
+            )
+        odd = next(
+            (
+                f"train.{knob}"
+                for knob in ("sample_every", "evaluate_tasks")
+                if getattr(self.train, knob)
+            ),
+            None,
+        )
         if odd and parallel.pipeline > 1:
-            raise ValueError(f"{odd} is not possible with parallel.pipeline, whose ranks hold a part of the model each; remove it and use `ingot evaluate`")
+            raise ValueError(
+                f"{odd} is not possible with parallel.pipeline, whose ranks hold a part of the"
+                " model each; remove it and use `ingot evaluate`"
+            )
         if odd and parallel.context > 1:
-            raise ValueError(f"{odd} is not possible with parallel.context, whose ranks hold a part of each row; remove it and use `ingot evaluate`")
+            raise ValueError(
+                f"{odd} is not possible with parallel.context, whose ranks hold a part of each row;"
+                " remove it and use `ingot evaluate`"
+            )
         if odd and parallel.tensor > 1 and parallel.sequence:
-            raise ValueError(f"{odd} reads rows of any length, which parallel.sequence cannot cut evenly; set parallel.sequence to false, or remove it")
+            raise ValueError(
+                f"{odd} reads rows of any length, which parallel.sequence cannot cut evenly; set"
+                " parallel.sequence to false, or remove it"
+            )
         if lora is not None and lora.dropout and (parallel.tensor > 1 or parallel.context > 1):
-            raise ValueError(f"model.lora.dropout {lora.dropout} is not possible with parallel.tensor or parallel.context; set it to 0")
+            raise ValueError(
+                f"model.lora.dropout {lora.dropout} is not possible with parallel.tensor or"
+                " parallel.context; set it to 0"
+            )
         if self.memory.offload.weights and parallel.shard == 1:
-            raise ValueError("memory.offload.weights is done by sharding; set parallel.shard above 1, or memory.offload.optimizer instead")
+            raise ValueError(
+                "memory.offload.weights is done by sharding; set parallel.shard above 1, or"
+                " memory.offload.optimizer instead"
+            )
         if self.precision.float8 != "none" and self.documents in ("pair", "labelled"):
-            raise ValueError(f"precision.float8 is for decoders, not for the models of objective.kind {self.objective.kind}; set it to none")
+            raise ValueError(
+                "precision.float8 is for decoders, not for the models of objective.kind"
+                f" {self.objective.kind}; set it to none"
+            )
 
     def _check_metrics(self, tasks: list[str]) -> None:
         """What stops training or chooses a checkpoint must be measured while training."""
         early_stop = self.train.early_stop
-        for knob, metric in (("train.early_stop.metric", early_stop.metric if early_stop else None), ("checkpoint.best", self.checkpoint.best)):
+        for knob, metric in (
+            ("train.early_stop.metric", early_stop.metric if early_stop else None),
+            ("checkpoint.best", self.checkpoint.best),
+        ):
             if metric is None:
                 continue
             if self.train.evaluate_every is None:
                 raise ValueError(f"{knob} needs train.evaluate_every; set it to a number of steps")
             if metric != "loss" and metric.partition("/")[0] not in self.train.evaluate_tasks:
                 known = ", ".join(["loss", *(f"{name}/..." for name in self.train.evaluate_tasks)])
-                raise ValueError(f"{knob} {metric} is not measured while training, which is {known}; name its task in train.evaluate_tasks")
+                raise ValueError(
+                    f"{knob} {metric} is not measured while training, which is {known}; name its"
+                    " task in train.evaluate_tasks"
+                )
 
     @property
     def folder(self) -> RunFolder:
@@ -151,12 +213,18 @@ class Recipe(Section):
     def sources(self) -> list[str]:
         """Where the documents come from that `ingest` reads."""
         held_out = self.data.validation
-        return [source.source for source in (*self.data.train, *(held_out if isinstance(held_out, list) else ()))]
+        return [
+            source.source
+            for source in (*self.data.train, *(held_out if isinstance(held_out, list) else ()))
+        ]
 
     @property
     def tasks(self) -> list[Task]:
         """The evaluations, `evaluate.tasks` or what stands for none."""
-        return self.evaluate.tasks or [LossTask(), *([ClassificationTask(kind="classification")] if self.documents == "labelled" else [])]
+        return self.evaluate.tasks or [
+            LossTask(),
+            *([ClassificationTask(kind="classification")] if self.documents == "labelled" else []),
+        ]
 
     @property
     def gate_metric(self) -> str | list[str]:
@@ -170,7 +238,9 @@ class Recipe(Section):
 
     @property
     def pack_held_out(self) -> Pack:
-        """How held-out documents become rows: texts always as the stream cut, so that each token is measured once."""
+        """How held-out documents become rows: texts always as the stream cut, so that each token is
+        measured once.
+        """
         return "cut" if self.documents == "text" else self.pack
 
     def at(self, verb: str) -> Recipe:
@@ -178,9 +248,23 @@ class Recipe(Section):
         place = {str(name): place for name, place in self.pipeline.steps.items()}.get(verb)
         if place is None:
             return self
-        nodes = place.nodes or (1 if place.launch == "local" else None)  # moved here, it leaves the machines of `launch` to the others
-        given = {"kind": place.launch, "image": place.image, "machine": place.machine, "nodes": nodes, "processes": place.processes}
-        return self.model_copy(update={"launch": self.launch.model_copy(update={knob: value for knob, value in given.items() if value is not None})})
+        nodes = place.nodes or (
+            1 if place.launch == "local" else None
+        )  # moved here, it leaves the machines of `launch` to the others
+        given = {
+            "kind": place.launch,
+            "image": place.image,
+            "machine": place.machine,
+            "nodes": nodes,
+            "processes": place.processes,
+        }
+        return self.model_copy(
+            update={
+                "launch": self.launch.model_copy(
+                    update={knob: value for knob, value in given.items() if value is not None}
+                )
+            }
+        )
 
     @property
     def registry_name(self) -> str:
@@ -188,10 +272,16 @@ class Recipe(Section):
 
     @property
     def registry_path(self) -> Path:
-        return Path(self.registry.path) if self.registry.path else Path(self.output) / "registry.sqlite"
+        return (
+            Path(self.registry.path)
+            if self.registry.path
+            else Path(self.output) / "registry.sqlite"
+        )
 
     def select(self, prefixes: tuple[str, ...]) -> dict[str, Any]:
-        """The knobs under dotted `prefixes` with their values: `select(("seed", "train.optimizer"))`."""
+        """The knobs under dotted `prefixes` with their values: `select(("seed",
+        "train.optimizer"))`.
+        """
         values = self.model_dump(mode="json")
         chosen: dict[str, Any] = {}
         for prefix in prefixes:

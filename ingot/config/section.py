@@ -14,18 +14,32 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 class Section(BaseModel):
     """A group of knobs. The docstring under a knob is what `ingot explain` prints."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Pydantic would take `steps: yes` for one step."""
-        if isinstance(value, bool) and bool not in _types(cls.model_fields[info.field_name or ""].annotation):
-            raise ValueError(f"is {str(value).lower()}, which this knob does not take; write a value of its type")
+        if isinstance(value, bool) and bool not in _types(
+            cls.model_fields[info.field_name or ""].annotation
+        ):
+            raise ValueError(
+                f"is {str(value).lower()}, which this knob does not take; write a value of its type"
+            )
         return value
 
 
 def _types(annotation: Any) -> set[Any]:
     """The plain types inside a type."""
     arguments = typing.get_args(annotation)
-    return {annotation}.union(*(_types(argument) for argument in arguments)) if arguments else {annotation}
+    return (
+        {annotation}.union(*(_types(argument) for argument in arguments))
+        if arguments
+        else {annotation}
+    )

@@ -1,7 +1,8 @@
-"""What the serving engines are started with, here and in the container of an endpoint: arguments, routes, Triton's model repository.
+"""What the serving engines are started with, here and in the container of an endpoint: arguments,
+routes, Triton's model repository.
 
-Only texts and numbers: nothing is started, asked or read. Each engine's own words for one question and its answer stand here
-too, so that whoever asks an endpoint need not know what is behind it.
+Only texts and numbers: nothing is started, asked or read. Each engine's own words for one question
+and its answer stand here too, so that whoever asks an endpoint need not know what is behind it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _G2 = {24: 2, 48: 4, 96: 8}
 class Container:
     """The container of one endpoint, in Vertex AI's terms.
 
-    `image` None: our own serving image. `predict_route` takes Vertex AI's `instances`, but for an engine in RAW its own words (`question`). No key
+    `image` None: our own serving image. `predict_route` takes Vertex AI's `instances`, but for an
+    engine in RAW its own words (`question`). No key
     is asked for: an endpoint knows its callers.
     """
 
@@ -57,33 +59,49 @@ class Container:
 def container_of(recipe: Recipe) -> Container:
     """What an endpoint runs for `recipe.serve.engine`.
 
-    The images of vLLM and Triton are the published ones unless `serve.image` names another. Vertex AI takes images from Artifact Registry
-    alone, so copy them there, or name a remote repository of it.
+    The images of vLLM and Triton are the published ones unless `serve.image` names another. Vertex
+    AI takes images from Artifact Registry alone, so copy them there, or name a remote repository of
+    it.
 
     Raises:
-        WrongInput: vLLM or Triton on a machine without an accelerator, which their images cannot use.
+        WrongInput: vLLM or Triton on a machine without an accelerator, which their images cannot
+            use.
     """
     serve, name = recipe.serve, recipe.registry_name
     match serve.engine:
         case "vllm":
             cards = _accelerators(serve)
-            # This image reads the bucket itself, and has no ingot in it that could: nothing is copied to a disk first.
-            args = vllm_arguments(STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve.machine))
+            # This image reads the bucket itself, and has no ingot in it that could: nothing is
+            # copied to a disk first.
+            args = vllm_arguments(
+                STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve.machine)
+            )
             args = (*args, "--load-format", "runai_streamer", "--tensor-parallel-size", str(cards))
             return Container(
-                serve.image or VLLM_IMAGE, ("python3", "-m", VLLM_MODULE), args, _QUIET, predict_route="/invocations",
+                serve.image or VLLM_IMAGE,
+                ("python3", "-m", VLLM_MODULE),
+                args,
+                _QUIET,
+                predict_route="/invocations",
                 shared_memory_mb=SHARED_MEMORY_MB,
             )
         case "triton":
             _accelerators(serve)
             return Container(
-                serve.image or TRITON_IMAGE, ("tritonserver",), triton_arguments(STORAGE, host="0.0.0.0", port=PORT), {},
-                health_route="/v2/health/ready", predict_route=triton_route(name), shared_memory_mb=SHARED_MEMORY_MB,
+                serve.image or TRITON_IMAGE,
+                ("tritonserver",),
+                triton_arguments(STORAGE, host="0.0.0.0", port=PORT),
+                {},
+                health_route="/v2/health/ready",
+                predict_route=triton_route(name),
+                shared_memory_mb=SHARED_MEMORY_MB,
             )
         case _:
             # The image's own entry point runs `ingot serve`; what it takes are knobs.
             changed = serve.model_dump(include=set(_LIMITS), exclude_defaults=True)
-            settings = (f"serve.{key}={json.dumps(value)}" for key, value in sorted(changed.items()))
+            settings = (
+                f"serve.{key}={json.dumps(value)}" for key, value in sorted(changed.items())
+            )
             return Container(serve.image, (), (f"serve.engine={serve.engine}", *settings))
 
 
@@ -92,24 +110,52 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1"}
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 
 
-def vllm_arguments(model: str, name: str, serve: Serve, *, host: str, port: int, dtype: str) -> tuple[str, ...]:
+def vllm_arguments(
+    model: str, name: str, serve: Serve, *, host: str, port: int, dtype: str
+) -> tuple[str, ...]:
     """vLLM's own arguments. A key is never among them: vLLM reads `VLLM_API_KEY`.
 
-    Sampling defaults in the model's folder are passed over, as our own server passes over them; `serve.max_tokens` bounds each answer.
+    Sampling defaults in the model's folder are passed over, as our own server passes over them;
+    `serve.max_tokens` bounds each answer.
     """
     most = json.dumps({"max_new_tokens": serve.max_tokens}, separators=(",", ":"))
     return (
-        "--model", model, "--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype, "--max-model-len", "auto",
-        "--max-num-seqs", str(serve.max_batch), "--generation-config", "vllm", "--override-generation-config", most, "--disable-uvicorn-access-log",
-        "--shutdown-timeout", str(FINISH_S),
+        "--model",
+        model,
+        "--served-model-name",
+        name,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--dtype",
+        dtype,
+        "--max-model-len",
+        "auto",
+        "--max-num-seqs",
+        str(serve.max_batch),
+        "--generation-config",
+        "vllm",
+        "--override-generation-config",
+        most,
+        "--disable-uvicorn-access-log",
+        "--shutdown-timeout",
+        str(FINISH_S),
     )
 
 
 def triton_arguments(repository: str, *, host: str, port: int) -> tuple[str, ...]:
-    """Triton's own arguments: HTTP and nothing else. Vertex AI's frontend of Triton knows no streams, so its plain routes are used there too."""
+    """Triton's own arguments: HTTP and nothing else. Vertex AI's frontend of Triton knows no
+    streams, so its plain routes are used there too.
+    """
     return (
-        f"--model-repository={repository}", f"--http-address={host}", f"--http-port={port}", "--allow-grpc=false", "--allow-metrics=false",
-        "--allow-vertex-ai=false", "--exit-timeout-secs=10",
+        f"--model-repository={repository}",
+        f"--http-address={host}",
+        f"--http-port={port}",
+        "--allow-grpc=false",
+        "--allow-metrics=false",
+        "--allow-vertex-ai=false",
+        "--exit-timeout-secs=10",
     )
 
 
@@ -122,26 +168,51 @@ def triton_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", name)
 
 
-def triton_repository(name: str, serve: Serve, model: str, backend: Literal["python", "vllm"]) -> dict[str, str]:
-    """The files of a model repository, by their paths in it. The model itself stays where it is: `model`, a folder or gs:// address.
+def triton_repository(
+    name: str, serve: Serve, model: str, backend: Literal["python", "vllm"]
+) -> dict[str, str]:
+    """The files of a model repository, by their paths in it. The model itself stays where it is:
+    `model`, a folder or gs:// address.
 
-    `python`: answered by ingot's own server's generation, from the environment that Triton's Python backend runs in. `vllm`: by vLLM inside the
-    image of Triton that has it. Both take and give the same tensors, and requests join a running batch. Of one instance, whichever device it then
+    `python`: answered by ingot's own server's generation, from the environment that Triton's Python
+    backend runs in. `vllm`: by vLLM inside the image of Triton that has it. Both take and give the
+    same tensors, and requests join a running batch. Of one instance, whichever device it then
     takes: KIND_CPU and KIND_MODEL only keep Triton from making one for each accelerator.
     """
-    about = {"folder": model, **{key: str(getattr(serve, key)).lower() for key in ("max_batch", "max_queue", "max_tokens", "any_template")}}
+    about = {
+        "folder": model,
+        **{
+            key: str(getattr(serve, key)).lower()
+            for key in ("max_batch", "max_queue", "max_tokens", "any_template")
+        },
+    }
     config = _PBTXT.format(
-        name=triton_name(name), backend=backend, kind="KIND_CPU" if backend == "python" else "KIND_MODEL",
-        parameters="\n".join(_PARAMETER.format(key=key, value=json.dumps(value)) for key, value in about.items()) if backend == "python" else "",
+        name=triton_name(name),
+        backend=backend,
+        kind="KIND_CPU" if backend == "python" else "KIND_MODEL",
+        parameters=(
+            "\n".join(
+                _PARAMETER.format(key=key, value=json.dumps(value)) for key, value in about.items()
+            )
+            if backend == "python"
+            else ""
+        ),
     )
     folder = triton_name(name)
     if backend == "python":
         return {f"{folder}/config.pbtxt": config, f"{folder}/1/model.py": _MODEL_PY}
     engine = {
-        "model": model, "dtype": dtype_on(serve.machine), "max_num_seqs": serve.max_batch, "tensor_parallel_size": _accelerators(serve),
-        "generation_config": "vllm", **({"load_format": "runai_streamer"} if "://" in model else {}),
+        "model": model,
+        "dtype": dtype_on(serve.machine),
+        "max_num_seqs": serve.max_batch,
+        "tensor_parallel_size": _accelerators(serve),
+        "generation_config": "vllm",
+        **({"load_format": "runai_streamer"} if "://" in model else {}),
     }
-    return {f"{folder}/config.pbtxt": config, f"{folder}/1/model.json": json.dumps(engine, indent=1) + "\n"}
+    return {
+        f"{folder}/config.pbtxt": config,
+        f"{folder}/1/model.json": json.dumps(engine, indent=1) + "\n",
+    }
 
 
 _PBTXT = """\
@@ -176,8 +247,14 @@ class TritonPythonModel(Answering):
 
 
 def artifact_of(recipe: Recipe, model: str) -> dict[str, str]:
-    """What an endpoint's artifact folder holds beside the model at `model` (gs://): Triton wants a repository; to the others the model is all ({})."""
-    return triton_repository(recipe.registry_name, recipe.serve, model, "vllm") if recipe.serve.engine == "triton" else {}
+    """What an endpoint's artifact folder holds beside the model at `model` (gs://): Triton wants a
+    repository; to the others the model is all ({}).
+    """
+    return (
+        triton_repository(recipe.registry_name, recipe.serve, model, "vllm")
+        if recipe.serve.engine == "triton"
+        else {}
+    )
 
 
 def question(engine: str, name: str, prompt: str, max_tokens: int) -> dict[str, Any]:
@@ -191,7 +268,12 @@ def question(engine: str, name: str, prompt: str, max_tokens: int) -> dict[str, 
 
 def triton_question(prompt: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The same for a Triton, with any settings of sampling."""
-    return {"text_input": prompt, "stream": False, "sampling_parameters": json.dumps(sampling), "exclude_input_in_output": True}
+    return {
+        "text_input": prompt,
+        "stream": False,
+        "sampling_parameters": json.dumps(sampling),
+        "exclude_input_in_output": True,
+    }
 
 
 def answered(engine: str, answer: Any) -> str:
@@ -204,7 +286,10 @@ def answered(engine: str, answer: Any) -> str:
             return str(text[0] if isinstance(text, list) else text)
         return str(answer["predictions"][0])
     except (KeyError, IndexError, TypeError):
-        raise Failed(f"what answered is no {engine} server: {str(answer)[:200]}; check serve.engine and serve.image") from None
+        raise Failed(
+            f"what answered is no {engine} server: {str(answer)[:200]}; check serve.engine and"
+            " serve.image"
+        ) from None
 
 
 def dtype_on(machine: Machine) -> str:
@@ -220,8 +305,9 @@ def _accelerators(serve: Serve) -> int:
         return machine.accelerators
     if not _BRING_THEIRS.match(machine.type):
         raise WrongInput(
-            f"serve.engine {serve.engine} needs an accelerator on an endpoint, and serve.machine.type {machine.type} has none; set it to one that brings "
-            "its own (g2-standard-12), or set serve.machine.accelerator and serve.machine.accelerators"
+            f"serve.engine {serve.engine} needs an accelerator on an endpoint, and"
+            f" serve.machine.type {machine.type} has none; set it to one that brings its own"
+            " (g2-standard-12), or set serve.machine.accelerator and serve.machine.accelerators"
         )
     if found := _COUNT.search(machine.type):
         return int(found[1])
@@ -230,5 +316,9 @@ def _accelerators(serve: Serve) -> int:
 
 
 def shell(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """A command as one would type it; `$NAME` in a variable's value is left for the shell to fill in."""
-    return " ".join([*(f'{name}="{value}"' for name, value in environment.items()), shlex.join(words)])
+    """A command as one would type it; `$NAME` in a variable's value is left for the shell to fill
+    in.
+    """
+    return " ".join(
+        [*(f'{name}="{value}"' for name, value in environment.items()), shlex.join(words)]
+    )

@@ -1,4 +1,6 @@
-"""Arithmetic over knobs: does a layout fit, how large is a model, how much work is a token. No torch."""
+"""Arithmetic over knobs: does a layout fit, how large is a model, how much work is a token. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ingot.config.layout import Memory, Parallel
 from ingot.config.work import Train
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""The axes of the device mesh, from the outermost to the innermost: neighbours in `tensor` are neighbours in rank."""
+"""The axes of the device mesh, from the outermost to the innermost: neighbours in `tensor` are
+neighbours in rank.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,22 @@ def degrees_of(parallel: Parallel, world: int) -> Degrees:
     if "shard" not in given:
         given.setdefault("replicate", 1)
     product = math.prod(given.values())
-    asked = " x ".join(f"parallel.{axis} {value}" for axis, value in given.items() if value > 1) or "parallel.replicate 1"
+    asked = (
+        " x ".join(f"parallel.{axis} {value}" for axis, value in given.items() if value > 1)
+        or "parallel.replicate 1"
+    )
     free = next((axis for axis in ("replicate", "shard") if axis not in given), None)
     if free is None and product != world:
-        raise WrongInput(f"{asked} needs {product} processes, {world} {_are(world)} running; start {product}, or set parallel.replicate to auto")
+        raise WrongInput(
+            f"{asked} needs {product} processes, {world} {_are(world)} running; start {product}, or"
+            " set parallel.replicate to auto"
+        )
     if world % product:
         more = -(-world // product) * product
-        raise WrongInput(f"{asked} takes {product} processes a copy, which does not divide {world}; start {more} processes, or lower a degree")
+        raise WrongInput(
+            f"{asked} takes {product} processes a copy, which does not divide {world}; start {more}"
+            " processes, or lower a degree"
+        )
     return Degrees(**given, **({free: world // product} if free else {}))
 
 
@@ -62,7 +75,9 @@ def _are(count: int) -> str:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is dealt: every rank computes `micro_steps` micro-batches of at most `micro_batch` rows."""
+    """How one global batch is dealt: every rank computes `micro_steps` micro-batches of at most
+    `micro_batch` rows.
+    """
 
     global_batch: int
     micro_batch: int
@@ -87,10 +102,17 @@ def batch_plan(train: Train, parallel: Parallel, world: int, found: int = 1) -> 
     data = degrees.data
     if train.global_batch % data:
         # The nearest divisor; 1 always is one.
-        near = next(n for distance in range(1, data) for n in (data - distance, data + distance) if train.global_batch % n == 0)
+        near = next(
+            n
+            for distance in range(1, data)
+            for n in (data - distance, data + distance)
+            if train.global_batch % n == 0
+        )
         over = "processes" if data == world else f"{data} shares of the batch ({degrees.told()})"
         what = f"{world} {over}" if data == world else over
-        raise WrongInput(f"train.global_batch {train.global_batch} does not divide over {what}; {near} would fit")
+        raise WrongInput(
+            f"train.global_batch {train.global_batch} does not divide over {what}; {near} would fit"
+        )
     per_rank = train.global_batch // data
     micro_batch = min(found if train.micro_batch == "auto" else train.micro_batch, per_rank)
     plan = BatchPlan(train.global_batch, micro_batch, data)
@@ -100,67 +122,117 @@ def batch_plan(train: Train, parallel: Parallel, world: int, found: int = 1) -> 
 
 
 def _check_stages(plan: BatchPlan, pipeline: int, virtual: int) -> None:
-    """A pipeline wants micro-batches of one size, and with several stages a rank a number of them that its ranks divide."""
+    """A pipeline wants micro-batches of one size, and with several stages a rank a number of them
+    that its ranks divide.
+    """
     if plan.per_rank % plan.micro_batch:
         near = max(n for n in range(1, plan.micro_batch + 1) if plan.per_rank % n == 0)
-        raise WrongInput(f"train.micro_batch {plan.micro_batch} does not divide the {plan.per_rank} rows of a rank, which a pipeline needs; {near} would fit")
+        raise WrongInput(
+            f"train.micro_batch {plan.micro_batch} does not divide the {plan.per_rank} rows of a"
+            f" rank, which a pipeline needs; {near} would fit"
+        )
     if virtual > 1 and plan.micro_steps % pipeline:
         raise WrongInput(
-            f"parallel.virtual {virtual} wants a multiple of parallel.pipeline {pipeline} micro-batches a step, there are {plan.micro_steps} "
-            f"({plan.per_rank} rows of a rank / train.micro_batch {plan.micro_batch}); change train.global_batch or train.micro_batch"
+            f"parallel.virtual {virtual} wants a multiple of parallel.pipeline {pipeline}"
+            f" micro-batches a step, there are {plan.micro_steps} ({plan.per_rank} rows of a rank /"
+            f" train.micro_batch {plan.micro_batch}); change train.global_batch or"
+            " train.micro_batch"
         )
 
 
 def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_len: int) -> None:
-    """Whether `world` processes can share a decoder of this configuration, and rows of `seq_len` tokens, as asked.
+    """Whether `world` processes can share a decoder of this configuration, and rows of `seq_len`
+    tokens, as asked.
 
     Raises:
         WrongInput: they cannot; says what would fit.
     """
     shard = degrees_of(parallel, world).shard
     read = sizes(config)
-    wanted = [("tensor", parallel.tensor, count, what) for count, what in (
-        (read.heads, "heads"), (read.kv_heads, "key/value heads"), (read.feed_forward, "columns of the feed-forward"))]
-    heads = [(read.heads // parallel.tensor, "heads of a rank"), (read.kv_heads // parallel.tensor, "key/value heads of a rank")]
+    wanted = [
+        ("tensor", parallel.tensor, count, what)
+        for count, what in (
+            (read.heads, "heads"),
+            (read.kv_heads, "key/value heads"),
+            (read.feed_forward, "columns of the feed-forward"),
+        )
+    ]
+    heads = [
+        (read.heads // parallel.tensor, "heads of a rank"),
+        (read.kv_heads // parallel.tensor, "key/value heads of a rank"),
+    ]
     if parallel.context_by == "ulysses":
         wanted += [("context", parallel.context, count, what) for count, what in heads]
     for axis, degree, count, what in wanted:
         if count % degree:
             fits = [n for n in range(1, count + 1) if count % n == 0]
-            raise WrongInput(f"parallel.{axis} {degree} does not divide the model's {count} {what}; {_some(fits)} would")
+            raise WrongInput(
+                f"parallel.{axis} {degree} does not divide the model's {count} {what};"
+                f" {_some(fits)} would"
+            )
     if parallel.context > 1 and seq_len % (2 * parallel.context):
-        raise WrongInput(f"parallel.context {parallel.context} cuts a row in {2 * parallel.context} pieces, and data.seq_len {seq_len} is no multiple of that; "
-                         f"{seq_len // (2 * parallel.context) * 2 * parallel.context or 2 * parallel.context} would be")
+        raise WrongInput(
+            f"parallel.context {parallel.context} cuts a row in {2 * parallel.context} pieces, and"
+            f" data.seq_len {seq_len} is no multiple of that;"
+            f" {seq_len // (2 * parallel.context) * 2 * parallel.context or 2 * parallel.context}"
+            " would be"
+        )
     pieces = parallel.context * parallel.tensor
     if parallel.tensor > 1 and parallel.sequence and seq_len % pieces:
-        raise WrongInput(f"parallel.sequence cuts a row in {pieces} pieces, and data.seq_len {seq_len} is no multiple of that; "
-                         f"{seq_len // pieces * pieces or pieces} would be, or set parallel.sequence to false")
+        raise WrongInput(
+            f"parallel.sequence cuts a row in {pieces} pieces, and data.seq_len {seq_len} is no"
+            f" multiple of that; {seq_len // pieces * pieces or pieces} would be, or set"
+            " parallel.sequence to false"
+        )
     stages = parallel.pipeline * parallel.virtual
     if stages > read.layers:
-        raise WrongInput(f"parallel.pipeline {parallel.pipeline} x parallel.virtual {parallel.virtual} makes {stages} stages, the model has only "
-                         f"{read.layers} layers; lower one of the two")
-    if shard > 1 and parallel.tensor > 1 and read.vocab % (parallel.tensor * shard) and read.hidden % shard:
-        raise WrongInput(f"parallel.shard {shard} divides neither the vocabulary of {read.vocab} (with parallel.tensor {parallel.tensor}) nor the width of "
-                         f"{read.hidden}; {_some([n for n in range(1, read.hidden + 1) if read.hidden % n == 0])} would")
+        raise WrongInput(
+            f"parallel.pipeline {parallel.pipeline} x parallel.virtual {parallel.virtual} makes"
+            f" {stages} stages, the model has only {read.layers} layers; lower one of the two"
+        )
+    if (
+        shard > 1
+        and parallel.tensor > 1
+        and read.vocab % (parallel.tensor * shard)
+        and read.hidden % shard
+    ):
+        raise WrongInput(
+            f"parallel.shard {shard} divides neither the vocabulary of {read.vocab} (with"
+            f" parallel.tensor {parallel.tensor}) nor the width of {read.hidden};"
+            f" {_some([n for n in range(1, read.hidden + 1) if read.hidden % n == 0])} would"
+        )
 
 
 def check_pipeline(parallel: Parallel, memory: Memory, *, compiled: bool, dropout: float) -> None:
-    """What a pipeline cannot do, whatever the model. `dropout` is the adapter's. Raises WrongInput."""
+    """What a pipeline cannot do, whatever the model. `dropout` is the adapter's. Raises
+    WrongInput.
+    """
     if parallel.pipeline == 1:
         return
     if parallel.schedule == "zero_bubble":
         if compiled:
-            raise WrongInput("parallel.schedule zero_bubble takes the backward pass apart, which train.compile cannot; "
-                             "set it to interleaved, or train.compile to false")
+            raise WrongInput(
+                "parallel.schedule zero_bubble takes the backward pass apart, which train.compile"
+                " cannot; set it to interleaved, or train.compile to false"
+            )
         if memory.recompute.kind == "selective":
-            raise WrongInput("parallel.schedule zero_bubble goes backward twice, which memory.recompute.kind selective does not keep enough for; "
-                             "set it to full or none, or schedule to interleaved")
+            raise WrongInput(
+                "parallel.schedule zero_bubble goes backward twice, which memory.recompute.kind"
+                " selective does not keep enough for; set it to full or none, or schedule to"
+                " interleaved"
+            )
         if parallel.reshard and parallel.shard != 1:
-            raise WrongInput(f"parallel.schedule zero_bubble needs the gathered weights of parallel.shard {parallel.shard} until the end of backward; "
-                             f"set parallel.reshard to false, or schedule to interleaved")
+            raise WrongInput(
+                "parallel.schedule zero_bubble needs the gathered weights of parallel.shard"
+                f" {parallel.shard} until the end of backward; set parallel.reshard to false, or"
+                " schedule to interleaved"
+            )
     if dropout and memory.recompute.kind != "none":
-        raise WrongInput(f"model.lora.dropout {dropout} with parallel.pipeline and memory.recompute.kind {memory.recompute.kind} would be drawn for another "
-                         f"micro-batch when it is computed again; set the dropout to 0, or recompute to none")
+        raise WrongInput(
+            f"model.lora.dropout {dropout} with parallel.pipeline and memory.recompute.kind"
+            f" {memory.recompute.kind} would be drawn for another micro-batch when it is computed"
+            " again; set the dropout to 0, or recompute to none"
+        )
 
 
 def _some(numbers: Sequence[int]) -> str:
@@ -168,7 +240,9 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 def total_steps(train: Train, rows: int, seq_len: int) -> int:
-    """Optimizer steps that `steps`, `epochs` or `tokens` mean for `rows` training rows of `seq_len` tokens."""
+    """Optimizer steps that `steps`, `epochs` or `tokens` mean for `rows` training rows of `seq_len`
+    tokens.
+    """
     if train.steps is not None:
         return train.steps
     if train.tokens is not None:
@@ -181,7 +255,11 @@ def parameter_count(config: Mapping[str, Any]) -> int:
     read = sizes(config)
     embeddings = read.vocab * read.hidden * (1 if read.tied else 2)
     queries, keys = read.heads * read.head_dim, read.kv_heads * read.head_dim
-    biases = read.qkv_bias * (queries + 2 * keys) + read.output_bias * read.hidden + read.mlp_bias * (2 * read.feed_forward + read.hidden)
+    biases = (
+        read.qkv_bias * (queries + 2 * keys)
+        + read.output_bias * read.hidden
+        + read.mlp_bias * (2 * read.feed_forward + read.hidden)
+    )
     norms = 2 * read.hidden + read.qk_norm * 2 * read.head_dim
     return embeddings + read.layers * (_matrices(read) + biases + norms) + read.hidden
 
@@ -189,21 +267,30 @@ def parameter_count(config: Mapping[str, Any]) -> int:
 def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:
     """Floating-point operations of forward and backward for one token.
 
-    6 per matrix weight (the head included, the embedding lookup not), and 12 * heads * head size per layer for each token that
-    attention sees: seq_len / 2 on average, causal attention being half of the full square (the formula of PaLM, appendix B,
-    with the causal half left out), and less in a layer with a sliding window.
+    6 per matrix weight (the head included, the embedding lookup not), and 12 * heads * head size
+    per layer for each token that
+    attention sees: seq_len / 2 on average, causal attention being half of the full square (the
+    formula of PaLM, appendix B, with the causal half left out), and less in a layer with a sliding
+    window.
     """
     read = sizes(config)
     matrices = read.layers * _matrices(read) + read.vocab * read.hidden
-    return 6.0 * matrices + 12.0 * read.heads * read.head_dim * sum(_seen(seq_len, window) for window in read.windows)
+    return 6.0 * matrices + 12.0 * read.heads * read.head_dim * sum(
+        _seen(seq_len, window) for window in read.windows
+    )
 
 
 def _seen(seq_len: int, window: int | None) -> float:
-    """How many tokens a token attends to on average, itself counted half: the first `window` ever more, the others `window` each."""
+    """How many tokens a token attends to on average, itself counted half: the first `window` ever
+    more, the others `window` each.
+    """
     reach = min(seq_len, window or seq_len)
     return reach * (2 * seq_len - reach + 1) / (2 * seq_len) - 0.5
 
 
 def _matrices(read: Sizes) -> int:
     """Weights of the seven matrices of one layer."""
-    return read.hidden * read.head_dim * 2 * (read.heads + read.kv_heads) + 3 * read.hidden * read.feed_forward
+    return (
+        read.hidden * read.head_dim * 2 * (read.heads + read.kv_heads)
+        + 3 * read.hidden * read.feed_forward
+    )

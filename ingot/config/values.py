@@ -1,4 +1,6 @@
-"""Raw values as they come from files, variables and the command line, each with the place that set it."""
+"""Raw values as they come from files, variables and the command line, each with the place that set
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ NOTHING = object()
 
 @dataclass
 class Values:
-    """Raw values as nested mappings, and for each path where it was set last (`recipe.yaml:12`, `$INGOT_SEED`)."""
+    """Raw values as nested mappings, and for each path where it was set last (`recipe.yaml:12`,
+    `$INGOT_SEED`).
+    """
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path_, str] = field(default_factory=dict)
@@ -52,7 +56,9 @@ def assign(values: Values, path: Path_, value: Any, where: str) -> None:
     for part in path:
         key: Any = part if isinstance(tree, list) else str(part)
         if isinstance(tree, list) and not (isinstance(part, int) and part < len(tree)):
-            raise WrongInput(f"{where}: `{dotted(above)}` is a list of {len(tree)}; give an index below that")
+            raise WrongInput(
+                f"{where}: `{dotted(above)}` is a list of {len(tree)}; give an index below that"
+            )
         above = (*above, key)
         if len(above) == len(path):
             tree[key] = value

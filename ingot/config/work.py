@@ -12,7 +12,9 @@ from ingot.config.section import Positive, Section
 
 
 class Lora(Section):
-    """Low-rank adaptation (Hu et al. 2021): the weights stay, a small product of two matrices is learnt beside each of some."""
+    """Low-rank adaptation (Hu et al. 2021): the weights stay, a small product of two matrices is
+    learnt beside each of some.
+    """
 
     rank: Positive = 16
     """Inner size of the products."""
@@ -21,9 +23,13 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the inputs of the products that is dropped while training."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Which linear layers: `all-linear` for every one but the head, or names such as `[q_proj, v_proj]`; Meta's names (`wq`, `w1`) are understood."""
+    """Which linear layers: `all-linear` for every one but the head, or names such as `[q_proj,
+    v_proj]`; Meta's names (`wq`, `w1`) are understood.
+    """
     adapter: str | None = None
-    """Folder of an adapter in PEFT's layout to go on from; rank, alpha and targets must be its own. Empty: a new one, which changes nothing yet."""
+    """Folder of an adapter in PEFT's layout to go on from; rank, alpha and targets must be its own.
+    Empty: a new one, which changes nothing yet.
+    """
 
 
 class Model(Section):
@@ -32,32 +38,47 @@ class Model(Section):
     source: str = "preset:llama-3m"
     """`preset:NAME` (see `ingot show models`), `hf:ORG/NAME`, or a Hugging Face folder."""
     init: Literal["auto", "weights", "random"] = "auto"
-    """What training starts from: the source's `weights`, or `random` ones drawn from `seed`. `auto`: weights where the source has them."""
+    """What training starts from: the source's `weights`, or `random` ones drawn from `seed`.
+    `auto`: weights where the source has them.
+    """
     config: dict[str, JsonValue] = {}
-    """Overrides of the model's configuration by Hugging Face's names, such as `{num_hidden_layers: 4}`. Only with random weights, or for
-    names that change no shape."""
+    """Overrides of the model's configuration by Hugging Face's names, such as `{num_hidden_layers:
+    4}`. Only with random weights, or for names that change no shape.
+    """
     revision: str | None = None
     """Branch, tag or commit on the hub; the default branch when empty."""
     lora: Lora | None = None
-    """Train an adapter and leave the weights as they are; `{}` for the defaults. Null trains all weights."""
+    """Train an adapter and leave the weights as they are; `{}` for the defaults. Null trains all
+    weights.
+    """
 
 
 class Tokenizer(Section):
     """How text becomes ids."""
 
     source: str | None = None
-    """`train` (a byte-level BPE learnt from the training documents), a Hugging Face folder, `hf:ORG/NAME`, or a `tokenizer.model` file
-    (Llama 3's tiktoken ranks, or SentencePiece). Empty: the model's own, or `train` for a preset."""
+    """`train` (a byte-level BPE learnt from the training documents), a Hugging Face folder,
+    `hf:ORG/NAME`, or a `tokenizer.model` file (Llama 3's tiktoken ranks, or SentencePiece). Empty:
+    the model's own, or `train` for a preset.
+    """
     vocab_size: Annotated[int, Field(ge=260)] = 4096
-    """Size of a trained vocabulary, special tokens included. Ignored, and refused when set, for a tokenizer that is not trained."""
+    """Size of a trained vocabulary, special tokens included. Ignored, and refused when set, for a
+    tokenizer that is not trained.
+    """
     template: str | None = None
-    """Chat template: a built-in name (`chatml`, `llama3`, `llama2`, `mistral`, `zephyr`, `alpaca`), or the path of a Jinja file. Empty: the
-    tokenizer's own."""
+    """Chat template: a built-in name (`chatml`, `llama3`, `llama2`, `mistral`, `zephyr`, `alpaca`),
+    or the path of a Jinja file. Empty: the tokenizer's own.
+    """
     encoder: Literal["auto", "reference"] = "auto"
-    """What `prepare` encodes with. `auto`: the fastest library whose ids equal the reference's on a sample of your documents, one document
-    in a thousand compared throughout. `reference`: the tokenizer's own library alone. The ids are the same."""
+    """What `prepare` encodes with. `auto`: the fastest library whose ids equal the reference's on a
+    sample of your documents, one document
+    in a thousand compared throughout. `reference`: the tokenizer's own library alone. The ids are
+    the same.
+    """
     sample_bytes: Positive = 50_000_000
-    """How many bytes of the training documents a trained vocabulary is learnt from; an even sample of all of them."""
+    """How many bytes of the training documents a trained vocabulary is learnt from; an even sample
+    of all of them.
+    """
 
 
 class AdamW(Section):
@@ -67,7 +88,10 @@ class AdamW(Section):
     """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
     """Decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
@@ -76,7 +100,9 @@ class AdamW(Section):
 
 
 class SGD(Section):
-    """Plain stochastic gradient descent; for proofs, since it shows a wrong gradient scale that Adam hides."""
+    """Plain stochastic gradient descent; for proofs, since it shows a wrong gradient scale that
+    Adam hides.
+    """
 
     kind: Literal["sgd"]
     """Which optimizer."""
@@ -90,10 +116,16 @@ class SGD(Section):
 
 def _optimizer_kind(value: Any) -> str:
     """AdamW where no kind is given, so that `optimizer: {lr: 1e-3}` reads as one expects."""
-    return str(value.get("kind", "adamw")) if isinstance(value, dict) else str(getattr(value, "kind", value))
+    return (
+        str(value.get("kind", "adamw"))
+        if isinstance(value, dict)
+        else str(getattr(value, "kind", value))
+    )
 
 
-Optimizer = Annotated[Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")], Discriminator(_optimizer_kind)]
+Optimizer = Annotated[
+    Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")], Discriminator(_optimizer_kind)
+]
 
 
 class Schedule(Section):
@@ -115,25 +147,34 @@ class EarlyStop(Section):
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """An improvement smaller than this, in the metric's units, does not count."""
     metric: str = "loss"
-    """What must improve: `loss`, the objective's own on the validation rows, or a metric of `train.evaluate_tasks`, such as
-    `hellaswag/accuracy_norm`."""
+    """What must improve: `loss`, the objective's own on the validation rows, or a metric of
+    `train.evaluate_tasks`, such as `hellaswag/accuracy_norm`.
+    """
 
 
 class Skip(Section):
-    """Steps that would do harm are not taken: those whose loss or gradient is not finite, and spikes."""
+    """Steps that would do harm are not taken: those whose loss or gradient is not finite, and
+    spikes.
+    """
 
     spike: Annotated[float, Field(gt=1)] | None = None
-    """A step whose gradient norm is more than this many times its running mean is not taken either; null for non-finite ones only."""
+    """A step whose gradient norm is more than this many times its running mean is not taken either;
+    null for non-finite ones only.
+    """
     in_row: Positive = 10
     """Steps not taken, one after the other, that are too many."""
     then: Literal["stop", "roll_back"] = "stop"
-    """What too many lead to: training ends and says so, or goes back to the newest checkpoint and leaves out the data of those steps."""
+    """What too many lead to: training ends and says so, or goes back to the newest checkpoint and
+    leaves out the data of those steps.
+    """
     rollbacks: Positive = 3
     """How often a training goes back; then it ends."""
 
 
 class Profile(Section):
-    """Which steps are traced with torch's profiler; open the file at https://ui.perfetto.dev or chrome://tracing."""
+    """Which steps are traced with torch's profiler; open the file at https://ui.perfetto.dev or
+    chrome://tracing.
+    """
 
     begin: Positive = 3
     """First step that is traced, counted from 1."""
@@ -143,7 +184,10 @@ class Profile(Section):
     @model_validator(mode="after")
     def _in_order(self) -> Profile:
         if self.end < self.begin:
-            raise ValueError(f"train.profile ends with step {self.end}, before it begins with step {self.begin}; raise train.profile.end")
+            raise ValueError(
+                f"train.profile ends with step {self.end}, before it begins with step {self.begin};"
+                " raise train.profile.end"
+            )
         return self
 
 
@@ -159,7 +203,9 @@ class Train(Section):
     global_batch: Positive = 32
     """Sequences in one optimizer step, over all ranks and micro-batches."""
     micro_batch: Positive | Literal["auto"] = 8
-    """Sequences that one rank computes at once; changes memory and speed, never the result. `auto`: the most that fit, found by trying."""
+    """Sequences that one rank computes at once; changes memory and speed, never the result. `auto`:
+    the most that fit, found by trying.
+    """
     optimizer: Optimizer = AdamW()
     """How weights follow gradients."""
     schedule: Schedule = Schedule()
@@ -171,22 +217,32 @@ class Train(Section):
     early_stop: EarlyStop | None = None
     """Stop early; needs `evaluate_every`."""
     evaluate_every: Positive | None = None
-    """Steps between evaluations of the loss on the validation rows; null for none while training."""
+    """Steps between evaluations of the loss on the validation rows; null for none while training.
+    """
     evaluate_rows: Positive = 64
     """Validation rows used by each evaluation while training; the first ones, always the same."""
     evaluate_tasks: list[str] = []
-    """Names of `evaluate.tasks` that each evaluation while training does too, dealt over the ranks."""
+    """Names of `evaluate.tasks` that each evaluation while training does too, dealt over the ranks.
+    """
     sample_every: Positive | None = None
-    """Steps between samples: the completions of `evaluate.prompts`, logged as text; null for none while training."""
+    """Steps between samples: the completions of `evaluate.prompts`, logged as text; null for none
+    while training.
+    """
     start_from: str | None = None
-    """Checkpoint of another run to start from: its run folder (the newest is taken) or one checkpoint folder. Weights, optimizer and the step
-    that the schedule stands at are taken over."""
+    """Checkpoint of another run to start from: its run folder (the newest is taken) or one
+    checkpoint folder. Weights, optimizer and the step that the schedule stands at are taken over.
+    """
     reset_optimizer: bool = False
-    """With `start_from`: take the weights only; the optimizer starts anew, and so does the schedule."""
+    """With `start_from`: take the weights only; the optimizer starts anew, and so does the
+    schedule.
+    """
     start_step: Annotated[int, Field(ge=0)] | None = None
-    """Step that training starts at, for schedule and data order; empty: 0, or that of `start_from`."""
+    """Step that training starts at, for schedule and data order; empty: 0, or that of `start_from`.
+    """
     compile: bool = False
-    """Compile the model's layers with torch.compile: slower to start, faster per step on most devices."""
+    """Compile the model's layers with torch.compile: slower to start, faster per step on most
+    devices.
+    """
     profile: Profile | None = None
     """Write a trace of a few steps to `profile/` in the run folder; null for none."""
 
@@ -194,13 +250,22 @@ class Train(Section):
     def _one_length(self) -> Train:
         given = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"train.{' and train.'.join(given)} both say how long to train; keep one of them")
+            raise ValueError(
+                f"train.{' and train.'.join(given)} both say how long to train; keep one of them"
+            )
         if self.early_stop is not None and self.evaluate_every is None:
-            raise ValueError("train.early_stop needs train.evaluate_every; set it to a number of steps")
+            raise ValueError(
+                "train.early_stop needs train.evaluate_every; set it to a number of steps"
+            )
         if self.evaluate_tasks and self.evaluate_every is None:
-            raise ValueError("train.evaluate_tasks needs train.evaluate_every; set it to a number of steps")
+            raise ValueError(
+                "train.evaluate_tasks needs train.evaluate_every; set it to a number of steps"
+            )
         if self.reset_optimizer and self.start_from is None:
-            raise ValueError("train.reset_optimizer is about train.start_from; give the run to start from, or remove it")
+            raise ValueError(
+                "train.reset_optimizer is about train.start_from; give the run to start from, or"
+                " remove it"
+            )
         return self
 
 
@@ -208,26 +273,43 @@ class Checkpoint(Section):
     """What is kept so that nothing is lost."""
 
     every: Positive = 500
-    """Steps between checkpoints; one more is always made at the end and when a signal stops the run."""
+    """Steps between checkpoints; one more is always made at the end and when a signal stops the
+    run.
+    """
     keep: Positive = 2
     """How many of the newest checkpoints are kept. The newest complete one is never deleted."""
     best: str | None = None
-    """Metric whose best checkpoint is kept beside the newest and exported in the end: `loss`, or one of `train.evaluate_tasks`, such as
-    `rouge/rougeL`. One is saved at each evaluation that is the best so far. Empty exports the last one."""
+    """Metric whose best checkpoint is kept beside the newest and exported in the end: `loss`, or
+    one of `train.evaluate_tasks`, such as `rouge/rougeL`. One is saved at each evaluation that is
+    the best so far. Empty exports the last one.
+    """
     asynchronous: bool = True
-    """Write checkpoints while training goes on, from a copy of the state in the host's memory (12 bytes a trained parameter with Adam). Without
-    it training waits for the disk."""
+    """Write checkpoints while training goes on, from a copy of the state in the host's memory (12
+    bytes a trained parameter with Adam). Without it training waits for the disk.
+    """
     upload: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
-    """`gs://BUCKET/FOLDER` that each checkpoint is copied to once it is committed here, and fetched from where this machine has none."""
+    """`gs://BUCKET/FOLDER` that each checkpoint is copied to once it is committed here, and fetched
+    from where this machine has none.
+    """
     grace_s: Positive = 300
-    """Seconds that a signal to stop gives for the step at hand and its checkpoint; a process that is not done then is ended."""
+    """Seconds that a signal to stop gives for the step at hand and its checkpoint; a process that
+    is not done then is ended.
+    """
     notice: str | None = None
-    """What says that this machine will be taken away, which stops training as a signal does: `gce` asks the metadata server, anything else is
-    the path of a file that appears."""
+    """What says that this machine will be taken away, which stops training as a signal does: `gce`
+    asks the metadata server, anything else is the path of a file that appears.
+    """
 
 
 Changeable = Literal[
-    "train.steps", "train.epochs", "train.tokens", "train.optimizer", "train.schedule", "train.clip_norm", "train.skip", "train.early_stop"
+    "train.steps",
+    "train.epochs",
+    "train.tokens",
+    "train.optimizer",
+    "train.schedule",
+    "train.clip_norm",
+    "train.skip",
+    "train.early_stop",
 ]
 
 
@@ -235,7 +317,9 @@ class Resume(Section):
     """What may differ from the training that is gone on with."""
 
     allow: list[Changeable] = []
-    """Knobs whose change is meant, such as `train.steps` or `train.optimizer`; any other change refuses to go on."""
+    """Knobs whose change is meant, such as `train.steps` or `train.optimizer`; any other change
+    refuses to go on.
+    """
 
 
 class WandB(Section):

@@ -1,1 +1,3 @@
-"""Sources to documents, documents to token columns on disk, columns to batches. Only `loader` imports torch."""
+"""Sources to documents, documents to token columns on disk, columns to batches. Only `loader`
+imports torch.
+"""

@@ -1,4 +1,6 @@
-"""Parts of columns that lie in a bucket come shortly before training draws from them, and go afterwards."""
+"""Parts of columns that lie in a bucket come shortly before training draws from them, and go
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,25 @@ from ingot.data.order import Order
 
 LOOK_S = 0.05
 BUSY_S, AGAIN_S, AWAY_S = 1.0, 10.0, 900.0
-"""When a part that another rank is fetching, and one that could not be fetched, is tried again; and how long training waits for what cannot be."""
+"""When a part that another rank is fetching, and one that could not be fetched, is tried again; and
+how long training waits for what cannot be.
+"""
 LAST_S = 1.0
-"""How long the end waits for a part on its way: a rank that is asked to stop has little time, and a part may take minutes."""
+"""How long the end waits for a part on its way: a rank that is asked to stop has little time, and a
+part may take minutes.
+"""
 
 
 class Ahead:
-    """Keeps the parts at hand that a step and the next are drawn from, those of the window after these, and for slower ranks those of the one before.
+    """Keeps the parts at hand that a step and the next are drawn from, those of the window after
+    these, and for slower ranks those of the one before.
 
     All ranks of a machine do this, each taking what no other one is fetching.
     """
 
-    def __init__(self, rows: Opened, order: Order, global_batch: int, *, quiet: bool = False) -> None:
+    def __init__(
+        self, rows: Opened, order: Order, global_batch: int, *, quiet: bool = False
+    ) -> None:
         self._rows, self._order, self._batch, self._quiet = rows, order, global_batch, quiet
         self._wanted, self._here = list[int](), list[int]()
         self._had = rows.brought()  # by an attempt before this one
@@ -35,8 +44,9 @@ class Ahead:
         self._thread.start()
 
     def wait(self, step: int, meanwhile: Callable[[], bool]) -> bool:
-        """Training has come to `step`: until the parts are here that it and the next are drawn from. `meanwhile` is called now and then, and ends the
-        wait when it says so, which gives False.
+        """Training has come to `step`: until the parts are here that it and the next are drawn
+        from. `meanwhile` is called now and then, and ends the wait when it says so, which gives
+        False.
 
         Raises:
             Unusable: a part is not what was prepared.
@@ -78,10 +88,15 @@ class Ahead:
         return sum(not self._rows.has(part) for part in parts)
 
     def _judge(self) -> None:
-        if self._trouble is not None and (isinstance(self._trouble[1], Unusable) or time.monotonic() > self._trouble[0] + AWAY_S):
+        if self._trouble is not None and (
+            isinstance(self._trouble[1], Unusable) or time.monotonic() > self._trouble[0] + AWAY_S
+        ):
             if isinstance(self._trouble[1], IngotError):
                 raise self._trouble[1]
-            raise Failed(f"parts of the columns cannot be fetched ({self._trouble[1]}); see to the disk of this machine and run the same command again")
+            raise Failed(
+                f"parts of the columns cannot be fetched ({self._trouble[1]}); see to the disk of"
+                " this machine and run the same command again"
+            )
 
     def _run(self) -> None:
         pause: float | None = None

@@ -1,6 +1,8 @@
-"""Cuts the files of a source into tasks for `ingest`. What a task holds follows from the files alone, not from who does it.
+"""Cuts the files of a source into tasks for `ingest`. What a task holds follows from the files
+alone, not from who does it.
 
-Plain JSON Lines are cut at newlines, multistream dumps between streams; other files stay whole, and small ones are put together.
+Plain JSON Lines are cut at newlines, multistream dumps between streams; other files stay whole, and
+small ones are put together.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ STREAM = b"BZh91AY&SY"
 
 @dataclass(frozen=True)
 class Piece:
-    """A file, or the lines of it that begin within bytes `begin` to `end`, with `row` lines before them."""
+    """A file, or the lines of it that begin within bytes `begin` to `end`, with `row` lines before
+    them.
+    """
 
     file: SourceFile
     begin: int = 0
@@ -36,7 +40,9 @@ class Piece:
 
 
 def block_bytes(total: int) -> int:
-    """How much a task should hold, of so many bytes: enough tasks for any number of workers, and not millions of them."""
+    """How much a task should hold, of so many bytes: enough tasks for any number of workers, and
+    not millions of them.
+    """
     return min(max(total // BLOCKS, SMALLEST_BYTES), LARGEST_BYTES)
 
 
@@ -70,12 +76,16 @@ def _pieces(file: SourceFile, block: int) -> list[Piece]:
 
 
 def _blocks(file: SourceFile, block: int) -> Iterator[Piece]:
-    """Cuts after the first newline at or behind every `block` bytes, counting newlines so that rows keep their numbers."""
+    """Cuts after the first newline at or behind every `block` bytes, counting newlines so that rows
+    keep their numbers.
+    """
     begin = row = lines = at = 0
     with open_read(file.path) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             done = 0
-            while (wanted := max(begin + block - at - 1, done)) < len(chunk) and (newline := chunk.find(b"\n", wanted)) >= 0:
+            while (wanted := max(begin + block - at - 1, done)) < len(chunk) and (
+                newline := chunk.find(b"\n", wanted)
+            ) >= 0:
                 lines += chunk.count(b"\n", done, newline + 1)
                 yield Piece(file, begin, at + newline + 1, row)
                 begin, row, lines, done = at + newline + 1, row + lines, 0, newline + 1
@@ -86,7 +96,9 @@ def _blocks(file: SourceFile, block: int) -> Iterator[Piece]:
 
 
 def _streams(file: SourceFile, block: int) -> Iterator[Piece]:
-    """Cuts a multistream dump where one of its streams begins, at or behind every `block` bytes. Reads little of the file."""
+    """Cuts a multistream dump where one of its streams begins, at or behind every `block` bytes.
+    Reads little of the file.
+    """
     begin = at = 0
     with open_read(file.path) as stream:
         while begin < file.bytes:

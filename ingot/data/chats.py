@@ -1,7 +1,9 @@
-"""Chats as people write them down, brought to one form: `{"messages": [{"role": ..., "content": ...}, ...]}` as compact JSON.
+"""Chats as people write them down, brought to one form: `{"messages": [{"role": ..., "content":
+...}, ...]}` as compact JSON.
 
-Four layouts come in: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`, `input`, `output`, and texts
-with `Human:` and `Assistant:` in them. Descriptions of tools beside the messages are not kept.
+Four layouts come in: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`,
+`input`, `output`, and texts with `Human:` and `Assistant:` in them. Descriptions of tools beside
+the messages are not kept.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ ALL = frozenset().union(*LAYOUTS.values())
 def to_messages(row: int, record: Mapping[str, Any], layout: str, columns: Columns) -> Item | Bad:
     """The chat of one record as canonical JSON, or why it holds none.
 
-    What is null counts as absent, so that a table with a column for every key gives the same chat as JSON without them. A
-    list of messages may also be JSON in a text, as CSV has it. Keys of a message beside role and content are kept.
+    What is null counts as absent, so that a table with a column for every key gives the same chat
+    as JSON without them. A list of messages may also be JSON in a text, as CSV has it. Keys of a
+    message beside role and content are kept.
 
     Args:
-        layout: `messages`, `sharegpt`, `alpaca`, `hh`, or `auto`, which goes by the columns of the record.
+        layout: `messages`, `sharegpt`, `alpaca`, `hh`, or `auto`, which goes by the columns of the
+            record.
         columns: usual name -> name in the record.
 
     Raises:
@@ -60,7 +64,9 @@ def from_messages(chat: str) -> list[Message]:
     try:
         messages: list[Message] = json.loads(chat)["messages"]
     except (ValueError, TypeError, KeyError):
-        raise WrongInput(f"{chat[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again") from None
+        raise WrongInput(
+            f"{chat[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again"
+        ) from None
     return messages
 
 
@@ -69,10 +75,16 @@ def _messages(record: Mapping[str, Any], layout: str, columns: Columns) -> list[
     if kind == "alpaca":
         messages = _alpaca(record, columns)
     elif kind == "hh":
-        messages = [*system_of(record, columns), *hh_messages(_needed(record, "text", columns), columns.get("text", "text"))]
+        messages = [
+            *system_of(record, columns),
+            *hh_messages(_needed(record, "text", columns), columns.get("text", "text")),
+        ]
     else:
         value = _needed(record, CHAT_COLUMN[kind], columns)
-        messages = [*system_of(record, columns), *messages_of(value, kind, columns, guess=layout == "auto")]
+        messages = [
+            *system_of(record, columns),
+            *messages_of(value, kind, columns, guess=layout == "auto"),
+        ]
     if not messages:
         raise Fault("empty chat")
     if not any(message["role"] == "assistant" and says(message) for message in messages):
@@ -81,7 +93,9 @@ def _messages(record: Mapping[str, Any], layout: str, columns: Columns) -> list[
 
 
 def _layout(record: Mapping[str, Any], columns: Columns) -> str:
-    """The first layout whose columns are there. A column of text is too usual to be taken for a chat without being told."""
+    """The first layout whose columns are there. A column of text is too usual to be taken for a
+    chat without being told.
+    """
     for kind, name in CHAT_COLUMN.items():
         if column(record, name, columns) is not None:
             return kind
@@ -99,4 +113,7 @@ def _needed(record: Mapping[str, Any], usual: str, columns: Columns) -> Any:
 
 def _alpaca(record: Mapping[str, Any], columns: Columns) -> list[Message]:
     prompt = alpaca_prompt(record, columns, "chat")
-    return [*prompt, assistant(text_of(_needed(record, "output", columns), columns.get("output", "output")))]
+    return [
+        *prompt,
+        assistant(text_of(_needed(record, "output", columns), columns.get("output", "output"))),
+    ]

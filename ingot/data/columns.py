@@ -1,7 +1,9 @@
-"""One part of a ragged column: Megatron's `.bin` (all elements) and `.idx` (where each record lies), version 1.
+"""One part of a ragged column: Megatron's `.bin` (all elements) and `.idx` (where each record
+lies), version 1.
 
-Layout of `.idx`, little-endian: magic, version uint64, type code uint8, record count uint64, document-index count uint64,
-lengths int32[n], byte pointers int64[n], document indices int64[n + 1] (every record is a document of its own).
+Layout of `.idx`, little-endian: magic, version uint64, type code uint8, record count uint64,
+document-index count uint64, lengths int32[n], byte pointers int64[n], document indices int64[n + 1]
+(every record is a document of its own).
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("uint8"), 2: np.dtype("int8"), 3: np.dtype("int16"), 4: np.dtype("int32"),
-    5: np.dtype("int64"), 6: np.dtype("float64"), 7: np.dtype("float32"), 8: np.dtype("uint16"),
+    1: np.dtype("uint8"),
+    2: np.dtype("int8"),
+    3: np.dtype("int16"),
+    4: np.dtype("int32"),
+    5: np.dtype("int64"),
+    6: np.dtype("float64"),
+    7: np.dtype("float32"),
+    8: np.dtype("uint16"),
 }
 UINT16_BELOW = 65_500
 AGAIN = "run `ingot prepare` again"
@@ -34,7 +42,9 @@ BLOCK_BITS = 12
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type of a token column: uint16 for a vocabulary below 65,500, else int32, as Megatron chooses."""
+    """The type of a token column: uint16 for a vocabulary below 65,500, else int32, as Megatron
+    chooses.
+    """
     return np.dtype("uint16" if vocab_size < UINT16_BELOW else "int32")
 
 
@@ -52,7 +62,8 @@ def idx_path(prefix: Path) -> Path:
 
 
 class ColumnWriter:
-    """Writes `PREFIX.bin` and `PREFIX.idx`; both appear whole when the block ends without an error, the index last.
+    """Writes `PREFIX.bin` and `PREFIX.idx`; both appear whole when the block ends without an error,
+    the index last.
 
     >>> with ColumnWriter(folder / "train.tokens-00000", np.dtype("uint16")) as writer:
     ...     writer.append(flat, lengths)
@@ -78,7 +89,12 @@ class ColumnWriter:
         self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
         self.elements += len(flat)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.__exit__(kind, value, trace)
         if kind is None:
             self._write_index()
@@ -95,10 +111,12 @@ class ColumnWriter:
 
 
 class Column:
-    """Reads one part, memory-mapped: opening it and finding a record cost the same for a thousand records and a billion.
+    """Reads one part, memory-mapped: opening it and finding a record cost the same for a thousand
+    records and a billion.
 
-    Of the index only a few numbers are read at opening. Each block of it is proved to be without contradiction when it is
-    first used, so a damaged one gives an error and never a record that is not there.
+    Of the index only a few numbers are read at opening. Each block of it is proved to be without
+    contradiction when it is first used, so a damaged one gives an error and never a record that is
+    not there.
 
     Raises:
         WrongInput: a file is missing, is no index of this version, or the two do not fit together.
@@ -111,20 +129,39 @@ class Column:
             raise WrongInput(f"{idx_path(prefix)} is cut short at {len(index)} bytes; {AGAIN}")
         magic, version, code, self.records, self.documents = HEADER.unpack_from(index)
         if magic != MAGIC or version != VERSION or code not in CODES:
-            raise WrongInput(f"{idx_path(prefix)} is not a Megatron index of version {VERSION}; {AGAIN}")
+            raise WrongInput(
+                f"{idx_path(prefix)} is not a Megatron index of version {VERSION}; {AGAIN}"
+            )
         self.dtype = CODES[code]
         self._shift = self.dtype.itemsize.bit_length() - 1
         expected = HEADER.size + 12 * self.records + 8 * self.documents
         if self.records and len(index) == expected + self.records:
-            raise WrongInput(f"{idx_path(prefix)} has a mode for each sequence (Megatron's multimodal layout), which cannot be read; use text columns")
+            raise WrongInput(
+                f"{idx_path(prefix)} has a mode for each sequence (Megatron's multimodal layout),"
+                " which cannot be read; use text columns"
+            )
         if len(index) != expected:
-            raise WrongInput(f"{idx_path(prefix)} has {len(index)} bytes, its header says {expected}; {AGAIN}")
+            raise WrongInput(
+                f"{idx_path(prefix)} has {len(index)} bytes, its header says {expected}; {AGAIN}"
+            )
         lengths_end, pointers_end = HEADER.size + 4 * self.records, HEADER.size + 12 * self.records
-        self._lengths = np.frombuffer(index, "<i4", self.records, HEADER.size) if self.records else np.zeros(0, np.int32)
-        self._pointers = np.frombuffer(index, "<i8", self.records, lengths_end) if self.records else np.zeros(0, np.int64)
-        self._documents = np.frombuffer(index, "<i8", self.documents, pointers_end) if self.documents else np.zeros(0, np.int64)
-        # The 34 bytes of the header leave the pointers unaligned. NumPy's searchsorted would copy all of them at each
-        # call; a memoryview reads one at a time wherever it lies.
+        self._lengths = (
+            np.frombuffer(index, "<i4", self.records, HEADER.size)
+            if self.records
+            else np.zeros(0, np.int32)
+        )
+        self._pointers = (
+            np.frombuffer(index, "<i8", self.records, lengths_end)
+            if self.records
+            else np.zeros(0, np.int64)
+        )
+        self._documents = (
+            np.frombuffer(index, "<i8", self.documents, pointers_end)
+            if self.documents
+            else np.zeros(0, np.int64)
+        )
+        # The 34 bytes of the header leave the pointers unaligned. NumPy's searchsorted would copy
+        # all of them at each call; a memoryview reads one at a time wherever it lies.
         self._bisected = memoryview(index)[lengths_end:pointers_end].cast("q")
         self._counted = memoryview(index)[HEADER.size : lengths_end].cast("i")
         self._sound = bytearray((self.records >> BLOCK_BITS) + 1)
@@ -133,9 +170,15 @@ class Column:
     def _open_data(self) -> None:
         data = _mapped(bin_path(self.prefix))
         self._size = len(data)
-        size = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize if self.records else 0
+        size = (
+            int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+            if self.records
+            else 0
+        )
         if self._size != size or size % self.dtype.itemsize:
-            raise WrongInput(f"{bin_path(self.prefix)} has {self._size} bytes, its index says {size}; {AGAIN}")
+            raise WrongInput(
+                f"{bin_path(self.prefix)} has {self._size} bytes, its index says {size}; {AGAIN}"
+            )
         if not self.documents or (self._documents[0], self._documents[-1]) != (0, self.records):
             raise self._contradiction()
         self._elements = np.frombuffer(data, self.dtype)
@@ -177,7 +220,10 @@ class Column:
             WrongInput: there is no such record.
         """
         if not 0 <= record < self.records:
-            raise WrongInput(f"{idx_path(self.prefix)} has {self.records:,} records, number {record:,} is asked for; {AGAIN}")
+            raise WrongInput(
+                f"{idx_path(self.prefix)} has {self.records:,} records, number {record:,} is asked"
+                f" for; {AGAIN}"
+            )
         if not self._sound[record >> BLOCK_BITS]:
             self._prove_block(record >> BLOCK_BITS)
         return self._bisected[record] >> self._shift, self._counted[record]
@@ -185,7 +231,8 @@ class Column:
     def starts(self, begin: int, end: int) -> list[int]:
         """Where in `begin` to `end` of the stream records begin, ascending, found by bisection."""
         first = bisect.bisect_left(self._bisected, begin << self._shift)
-        # Mostly few records begin there: the end is near, and the pages of its pointers are at hand.
+        # Mostly few records begin there: the end is near, and the pages of its pointers are at
+        # hand.
         last, step = first, 16
         while last < self.records and self._bisected[last] < end << self._shift:
             near, last, step = last, min(last + step, self.records), step * 4
@@ -195,7 +242,9 @@ class Column:
         return [pointer >> self._shift for pointer in self._bisected[first:last]]
 
     def document_lengths(self) -> npt.NDArray[np.int64]:
-        """How many records each of Megatron's documents has; of columns written here, one each. Reads all of the index."""
+        """How many records each of Megatron's documents has; of columns written here, one each.
+        Reads all of the index.
+        """
         counts: npt.NDArray[np.int64] = np.diff(self._documents)
         if len(counts) and counts.min() < 0:
             raise self._contradiction()
@@ -207,7 +256,9 @@ class Column:
         self.document_lengths()
 
     def _prove(self, first: int, last: int) -> None:
-        """Prove the blocks of the index in which records `first` to `last` lie, if that is not done yet."""
+        """Prove the blocks of the index in which records `first` to `last` lie, if that is not done
+        yet.
+        """
         for block in range(first >> BLOCK_BITS, ((max(last, first + 1) - 1) >> BLOCK_BITS) + 1):
             if not self._sound[block]:
                 self._prove_block(block)
@@ -219,19 +270,31 @@ class Column:
         after = self._pointers[first + 1 : last + 1]
         ends = self._pointers[first:last] + lengths.astype(np.int64) * self.dtype.itemsize
         begins_right = first > 0 or not last or self._pointers[0] == 0
-        if not begins_right or (lengths < 0).any() or (ends[: len(after)] != after).any() or (len(after) < len(ends) and ends[-1] != self._size):
+        if (
+            not begins_right
+            or (lengths < 0).any()
+            or (ends[: len(after)] != after).any()
+            or (len(after) < len(ends) and ends[-1] != self._size)
+        ):
             raise self._contradiction()
         self._sound[block] = 1
 
     def _contradiction(self) -> WrongInput:
-        return WrongInput(f"{idx_path(self.prefix)} contradicts itself about where records lie; it is damaged, {AGAIN}")
+        return WrongInput(
+            f"{idx_path(self.prefix)} contradicts itself about where records lie; it is damaged,"
+            f" {AGAIN}"
+        )
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
     try:
         with path.open("rb") as stream:
             # An empty file cannot be mapped.
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+            return (
+                mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                if path.stat().st_size
+                else b""
+            )
     except FileNotFoundError:
         raise WrongInput(f"{path} is missing; {AGAIN}") from None
     except OSError as error:

@@ -1,4 +1,6 @@
-"""Compressed files as plain streams. A file that ends too early or holds something else is refused, never taken for whole."""
+"""Compressed files as plain streams. A file that ends too early or holds something else is refused,
+never taken for whole.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether an error while reading is the damaged file's; bzip2 alone has no error of its own for it."""
+    """Whether an error while reading is the damaged file's; bzip2 alone has no error of its own for
+    it.
+    """
     return isinstance(error, BROKEN) or str(error) == "Invalid data stream"
 
 
 def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
-    """The content of a `.gz`, `.zst` or `.bz2` file, several frames as one; of any other file, its bytes as they are."""
+    """The content of a `.gz`, `.zst` or `.bz2` file, several frames as one; of any other file, its
+    bytes as they are.
+    """
     if path.lower().endswith(".gz"):
         # No buffer on top: it would read ahead, and lose what stands before a fault.
         return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
@@ -34,7 +40,9 @@ def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """Zstandard frames as one stream. The library's own reader takes a truncated file for a whole one; this refuses it."""
+    """Zstandard frames as one stream. The library's own reader takes a truncated file for a whole
+    one; this refuses it.
+    """
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source, self._open = source, False

@@ -1,4 +1,6 @@
-"""Which split a document belongs to: by a hash of its identity, so that it is the same in every run and on every engine."""
+"""Which split a document belongs to: by a hash of its identity, so that it is the same in every run
+and on every engine.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from ingot.data.sources import Split
 
 @dataclass(frozen=True)
 class Shares:
-    """Which share of the training sources is held out, and which share of the rest is trained on; by hash of `doc_id`."""
+    """Which share of the training sources is held out, and which share of the rest is trained on;
+    by hash of `doc_id`.
+    """
 
     validation: float | None
     fraction: float
@@ -22,12 +26,16 @@ class Shares:
         return cls(share, data.fraction)
 
     def split(self, source_split: Split, doc_id: str) -> Split | None:
-        """Where a document of a training or validation source goes; None: nowhere. The same in every run."""
+        """Where a document of a training or validation source goes; None: nowhere. The same in
+        every run.
+        """
         if source_split == "validation":
             return "validation"
         if self.validation is not None and chosen(doc_id, "validation", self.validation):
             return "validation"
-        return "train" if self.fraction >= 1.0 or chosen(doc_id, "fraction", self.fraction) else None
+        return (
+            "train" if self.fraction >= 1.0 or chosen(doc_id, "fraction", self.fraction) else None
+        )
 
 
 def chosen(doc_id: str, purpose: str, share: float) -> bool:

@@ -1,4 +1,6 @@
-"""Pairs and labelled texts, each as compact JSON: `{"source": ..., "target": ...}` and `{"text": ..., "label": number}`."""
+"""Pairs and labelled texts, each as compact JSON: `{"source": ..., "target": ...}` and `{"text":
+..., "label": number}`.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +31,35 @@ class Labelled(NamedTuple):
 
 
 def to_pair(row: int, record: Mapping[str, Any], columns: Columns) -> Item | Bad:
-    """The pair of one record as canonical JSON, or why it holds none. `columns`: usual name -> name in the record.
+    """The pair of one record as canonical JSON, or why it holds none. `columns`: usual name -> name
+    in the record.
 
     Raises:
         WrongInput: `columns` renames what a pair does not have.
     """
     check_columns(frozenset(PAIR), tuple(columns), "a pair")
-    return stored(row, lambda: Pair(*(_text(record, columns.get(name, name)) for name in PAIR))._asdict())
+    return stored(
+        row, lambda: Pair(*(_text(record, columns.get(name, name)) for name in PAIR))._asdict()
+    )
 
 
-def to_labelled(row: int, record: Mapping[str, Any], columns: Columns, labels: Sequence[str]) -> Item | Bad:
-    """The labelled text of one record as canonical JSON, or why it holds none. `columns`: usual name -> name in the record.
+def to_labelled(
+    row: int, record: Mapping[str, Any], columns: Columns, labels: Sequence[str]
+) -> Item | Bad:
+    """The labelled text of one record as canonical JSON, or why it holds none. `columns`: usual
+    name -> name in the record.
 
-    A label is one of `labels` by name, else its number there from 0; a number that is a name itself is a name, whether the
-    file has it as a number or as text.
+    A label is one of `labels` by name, else its number there from 0; a number that is a name itself
+    is a name, whether the file has it as a number or as text.
 
     Raises:
         WrongInput: `columns` renames what a labelled text does not have.
     """
     check_columns(frozenset(LABELLED), tuple(columns), "a labelled text")
     text, label = (columns.get(name, name) for name in LABELLED)
-    return stored(row, lambda: Labelled(_text(record, text), _label(record, label, labels))._asdict())
+    return stored(
+        row, lambda: Labelled(_text(record, text), _label(record, label, labels))._asdict()
+    )
 
 
 def from_pair(pair: str) -> Pair:
@@ -57,7 +67,9 @@ def from_pair(pair: str) -> Pair:
     try:
         return Pair(**json.loads(pair))
     except (ValueError, TypeError):
-        raise WrongInput(f"{pair[:60]!r} is not a pair as `ingot ingest` stores it; run `ingot ingest` again") from None
+        raise WrongInput(
+            f"{pair[:60]!r} is not a pair as `ingot ingest` stores it; run `ingot ingest` again"
+        ) from None
 
 
 def from_labelled(labelled: str) -> Labelled:
@@ -65,7 +77,10 @@ def from_labelled(labelled: str) -> Labelled:
     try:
         return Labelled(**json.loads(labelled))
     except (ValueError, TypeError):
-        raise WrongInput(f"{labelled[:60]!r} is not a labelled text as `ingot ingest` stores it; run `ingot ingest` again") from None
+        raise WrongInput(
+            f"{labelled[:60]!r} is not a labelled text as `ingot ingest` stores it; run `ingot"
+            " ingest` again"
+        ) from None
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
@@ -84,7 +99,10 @@ def _label(record: Mapping[str, Any], name: str, labels: Sequence[str]) -> int:
     digits = isinstance(value, str) and value.isascii() and value.isdigit()
     number = int(value) if digits and len(value) < 10 else value
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(labels):
-        raise Fault("label outside objective.labels", f"`{name}` is {str(value)[:40]!r}, the labels are {', '.join(labels)[:200]}")
+        raise Fault(
+            "label outside objective.labels",
+            f"`{name}` is {str(value)[:40]!r}, the labels are {', '.join(labels)[:200]}",
+        )
     return number
 
 

@@ -22,13 +22,23 @@ def hub_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
         Failed: the connection breaks down.
     """
     where, row, columns = file.stamp, 0, list[str]()
-    share = open_split(where, file.path).shard(num_shards=where["shares"], index=where["share"]).with_format("arrow")
+    share = (
+        open_split(where, file.path)
+        .shard(num_shards=where["shares"], index=where["share"])
+        .with_format("arrow")
+    )
     tables = iter(share.iter(batch_size=BATCH_ROWS))
     while True:
         try:
             table = next(tables, None)
-        except Exception as error:  # whatever the library, or one of its readers, makes of a lost connection or a bad file
-            raise Failed(f"{file.path} broke down after row {row} ({type(error).__name__}: {in_short(error)}); run the same command again") from error
+        except (
+            Exception
+            # whatever the library, or one of its readers, makes of a lost connection or a bad file
+        ) as error:
+            raise Failed(
+                f"{file.path} broke down after row {row} ({type(error).__name__}:"
+                f" {in_short(error)}); run the same command again"
+            ) from error
         if table is None:
             return
         if not row:

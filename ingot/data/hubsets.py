@@ -1,4 +1,6 @@
-"""Data sets of the Hugging Face hub, as the `datasets` library knows them: a share of a split is what a file is elsewhere. Reads no row."""
+"""Data sets of the Hugging Face hub, as the `datasets` library knows them: a share of a split is
+what a file is elsewhere. Reads no row.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ SCHEME = "hf:"
 
 
 def find_hub(source: Source, knob: str) -> list[SourceFile]:
-    """The shares of `hf:NAME[:SUBSET]`, split `source.split`, stamped with the data set's commit. NAME may be a folder.
+    """The shares of `hf:NAME[:SUBSET]`, split `source.split`, stamped with the data set's commit.
+    NAME may be a folder.
 
     Raises:
         WrongInput: no such data set, subset or split; those that there are are named.
         Failed: the hub cannot be reached, and never was for this source.
     """
     name, _, subset = source.source.removeprefix(SCHEME).partition(":")
-    where = {"path": source.source, "name": name, "subset": "" if subset == "default" else subset, "split": source.split}
+    where = {
+        "path": source.source,
+        "name": name,
+        "subset": "" if subset == "default" else subset,
+        "split": source.split,
+    }
     key = f"{source.source} {source.split}"
     try:
         where["revision"] = _revision(name, knob)
@@ -36,9 +44,21 @@ def find_hub(source: Source, knob: str) -> list[SourceFile]:
         if known is None:
             raise
         where["revision"], shares = known["revision"], known["shares"]
-        say(f"warning: the hub cannot be reached; {source.source} is taken to be as it was when it last was")
-    base = "/".join(part for part in (Path(name).name if Path(name).is_dir() else name, subset, source.split) if part)
-    return [SourceFile(source.source, f"{base}-{share:05d}", "hub", {**where, "share": share, "shares": shares}) for share in range(shares)]
+        say(
+            f"warning: the hub cannot be reached; {source.source} is taken to be as it was when it"
+            " last was"
+        )
+    base = "/".join(
+        part
+        for part in (Path(name).name if Path(name).is_dir() else name, subset, source.split)
+        if part
+    )
+    return [
+        SourceFile(
+            source.source, f"{base}-{share:05d}", "hub", {**where, "share": share, "shares": shares}
+        )
+        for share in range(shares)
+    ]
 
 
 def open_split(where: dict[str, Any], knob: str) -> Any:
@@ -46,15 +66,24 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise WrongInput("an hf: source needs a package that is not installed; pip install 'ingot[datasets]'") from error
+        raise WrongInput(
+            "an hf: source needs a package that is not installed; pip install 'ingot[datasets]'"
+        ) from error
     folder = Path(where["name"]).is_dir()
     datasets.utils.logging.disable_progress_bar()
     try:
         return datasets.load_dataset(
-            where["name"], where["subset"] or None, split=where["split"], streaming=True, revision=None if folder else where["revision"],
+            where["name"],
+            where["subset"] or None,
+            split=where["split"],
+            streaming=True,
+            revision=None if folder else where["revision"],
         )
     except (FileNotFoundError, ValueError, RuntimeError) as error:
-        raise WrongInput(f"{knob} {where['path']} cannot be used: {in_short(error)}; check its name, subset and `split`") from error
+        raise WrongInput(
+            f"{knob} {where['path']} cannot be used: {in_short(error)}; check its name, subset and"
+            " `split`"
+        ) from error
     except Exception as error:  # the library hands on whatever its transport raises
         raise _unreachable(where["path"], knob, error) from error
 
@@ -62,24 +91,36 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
 def _revision(name: str, knob: str) -> str:
     """The commit of a data set on the hub; of a folder, a fingerprint of its files' stamps."""
     if Path(name).is_dir():
-        return fingerprint([{**stamp(path), "path": os.path.relpath(path, name)} for path in find_files(name)])
+        return fingerprint(
+            [{**stamp(path), "path": os.path.relpath(path, name)} for path in find_files(name)]
+        )
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         return str(HfApi().dataset_info(name).sha)
     except HFValidationError as error:
-        raise WrongInput(f"{knob} hf:{name} is not a name on the hub; write it as hf:ORG/NAME[:SUBSET]") from error
+        raise WrongInput(
+            f"{knob} hf:{name} is not a name on the hub; write it as hf:ORG/NAME[:SUBSET]"
+        ) from error
     except GatedRepoError as error:
-        raise WrongInput(f"{knob} hf:{name} is gated; accept its terms on its page and set $HF_TOKEN") from error
+        raise WrongInput(
+            f"{knob} hf:{name} is gated; accept its terms on its page and set $HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise WrongInput(f"{knob} hf:{name} is no data set on the hub; check the name, or set $HF_TOKEN if it is private") from error
+        raise WrongInput(
+            f"{knob} hf:{name} is no data set on the hub; check the name, or set $HF_TOKEN if it is"
+            " private"
+        ) from error
     except Exception as error:  # here too
         raise _unreachable(f"hf:{name}", knob, error) from error
 
 
 def _unreachable(name: str, knob: str, error: Exception) -> Failed:
-    return Failed(f"{knob} {name} cannot be reached ({type(error).__name__}: {in_short(error)}); check the network and $HF_TOKEN")
+    return Failed(
+        f"{knob} {name} cannot be reached ({type(error).__name__}: {in_short(error)}); check the"
+        " network and $HF_TOKEN"
+    )
 
 
 def in_short(error: Exception) -> str:

@@ -1,4 +1,6 @@
-"""The verb `ingest`: every document of the recipe's sources, once, into `data/raw/`. Cleans and tokenises nothing."""
+"""The verb `ingest`: every document of the recipe's sources, once, into `data/raw/`. Cleans and
+tokenises nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from ingot.config.recipe import Recipe
 from ingot.data.blocks import block_bytes, cut
 from ingot.data.engines.local import LocalEngine
 from ingot.data.megatron import token_groups
-from ingot.data.raw import GROUP_BYTES, GROUP_DOCUMENTS, MANIFEST, Raw, RawPart, RawSource, knobs_of, write_manifest
+from ingot.data.raw import (
+    GROUP_BYTES,
+    GROUP_DOCUMENTS,
+    MANIFEST,
+    Raw,
+    RawPart,
+    RawSource,
+    knobs_of,
+    write_manifest,
+)
 from ingot.data.reading import Done, Read, Tally, Task
 from ingot.data.sourcefile import SourceFile
 from ingot.data.sources import Split, prepare_files, recipe_sources, source_files
@@ -46,13 +57,21 @@ class _Plan:
 
 
 def ingest(recipe: Recipe) -> Outcome:
-    """Read all sources into Parquet parts. Starts clean each time: the same sources give byte-identical files.
+    """Read all sources into Parquet parts. Starts clean each time: the same sources give
+    byte-identical files.
 
     Raises:
-        WrongInput: a source is missing, empty or has no such column; with `on_bad: stop`, the first bad record.
+        WrongInput: a source is missing, empty or has no such column; with `on_bad: stop`, the first
+            bad record.
     """
     files = source_files(recipe)
-    total = sum(file.bytes for sources in files.values() for source in sources for file in source if file.format != "megatron")
+    total = sum(
+        file.bytes
+        for sources in files.values()
+        for source in sources
+        for file in source
+        if file.format != "megatron"
+    )
     prepare_files(file for sources in files.values() for source in sources for file in source)
     plans = list(_plans(recipe, files, block_bytes(total)))
     folder = recipe.folder.raw
@@ -76,7 +95,9 @@ def ingest(recipe: Recipe) -> Outcome:
     return Outcome(_in_words(raw), str(folder), raw.identity, sizes(recipe.folder.root, paths))
 
 
-def _plans(recipe: Recipe, files: dict[Split, list[list[SourceFile]]], block: int) -> Iterator[_Plan]:
+def _plans(
+    recipe: Recipe, files: dict[Split, list[list[SourceFile]]], block: int
+) -> Iterator[_Plan]:
     number = 0
     for split, sources in recipe_sources(recipe).items():
         for place, (source, found) in enumerate(zip(sources, files[split], strict=True)):
@@ -84,32 +105,44 @@ def _plans(recipe: Recipe, files: dict[Split, list[list[SourceFile]]], block: in
             wanted, tasks = Wanted.of(source, recipe.documents, recipe.labels), list[Task]()
             if found[0].format != "megatron":
                 for pieces in cut(found, block):
-                    tasks.append(Task(number, split, place, not tasks, pieces, wanted, source.fraction))
+                    tasks.append(
+                        Task(number, split, place, not tasks, pieces, wanted, source.fraction)
+                    )
                     number += 1
             yield _Plan(split, source, found, tasks)
 
 
 def _check_formats(recipe: Recipe, knob: str, source: Source, files: Sequence[SourceFile]) -> None:
-    """Refuse files that cannot hold what is trained on, and names of columns for what has columns of its own."""
+    """Refuse files that cannot hold what is trained on, and names of columns for what has columns
+    of its own.
+    """
     for file in files:
         if recipe.documents != "text" and file.format in ONLY_TEXTS:
             raise WrongInput(
-                f"{knob}.source {source.source} holds {file.format} ({file.name}), and objective.kind={recipe.objective.kind} "
-                f"trains on {IN_WORDS[recipe.documents]}; give JSONL, JSON, Parquet, CSV, TSV or Arrow, or set `format`"
+                f"{knob}.source {source.source} holds {file.format} ({file.name}), and"
+                f" objective.kind={recipe.objective.kind} trains on {IN_WORDS[recipe.documents]};"
+                " give JSONL, JSON, Parquet, CSV, TSV or Arrow, or set `format`"
             )
         if source.names and file.format not in TABLES:
-            raise WrongInput(f"{knob}.names is for CSV and TSV without a header line, and {source.source} holds {file.format} ({file.name}); remove it")
+            raise WrongInput(
+                f"{knob}.names is for CSV and TSV without a header line, and {source.source} holds"
+                f" {file.format} ({file.name}); remove it"
+            )
 
 
 def _engine(recipe: Recipe, tasks: Sequence[Task], total: int) -> LocalEngine:
-    """Processes of this machine, whatever `prepare` runs on; this one alone where there is little to read."""
+    """Processes of this machine, whatever `prepare` runs on; this one alone where there is little
+    to read.
+    """
     sized = all("bytes" in piece.file.stamp for task in tasks for piece in task.pieces)
     if sized and total < ALONE_BYTES:
         return LocalEngine(1)
     return LocalEngine(recipe.data.engine.workers if recipe.data.engine.kind == "local" else 0)
 
 
-def _gather(folder: Path, plans: Sequence[_Plan], results: Sequence[Done]) -> tuple[dict[Split, list[RawSource]], list[FileEntry]]:
+def _gather(
+    folder: Path, plans: Sequence[_Plan], results: Sequence[Done]
+) -> tuple[dict[Split, list[RawSource]], list[FileEntry]]:
     """The tasks' parts under their final names, and what each source gave."""
     splits: dict[Split, list[RawSource]] = {}
     entries, remaining = list[FileEntry](), iter(results)
@@ -130,26 +163,52 @@ def _gather(folder: Path, plans: Sequence[_Plan], results: Sequence[Done]) -> tu
         _tell(plan, tally, parts)
         groups = [group for part in parts for group in part.groups]
         stamps, seen = stamps_of(plan.files)
-        made.append(RawSource(
-            plan.source.source, knobs_of(plan.source), len(plan.files), sum(documents for documents, _ in groups), sum(size for _, size in groups),
-            parts, dict(tally.bad.most_common()), tally.examples, stamps, plan.tasks[0].wanted.documents, seen,
-            list(plan.tasks[0].wanted.labels),
-        ))
+        made.append(
+            RawSource(
+                plan.source.source,
+                knobs_of(plan.source),
+                len(plan.files),
+                sum(documents for documents, _ in groups),
+                sum(size for _, size in groups),
+                parts,
+                dict(tally.bad.most_common()),
+                tally.examples,
+                stamps,
+                plan.tasks[0].wanted.documents,
+                seen,
+                list(plan.tasks[0].wanted.labels),
+            )
+        )
     return splits, entries
 
 
 def _tokens(plan: _Plan) -> RawSource:
     """Existing columns, of which nothing is copied."""
     if plan.source.fraction < 1.0:
-        raise WrongInput(f"{plan.source.source}: `fraction` cannot be used with existing columns; remove it, or give the texts")
+        raise WrongInput(
+            f"{plan.source.source}: `fraction` cannot be used with existing columns; remove it, or"
+            " give the texts"
+        )
     found = [(file, *token_groups(file, GROUP_BYTES, GROUP_DOCUMENTS)) for file in plan.files]
     parts = [RawPart(file.path, digest, groups) for file, digest, groups in found]
     groups = [group for part in parts for group in part.groups]
-    say(f"warning: {plan.source.source} is taken as it is: nothing in it tells which tokenizer made its ids; they must be this recipe's")
+    say(
+        f"warning: {plan.source.source} is taken as it is: nothing in it tells which tokenizer made"
+        " its ids; they must be this recipe's"
+    )
     stamps, seen = stamps_of(plan.files)
     return RawSource(
-        plan.source.source, knobs_of(plan.source), len(plan.files), sum(documents for documents, _ in groups), sum(size for _, size in groups),
-        parts, {}, [], stamps, "tokens", seen,
+        plan.source.source,
+        knobs_of(plan.source),
+        len(plan.files),
+        sum(documents for documents, _ in groups),
+        sum(size for _, size in groups),
+        parts,
+        {},
+        [],
+        stamps,
+        "tokens",
+        seen,
     )
 
 
@@ -161,15 +220,26 @@ def _tell(plan: _Plan, tally: Tally, parts: Sequence[RawPart]) -> None:
     if not tally.good and tally.keys:
         raise plan.tasks[0].wanted.missing(name, tally.keys)
     if not tally.good:
-        raise WrongInput(f"{name} has no documents in {len(plan.files):,} files ({tally or 'all are empty'}); check the path, `format` and `text`")
+        raise WrongInput(
+            f"{name} has no documents in {len(plan.files):,} files ({tally or 'all are empty'});"
+            " check the path, `format` and `text`"
+        )
     if not parts:
-        raise WrongInput(f"{name}: fraction={plan.source.fraction} leaves none of its {tally.good:,} documents; raise it")
+        raise WrongInput(
+            f"{name}: fraction={plan.source.fraction} leaves none of its {tally.good:,} documents;"
+            " raise it"
+        )
     if tally.bad.total() > SHOWN:
-        say(f"{name}: skipped {tally.bad.total():,} of {tally.good + tally.bad.total():,} ({tally}); manifest.json names some")
+        say(
+            f"{name}: skipped {tally.bad.total():,} of {tally.good + tally.bad.total():,}"
+            f" ({tally}); manifest.json names some"
+        )
 
 
 def _in_words(raw: Raw) -> str:
     everything = [source for sources in raw.splits.values() for source in sources]
     skipped = sum(count for source in everything for count in source.bad.values())
     documents = sum(source.documents for source in everything)
-    return f"{documents:,} documents, {raw.bytes / 1e6:,.1f} MB" + (f", {skipped:,} skipped" if skipped else "")
+    return f"{documents:,} documents, {raw.bytes / 1e6:,.1f} MB" + (
+        f", {skipped:,} skipped" if skipped else ""
+    )

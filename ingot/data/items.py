@@ -11,7 +11,9 @@ LARGEST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A text and its row: the line for JSONL, CSV and TSV, the number of the item for a JSON list and Parquet, from 1."""
+    """A text and its row: the line for JSONL, CSV and TSV, the number of the item for a JSON list
+    and Parquet, from 1.
+    """
 
     row: int
     text: str
@@ -44,4 +46,7 @@ def checked(row: int, text: str) -> Item | Bad:
 
 
 def missing_column(path: str, column: str, columns: list[str] | tuple[str, ...]) -> WrongInput:
-    return WrongInput(f"{path} has no column `{column}`; it has {', '.join(columns)[:500]}: set `text` of this source to one of them")
+    return WrongInput(
+        f"{path} has no column `{column}`; it has {', '.join(columns)[:500]}: set `text` of this"
+        " source to one of them"
+    )

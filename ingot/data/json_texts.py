@@ -19,10 +19,13 @@ CHUNK_BYTES = 1 << 20
 NUMBER_CUT = ("", ".", "e", "E", "e+", "e-", "E+", "E-")
 
 
-def json_lines(stream: IO[bytes], wanted: Wanted, row: int = 0, size: int = sys.maxsize) -> Iterator[Item | Bad]:
+def json_lines(
+    stream: IO[bytes], wanted: Wanted, row: int = 0, size: int = sys.maxsize
+) -> Iterator[Item | Bad]:
     """The document of each line; rows are line numbers, empty lines are passed over.
 
-    `stream` stands at the beginning of a line, after `row` lines; lines that begin within the next `size` bytes are read.
+    `stream` stands at the beginning of a line, after `row` lines; lines that begin within the next
+    `size` bytes are read.
     """
     while size > 0 and (line := stream.readline(items.LARGEST_BYTES)):
         row += 1
@@ -35,7 +38,8 @@ def json_lines(stream: IO[bytes], wanted: Wanted, row: int = 0, size: int = sys.
                 size -= len(rest)
             size -= len(rest)
         elif not line.isspace():
-            # A chat may hold the arguments of a call, and orjson rounds integers of more than 64 bits.
+            # A chat may hold the arguments of a call, and orjson rounds integers of more than 64
+            # bits.
             yield _exact_line(row, line, wanted) if wanted.exact else _json_line(row, line, wanted)
 
 
@@ -43,7 +47,8 @@ def _json_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
-        # The standard library's reader decides: it takes some values that orjson does not, and names the fault.
+        # The standard library's reader decides: it takes some values that orjson does not, and
+        # names the fault.
         return _exact_line(row, line, wanted)
     return wanted.take(row, value)
 
@@ -55,12 +60,17 @@ def _exact_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:
         return Bad(row, "invalid UTF-8", f"byte {error.start} of the line")
     except json.JSONDecodeError as error:
         return Bad(row, "broken JSON", f"{error.msg}, column {error.colno}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of nested lists
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, or thousands of nested lists
         return Bad(row, "broken JSON", str(error)[:80])
 
 
 def json_list(stream: IO[bytes], wanted: Wanted) -> Iterator[Item | Bad]:
-    """The items of one large list, or of objects that merely follow each other, decoded one by one."""
+    """The items of one large list, or of objects that merely follow each other, decoded one by
+    one.
+    """
     decoder, text = json.JSONDecoder(), _Text(stream)
     row = 0
     while text.skip(" \t\r\n,[]\ufeff"):
@@ -68,7 +78,11 @@ def json_list(stream: IO[bytes], wanted: Wanted) -> Iterator[Item | Bad]:
         try:
             value = text.take(decoder)
         except (ValueError, RecursionError) as error:
-            yield Bad(row, "broken JSON", f"item {row}: {str(error)[:80]}; the rest of the file is not read")
+            yield Bad(
+                row,
+                "broken JSON",
+                f"item {row}: {str(error)[:80]}; the rest of the file is not read",
+            )
             return
         yield wanted.take(row, value)
 
@@ -105,8 +119,11 @@ class _Text:
                     self._at = end
                     return value
             except json.JSONDecodeError as error:
-                # A fault near the end of the window, or a string left open, may be only the window's end.
-                cut = error.pos > len(self._window) - 16 or error.msg.startswith("Unterminated string")
+                # A fault near the end of the window, or a string left open, may be only the
+                # window's end.
+                cut = error.pos > len(self._window) - 16 or error.msg.startswith(
+                    "Unterminated string"
+                )
                 if self._ended or not cut or len(self._window) - self._at > items.LARGEST_BYTES:
                     raise
             self._grow()

@@ -1,4 +1,6 @@
-"""What a column holds, by its name: ids, a mask that says which of another column's ids are trained, or labels."""
+"""What a column holds, by its name: ids, a mask that says which of another column's ids are
+trained, or labels.
+"""
 
 from __future__ import annotations
 

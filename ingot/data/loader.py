@@ -1,4 +1,6 @@
-"""Rows to batches of tensors: this rank's share of each global batch, made ahead of need. The one file of `data` with torch."""
+"""Rows to batches of tensors: this rank's share of each global batch, made ahead of need. The one
+file of `data` with torch.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ from ingot.data.rows import IGNORE, Ids, Rows
 from ingot.data.samples import Samples
 
 AT_ONCE_TOKENS = 1 << 16
-"""Micro-batches are made together up to this many tokens; small ones alone would cost more than their rows do."""
+"""Micro-batches are made together up to this many tokens; small ones alone would cost more than
+their rows do.
+"""
 SPARE = 16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of B rows, int64 tensors. Of texts and chats all but `rows` are [B, T], see `rows.Row` for what they hold; of
-    others see `samples.Fields`. Dead rows have segments 0 and labels -100.
+    """A micro-batch of B rows, int64 tensors. Of texts and chats all but `rows` are [B, T], see
+    `rows.Row` for what they hold; of others see `samples.Fields`. Dead rows have segments 0 and
+    labels -100.
 
     rows: the number of each row in its split, [B], -1 for dead ones; empty where nobody gave them.
     """
@@ -44,15 +49,18 @@ class Batch:
 
 
 class Loader:
-    """The micro-batches of any step, by its number alone: there is no position to save but that number.
+    """The micro-batches of any step, by its number alone: there is no position to save but that
+    number.
 
-    While a step runs, the next one's batches are made in a thread, and in another the files of parts are compared with their
-    checksums once they are first touched; what does not match ends training at its next step.
+    While a step runs, the next one's batches are made in a thread, and in another the files of
+    parts are compared with their checksums once they are first touched; what does not match ends
+    training at its next step.
 
     Args:
         rows: what is trained on.
         order: which row is which sample.
-        plan: how a global batch is dealt. Step i is samples [i * G, (i + 1) * G), rank r takes the r-th contiguous share.
+        plan: how a global batch is dealt. Step i is samples [i * G, (i + 1) * G), rank r takes the
+            r-th contiguous share.
         rank: whose share this is.
     """
 
@@ -62,12 +70,18 @@ class Loader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._next: tuple[int, Future[list[Batch]]] | None = None
         self._checksums = Checksums(rows, rank, plan.world)
-        self._ahead = Ahead(rows, order, plan.global_batch, quiet=rank != 0) if rows.later is not None and order.windowed else None
+        self._ahead = (
+            Ahead(rows, order, plan.global_batch, quiet=rank != 0)
+            if rows.later is not None and order.windowed
+            else None
+        )
 
     def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
-        """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is filled up with dead rows.
+        """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is filled
+        up with dead rows.
 
-        Where parts that lie in a bucket are waited for, `meanwhile` is called now and then; when it says so there are none, and nothing was drawn.
+        Where parts that lie in a bucket are waited for, `meanwhile` is called now and then; when it
+        says so there are none, and nothing was drawn.
 
         Raises:
             WrongInput: a part is damaged.
@@ -85,7 +99,9 @@ class Loader:
     def _make(self, i: int) -> list[Batch]:
         first = i * self._plan.global_batch + self._rank * self._plan.per_rank
         indices = self._order.rows(first, self._plan.per_rank)
-        return list(fixed_batches(self._rows, indices.tolist(), self._plan.micro_batch, self._memory))
+        return list(
+            fixed_batches(self._rows, indices.tolist(), self._plan.micro_batch, self._memory)
+        )
 
     def close(self) -> None:
         """Stop making batches ahead."""
@@ -97,9 +113,11 @@ class Loader:
 
 
 class Checksums:
-    """Reads the files of parts that were touched, in a thread, and compares them with the checksums that were written with them.
+    """Reads the files of parts that were touched, in a thread, and compares them with the checksums
+    that were written with them.
 
-    The ranks divide the files among them. Nodes with copies of their own thus leave some unread: `ingot verify data` reads all.
+    The ranks divide the files among them. Nodes with copies of their own thus leave some unread:
+    `ingot verify data` reads all.
     """
 
     def __init__(self, rows: Rows | Samples, rank: int, world: int) -> None:
@@ -116,7 +134,11 @@ class Checksums:
 
     def _run(self) -> None:
         folder = self._rows.columns
-        entries = [entry for name in self._rows.markers for entry in (read_marker(folder, name) or {}).get("files", [])]
+        entries = [
+            entry
+            for name in self._rows.markers
+            for entry in (read_marker(folder, name) or {}).get("files", [])
+        ]
         mine = {folder / entry["path"]: entry for entry in entries[self._rank :: self._world]}
         while (path := self._rows.touched.get()) is not None and not self._stopped:
             if entry := mine.pop(path, None):
@@ -130,7 +152,9 @@ class Checksums:
 
 
 class Memory:
-    """Room for batches, used again when the last tensor in it is gone: to get pages from the system anew costs more than to fill them."""
+    """Room for batches, used again when the last tensor in it is gone: to get pages from the system
+    anew costs more than to fill them.
+    """
 
     def __init__(self) -> None:
         self._spare: list[Ids] = []
@@ -151,11 +175,17 @@ class Memory:
             self._spare.append(room)
 
 
-def fixed_batches(rows: Rows | Samples, indices: Iterable[int], micro_batch: int, memory: Memory | None = None) -> Iterator[Batch]:
-    """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is filled up with dead rows."""
+def fixed_batches(
+    rows: Rows | Samples, indices: Iterable[int], micro_batch: int, memory: Memory | None = None
+) -> Iterator[Batch]:
+    """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is filled up
+    with dead rows.
+    """
     if isinstance(rows, Samples):
         for some in _runs(indices, micro_batch):
-            tokens, labels, positions, segments = (torch.from_numpy(values) for values in rows.fields(some, micro_batch))
+            tokens, labels, positions, segments = (
+                torch.from_numpy(values) for values in rows.fields(some, micro_batch)
+            )
             yield Batch(tokens, labels, positions, segments, _numbers(some, micro_batch))
         return
     memory = Memory() if memory is None else memory
@@ -167,7 +197,10 @@ def fixed_batches(rows: Rows | Samples, indices: Iterable[int], micro_batch: int
         for values, dead in zip(made, (0, IGNORE, 0, 0), strict=True):
             values[len(some) :] = dead
         numbers = _numbers(some, size).split(micro_batch)
-        yield from (Batch(*fields) for fields in zip(*(values.split(micro_batch) for values in made), numbers, strict=True))
+        yield from (
+            Batch(*fields)
+            for fields in zip(*(values.split(micro_batch) for values in made), numbers, strict=True)
+        )
 
 
 def _numbers(rows: Sequence[int], count: int) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""`data/columns/manifest.json`: what the prepared columns are made of, written last; without it there are no columns."""
+"""`data/columns/manifest.json`: what the prepared columns are made of, written last; without it
+there are no columns.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ DIGESTS = 2**256
 class Part:
     """A finished part of one split: number `number` of each of its columns.
 
-    `tokens` counts the ids, of preferences and pairs those of both sides. `sizes` are the elements of each column where these
-    are not all as many (empty: they are). `bytes` counts those of the texts that are learnt to be written. `digest` is the sum
-    of the SHA-256 of its texts, modulo 2**256, in hexadecimal: digests of parts add up to that of the split, however it was cut
-    and whatever the tokenizer.
+    `tokens` counts the ids, of preferences and pairs those of both sides. `sizes` are the elements
+    of each column where these are not all as many (empty: they are). `bytes` counts those of the
+    texts that are learnt to be written. `digest` is the sum of the SHA-256 of its texts, modulo
+    2**256, in hexadecimal: digests of parts add up to that of the split, however it was cut and
+    whatever the tokenizer.
     """
 
     number: int
@@ -59,9 +62,9 @@ class PreparedSource:
 class Prepared:
     """All prepared columns of a run.
 
-    `data` is the identity of what is trained and measured on: the tokens and how they fall into documents. Weights are
-    not in it, they belong to the order of training. `sets` are identities of the texts of each split, whatever the
-    tokenizer and however the work was cut.
+    `data` is the identity of what is trained and measured on: the tokens and how they fall into
+    documents. Weights are not in it, they belong to the order of training. `sets` are identities of
+    the texts of each split, whatever the tokenizer and however the work was cut.
     """
 
     objective: str
@@ -81,7 +84,9 @@ class Prepared:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the columns, which say what kind of document they hold (`ingot.config.data.COLUMNS`)."""
+        """The names of the columns, which say what kind of document they hold
+        (`ingot.config.data.COLUMNS`).
+        """
         return tuple(column["name"] for column in self.columns)
 
     @property
@@ -95,18 +100,33 @@ class Prepared:
 
 
 def data_identity(files: Sequence[FileEntry], tokenizer: str) -> str:
-    return fingerprint({"files": [[entry.path, entry.sha256] for entry in files], "tokenizer": tokenizer})
+    return fingerprint(
+        {"files": [[entry.path, entry.sha256] for entry in files], "tokenizer": tokenizer}
+    )
 
 
 def set_identity(sources: Sequence[PreparedSource]) -> str:
     digest = sum(int(part.digest, 16) for source in sources for part in source.parts) % DIGESTS
-    return fingerprint({"documents": sum(source.documents for source in sources), "digest": f"{digest:064x}"})
+    return fingerprint(
+        {"documents": sum(source.documents for source in sources), "digest": f"{digest:064x}"}
+    )
 
 
-def write_prepared(folder: Path, prepared: Prepared, about: dict[str, Any], files: Sequence[FileEntry]) -> None:
+def write_prepared(
+    folder: Path, prepared: Prepared, about: dict[str, Any], files: Sequence[FileEntry]
+) -> None:
     """Write the manifest; `about` says what the columns were made from."""
-    totals = {split: {what: prepared.total(split, what) for what in ("documents", "tokens", "bytes")} for split in prepared.splits}
-    payload = {"kind": "columns", "ingot": __version__, "totals": totals, **about, **asdict(prepared)}
+    totals = {
+        split: {what: prepared.total(split, what) for what in ("documents", "tokens", "bytes")}
+        for split in prepared.splits
+    }
+    payload = {
+        "kind": "columns",
+        "ingot": __version__,
+        "totals": totals,
+        **about,
+        **asdict(prepared),
+    }
     write_marker(folder, MANIFEST, payload, files)
 
 
@@ -118,19 +138,30 @@ def read_prepared(folder: Path) -> Prepared:
     """
     marker = read_marker(folder, MANIFEST)
     if marker is None:
-        raise WrongInput(f"{folder} holds no prepared data; run `ingot prepare` with this recipe first")
+        raise WrongInput(
+            f"{folder} holds no prepared data; run `ingot prepare` with this recipe first"
+        )
     if found := lacking(folder, marker):
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
-    splits: dict[Split, list[PreparedSource]] = {split: [_source(value) for value in sources] for split, sources in marker["splits"].items()}
-    fields = {name: marker[name] for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")}
+    splits: dict[Split, list[PreparedSource]] = {
+        split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
+    }
+    fields = {
+        name: marker[name]
+        for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")
+    }
     fields |= {name: marker[name] for name in ("closing", "prefix", "labels") if name in marker}
     return Prepared(splits=splits, **fields)
 
 
 def lacking(folder: Path, marker: dict[str, Any]) -> list[str]:
-    """What is wrong with the sizes of the files that `marker` lists, [] when all is well; none is missing that comes later."""
+    """What is wrong with the sizes of the files that `marker` lists, [] when all is well; none is
+    missing that comes later.
+    """
     if later(folder) is not None:
-        marker = {"files": [entry for entry in marker["files"] if (folder / entry["path"]).exists()]}
+        marker = {
+            "files": [entry for entry in marker["files"] if (folder / entry["path"]).exists()]
+        }
     return problems(folder, marker, checksums=False)
 
 
@@ -138,20 +169,26 @@ def prepared_for(recipe: Recipe) -> Prepared:
     """The prepared columns of a recipe.
 
     Raises:
-        WrongInput: as `read_prepared`, or they were prepared for another way of training, another prefix, or other labels.
+        WrongInput: as `read_prepared`, or they were prepared for another way of training, another
+            prefix, or other labels.
     """
     prepared = read_prepared(recipe.folder.columns)
     if prepared.objective != recipe.objective.kind:
         raise WrongInput(
-            f"{recipe.folder.columns} was prepared for objective.kind {prepared.objective}, the recipe says {recipe.objective.kind}; run `ingot prepare`"
+            f"{recipe.folder.columns} was prepared for objective.kind {prepared.objective}, the"
+            f" recipe says {recipe.objective.kind}; run `ingot prepare`"
         )
     prefix = prefix_of(recipe)
     for knob, made, asked in (
-        ("objective.documents", prepared.documents, recipe.documents), ("objective.prefix", prepared.prefix, prefix),
+        ("objective.documents", prepared.documents, recipe.documents),
+        ("objective.prefix", prepared.prefix, prefix),
         ("objective.labels", prepared.labels, recipe.labels),
     ):
         if made != asked:
-            raise WrongInput(f"{recipe.folder.columns} was prepared for {knob} {made!r}, the recipe says {asked!r}; run `ingot prepare`")
+            raise WrongInput(
+                f"{recipe.folder.columns} was prepared for {knob} {made!r}, the recipe says"
+                f" {asked!r}; run `ingot prepare`"
+            )
     return prepared
 
 

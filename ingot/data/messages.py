@@ -1,6 +1,8 @@
-"""Messages as people write them down, brought to one form: `{"role": ..., "content": ...}` and whatever else stands in them.
+"""Messages as people write them down, brought to one form: `{"role": ..., "content": ...}` and
+whatever else stands in them.
 
-Roles come out as `system`, `user`, `assistant`, `tool`; contents as text. What records are made of them is said elsewhere.
+Roles come out as `system`, `user`, `assistant`, `tool`; contents as text. What records are made of
+them is said elsewhere.
 """
 
 from __future__ import annotations
@@ -19,10 +21,22 @@ Columns = Mapping[str, str]
 """Usual name of a column -> its name in the record."""
 
 ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "function_call": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
 }
 TAGS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 LAYOUTS: dict[str, frozenset[str]] = {
@@ -44,7 +58,9 @@ class Fault(Exception):
 
 
 def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> Item | Bad:
-    """What `make` gives as compact JSON, the form in which all but plain text is kept; or why it gives nothing."""
+    """What `make` gives as compact JSON, the form in which all but plain text is kept; or why it
+    gives nothing.
+    """
     try:
         return checked(row, compact(make()))
     except Fault as fault:
@@ -62,8 +78,8 @@ def check_columns(known: frozenset[str], renamed: tuple[str, ...], where: str) -
     """Raises WrongInput where `columns` of a source renames what `where` does not have."""
     if unknown := sorted(set(renamed) - known):
         raise WrongInput(
-            f"`columns` of a source renames {', '.join(unknown)}, which {where} does not have; write USUAL: YOURS, "
-            f"where USUAL is one of {', '.join(sorted(known))}"
+            f"`columns` of a source renames {', '.join(unknown)}, which {where} does not have;"
+            f" write USUAL: YOURS, where USUAL is one of {', '.join(sorted(known))}"
         )
 
 
@@ -94,13 +110,17 @@ def turns_of(value: Any) -> list[Mapping[str, Any]]:
 
 
 def messages_of(value: Any, kind: str, columns: Columns, *, guess: bool) -> list[Message]:
-    """A list of messages in the form of a layout. `guess`: by the keys that there are, some write one layout's under the other one's column."""
+    """A list of messages in the form of a layout. `guess`: by the keys that there are, some write
+    one layout's under the other one's column.
+    """
     turns = turns_of(value)
     tags = _tags(turns, kind, columns, guess=guess)
     return [message_of(turn, *tags) for turn in turns]
 
 
-def _tags(turns: list[Mapping[str, Any]], kind: str, columns: Columns, *, guess: bool) -> tuple[str, str]:
+def _tags(
+    turns: list[Mapping[str, Any]], kind: str, columns: Columns, *, guess: bool
+) -> tuple[str, str]:
     """The keys of role and content."""
     role, content = (columns.get(tag, tag) for tag in TAGS[kind])
     if guess and turns and role not in turns[0]:
@@ -115,7 +135,11 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
     role = turn.get(role_tag)
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise Fault("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
-    others = {key: value for key, value in turn.items() if key not in (role_tag, content_tag, "role", "content") and value is not None}
+    others = {
+        key: value
+        for key, value in turn.items()
+        if key not in (role_tag, content_tag, "role", "content") and value is not None
+    }
     content = turn.get(content_tag)
     if content is None and others.get("tool_calls"):
         content = ""
@@ -127,7 +151,10 @@ def text_of(value: Any, name: str) -> str:
     if isinstance(value, list | tuple):
         return "".join(_part(part, name) for part in value)
     if not isinstance(value, str):
-        raise Fault("content is not text", f"`{name}` is {'null' if value is None else type(value).__name__}")
+        raise Fault(
+            "content is not text",
+            f"`{name}` is {'null' if value is None else type(value).__name__}",
+        )
     return value
 
 
@@ -145,20 +172,33 @@ def _part(part: Any, name: str) -> str:
 def system_of(record: Mapping[str, Any], columns: Columns) -> list[Message]:
     """A system prompt in a column of its own."""
     value = column(record, "system", columns)
-    return [{"role": "system", "content": text_of(value, columns.get("system", "system"))}] if value not in (None, "") else []
+    return (
+        [{"role": "system", "content": text_of(value, columns.get("system", "system"))}]
+        if value not in (None, "")
+        else []
+    )
 
 
 def alpaca_prompt(record: Mapping[str, Any], columns: Columns, what: str) -> list[Message]:
-    """What Alpaca's columns say before the answer: system prompt, earlier exchanges, instruction and input."""
+    """What Alpaca's columns say before the answer: system prompt, earlier exchanges, instruction
+    and input.
+    """
+
     def field(usual: str) -> str:
         value = column(record, usual, columns)
         return text_of("" if value is None else value, columns.get(usual, usual))
 
     if column(record, "instruction", columns) is None:
-        raise no_columns(record, what, f"`{columns.get('instruction', 'instruction')}` is missing or null")
+        raise no_columns(
+            record, what, f"`{columns.get('instruction', 'instruction')}` is missing or null"
+        )
     question = "\n".join(text for text in (field("instruction"), field("input")) if text)
     history = column(record, "history", columns)
-    return [*system_of(record, columns), *_exchanges([] if history in (None, "") else history), user(question)]
+    return [
+        *system_of(record, columns),
+        *_exchanges([] if history in (None, "") else history),
+        user(question),
+    ]
 
 
 def _exchanges(history: Any) -> Iterable[Message]:
@@ -176,11 +216,18 @@ def _exchanges(history: Any) -> Iterable[Message]:
 
 
 def hh_messages(value: Any, name: str) -> list[Message]:
-    """A text in which every turn begins with an empty line and `Human:` or `Assistant:` (Bai et al. 2022)."""
+    """A text in which every turn begins with an empty line and `Human:` or `Assistant:` (Bai et al.
+    2022).
+    """
     head, *turns = SPEAKER.split(text_of(value, name))
     if head.strip() or not turns:
-        raise Fault("no turns in the text", f"`{name}` does not begin with an empty line and `Human:`")
-    return [user(said.strip()) if who == "Human" else assistant(said.strip()) for who, said in zip(turns[::2], turns[1::2], strict=True)]
+        raise Fault(
+            "no turns in the text", f"`{name}` does not begin with an empty line and `Human:`"
+        )
+    return [
+        user(said.strip()) if who == "Human" else assistant(said.strip())
+        for who, said in zip(turns[::2], turns[1::2], strict=True)
+    ]
 
 
 def user(text: str) -> Message:

@@ -1,4 +1,6 @@
-"""What rows and samples have in common: the prepared parts of a split, memory-mapped when first touched, and what is known of them."""
+"""What rows and samples have in common: the prepared parts of a split, memory-mapped when first
+touched, and what is known of them.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ class Opened:
     """A split of prepared data. Row ids count through the sources."""
 
     part_rows: list[list[int]]
-    """Rows of each part of each source; of a stream that is cut without regard to parts, all of a source in one."""
+    """Rows of each part of each source; of a stream that is cut without regard to parts, all of a
+    source in one.
+    """
     sizes: list[int]
     """Rows of each source."""
     weights: list[float] | None
     """Shares of the sources; None where each counts by its size."""
     fingerprint: str
-    """Identity of the prepared data: tokens, documents, tokenizer. Not of `seq_len` and weights, which order and cut them."""
+    """Identity of the prepared data: tokens, documents, tokenizer. Not of `seq_len` and weights,
+    which order and cut them.
+    """
     set_fingerprint: str
     """Identity of the texts of this split, the same for any tokenizer."""
     tokenizer: str
@@ -52,21 +58,42 @@ class Opened:
     """Where parts come from that are not here; their checksums are compared as they come."""
     _sources: Sequence[Parts]
 
-    def __init__(self, columns: Path, prepared: Prepared, split: Split, seq_len: int, table: str | None, weights: Sequence[float] | None) -> None:
+    def __init__(
+        self,
+        columns: Path,
+        prepared: Prepared,
+        split: Split,
+        seq_len: int,
+        table: str | None,
+        weights: Sequence[float] | None,
+    ) -> None:
         sources = prepared.splits[split]
         self.columns, self.seq_len = columns, seq_len
         self.markers = [MANIFEST] if table is None else [MANIFEST, f"{table}.json"]
         self.touched = queue.SimpleQueue()
-        self.fingerprint, self.set_fingerprint, self.tokenizer = prepared.data, prepared.sets[split], prepared.tokenizer
-        self.documents, self.tokens, self.bytes = (prepared.total(split, what) for what in ("documents", "tokens", "bytes"))
+        self.fingerprint, self.set_fingerprint, self.tokenizer = (
+            prepared.data,
+            prepared.sets[split],
+            prepared.tokenizer,
+        )
+        self.documents, self.tokens, self.bytes = (
+            prepared.total(split, what) for what in ("documents", "tokens", "bytes")
+        )
         given = [source.weight for source in sources] if weights is None else list(weights)
         if len(given) != len(sources):
-            raise WrongInput(f"{columns} was prepared from {len(sources)} sources, the recipe has {len(given)}; run `ingot prepare` again")
+            raise WrongInput(
+                f"{columns} was prepared from {len(sources)} sources, the recipe has {len(given)};"
+                " run `ingot prepare` again"
+            )
         self.weights = None if len(given) == 1 or all(weight == 1.0 for weight in given) else given
         self._opening = opening(columns, prepared, split, self.markers, self.touched)
         self.later = self._opening.later
         self._names = [*prepared.names, *([] if table is None else [table])]
-        self._places = [(source, part) for source, about in enumerate(sources) for part in range(len(about.parts))]
+        self._places = [
+            (source, part)
+            for source, about in enumerate(sources)
+            for part in range(len(about.parts))
+        ]
 
     def _sized(self, part_rows: list[list[int]]) -> None:
         self.part_rows, self.sizes = part_rows, [sum(rows) for rows in part_rows]
@@ -76,7 +103,9 @@ class Opened:
         return self._ends[-1]
 
     def bring(self, part: int, *, wait: bool = True) -> bool:
-        """Have the files of a part here, counted through the sources. Without `wait`, False where another process is fetching one of them."""
+        """Have the files of a part here, counted through the sources. Without `wait`, False where
+        another process is fetching one of them.
+        """
         source, index = self._places[part]
         return all(self._sources[source].bring(name, index, wait=wait) for name in self._names)
 
@@ -90,8 +119,16 @@ class Opened:
         if self.later is None:
             return set()
         here = {path.name.removesuffix(PARTIAL) for path in self.later.folder.iterdir()}
-        files = (self._sources[source].files(name, index) for source, index in self._places for name in self._names)
-        return {number // len(self._names) for number, some in enumerate(files) if any(path.name in here for path in some)}
+        files = (
+            self._sources[source].files(name, index)
+            for source, index in self._places
+            for name in self._names
+        )
+        return {
+            number // len(self._names)
+            for number, some in enumerate(files)
+            if any(path.name in here for path in some)
+        }
 
     def drop(self, part: int) -> None:
         """Give back what `bring` took."""
@@ -101,7 +138,9 @@ class Opened:
 
 
 class Opening(NamedTuple):
-    """What is the same for all parts of a split. `touched` is told every file that is opened; `sums` has the SHA-256 of files that come later."""
+    """What is the same for all parts of a split. `touched` is told every file that is opened;
+    `sums` has the SHA-256 of files that come later.
+    """
 
     columns: Path
     split: Split
@@ -112,13 +151,28 @@ class Opening(NamedTuple):
 
 
 def opening(
-    columns: Path, prepared: Prepared, split: Split, markers: Sequence[str] = (MANIFEST,), touched: queue.SimpleQueue[Path | None] | None = None
+    columns: Path,
+    prepared: Prepared,
+    split: Split,
+    markers: Sequence[str] = (MANIFEST,),
+    touched: queue.SimpleQueue[Path | None] | None = None,
 ) -> Opening:
     """For `Parts` of a split, for whose files `markers` vouch."""
     elsewhere = later(columns)
-    entries = [entry for name in markers for entry in (read_marker(columns, name) or {}).get("files", [])] if elsewhere else []
+    entries = (
+        [entry for name in markers for entry in (read_marker(columns, name) or {}).get("files", [])]
+        if elsewhere
+        else []
+    )
     sums = {entry["path"]: entry["sha256"] for entry in entries}
-    return Opening(columns, split, prepared.vocab_size, queue.SimpleQueue() if touched is None else touched, elsewhere, sums)
+    return Opening(
+        columns,
+        split,
+        prepared.vocab_size,
+        queue.SimpleQueue() if touched is None else touched,
+        elsewhere,
+        sums,
+    )
 
 
 class Parts:
@@ -136,16 +190,23 @@ class Parts:
         return column
 
     def bring(self, name: str, index: int, *, wait: bool = True) -> bool:
-        """Have the files of a column here. Without `wait`, False where another process is fetching one of them."""
+        """Have the files of a column here. Without `wait`, False where another process is fetching
+        one of them.
+        """
         opening = self._opening
         if opening.later is None or self.has(name, index):
             return True
-        return all(opening.later.bring(path.name, opening.sums[path.name], wait=wait) for path in self.files(name, index))
+        return all(
+            opening.later.bring(path.name, opening.sums[path.name], wait=wait)
+            for path in self.files(name, index)
+        )
 
     def has(self, name: str, index: int) -> bool:
         """Whether the files of a column are here, the run folder's own or such as came later."""
         files, elsewhere = self.files(name, index), self._opening.later
-        return all(path.exists() for path in files) or (elsewhere is not None and all((elsewhere.folder / path.name).exists() for path in files))
+        return all(path.exists() for path in files) or (
+            elsewhere is not None and all((elsewhere.folder / path.name).exists() for path in files)
+        )
 
     def drop(self, name: str, index: int) -> None:
         """Give back what `bring` took: files that are the run folder's own stay."""
@@ -156,11 +217,15 @@ class Parts:
 
     def files(self, name: str, index: int) -> tuple[Path, Path]:
         """Where a column of a part lies if it is the run folder's own."""
-        prefix = column_prefix(self._opening.columns, self._opening.split, name, self._parts[index].number)
+        prefix = column_prefix(
+            self._opening.columns, self._opening.split, name, self._parts[index].number
+        )
         return bin_path(prefix), idx_path(prefix)
 
     def _brought(self, name: str, index: int, elsewhere: Later) -> Column:
-        """A column that comes later. What has just come may be gone again where another process is ahead of us by more than a window."""
+        """A column that comes later. What has just come may be gone again where another process is
+        ahead of us by more than a window.
+        """
         files = [elsewhere.folder / path.name for path in self.files(name, index)]
         for _ in range(TRIES):
             self.bring(name, index)
@@ -169,22 +234,34 @@ class Parts:
             except WrongInput:
                 if all(path.exists() for path in files):
                     raise
-        raise Failed(f"{files[0]} was taken away {TRIES} times before it could be read; raise data.window")
+        raise Failed(
+            f"{files[0]} was taken away {TRIES} times before it could be read; raise data.window"
+        )
 
     def _opened(self, name: str, index: int) -> Column:
         part, rows, files = self._parts[index], name.startswith("rows-"), self.files(name, index)
         is_own = self._opening.later is None or all(path.exists() for path in files)
-        column = Column(files[0].with_suffix("")) if is_own or self._opening.later is None else self._brought(name, index, self._opening.later)
+        column = (
+            Column(files[0].with_suffix(""))
+            if is_own or self._opening.later is None
+            else self._brought(name, index, self._opening.later)
+        )
         dtype = np.dtype("int64") if rows else column_dtype(name, self._opening.vocab_size)
         if column.dtype != dtype:
-            raise WrongInput(f"{bin_path(column.prefix)} holds {column.dtype}, manifest.json says {dtype}; run `ingot prepare` again")
+            raise WrongInput(
+                f"{bin_path(column.prefix)} holds {column.dtype}, manifest.json says {dtype}; run"
+                " `ingot prepare` again"
+            )
         found, wanted = (len(column), column.elements), (part.documents, part.elements(name))
         if rows and found[0] != self._sizes[index]:
-            raise WrongInput(f"{bin_path(column.prefix)} has {found[0]:,} rows, {self._sizes[index]:,} were planned; run `ingot prepare` again")
+            raise WrongInput(
+                f"{bin_path(column.prefix)} has {found[0]:,} rows, {self._sizes[index]:,} were"
+                " planned; run `ingot prepare` again"
+            )
         if not rows and found != wanted:
             raise WrongInput(
-                f"{bin_path(column.prefix)} has {found[0]:,} documents and {found[1]:,} tokens, manifest.json says "
-                f"{wanted[0]:,} and {wanted[1]:,}; run `ingot prepare` again"
+                f"{bin_path(column.prefix)} has {found[0]:,} documents and {found[1]:,} tokens,"
+                f" manifest.json says {wanted[0]:,} and {wanted[1]:,}; run `ingot prepare` again"
             )
         for path in files if is_own else ():
             self._opening.touched.put(path)

@@ -1,4 +1,6 @@
-"""Makes one part of columns of each range of raw documents: the stage of `prepare` in which text becomes ids."""
+"""Makes one part of columns of each range of raw documents: the stage of `prepare` in which text
+becomes ids.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,12 @@ COMPARED = 1e-3
 
 @dataclass(frozen=True)
 class Made:
-    """What a range became: a part for each split that some of its documents belong to, and the files that hold them.
+    """What a range became: a part for each split that some of its documents belong to, and the
+    files that hold them.
 
-    `redone` names the first document for which the fast encoder's ids were not the reference's; the whole part then is
-    the reference's. `refused` counts chats that the template does not take, `refusal` tells of the first of them.
+    `redone` names the first document for which the fast encoder's ids were not the reference's; the
+    whole part then is the reference's. `refused` counts chats that the template does not take,
+    `refusal` tells of the first of them.
     """
 
     range: Range
@@ -53,7 +57,9 @@ class Made:
 
 @dataclass(frozen=True)
 class Tokenise:
-    """The stage: from ranges to parts. Encodes with `encoder`, and compares one document in a thousand with the reference."""
+    """The stage: from ranges to parts. Encodes with `encoder`, and compares one document in a
+    thousand with the reference.
+    """
 
     raw: Path
     columns: Path
@@ -76,11 +82,24 @@ class Tokenise:
             try:
                 return self._make(task, tokenizer, encoder, advance)
             except _Differs as differs:
-                return self._make(task, tokenizer, open_encoder(tokenizer, REFERENCE), lambda _: None, redone=str(differs))
+                return self._make(
+                    task,
+                    tokenizer,
+                    open_encoder(tokenizer, REFERENCE),
+                    lambda _: None,
+                    redone=str(differs),
+                )
 
         return make
 
-    def _make(self, task: Range, tokenizer: Tokenizer, encoder: Encoder, advance: Advance, redone: str | None = None) -> Made:
+    def _make(
+        self,
+        task: Range,
+        tokenizer: Tokenizer,
+        encoder: Encoder,
+        advance: Advance,
+        redone: str | None = None,
+    ) -> Made:
         """Write the columns of one range.
 
         Raises:
@@ -92,22 +111,46 @@ class Tokenise:
         with contextlib.ExitStack() as stack:
             for split, records in self._records(task, tokenizer, encoder, advance, refused):
                 if split not in outputs:
-                    outputs[split] = stack.enter_context(_Output(self.columns, split, task.number, self.documents, tokenizer.vocab_size))
+                    outputs[split] = stack.enter_context(
+                        _Output(
+                            self.columns, split, task.number, self.documents, tokenizer.vocab_size
+                        )
+                    )
                 outputs[split].append(records)
         parts = {split: output.part() for split, output in outputs.items()}
-        names = [path.name for output in outputs.values() for prefix in output.prefixes for path in (bin_path(prefix), idx_path(prefix))]
+        names = [
+            path.name
+            for output in outputs.values()
+            for prefix in output.prefixes
+            for path in (bin_path(prefix), idx_path(prefix))
+        ]
         made = Made(task, parts, [], redone, len(refused), refused[0] if refused else None)
         payload = {
-            "inputs": fingerprint([asdict(task), self.inputs]), "parts": {split: asdict(part) for split, part in parts.items()},
-            "redone": made.redone, "refused": made.refused, "refusal": made.refusal,
+            "inputs": fingerprint([asdict(task), self.inputs]),
+            "parts": {split: asdict(part) for split, part in parts.items()},
+            "redone": made.redone,
+            "refused": made.refused,
+            "refusal": made.refusal,
         }
-        marker = write_marker(self.columns, f"{DONE}/{task.name}.json", payload, [entry_of(self.columns, name) for name in names])
+        marker = write_marker(
+            self.columns,
+            f"{DONE}/{task.name}.json",
+            payload,
+            [entry_of(self.columns, name) for name in names],
+        )
         return replace(made, files=marker["files"])
 
     def _records(
-        self, task: Range, tokenizer: Tokenizer, encoder: Encoder, advance: Advance, refused: list[str]
+        self,
+        task: Range,
+        tokenizer: Tokenizer,
+        encoder: Encoder,
+        advance: Advance,
+        refused: list[str],
     ) -> Iterator[tuple[Split, Records]]:
-        """The records of a range by split. Chats that the template refuses are left out and added to `refused`, if they may be."""
+        """The records of a range by split. Chats that the template refuses are left out and added
+        to `refused`, if they may be.
+        """
         if task.kind == "tokens":
             for split, records in taken_records(task, self.shares, tokenizer):
                 yield split, records
@@ -132,11 +175,15 @@ class Tokenise:
         return encode_records(self.documents, tokenizer, encoder.encode_batch, texts, self.prefix)
 
     def _batches(self, task: Range) -> Iterator[tuple[Split, list[str], list[str]]]:
-        """(split, doc_ids, texts) of a range, in order within each split, about a megabyte at a time."""
+        """(split, doc_ids, texts) of a range, in order within each split, about a megabyte at a
+        time.
+        """
         waiting: dict[Split, tuple[list[str], list[str]]] = {}
         sizes: dict[Split, int] = {}
         for table in self.cleaned.tables(task, read_range(self.raw, task)):
-            for doc_id, text in zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True):
+            for doc_id, text in zip(
+                table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True
+            ):
                 split = self.shares.split(task.split, doc_id)
                 if split is None:
                     continue
@@ -150,7 +197,9 @@ class Tokenise:
         for split, (doc_ids, texts) in waiting.items():
             yield split, doc_ids, texts
 
-    def _accepted(self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], refused: list[str]) -> tuple[list[str], list[str]]:
+    def _accepted(
+        self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], refused: list[str]
+    ) -> tuple[list[str], list[str]]:
         kept_ids, kept, reference = list[str](), list[str](), open_encoder(tokenizer, REFERENCE)
         for doc_id, text in zip(doc_ids, texts, strict=True):
             try:
@@ -162,13 +211,20 @@ class Tokenise:
             kept.append(text)
         return kept_ids, kept
 
-    def _compare(self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], records: Records) -> None:
+    def _compare(
+        self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], records: Records
+    ) -> None:
         reference = open_encoder(tokenizer, REFERENCE)
         for index, doc_id in enumerate(doc_ids):
             if not chosen(doc_id, "reference", COMPARED):
                 continue
-            wanted, found = self._encode(tokenizer, reference, [texts[index]]), records.record(index)
-            if any(not np.array_equal(found[name], column) for name, column in wanted.columns.items()):
+            wanted, found = (
+                self._encode(tokenizer, reference, [texts[index]]),
+                records.record(index),
+            )
+            if any(
+                not np.array_equal(found[name], column) for name, column in wanted.columns.items()
+            ):
                 raise _Differs(doc_id)
 
 
@@ -176,24 +232,43 @@ class _Differs(Exception):
     """The fast encoder's ids of a document are not the reference's."""
 
 
-def inputs_of(documents: Documents, prefix: str, tokenizer: Tokenizer, shares: Shares, cleaned: Cleaned) -> str:
+def inputs_of(
+    documents: Documents, prefix: str, tokenizer: Tokenizer, shares: Shares, cleaned: Cleaned
+) -> str:
     """What decides about every part beside its range."""
-    return fingerprint({**identity(documents, tokenizer, prefix), **asdict(shares), "cleaned": cleaned.identity})
+    return fingerprint(
+        {**identity(documents, tokenizer, prefix), **asdict(shares), "cleaned": cleaned.identity}
+    )
 
 
 def finished(columns: Path, task: Range, inputs: str) -> Made | None:
     """What an earlier run made of this range from the same inputs; None when it has to be made."""
     marker = read_marker(columns, f"{DONE}/{task.name}.json")
-    if marker is None or marker.get("inputs") != fingerprint([asdict(task), inputs]) or problems(columns, marker, checksums=False):
+    if (
+        marker is None
+        or marker.get("inputs") != fingerprint([asdict(task), inputs])
+        or problems(columns, marker, checksums=False)
+    ):
         return None
-    return Made(task, {split: Part(**part) for split, part in marker["parts"].items()}, marker["files"], marker["redone"], marker["refused"], marker["refusal"])
+    return Made(
+        task,
+        {split: Part(**part) for split, part in marker["parts"].items()},
+        marker["files"],
+        marker["redone"],
+        marker["refused"],
+        marker["refusal"],
+    )
 
 
 class _Output:
     """The columns of one split that are being written, and what is counted beside them."""
 
-    def __init__(self, folder: Path, split: Split, number: int, documents: Documents, vocab_size: int) -> None:
-        self.prefixes = [column_prefix(folder, split, column, number) for column in COLUMNS[documents]]
+    def __init__(
+        self, folder: Path, split: Split, number: int, documents: Documents, vocab_size: int
+    ) -> None:
+        self.prefixes = [
+            column_prefix(folder, split, column, number) for column in COLUMNS[documents]
+        ]
         self._number = number
         self._writers = {
             column: ColumnWriter(prefix, column_dtype(column, vocab_size))
@@ -218,6 +293,16 @@ class _Output:
         self._digest += records.digest
 
     def part(self) -> Part:
-        first, sizes = next(iter(self._writers.values())), {name: writer.elements for name, writer in self._writers.items()}
+        first, sizes = (
+            next(iter(self._writers.values())),
+            {name: writer.elements for name, writer in self._writers.items()},
+        )
         own = sizes if set(sizes.values()) != {self._tokens} else {}
-        return Part(self._number, first.records, self._tokens, self._bytes, f"{self._digest % DIGESTS:064x}", own)
+        return Part(
+            self._number,
+            first.records,
+            self._tokens,
+            self._bytes,
+            f"{self._digest % DIGESTS:064x}",
+            own,
+        )

@@ -1,4 +1,6 @@
-"""The verb `prepare`: raw documents into token columns, cleaned if asked for, with the tokenizer that the recipe names or learns."""
+"""The verb `prepare`: raw documents into token columns, cleaned if asked for, with the tokenizer
+that the recipe names or learns.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from ingot.data.engines.choose import open_engine
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine
 from ingot.data.kinds import column_dtype
-from ingot.data.manifest import MANIFEST, Prepared, PreparedSource, data_identity, prefix_of, set_identity, write_prepared
+from ingot.data.manifest import (
+    MANIFEST,
+    Prepared,
+    PreparedSource,
+    data_identity,
+    prefix_of,
+    set_identity,
+    write_prepared,
+)
 from ingot.data.packing import pack
 from ingot.data.parts import DONE, Made, Tokenise, finished, inputs_of
 from ingot.data.ranges import SMALLEST_BYTES, ranges
@@ -46,10 +56,12 @@ ENCODERS = ("gigatoken.gigatoken_rs", "awkward", "fastokens")
 
 
 def prepare(recipe: Recipe) -> Outcome:
-    """Clean, tokenise and pack all documents. What an earlier run finished from the same inputs is kept, so a stopped run goes on.
+    """Clean, tokenise and pack all documents. What an earlier run finished from the same inputs is
+    kept, so a stopped run goes on.
 
     Raises:
-        WrongInput: nothing is ingested for this recipe, a split is empty, or there is less than one global batch.
+        WrongInput: nothing is ingested for this recipe, a split is empty, or there is less than one
+            global batch.
         Failed: the disk is full, or a worker died.
     """
     raw = open_raw(recipe, unchanged=True)
@@ -68,8 +80,13 @@ def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> Outcome:
     cleaned = clean(recipe, raw, engine)
     _tell(cleaned)
     tokenizer = provide_tokenizer(recipe, raw, cleaned)
-    if recipe.documents != "labelled" and not (tokenizer.frame[1] if recipe.documents == "pair" else tokenizer.after):
-        say("warning: this tokenizer has no EOS token, so a model does not learn where a document ends")
+    if recipe.documents != "labelled" and not (
+        tokenizer.frame[1] if recipe.documents == "pair" else tokenizer.after
+    ):
+        say(
+            "warning: this tokenizer has no EOS token, so a model does not learn where a document"
+            " ends"
+        )
     made = _make(recipe, raw, tokenizer, cleaned, engine)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
     _check_splits(recipe, splits)
@@ -77,22 +94,46 @@ def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> Outcome:
     _sweep(folder, files, made)
     identity, columns = tokenizer.identity(), COLUMNS[recipe.documents]
     prepared = Prepared(
-        objective=recipe.objective.kind, columns=[{"name": name, "dtype": column_dtype(name, tokenizer.vocab_size).name} for name in columns],
-        splits=splits, tokenizer=identity, template=tokenizer.template_identity, vocab_size=tokenizer.vocab_size,
-        data=data_identity(files, identity), sets={split: set_identity(sources) for split, sources in splits.items()},
-        closing=len(tokenizer.frame[1]), prefix=prefix_of(recipe), labels=recipe.labels,
+        objective=recipe.objective.kind,
+        columns=[
+            {"name": name, "dtype": column_dtype(name, tokenizer.vocab_size).name}
+            for name in columns
+        ],
+        splits=splits,
+        tokenizer=identity,
+        template=tokenizer.template_identity,
+        vocab_size=tokenizer.vocab_size,
+        data=data_identity(files, identity),
+        sets={split: set_identity(sources) for split, sources in splits.items()},
+        closing=len(tokenizer.frame[1]),
+        prefix=prefix_of(recipe),
+        labels=recipe.labels,
     )
-    knobs = recipe.select(("data.train", "data.validation", "data.fraction", "data.clean", "tokenizer"))
-    write_prepared(folder, prepared, {"raw": raw.identity, "knobs": knobs, "dropped": _dropped(raw, made, splits, cleaned)}, files)
+    knobs = recipe.select(
+        ("data.train", "data.validation", "data.fraction", "data.clean", "tokenizer")
+    )
+    write_prepared(
+        folder,
+        prepared,
+        {"raw": raw.identity, "knobs": knobs, "dropped": _dropped(raw, made, splits, cleaned)},
+        files,
+    )
     try:
         _pack(recipe, prepared, engine)
     except WrongInput:
         (folder / MANIFEST).unlink()
         raise
     tokens = prepared.total("train", "tokens") + prepared.total("validation", "tokens")
-    paths = [folder / MANIFEST, *(folder / entry.path for entry in files), *(recipe.folder.tokenizer / name for name in tokenizer.files)]
+    paths = [
+        folder / MANIFEST,
+        *(folder / entry.path for entry in files),
+        *(recipe.folder.tokenizer / name for name in tokenizer.files),
+    ]
     return Outcome(
-        f"{_in_words(tokens)} tokens, vocabulary {tokenizer.vocab_size:,}", str(folder), prepared.data, sizes(recipe.folder.root, paths)
+        f"{_in_words(tokens)} tokens, vocabulary {tokenizer.vocab_size:,}",
+        str(folder),
+        prepared.data,
+        sizes(recipe.folder.root, paths),
     )
 
 
@@ -101,17 +142,33 @@ def _tell(cleaned: Cleaned) -> None:
     report = cleaned.report
     if not report.documents:
         return
-    each = ", ".join(f"{count:,} by {step}" for step, count in cleaned.dropped.items() if count) or "none"
-    say(f"cleaning dropped {sum(cleaned.dropped.values()):,} of {report.documents:,} documents: {each}; `ingot show data` names some")
+    each = (
+        ", ".join(f"{count:,} by {step}" for step, count in cleaned.dropped.items() if count)
+        or "none"
+    )
+    say(
+        f"cleaning dropped {sum(cleaned.dropped.values()):,} of {report.documents:,} documents:"
+        f" {each}; `ingot show data` names some"
+    )
     for note, count in report.notes.items():
         say(f"cleaning: {count:,} {note}")
     if cleaned.dropped.get("contamination", 0) > MOST_CONTAMINATED * report.documents:
-        say("warning: so many contaminated documents mean that held-out documents share boilerplate with all others; raise data.clean.contamination.matches")
+        say(
+            "warning: so many contaminated documents mean that held-out documents share boilerplate"
+            " with all others; raise data.clean.contamination.matches"
+        )
 
 
-def _make(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned, engine: Engine) -> list[Made]:
+def _make(
+    recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned, engine: Engine
+) -> list[Made]:
     """Every part, in order: those that are finished, and the others made now."""
-    folder, shares, documents, prefix = recipe.folder.columns, Shares.of(recipe.data), recipe.documents, prefix_of(recipe)
+    folder, shares, documents, prefix = (
+        recipe.folder.columns,
+        Shares.of(recipe.data),
+        recipe.documents,
+        prefix_of(recipe),
+    )
     tasks, inputs = ranges(raw), inputs_of(documents, prefix, tokenizer, shares, cleaned)
     kept = {task: made for task in tasks if (made := finished(folder, task, inputs))}
     missing = [task for task in tasks if task not in kept]
@@ -121,22 +178,49 @@ def _make(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned, engi
         say(f"{len(kept)} of {len(tasks)} parts are finished already")
     encoder = _encoder(recipe, raw, tokenizer, cleaned)
     skip_bad = recipe.data.on_bad == "skip"
-    work = Tokenise(raw.folder, folder, recipe.folder.tokenizer, encoder, documents, prefix, shares, cleaned, skip_bad, inputs)
-    with Progress("tokenise", total=-(-raw.bytes // 10**6), unit="MB", done=sum(task.bytes for task in kept) // 10**6) as progress:
+    work = Tokenise(
+        raw.folder,
+        folder,
+        recipe.folder.tokenizer,
+        encoder,
+        documents,
+        prefix,
+        shares,
+        cleaned,
+        skip_bad,
+        inputs,
+    )
+    with Progress(
+        "tokenise",
+        total=-(-raw.bytes // 10**6),
+        unit="MB",
+        done=sum(task.bytes for task in kept) // 10**6,
+    ) as progress:
         new = engine.run(work, missing, progress)
     for made in (made for made in new if made.redone):
-        say(f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name} was made again with the reference")
+        say(
+            f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name}"
+            " was made again with the reference"
+        )
     if refused := sum(one.refused for one in new):
-        say(f"{refused:,} {IN_WORDS[documents]} are left out, the template refuses them, such as {next(one.refusal for one in new if one.refusal)}")
+        say(
+            f"{refused:,} {IN_WORDS[documents]} are left out, the template refuses them, such as"
+            f" {next(one.refusal for one in new if one.refusal)}"
+        )
     by_range = kept | {made.range: made for made in new}
     return [by_range[task] for task in tasks]
 
 
 def _encoder(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned) -> str:
-    """What to encode with: the fastest library whose ids are the reference's on a sample of these documents."""
+    """What to encode with: the fastest library whose ids are the reference's on a sample of these
+    documents.
+    """
     if recipe.tokenizer.encoder == "reference":
         return REFERENCE
-    texts = [plain_text(recipe.documents, document.text) for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)]
+    texts = [
+        plain_text(recipe.documents, document.text)
+        for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)
+    ]
     if not texts:
         return REFERENCE
     choice = choose_encoder(tokenizer, texts)
@@ -148,25 +232,49 @@ def _encoder(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned) -
 
 
 def _pack(recipe: Recipe, prepared: Prepared, engine: Engine) -> None:
-    """Plan rows where documents are not one stream; refuse data with which no training or no evaluation can be done."""
-    folder, seq_len, how, target_len = recipe.folder.columns, recipe.data.seq_len, recipe.pack, recipe.data.target_len
+    """Plan rows where documents are not one stream; refuse data with which no training or no
+    evaluation can be done.
+    """
+    folder, seq_len, how, target_len = (
+        recipe.folder.columns,
+        recipe.data.seq_len,
+        recipe.pack,
+        recipe.data.target_len,
+    )
     if how != "cut":
         with Progress("pack", total=None, unit="MB") as progress:
-            packed = pack(folder, prepared, seq_len, how, engine, progress, target_len if prepared.documents == "pair" else None)
+            packed = pack(
+                folder,
+                prepared,
+                seq_len,
+                how,
+                engine,
+                progress,
+                target_len if prepared.documents == "pair" else None,
+            )
         say(str(packed))
     by_part = recipe.data.window is not None
-    rows = open_rows(folder, "train", seq_len, pack=how, pad_last=False, target_len=target_len, by_part=by_part)
+    rows = open_rows(
+        folder, "train", seq_len, pack=how, pad_last=False, target_len=target_len, by_part=by_part
+    )
     if len(rows) < recipe.train.global_batch:
         less = f"less than one train.global_batch={recipe.train.global_batch}; add documents, or "
         if isinstance(rows, Samples):
-            words = f"{len(rows):,} of {rows.documents:,} training {IN_WORDS[recipe.documents]} can be trained on with data.seq_len={seq_len}"
+            words = (
+                f"{len(rows):,} of {rows.documents:,} training {IN_WORDS[recipe.documents]} can be"
+                f" trained on with data.seq_len={seq_len}"
+            )
             raise WrongInput(f"{words}: {less}lower the batch, or raise data.seq_len")
         raise WrongInput(
-            f"{rows.documents:,} training documents have {rows.tokens:,} tokens, {len(rows):,} rows of data.seq_len={seq_len}: {less}lower one of the two"
+            f"{rows.documents:,} training documents have {rows.tokens:,} tokens, {len(rows):,} rows"
+            f" of data.seq_len={seq_len}: {less}lower one of the two"
         )
     for number, (size, source) in enumerate(zip(rows.sizes, prepared.splits["train"], strict=True)):
         if not size:
-            say(f"warning: data.train[{number}] {source.source} has {source.tokens:,} tokens, not one row of data.seq_len={seq_len}: it is not trained on")
+            say(
+                f"warning: data.train[{number}] {source.source} has {source.tokens:,} tokens, not"
+                f" one row of data.seq_len={seq_len}: it is not trained on"
+            )
 
 
 def _sources(recipe: Recipe, raw: Raw, split: Split, made: Sequence[Made]) -> list[PreparedSource]:
@@ -176,36 +284,57 @@ def _sources(recipe: Recipe, raw: Raw, split: Split, made: Sequence[Made]) -> li
     for number, source in enumerate(recipe_sources(recipe)[origin]):
         mine = [one for one in made if one.range.split == origin and one.range.source == number]
         parts = [one.parts[split] for one in mine if split in one.parts]
-        found.append(PreparedSource(
-            source.source, source.weight, sum(part.documents for part in parts), sum(part.tokens for part in parts),
-            sum(part.bytes for part in parts), parts,
-        ))
+        found.append(
+            PreparedSource(
+                source.source,
+                source.weight,
+                sum(part.documents for part in parts),
+                sum(part.tokens for part in parts),
+                sum(part.bytes for part in parts),
+                parts,
+            )
+        )
     return found
 
 
 def _check_splits(recipe: Recipe, splits: dict[Split, list[PreparedSource]]) -> None:
     """Refuse an empty split before the manifest says that the data are ready."""
-    documents = {split: sum(source.documents for source in sources) for split, sources in splits.items()}
+    documents = {
+        split: sum(source.documents for source in sources) for split, sources in splits.items()
+    }
     if not documents["validation"]:
         raise WrongInput(
-            f"no document of {sum(documents.values()):,} is held out by data.validation.fraction={Shares.of(recipe.data).validation}; raise it, "
-            f"or give data.validation sources of its own"
+            f"no document of {sum(documents.values()):,} is held out by"
+            f" data.validation.fraction={Shares.of(recipe.data).validation}; raise it, or give"
+            " data.validation sources of its own"
         )
 
 
-def _dropped(raw: Raw, made: Sequence[Made], splits: dict[Split, list[PreparedSource]], cleaned: Cleaned) -> dict[str, int]:
+def _dropped(
+    raw: Raw, made: Sequence[Made], splits: dict[Split, list[PreparedSource]], cleaned: Cleaned
+) -> dict[str, int]:
     """Documents that were read and are in no split, by reason."""
     read = sum(source.documents for sources in raw.splits.values() for source in sources)
     dropped = Counter(cleaned.dropped) + Counter({"template": sum(one.refused for one in made)})
-    dropped["data.fraction"] = read - sum(source.documents for sources in splits.values() for source in sources) - sum(dropped.values())
+    dropped["data.fraction"] = (
+        read
+        - sum(source.documents for sources in splits.values() for source in sources)
+        - sum(dropped.values())
+    )
     return dict(dropped)
 
 
 def _sweep(folder: Path, files: Iterable[FileEntry], made: Iterable[Made]) -> None:
-    """Remove what earlier or killed runs left in the folder and the manifest will not name; row tables are looked after by `pack`."""
+    """Remove what earlier or killed runs left in the folder and the manifest will not name; row
+    tables are looked after by `pack`.
+    """
     keep = {entry.path for entry in files} | {f"{DONE}/{one.range.name}.json" for one in made}
     for path in [*folder.iterdir(), *(folder / DONE).iterdir()]:
-        if path.is_file() and "rows-" not in path.name and str(path.relative_to(folder)) not in keep:
+        if (
+            path.is_file()
+            and "rows-" not in path.name
+            and str(path.relative_to(folder)) not in keep
+        ):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 

@@ -17,16 +17,24 @@ SCHEME = "bigquery:"
 
 
 def find_query(source: Source) -> list[SourceFile]:
-    """A query as one file, whose identity is its text: whether the tables changed since cannot be seen."""
+    """A query as one file, whose identity is its text: whether the tables changed since cannot be
+    seen.
+    """
     sql = source.source.removeprefix(SCHEME).strip()
     return [SourceFile(sql, f"bigquery-{fingerprint(sql)}", "bigquery", {"path": source.source})]
 
 
 def warn_of_query(file: SourceFile) -> None:
     """What a person should know before a query is relied on."""
-    say("warning: changed tables behind a bigquery: source are not seen; read them again with `--again`")
+    say(
+        "warning: changed tables behind a bigquery: source are not seen; read them again with"
+        " `--again`"
+    )
     if not re.search(r"\border\s+by\b", file.path, re.IGNORECASE):
-        say("warning: the query has no ORDER BY, so its rows may come in another order next time, and documents have other identities")
+        say(
+            "warning: the query has no ORDER BY, so its rows may come in another order next time,"
+            " and documents have other identities"
+        )
 
 
 def query_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:

@@ -1,7 +1,7 @@
 """Cuts the raw documents into ranges, the unit that every stage of `prepare` works by.
 
-A range is a run of row groups of one raw part and follows from the data alone. So any number of processes makes the same
-files, and what is finished stays finished when the rest is run again.
+A range is a run of row groups of one raw part and follows from the data alone. So any number of
+processes makes the same files, and what is finished stays finished when the rest is run again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ RANGES = 64
 class Range:
     """Row groups `first` to `last` of one raw part, which become part `number` of the columns.
 
-    `begin` is the number of its first document, counted over all ranges of its split in order; `within` is how many
-    documents of its raw part stand before it. A piece of a range bears its number; `offset` documents of the range stand
-    before it.
+    `begin` is the number of its first document, counted over all ranges of its split in order;
+    `within` is how many documents of its raw part stand before it. A piece of a range bears its
+    number; `offset` documents of the range stand before it.
     """
 
     split: Split
@@ -49,7 +49,9 @@ class Range:
 
 
 def ranges(raw: Raw) -> list[Range]:
-    """The ranges, in order. Their size grows with the data, so that there are neither too few nor millions of them."""
+    """The ranges, in order. Their size grows with the data, so that there are neither too few nor
+    millions of them.
+    """
     target = min(max(raw.bytes // RANGES, SMALLEST_BYTES), LARGEST_BYTES)
     found: list[Range] = []
     for split, sources in raw.splits.items():
@@ -59,7 +61,22 @@ def ranges(raw: Raw) -> list[Range]:
                 within = 0
                 for first, last, size in _runs([size for _, size in part.groups], target):
                     documents = sum(count for count, _ in part.groups[first:last])
-                    found.append(Range(split, source, number, read.kind, part.path, part.sha256, first, last, begin, within, documents, size))
+                    found.append(
+                        Range(
+                            split,
+                            source,
+                            number,
+                            read.kind,
+                            part.path,
+                            part.sha256,
+                            first,
+                            last,
+                            begin,
+                            within,
+                            documents,
+                            size,
+                        )
+                    )
                     number, begin, within = number + 1, begin + documents, within + documents
     return found
 
@@ -72,13 +89,22 @@ def pieces(raw: Raw, split: Split) -> Iterator[Range]:
         for index in range(task.first, task.last):
             documents, size = groups[task.path][index]
             yield replace(
-                task, first=index, last=index + 1, begin=task.begin + offset, within=task.within + offset, documents=documents, bytes=size, offset=offset
+                task,
+                first=index,
+                last=index + 1,
+                begin=task.begin + offset,
+                within=task.within + offset,
+                documents=documents,
+                bytes=size,
+                offset=offset,
             )
             offset += documents
 
 
 def _runs(sizes: Sequence[int], target: int) -> Iterator[tuple[int, int, int]]:
-    """Consecutive runs of at least `target` bytes, the last one of what is left: (first, last + 1, bytes)."""
+    """Consecutive runs of at least `target` bytes, the last one of what is left: (first, last + 1,
+    bytes).
+    """
     first, total = 0, 0
     for index, size in enumerate(sizes):
         total += size
@@ -88,5 +114,7 @@ def _runs(sizes: Sequence[int], target: int) -> Iterator[tuple[int, int, int]]:
 
 
 def read_range(raw: Path, task: Range) -> Iterator[pa.Table]:
-    """The documents of a range, a row group at a time: columns `doc_id` and `text`, both strings."""
+    """The documents of a range, a row group at a time: columns `doc_id` and `text`, both
+    strings.
+    """
     return (read_table(raw / task.path, group) for group in range(task.first, task.last))

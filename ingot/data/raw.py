@@ -1,6 +1,8 @@
-"""`data/raw/`: ingested documents as Parquet parts, with a manifest written last. Knows no source format.
+"""`data/raw/`: ingested documents as Parquet parts, with a manifest written last. Knows no source
+format.
 
-A part holds documents of one source, in row groups of a few megabytes, which is what `prepare` cuts its work by.
+A part holds documents of one source, in row groups of a few megabytes, which is what `prepare` cuts
+its work by.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ Text = tuple[str, str]
 """(doc_id, text)"""
 
 Kind = Documents | Literal["tokens"]
-"""What the documents of a source are. `text`: texts. All others are JSON in the text column: `chat` is `{"messages": [message, ...]}`, where a
-message is `{"role": ..., "content": ...}`; `preference` is `{"prompt": [message, ...], "chosen": [...], "rejected": [...]}`; `pair` is
-`{"source": text, "target": text}`; `labelled` is `{"text": text, "label": number}`. `tokens`: existing Megatron columns, of which nothing is
-copied here; a part's path is their prefix."""
+"""What the documents of a source are. `text`: texts. All others are JSON in the text column: `chat`
+is `{"messages": [message, ...]}`, where a message is `{"role": ..., "content": ...}`; `preference`
+is `{"prompt": [message, ...], "chosen": [...], "rejected": [...]}`; `pair` is `{"source": text,
+"target": text}`; `labelled` is `{"text": text, "label": number}`. `tokens`: existing Megatron
+columns, of which nothing is copied here; a part's path is their prefix.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class RawPart:
 
 @dataclass(frozen=True)
 class RawSource:
-    """What was read from one source, and what could not be: reason -> count, and some of them by place."""
+    """What was read from one source, and what could not be: reason -> count, and some of them by
+    place.
+    """
 
     source: str
     knobs: dict[str, Any]
@@ -80,7 +86,12 @@ class Raw:
     @property
     def identity(self) -> str:
         """Fingerprint of the documents themselves, not of when and whence they came."""
-        return fingerprint({split: [[part.sha256 for part in source.parts] for source in sources] for split, sources in self.splits.items()})
+        return fingerprint(
+            {
+                split: [[part.sha256 for part in source.parts] for source in sources]
+                for split, sources in self.splits.items()
+            }
+        )
 
     @property
     def bytes(self) -> int:
@@ -92,18 +103,31 @@ def knobs_of(source: Source) -> dict[str, Any]:
     return source.model_dump(mode="json", exclude={"weight"})
 
 
-def write_parts(folder: Path, split: Split, source: int, texts: Iterable[Text]) -> Iterator[tuple[RawPart, FileEntry]]:
-    """Write texts of one source as `SPLIT-NNNNN.parquet`, counting up from 0; each appears whole."""
+def write_parts(
+    folder: Path, split: Split, source: int, texts: Iterable[Text]
+) -> Iterator[tuple[RawPart, FileEntry]]:
+    """Write texts of one source as `SPLIT-NNNNN.parquet`, counting up from 0; each appears
+    whole.
+    """
     groups = _groups(texts)
     for number in itertools.count():
         group = next(groups, None)
         if group is None:
             return
         path, counts = f"{split}-{number:05d}.parquet", list[tuple[int, int]]()
-        # LZ4 costs half of what Zstandard costs to write and to read, for files half as large again that are read once or twice.
-        with atomic_file(folder / path) as stream, pq.ParquetWriter(
-            stream, SCHEMA, compression="lz4", use_dictionary=False, write_statistics=False, write_page_checksum=True
-        ) as writer:
+        # LZ4 costs half of what Zstandard costs to write and to read, for files half as large again
+        # that are read once or twice.
+        with (
+            atomic_file(folder / path) as stream,
+            pq.ParquetWriter(
+                stream,
+                SCHEMA,
+                compression="lz4",
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+            ) as writer,
+        ):
             while group is not None:
                 writer.write_table(_table(source, group), row_group_size=len(group.texts))
                 counts.append((len(group.texts), group.bytes))
@@ -135,7 +159,10 @@ def _groups(texts: Iterable[Text]) -> Iterator[_Group]:
 
 def _table(source: int, group: _Group) -> pa.Table:
     columns = [group.ids, [source] * len(group.ids), group.texts]
-    return pa.table([pa.array(column, kind.type) for column, kind in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+    return pa.table(
+        [pa.array(column, kind.type) for column, kind in zip(columns, SCHEMA, strict=True)],
+        schema=SCHEMA,
+    )
 
 
 def read_table(path: Path, group: int) -> pa.Table:
@@ -148,37 +175,61 @@ def read_table(path: Path, group: int) -> pa.Table:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             return file.read_row_group(group, columns=["doc_id", "text"], use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        raise WrongInput(f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again") from error
+        raise WrongInput(
+            f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again"
+        ) from error
 
 
 def read_group(path: Path, group: int) -> list[Text]:
     """`read_table` as Python texts."""
     table = read_table(path, group)
-    return list(zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True))
+    return list(
+        zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True)
+    )
 
 
-def write_manifest(folder: Path, splits: dict[Split, list[RawSource]], files: Iterable[FileEntry]) -> None:
-    payload = {"kind": "raw", "ingot": __version__, "splits": {split: [asdict(source) for source in sources] for split, sources in splits.items()}}
+def write_manifest(
+    folder: Path, splits: dict[Split, list[RawSource]], files: Iterable[FileEntry]
+) -> None:
+    payload = {
+        "kind": "raw",
+        "ingot": __version__,
+        "splits": {
+            split: [asdict(source) for source in sources] for split, sources in splits.items()
+        },
+    }
     write_marker(folder, MANIFEST, payload, files)
 
 
 def open_raw(recipe: Recipe, *, unchanged: bool = False) -> Raw:
-    """What `ingest` wrote for this recipe; with `unchanged`, only while its sources are as they were then.
+    """What `ingest` wrote for this recipe; with `unchanged`, only while its sources are as they
+    were then.
 
     Raises:
-        WrongInput: nothing complete is there, a file is missing or cut, it was made from other sources, or they changed since.
+        WrongInput: nothing complete is there, a file is missing or cut, it was made from other
+            sources, or they changed since.
     """
     folder = recipe.folder.raw
     marker = read_marker(folder, MANIFEST)
     if marker is None:
-        raise WrongInput(f"{folder} holds no ingested documents; run `ingot ingest` with this recipe first")
+        raise WrongInput(
+            f"{folder} holds no ingested documents; run `ingot ingest` with this recipe first"
+        )
     if found := problems(folder, marker, checksums=False):
         raise WrongInput(f"{found[0]}; run `ingot ingest` again")
-    splits: dict[Split, list[RawSource]] = {split: [_source(value) for value in sources] for split, sources in marker["splits"].items()}
-    asked = {split: [knobs_of(source) for source in sources] for split, sources in recipe_sources(recipe).items()}
+    splits: dict[Split, list[RawSource]] = {
+        split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
+    }
+    asked = {
+        split: [knobs_of(source) for source in sources]
+        for split, sources in recipe_sources(recipe).items()
+    }
     made = {split: [source.knobs for source in sources] for split, sources in splits.items()}
     if made != asked:
-        raise WrongInput(f"{folder} was made from {_named(made)}, the recipe says {_named(asked)}; run `ingot ingest` with this recipe")
+        raise WrongInput(
+            f"{folder} was made from {_named(made)}, the recipe says {_named(asked)}; run `ingot"
+            " ingest` with this recipe"
+        )
     _check_kinds(recipe, splits)
     if unchanged:
         _check_unchanged(recipe, splits)
@@ -186,30 +237,45 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> Raw:
 
 
 def _check_kinds(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
-    """Documents of one kind are read from other columns than those of another, so one cannot be made of the other here."""
+    """Documents of one kind are read from other columns than those of another, so one cannot be
+    made of the other here.
+    """
     wanted = recipe.documents
     for source in (source for sources in splits.values() for source in sources):
         if source.kind != wanted and (source.kind, wanted) != ("tokens", "text"):
             raise WrongInput(
-                f"{source.source} was ingested as {source.kind}, objective.kind={recipe.objective.kind} takes {wanted}; run `ingot ingest` with this recipe"
+                f"{source.source} was ingested as {source.kind},"
+                f" objective.kind={recipe.objective.kind} takes {wanted}; run `ingot ingest` with"
+                " this recipe"
             )
         if source.labels != recipe.labels:
             raise WrongInput(
-                f"{source.source} was ingested with the labels {', '.join(source.labels)}, objective.labels is {', '.join(recipe.labels)}; "
-                f"run `ingot ingest` with this recipe"
+                f"{source.source} was ingested with the labels {', '.join(source.labels)},"
+                f" objective.labels is {', '.join(recipe.labels)}; run `ingot ingest` with this"
+                " recipe"
             )
 
 
 def _check_unchanged(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
-    """Refuse documents of files that have changed since. A source that is gone is no matter: what was ingested is a copy."""
+    """Refuse documents of files that have changed since. A source that is gone is no matter: what
+    was ingested is a copy.
+    """
     for split, sources in recipe_sources(recipe).items():
         for number, (source, made) in enumerate(zip(sources, splits[split], strict=True)):
             if changed := change(source, made.stamps, made.seen):
-                raise WrongInput(f"data.{split}[{number}] {source.source} changed since it was ingested: {changed}; run `ingot ingest` again")
+                raise WrongInput(
+                    f"data.{split}[{number}] {source.source} changed since it was ingested:"
+                    f" {changed}; run `ingot ingest` again"
+                )
 
 
 def _source(value: dict[str, Any]) -> RawSource:
-    parts = [RawPart(part["path"], part["sha256"], [(documents, size) for documents, size in part["groups"]]) for part in value["parts"]]
+    parts = [
+        RawPart(
+            part["path"], part["sha256"], [(documents, size) for documents, size in part["groups"]]
+        )
+        for part in value["parts"]
+    ]
     return RawSource(**{**value, "parts": parts})
 
 
@@ -218,6 +284,10 @@ def _named(splits: dict[Split, list[dict[str, Any]]]) -> str:
     words = []
     for split, sources in splits.items():
         for knobs in sources:
-            changed = {name: knobs[name] for name in knobs if name != "source" and knobs[name] != Source.model_fields[name].get_default()}
+            changed = {
+                name: knobs[name]
+                for name in knobs
+                if name != "source" and knobs[name] != Source.model_fields[name].get_default()
+            }
             words.append(f"{split} {knobs['source']}" + (f" {changed}" if changed else ""))
     return ", ".join(words)

@@ -1,4 +1,5 @@
-"""One file of any format as a stream of documents, each with its row; what cannot be read comes as a `Bad` with its reason.
+"""One file of any format as a stream of documents, each with its row; what cannot be read comes as
+a `Bad` with its reason.
 
 Memory stays flat: nothing holds more than a batch of rows, or one document.
 """
@@ -22,14 +23,23 @@ from ingot.data.wikipedia import multistream, pages
 CHUNK_BYTES = 1 << 16
 
 
-def read_items(stream: IO[bytes], path: str, kind: Format, wanted: Wanted, row: int = 0, size: int = sys.maxsize) -> Iterator[Item | Bad]:
-    """The documents of one file. `stream` gives its bytes as stored; `path` tells the compression and is named in errors.
+def read_items(
+    stream: IO[bytes],
+    path: str,
+    kind: Format,
+    wanted: Wanted,
+    row: int = 0,
+    size: int = sys.maxsize,
+) -> Iterator[Item | Bad]:
+    """The documents of one file. `stream` gives its bytes as stored; `path` tells the compression
+    and is named in errors.
 
-    For JSON Lines, `stream` may stand after `row` lines, of which the next `size` bytes are read; for a multistream dump,
-    at the beginning of one of its streams.
+    For JSON Lines, `stream` may stand after `row` lines, of which the next `size` bytes are read;
+    for a multistream dump, at the beginning of one of its streams.
 
     Raises:
-        WrongInput: the file is a table without the wanted column; the columns that there are are named.
+        WrongInput: the file is a table without the wanted column; the columns that there are are
+            named.
     """
     if kind == "parquet":
         yield from parquet(stream, path, wanted)
@@ -47,7 +57,9 @@ def read_items(stream: IO[bytes], path: str, kind: Format, wanted: Wanted, row: 
         yield Bad(row + 1, "broken compression", f"{error}; the rest of the file is not read")
 
 
-def _streamed(stream: IO[bytes], path: str, kind: Format, wanted: Wanted, row: int, size: int) -> Iterator[Item | Bad]:
+def _streamed(
+    stream: IO[bytes], path: str, kind: Format, wanted: Wanted, row: int, size: int
+) -> Iterator[Item | Bad]:
     if kind == "wikipedia" and size < sys.maxsize:
         return pages(multistream(stream, size), whole=False)
     stream = decompressed(stream, path)

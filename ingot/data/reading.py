@@ -1,4 +1,6 @@
-"""What `ingest` does in a worker: one task's files into raw parts of its own, with a tally of what could not be read."""
+"""What `ingest` does in a worker: one task's files into raw parts of its own, with a tally of what
+could not be read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from ingot.data.sources import Split
 from ingot.data.wanted import Wanted
 
 EXAMPLES = 20
-# So many records without the column, and none with it, are a wrong column name rather than bad records.
+# So many records without the column, and none with it, are a wrong column name rather than bad
+# records.
 UNDECIDED = 100
 SHOW_EVERY = 1000
 BUFFER_BYTES = 1 << 20
@@ -34,7 +37,9 @@ BUFFER_BYTES = 1 << 20
 
 @dataclass
 class Tally:
-    """What a source, or a task's share of it, held: good records, bad ones by reason, some of these by place."""
+    """What a source, or a task's share of it, held: good records, bad ones by reason, some of these
+    by place.
+    """
 
     good: int = 0
     bad: Counter[str] = field(default_factory=Counter)
@@ -89,7 +94,9 @@ class Read:
         own = f"{task.number:05d}"
         parts = [
             (replace(part, path=f"{own}/{part.path}"), replace(entry, path=f"{own}/{entry.path}"))
-            for part, entry in write_parts(self.folder / own, task.split, task.source, reading.texts())
+            for part, entry in write_parts(
+                self.folder / own, task.split, task.source, reading.texts()
+            )
         ]
         return Done(parts, reading.tally)
 
@@ -118,7 +125,11 @@ class _Reading:
         at = piece.begin
         with contextlib.ExitStack() as stack:
             try:
-                stream = None if piece.file.format in ("hub", "bigquery") else stack.enter_context(_opened(piece.file.path))
+                stream = (
+                    None
+                    if piece.file.format in ("hub", "bigquery")
+                    else stack.enter_context(_opened(piece.file.path))
+                )
                 for number, item in enumerate(self._read(piece, stream), start=1):
                     yield item
                     if number % SHOW_EVERY == 0:
@@ -128,9 +139,13 @@ class _Reading:
             except IngotError:
                 raise
             except Exception as error:
-                # A bucket's client has errors of its own, and trying again may help; a local file stays as unreadable as it is.
+                # A bucket's client has errors of its own, and trying again may help; a local file
+                # stays as unreadable as it is.
                 if is_remote(piece.file.path):
-                    raise Failed(f"{piece.file.path} broke off ({' '.join(str(error).split())[:200]}); run the same command again") from error
+                    raise Failed(
+                        f"{piece.file.path} broke off ({' '.join(str(error).split())[:200]}); run"
+                        " the same command again"
+                    ) from error
                 if not isinstance(error, OSError):
                     raise
                 yield Bad(1, "unreadable file", str(error))
@@ -143,14 +158,18 @@ class _Reading:
         if piece.end is None:
             return read_items(stream, file.path, file.format, wanted)
         stream.seek(piece.begin)
-        return read_items(stream, file.path, file.format, wanted, piece.row, piece.end - piece.begin)
+        return read_items(
+            stream, file.path, file.format, wanted, piece.row, piece.end - piece.begin
+        )
 
     def _count(self, bad: Bad, piece: Piece) -> None:
         tally, place = self.tally, f"{writable(piece.file.path)}:{bad.row}"
         tally.keys = bad.keys or tally.keys
         tally.bad[bad.reason] += 1
         # Only the first task of a source knows that no good record came before.
-        wrong_name = self._task.first and not tally.good and tally.bad[bad.reason] == tally.bad.total()
+        wrong_name = (
+            self._task.first and not tally.good and tally.bad[bad.reason] == tally.bad.total()
+        )
         if bad.keys and wrong_name and (self._stop or tally.bad.total() >= UNDECIDED):
             raise self._task.wanted.missing(place, bad.keys)
         told = writable(f"{place}: {bad}")

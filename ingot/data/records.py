@@ -1,8 +1,11 @@
 """Documents to records: the one pure function of `prepare`, the same wherever it runs.
 
-A record is the same row of every column of its kind of document. Texts: BOS where the tokenizer puts one, the text, EOS. Chats:
-the chat as its template writes it, and beside it which tokens are trained. Preferences: two such chats, of which only the
-answers are trained. Pairs: source and target, each as the tokenizer frames a text. Labelled texts: so framed, and the label.
+A record is the same row of every column of its kind of document. Texts: BOS where the tokenizer
+puts one, the text, EOS. Chats:
+the chat as its template writes it, and beside it which tokens are trained. Preferences: two such
+chats, of which only the
+answers are trained. Pairs: source and target, each as the tokenizer frames a text. Labelled texts:
+so framed, and the label.
 """
 
 from __future__ import annotations
@@ -25,8 +28,15 @@ from ingot.data.preferences import from_preference
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 
-# Named in the fingerprint of what was prepared; raise it when the same documents would give other records.
-RECORDS: dict[Documents, str] = {"text": "pretrain-1", "chat": "sft-1", "preference": "preference-1", "pair": "pair-1", "labelled": "labelled-1"}
+# Named in the fingerprint of what was prepared; raise it when the same documents would give other
+# records.
+RECORDS: dict[Documents, str] = {
+    "text": "pretrain-1",
+    "chat": "sft-1",
+    "preference": "preference-1",
+    "pair": "pair-1",
+    "labelled": "labelled-1",
+}
 
 EncodeBatch = Callable[[Sequence[str]], tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]
 Ids = npt.NDArray[np.int32]
@@ -37,26 +47,37 @@ Lengths = npt.NDArray[np.int64]
 class Records:
     """Records one after the other: the elements of each column, and how many each record has in it.
 
-    `bytes` is the size of the texts that are learnt to be written: of a chat what the assistant says, of a preference the
-    chosen answer, of a pair the target; of a labelled text the text.
+    `bytes` is the size of the texts that are learnt to be written: of a chat what the assistant
+    says, of a preference the chosen answer, of a pair the target; of a labelled text the text.
     """
 
     columns: dict[str, npt.NDArray[Any]]
     lengths: dict[str, Lengths]
     bytes: int
     digest: int
-    """Sum of the SHA-256 of the documents, so that the set of texts counts and not how they are cut into batches."""
+    """Sum of the SHA-256 of the documents, so that the set of texts counts and not how they are cut
+    into batches.
+    """
 
     def record(self, index: int) -> dict[str, npt.NDArray[Any]]:
         ends = {name: int(lengths[: index + 1].sum()) for name, lengths in self.lengths.items()}
-        return {name: column[ends[name] - int(self.lengths[name][index]) : ends[name]] for name, column in self.columns.items()}
+        return {
+            name: column[ends[name] - int(self.lengths[name][index]) : ends[name]]
+            for name, column in self.columns.items()
+        }
 
     @property
     def tokens(self) -> int:
         return sum(len(self.columns[name]) for name in token_columns(list(self.columns)))
 
 
-def encode_records(documents: Documents, tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str = "") -> Records:
+def encode_records(
+    documents: Documents,
+    tokenizer: Tokenizer,
+    encode_batch: EncodeBatch,
+    texts: Sequence[str],
+    prefix: str = "",
+) -> Records:
     """The records of some documents as `ingest` stores them.
 
     Args:
@@ -71,67 +92,106 @@ def encode_records(documents: Documents, tokenizer: Tokenizer, encode_batch: Enc
     made, size = _ENCODE[documents](tokenizer, encode_batch, texts, prefix)
     names = COLUMNS[documents]
     columns = dict(zip(names, (flat for flat, _ in made), strict=True))
-    return Records(columns, dict(zip(names, (lengths for _, lengths in made), strict=True)), size, digest)
+    return Records(
+        columns, dict(zip(names, (lengths for _, lengths in made), strict=True)), size, digest
+    )
 
 
 Made = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
 """The columns with the lengths of their records, and the bytes of what is learnt."""
 
 
-def _texts(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str) -> Made:
-    return [encode_documents(tokenizer, texts, encode_batch)], sum(len(text.encode()) for text in texts)
+def _texts(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
+    return [encode_documents(tokenizer, texts, encode_batch)], sum(
+        len(text.encode()) for text in texts
+    )
 
 
-def _chats(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str) -> Made:
+def _chats(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
     chats = [from_messages(text) for text in texts]
     flat, mask, lengths = encode_chats(tokenizer, chats, encode_batch)
     return [(flat, lengths), (mask, lengths)], sum(map(_spoken, chats))
 
 
-def _preferences(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str) -> Made:
+def _preferences(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
     found = [from_preference(text) for text in texts]
     # All sides at once: a text that stands in both, as the prompt does, is encoded once.
     chats = [one.sides[side] for side in range(2) for one in found]
-    flat, mask, lengths = encode_chats(tokenizer, chats, encode_batch, [len(one.prompt) for one in found] * 2)
+    flat, mask, lengths = encode_chats(
+        tokenizer, chats, encode_batch, [len(one.prompt) for one in found] * 2
+    )
     cut = int(lengths[: len(found)].sum())
     chosen, rejected = lengths[: len(found)], lengths[len(found) :]
-    columns: list[tuple[npt.NDArray[Any], Lengths]] = [(flat[:cut], chosen), (mask[:cut], chosen), (flat[cut:], rejected), (mask[cut:], rejected)]
+    columns: list[tuple[npt.NDArray[Any], Lengths]] = [
+        (flat[:cut], chosen),
+        (mask[:cut], chosen),
+        (flat[cut:], rejected),
+        (mask[cut:], rejected),
+    ]
     return columns, sum(_spoken(one.chosen) for one in found)
 
 
-def _pairs(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str) -> Made:
+def _pairs(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
     pairs = [from_pair(text) for text in texts]
     sides = [prefix + pair.source for pair in pairs], [pair.target for pair in pairs]
-    return [_framed(encode_batch, side, *tokenizer.frame) for side in sides], sum(len(pair.target.encode()) for pair in pairs)
+    return [_framed(encode_batch, side, *tokenizer.frame) for side in sides], sum(
+        len(pair.target.encode()) for pair in pairs
+    )
 
 
-def _labelled(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str) -> Made:
+def _labelled(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
     found = [from_labelled(text) for text in texts]
     labels = np.array([one.label for one in found], np.int32), np.ones(len(found), np.int64)
-    return [_framed(encode_batch, [one.text for one in found], *tokenizer.frame), labels], sum(len(one.text.encode()) for one in found)
+    return [_framed(encode_batch, [one.text for one in found], *tokenizer.frame), labels], sum(
+        len(one.text.encode()) for one in found
+    )
 
 
 _ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], Made]] = {
-    "text": _texts, "chat": _chats, "preference": _preferences, "pair": _pairs, "labelled": _labelled,
+    "text": _texts,
+    "chat": _chats,
+    "preference": _preferences,
+    "pair": _pairs,
+    "labelled": _labelled,
 }
 
 
 def _spoken(messages: Sequence[Message]) -> int:
     """Bytes of what the assistant says."""
-    return sum(len(message["content"].encode()) for message in messages if message["role"] == "assistant")
+    return sum(
+        len(message["content"].encode()) for message in messages if message["role"] == "assistant"
+    )
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None) -> tuple[Ids, Lengths]:
-    """`Tokenizer.encode_document` of each text: all ids one after the other, and how many each text has."""
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None
+) -> tuple[Ids, Lengths]:
+    """`Tokenizer.encode_document` of each text: all ids one after the other, and how many each text
+    has.
+    """
     return _framed(encode_batch or tokenizer.encode_batch, texts, tokenizer.before, tokenizer.after)
 
 
-def encode_framed(tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None) -> tuple[Ids, Lengths]:
+def encode_framed(
+    tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None
+) -> tuple[Ids, Lengths]:
     """`Tokenizer.encode_framed` of each text, in the same form."""
     return _framed(encode_batch or tokenizer.encode_batch, texts, *tokenizer.frame)
 
 
-def _framed(encode_batch: EncodeBatch, texts: Sequence[str], before: Sequence[int], after: Sequence[int]) -> tuple[Ids, Lengths]:
+def _framed(
+    encode_batch: EncodeBatch, texts: Sequence[str], before: Sequence[int], after: Sequence[int]
+) -> tuple[Ids, Lengths]:
     """Ids of each text with the same ones before and behind each."""
     flat, offsets = encode_batch(texts)
     lengths = np.diff(offsets) + (len(before) + len(after))

@@ -1,4 +1,6 @@
-"""Rows of `seq_len` tokens made from prepared columns when they are asked for. Holds offsets of parts, never of documents."""
+"""Rows of `seq_len` tokens made from prepared columns when they are asked for. Holds offsets of
+parts, never of documents.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,18 @@ from ingot.data.sources import Split
 __all__ = ["BLOCK_TOKENS", "IGNORE", "Ids", "Row", "Rows", "Samples", "open_rows"]
 
 BLOCK_TOKENS = 32_768
-"""How many tokens are worked on at once: what is needed beside the result stays in the processor's cache."""
+"""How many tokens are worked on at once: what is needed beside the result stays in the processor's
+cache.
+"""
 
 
 class Row(NamedTuple):
     """One row, four arrays [T], or several of them, [B, T].
 
-    labels: the next token, or -100 where that belongs to another document or to none, or where its mask says that it is not
-    to be learnt. segments: number of the document within the row from 1, 0 where the row is padding. positions: count from 0
-    at each document's first token in the row.
+    labels: the next token, or -100 where that belongs to another document or to none, or where its
+    mask says that it is not
+    to be learnt. segments: number of the document within the row from 1, 0 where the row is
+    padding. positions: count from 0 at each document's first token in the row.
     """
 
     tokens: Ids
@@ -39,18 +44,29 @@ class Row(NamedTuple):
 
 
 def open_rows(
-    columns: Path, split: Split, seq_len: int, *, pad_last: bool, pack: str = "cut", weights: Sequence[float] | None = None, target_len: int = 128,
+    columns: Path,
+    split: Split,
+    seq_len: int,
+    *,
+    pad_last: bool,
+    pack: str = "cut",
+    weights: Sequence[float] | None = None,
+    target_len: int = 128,
     by_part: bool = False,
 ) -> Rows | Samples:
-    """The rows of a split: `Rows` where texts or chats were prepared, else `Samples`. Costs the same for any size: sizes of files are
-    checked, nothing is read.
+    """The rows of a split: `Rows` where texts or chats were prepared, else `Samples`. Costs the
+    same for any size: sizes of files are checked, nothing is read.
 
     Args:
-        pack: `cut` cuts the stream of all documents; `best_fit` and `none` are rows that `packing.pack` has planned.
+        pack: `cut` cuts the stream of all documents; `best_fit` and `none` are rows that
+            `packing.pack` has planned.
         target_len: tokens in the target of a pair.
-        pad_last: for `cut`, keep the last row of a source, which is not full, and fill it up; else it is left out.
-        weights: the `weight` of each source as the recipe has it now; None: as it was when the data were prepared.
-        by_part: for `cut`, let each row lie in one part; the last one of a part is left out where it is not full.
+        pad_last: for `cut`, keep the last row of a source, which is not full, and fill it up; else
+            it is left out.
+        weights: the `weight` of each source as the recipe has it now; None: as it was when the data
+            were prepared.
+        by_part: for `cut`, let each row lie in one part; the last one of a part is left out where
+            it is not full.
 
     Raises:
         WrongInput: the columns are missing or torn, rows were not planned, or there is not one row.
@@ -58,14 +74,31 @@ def open_rows(
     prepared = read_prepared(columns)
     rows: Rows | Samples
     if prepared.documents in PICKED:
-        rows = Samples(columns, prepared, split, seq_len, pack=pack, weights=weights, target_len=target_len)
+        rows = Samples(
+            columns, prepared, split, seq_len, pack=pack, weights=weights, target_len=target_len
+        )
         if not len(rows):
             of = f"{columns}: of {rows.documents:,} {split} documents"
-            raise WrongInput(f"{of} none can be learnt from with data.seq_len={seq_len}; raise it or add documents")
+            raise WrongInput(
+                f"{of} none can be learnt from with data.seq_len={seq_len}; raise it or add"
+                " documents"
+            )
     else:
-        rows = Rows(columns, prepared, split, seq_len, pad_last=pad_last, pack=pack, weights=weights, by_part=by_part)
+        rows = Rows(
+            columns,
+            prepared,
+            split,
+            seq_len,
+            pad_last=pad_last,
+            pack=pack,
+            weights=weights,
+            by_part=by_part,
+        )
     if not len(rows):
-        raise WrongInput(f"{columns} has {rows.tokens:,} {split} tokens, not one row of data.seq_len={seq_len}; lower it or add documents")
+        raise WrongInput(
+            f"{columns} has {rows.tokens:,} {split} tokens, not one row of data.seq_len={seq_len};"
+            " lower it or add documents"
+        )
     return rows
 
 
@@ -75,8 +108,16 @@ class Rows(Opened):
     _sources: Sequence[_Stream | _Cut | _Table]
 
     def __init__(
-        self, columns: Path, prepared: Prepared, split: Split, seq_len: int, *, pad_last: bool, pack: str = "cut",
-        weights: Sequence[float] | None = None, by_part: bool = False,
+        self,
+        columns: Path,
+        prepared: Prepared,
+        split: Split,
+        seq_len: int,
+        *,
+        pad_last: bool,
+        pack: str = "cut",
+        weights: Sequence[float] | None = None,
+        by_part: bool = False,
     ) -> None:
         table = None if pack == "cut" else table_name(pack, seq_len)
         super().__init__(columns, prepared, split, seq_len, table, weights)
@@ -85,18 +126,34 @@ class Rows(Opened):
         self._dtype = token_dtype(prepared.vocab_size)
         if table is None:
             if self._masked:
-                raise WrongInput(f"{columns} holds chats, which data.pack=cut would cut apart; set it to best_fit or none")
+                raise WrongInput(
+                    f"{columns} holds chats, which data.pack=cut would cut apart; set it to"
+                    " best_fit or none"
+                )
             if by_part:
-                self._sized([[part.tokens // seq_len for part in source.parts] for source in sources])
-                self._sources = [_Cut(opening, source.parts, rows) for source, rows in zip(sources, self.part_rows, strict=True)]
+                self._sized(
+                    [[part.tokens // seq_len for part in source.parts] for source in sources]
+                )
+                self._sources = [
+                    _Cut(opening, source.parts, rows)
+                    for source, rows in zip(sources, self.part_rows, strict=True)
+                ]
             else:
-                self._sized([[-(-source.tokens // seq_len) if pad_last else source.tokens // seq_len] for source in sources])
+                self._sized(
+                    [
+                        [-(-source.tokens // seq_len) if pad_last else source.tokens // seq_len]
+                        for source in sources
+                    ]
+                )
                 self._sources = [_Stream(opening, source.parts) for source in sources]
             self.left_out = max(0, self.tokens - sum(self.sizes) * seq_len)
         else:
             packed = read_packed(columns, prepared, seq_len, pack)
             self._sized(packed.rows[split])
-            self._sources = [_Table(opening, source.parts, table, rows, masked=self._masked) for source, rows in zip(sources, packed.rows[split], strict=True)]
+            self._sources = [
+                _Table(opening, source.parts, table, rows, masked=self._masked)
+                for source, rows in zip(sources, packed.rows[split], strict=True)
+            ]
             self.left_out = self.tokens - packed.counts[split].tokens
 
     def row(self, i: int) -> Row:
@@ -107,7 +164,8 @@ class Rows(Opened):
         """The rows `ids`, [B, T]. What costs something is done for many of them at once.
 
         Args:
-            out: [4, B, T] to fill, each of the four contiguous, for who asks again and again: fresh memory costs the system more than rows do.
+            out: [4, B, T] to fill, each of the four contiguous, for who asks again and again: fresh
+                memory costs the system more than rows do.
 
         Raises:
             IndexError: an id is beyond the last row.
@@ -122,16 +180,19 @@ class Rows(Opened):
                 if not 0 <= i < len(self):
                     raise IndexError(f"row {i} of {len(self)}")
                 source = bisect.bisect_right(self._ends, i)
-                self._sources[source].fill(draft, place, i - (self._ends[source] - self.sizes[source]))
+                self._sources[source].fill(
+                    draft, place, i - (self._ends[source] - self.sizes[source])
+                )
             draft.finish(Row(*made[:, first : first + step]))
         return Row(*made)
 
 
 class _Draft:
-    """Rows under way. A row is T + 1 elements of the stream, as the label of its last token is the one after it.
+    """Rows under way. A row is T + 1 elements of the stream, as the label of its last token is the
+    one after it.
 
-    `cuts` are the places in those, counted through all rows, at which a document begins, or padding: the first of each row,
-    too, and ascending. So what stands before one has no label.
+    `cuts` are the places in those, counted through all rows, at which a document begins, or
+    padding: the first of each row, too, and ascending. So what stands before one has no label.
     """
 
     def __init__(self, size: int, length: int, dtype: np.dtype[Any], *, masked: bool) -> None:
@@ -212,7 +273,10 @@ class _Cut(Parts):
     def fill(self, draft: _Draft, row: int, number: int) -> None:
         """Make row `number` of this source row `row` of the draft."""
         index = bisect.bisect_right(self._ends, number)
-        low, base = (number - (self._ends[index] - self._sizes[index])) * draft.length, row * (draft.length + 1)
+        low, base = (
+            (number - (self._ends[index] - self._sizes[index])) * draft.length,
+            row * (draft.length + 1),
+        )
         column = self.column("tokens", index)
         high = min(low + draft.length + 1, column.elements)
         draft.stream[row][: high - low] = column.slice(low, high)
@@ -224,7 +288,15 @@ class _Cut(Parts):
 class _Table(Parts):
     """Rows of a source that were planned: each says which pieces of which records lie in it."""
 
-    def __init__(self, opening: Opening, parts: Sequence[Part], table: str, rows: Sequence[int], *, masked: bool) -> None:
+    def __init__(
+        self,
+        opening: Opening,
+        parts: Sequence[Part],
+        table: str,
+        rows: Sequence[int],
+        *,
+        masked: bool,
+    ) -> None:
         super().__init__(opening, parts, rows)
         self._table, self._masked = table, masked
 
@@ -239,13 +311,19 @@ class _Table(Parts):
             first, length = tokens.span(record)
             end = place + size
             if end > draft.length or begin < 0 or size < 1 or begin + size > length:
-                raise WrongInput(f"{bin_path(table.prefix)} plans row {number} of what is not there; it is damaged, run `ingot prepare` again")
+                raise WrongInput(
+                    f"{bin_path(table.prefix)} plans row {number} of what is not there; it is"
+                    " damaged, run `ingot prepare` again"
+                )
             draft.cuts.append(base + place)
             line[place:end] = tokens.slice(first + begin, first + begin + size)
             if mask is not None and draft.mask is not None:
                 draft.mask[row, place:end] = mask.slice(first + begin, first + begin + size)
             elif begin + size < length:
-                # Of a document that was split, the first token of the next piece is what the last one of this piece predicts.
-                draft.label(row, end, int(tokens.slice(first + begin + size, first + begin + size + 1)[0]))
+                # Of a document that was split, the first token of the next piece is what the last
+                # one of this piece predicts.
+                draft.label(
+                    row, end, int(tokens.slice(first + begin + size, first + begin + size + 1)[0])
+                )
             place = end
         draft.pad(row, place)

@@ -1,4 +1,6 @@
-"""Folders that `datasets.save_to_disk` wrote: which Arrow files of them are the data, in which order."""
+"""Folders that `datasets.save_to_disk` wrote: which Arrow files of them are the data, in which
+order.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def saved_files(folder: str, split: str, knob: str) -> list[str] | None:
     if (root / SEVERAL).is_file():
         splits = _json(root / SEVERAL).get("splits", [])
         if split not in splits:
-            raise WrongInput(f"{knob} {folder} has no split `{split}`; it has {', '.join(splits)}: set `split` of this source to one of them")
+            raise WrongInput(
+                f"{knob} {folder} has no split `{split}`; it has {', '.join(splits)}: set `split`"
+                " of this source to one of them"
+            )
         root = root / split
     if not (root / ONE).is_file():
         return None

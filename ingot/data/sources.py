@@ -1,4 +1,6 @@
-"""Which files a source of the recipe means, and what tells cheaply whether they changed. Reads no content."""
+"""Which files a source of the recipe means, and what tells cheaply whether they changed. Reads no
+content.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from ingot.data.sourcefile import Format, SourceFile, writable
 Split = Literal["train", "validation"]
 STDLIB = "builtin:stdlib"
 FORMATS: dict[str, Format] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".arrow": "arrow",
 }
 DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
 SCHEMES = ("hf", "wikipedia", "bigquery", "megatron")
@@ -43,7 +51,8 @@ def recipe_sources(recipe: Recipe) -> dict[Split, list[Source]]:
 
 
 def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
-    """The files of every source, by split; names are made distinct where two sources have files of the same name.
+    """The files of every source, by split; names are made distinct where two sources have files of
+    the same name.
 
     Raises:
         WrongInput: a source matches no file, with its place in the recipe.
@@ -54,7 +63,10 @@ def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
         found[split] = []
         for number, source in enumerate(sources):
             files = find_source(source, f"data.{split}[{number}].source")
-            files = [replace(file, project=recipe.cloud.project) if file.format == "bigquery" else file for file in _distinct(files)]
+            files = [
+                replace(file, project=recipe.cloud.project) if file.format == "bigquery" else file
+                for file in _distinct(files)
+            ]
             while any(file.name in taken for file in files):
                 files = [replace(file, name=f"{split}{number}/{file.name}") for file in files]
             taken.update(file.name for file in files)
@@ -73,8 +85,13 @@ def _distinct(files: list[SourceFile]) -> list[SourceFile]:
 
 
 def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
-    """Size and modification time of every source file, by split: what `ingest` reads, to see cheaply whether it changed."""
-    return {split: [file.stamp for files in sources for file in files] for split, sources in source_files(recipe).items()}
+    """Size and modification time of every source file, by split: what `ingest` reads, to see
+    cheaply whether it changed.
+    """
+    return {
+        split: [file.stamp for files in sources for file in files]
+        for split, sources in source_files(recipe).items()
+    }
 
 
 def find_source(source: Source, knob: str = "source") -> list[SourceFile]:
@@ -97,13 +114,22 @@ def find_source(source: Source, knob: str = "source") -> list[SourceFile]:
         return find_columns(source, knob)
     if scheme:
         known = ", ".join(f"{name}:" for name in SCHEMES)
-        raise WrongInput(f"{knob} {source.source} is no source that this version reads; give a path, a folder, a glob, {known} or {STDLIB}")
+        raise WrongInput(
+            f"{knob} {source.source} is no source that this version reads; give a path, a folder, a"
+            f" glob, {known} or {STDLIB}"
+        )
     return _find_files(source, knob)
 
 
 def is_local(source: Source) -> bool:
-    """Whether a source is files on this machine, or the folder of a data set: what can be looked at cheaply at any time."""
-    return _scheme(source) in ("", "megatron") and not is_remote(source.source) and source.source != STDLIB
+    """Whether a source is files on this machine, or the folder of a data set: what can be looked at
+    cheaply at any time.
+    """
+    return (
+        _scheme(source) in ("", "megatron")
+        and not is_remote(source.source)
+        and source.source != STDLIB
+    )
 
 
 def _scheme(source: Source) -> str:
@@ -126,17 +152,30 @@ def _find_files(source: Source, knob: str) -> list[SourceFile]:
     try:
         paths = saved_files(pattern, source.split, knob) or find_files(pattern)
     except ImportError as error:
-        extra = "pip install 'ingot[gcp]'" if pattern.startswith(("gs://", "gcs://")) else "install it"
-        raise WrongInput(f"{knob} {source.source} needs a package that is not installed ({error}); {extra}") from error
+        extra = (
+            "pip install 'ingot[gcp]'" if pattern.startswith(("gs://", "gcs://")) else "install it"
+        )
+        raise WrongInput(
+            f"{knob} {source.source} needs a package that is not installed ({error}); {extra}"
+        ) from error
     except IngotError:
         raise
     except Exception as error:  # a bucket's client raises errors of its own
-        raise Failed(f"{knob} {source.source} cannot be listed ({error}); check the address and your credentials") from error
+        raise Failed(
+            f"{knob} {source.source} cannot be listed ({error}); check the address and your"
+            " credentials"
+        ) from error
     names = [writable(_name(path, pattern)) for path in paths]
-    files = [SourceFile(path, name, _format(source, path), _stamp(path)) for path, name in zip(paths, names, strict=True)
-             if not _is_hidden(name)]
+    files = [
+        SourceFile(path, name, _format(source, path), _stamp(path))
+        for path, name in zip(paths, names, strict=True)
+        if not _is_hidden(name)
+    ]
     if not files:
-        raise WrongInput(f"{knob} {source.source}: no such file; check the path (relative ones start at {Path.cwd()})")
+        raise WrongInput(
+            f"{knob} {source.source}: no such file; check the path (relative ones start at"
+            f" {Path.cwd()})"
+        )
     return files
 
 
@@ -145,20 +184,33 @@ def _stamp(path: str) -> dict[str, Any]:
         found = stamp(path)
         return {**found, "path": writable(found["path"])}
     except OSError as error:
-        raise WrongInput(f"{path} cannot be read ({error.strerror or error}); mend or remove it") from error
+        raise WrongInput(
+            f"{path} cannot be read ({error.strerror or error}); mend or remove it"
+        ) from error
 
 
 def _stdlib() -> Iterator[SourceFile]:
-    """The `.py` files of the running interpreter's standard library, without what was installed beside it."""
+    """The `.py` files of the running interpreter's standard library, without what was installed
+    beside it.
+    """
     root = sysconfig.get_path("stdlib")
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "__pycache__")]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in ("site-packages", "dist-packages", "__pycache__")
+        ]
         found += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     for path in sorted(found):
         name = "stdlib/" + Path(path).relative_to(root).as_posix()
         # Another installation of the same interpreter is the same source: no modification times.
-        yield SourceFile(path, name, "text", {"path": name, "bytes": os.stat(path).st_size, "python": platform.python_version()})
+        yield SourceFile(
+            path,
+            name,
+            "text",
+            {"path": name, "bytes": os.stat(path).st_size, "python": platform.python_version()},
+        )
 
 
 def _format(source: Source, path: str) -> Format:
@@ -171,13 +223,15 @@ def _format(source: Source, path: str) -> Format:
 
 
 def _name(path: str, pattern: str) -> str:
-    """A file's name relative to its source: to the folder that the source is, or that stands before its first wildcard."""
+    """A file's name relative to its source: to the folder that the source is, or that stands before
+    its first wildcard.
+    """
     parts = _without_scheme(pattern).split("/")
     plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     root, full = "/".join(parts[:plain]).rstrip("/"), _without_scheme(path)
     if full == root or not full.startswith(root):
         return full.rpartition("/")[2]
-    return full[len(root):].lstrip("/")
+    return full[len(root) :].lstrip("/")
 
 
 def _without_scheme(path: str) -> str:

@@ -24,9 +24,11 @@ def stamps_of(files: Sequence[SourceFile]) -> tuple[str, list[Stamp]]:
 
 
 def change(source: Source, stamps: str, seen: Sequence[Stamp]) -> str | None:
-    """What is different now about the files of a source on this machine, in words; None where nothing is.
+    """What is different now about the files of a source on this machine, in words; None where
+    nothing is.
 
-    A source that is gone altogether, or lies elsewhere, counts as unchanged: what was ingested is a copy.
+    A source that is gone altogether, or lies elsewhere, counts as unchanged: what was ingested is a
+    copy.
     """
     if not is_local(source):
         return None
@@ -36,7 +38,10 @@ def change(source: Source, stamps: str, seen: Sequence[Stamp]) -> str | None:
         return None
     if stamps_of(files)[0] == stamps:
         return None
-    before, after = {stamp["path"]: stamp for stamp in seen}, {file.stamp["path"]: file.stamp for file in files}
+    before, after = (
+        {stamp["path"]: stamp for stamp in seen},
+        {file.stamp["path"]: file.stamp for file in files},
+    )
     if not before:
         return f"one of {len(files):,} files is another one"
     for path, stamp in after.items():

@@ -1,4 +1,6 @@
-"""What is said in a document as `ingest` stores it, whatever its kind: what cleaning compares, and what a vocabulary is learnt from."""
+"""What is said in a document as `ingest` stores it, whatever its kind: what cleaning compares, and
+what a vocabulary is learnt from.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from ingot.data.preferences import from_preference
 
 
 def said(documents: Documents, stored: str) -> list[str]:
-    """The texts of a document, one after another: contents of messages, both sides of a pair, the text that has a label.
+    """The texts of a document, one after another: contents of messages, both sides of a pair, the
+    text that has a label.
 
     Raises:
         WrongInput: it is not what `ingest` stores for this kind.
@@ -37,8 +40,11 @@ def plain_text(documents: Documents, stored: str) -> str:
     return stored if documents == "text" else "\n".join(said(documents, stored))
 
 
-def with_said(documents: Documents, stored: str, change: Callable[[list[str]], Sequence[str]]) -> str:
-    """The document with its texts changed, and nothing else; `change` gets those of `said` and gives as many.
+def with_said(
+    documents: Documents, stored: str, change: Callable[[list[str]], Sequence[str]]
+) -> str:
+    """The document with its texts changed, and nothing else; `change` gets those of `said` and
+    gives as many.
 
     Raises:
         WrongInput: as `said`.
@@ -47,11 +53,20 @@ def with_said(documents: Documents, stored: str, change: Callable[[list[str]], S
     if documents == "text":
         return next(texts)
     value: dict[str, Any] = json.loads(stored)
-    return compact({name: field if isinstance(field, int) else _changed(field, texts) for name, field in value.items()})
+    return compact(
+        {
+            name: field if isinstance(field, int) else _changed(field, texts)
+            for name, field in value.items()
+        }
+    )
 
 
 def _changed(field: Any, texts: Any) -> Any:
-    return next(texts) if isinstance(field, str) else [{**message, "content": next(texts)} for message in field]
+    return (
+        next(texts)
+        if isinstance(field, str)
+        else [{**message, "content": next(texts)} for message in field]
+    )
 
 
 def _contents(messages: Sequence[Message]) -> list[str]:

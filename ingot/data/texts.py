@@ -1,4 +1,6 @@
-"""The documents of a split as they are tokenised, cleaned and in the order of the columns; and a sample of them."""
+"""The documents of a split as they are tokenised, cleaned and in the order of the columns; and a
+sample of them.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,24 @@ from ingot.data.ranges import Range, pieces, ranges, read_range
 from ingot.data.raw import Raw, open_raw
 from ingot.data.sources import Split
 
-# How many times the sample is read at most: of a corpus much larger than the sample, evenly spread row groups are enough.
+# How many times the sample is read at most: of a corpus much larger than the sample, evenly spread
+# row groups are enough.
 SPREAD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with its identity: `FILE:ROW` of where it was read, stable when the data moves to another folder."""
+    """A text with its identity: `FILE:ROW` of where it was read, stable when the data moves to
+    another folder.
+    """
 
     doc_id: str
     text: str
 
 
 def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
-    """The documents that `prepare` puts into `split`, in the order of its columns; those that came as tokens have no text.
+    """The documents that `prepare` puts into `split`, in the order of its columns; those that came
+    as tokens have no text.
 
     Raises:
         WrongInput: `ingest` has not run, or for other sources than the recipe's.
@@ -39,18 +45,24 @@ def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
         yield from documents_of(task, raw, cleaned, Shares.of(recipe.data), split)
 
 
-def documents_of(task: Range, raw: Raw, cleaned: Cleaned, shares: Shares, split: Split) -> Iterator[Document]:
+def documents_of(
+    task: Range, raw: Raw, cleaned: Cleaned, shares: Shares, split: Split
+) -> Iterator[Document]:
     """Those of one range."""
     if task.kind == "tokens":
         return
     for table in cleaned.tables(task, read_range(raw.folder, task)):
-        for doc_id, text in zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True):
+        for doc_id, text in zip(
+            table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True
+        ):
             if shares.split(task.split, doc_id) == split:
                 yield Document(doc_id, text)
 
 
 def sample(raw: Raw, cleaned: Cleaned, shares: Shares, sample_bytes: int) -> Iterator[Document]:
-    """Training documents of about `sample_bytes`, spread evenly over all of them, at least one; the same ones in every run."""
+    """Training documents of about `sample_bytes`, spread evenly over all of them, at least one; the
+    same ones in every run.
+    """
     tasks = list(pieces(raw, "train"))
     total = sum(source.bytes for source in raw.splits["train"])
     step = max(1, min(total // (SPREAD * sample_bytes), len(tasks)))
@@ -62,5 +74,9 @@ def sample(raw: Raw, cleaned: Cleaned, shares: Shares, sample_bytes: int) -> Ite
                 found = True
                 yield document
     if not found:
-        everything = (document for task in tasks for document in documents_of(task, raw, cleaned, shares, "train"))
+        everything = (
+            document
+            for task in tasks
+            for document in documents_of(task, raw, cleaned, shares, "train")
+        )
         yield from itertools.islice(everything, 1)

@@ -1,6 +1,8 @@
-"""The tokenizer of a run in `data/tokenizer/`: learnt from the training documents, or taken from where the recipe says.
+"""The tokenizer of a run in `data/tokenizer/`: learnt from the training documents, or taken from
+where the recipe says.
 
-A sub-stage of `prepare` with a record of its own: a vocabulary is learnt again only when what it is learnt from changed.
+A sub-stage of `prepare` with a record of its own: a vocabulary is learnt again only when what it is
+learnt from changed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def provide_tokenizer(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
     """Make `data/tokenizer/` the tokenizer of the recipe, if it is not yet.
 
     Raises:
-        WrongInput: the recipe's tokenizer cannot be read, or there is not one document to learn from.
+        WrongInput: the recipe's tokenizer cannot be read, or there is not one document to learn
+            from.
         Failed: it cannot be fetched.
     """
     folder = recipe.folder.tokenizer
@@ -53,16 +56,25 @@ def provide_tokenizer(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
 
 
 def _with_template(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
-    return tokenizer if recipe.tokenizer.template is None else with_template(tokenizer, find_template(recipe.tokenizer.template))
+    return (
+        tokenizer
+        if recipe.tokenizer.template is None
+        else with_template(tokenizer, find_template(recipe.tokenizer.template))
+    )
 
 
 def _inputs(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> dict[str, Any]:
     """Everything that decides about a learnt vocabulary."""
     shares = Shares.of(recipe.data)
     return {
-        "trainer": TRAINER, "library": tokenizers.__version__, "vocab_size": recipe.tokenizer.vocab_size,
-        "sample_bytes": recipe.tokenizer.sample_bytes, "validation": shares.validation, "fraction": shares.fraction,
-        "cleaned": cleaned.identity, "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
+        "trainer": TRAINER,
+        "library": tokenizers.__version__,
+        "vocab_size": recipe.tokenizer.vocab_size,
+        "sample_bytes": recipe.tokenizer.sample_bytes,
+        "validation": shares.validation,
+        "fraction": shares.fraction,
+        "cleaned": cleaned.identity,
+        "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
         "parts": [part.sha256 for source in raw.splits["train"] for part in source.parts],
     }
 
@@ -71,9 +83,16 @@ def _learn(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
     size = min(recipe.tokenizer.sample_bytes, sum(source.bytes for source in raw.splits["train"]))
     say(f"learning a vocabulary of {recipe.tokenizer.vocab_size:,} from {size / 1e6:,.1f} MB")
     with Progress("sample", total=-(-size // 10**6), unit="MB") as progress:
-        tokenizer = train_bpe(_shown(_texts(recipe, raw, cleaned), progress), recipe.tokenizer.vocab_size, TOKENS.get(recipe.tokenizer.template or "", ()))
+        tokenizer = train_bpe(
+            _shown(_texts(recipe, raw, cleaned), progress),
+            recipe.tokenizer.vocab_size,
+            TOKENS.get(recipe.tokenizer.template or "", ()),
+        )
     if tokenizer.vocab_size < recipe.tokenizer.vocab_size:
-        say(f"the vocabulary has only {tokenizer.vocab_size:,} tokens: no further pair of tokens occurs twice")
+        say(
+            f"the vocabulary has only {tokenizer.vocab_size:,} tokens: no further pair of tokens"
+            " occurs twice"
+        )
     return tokenizer
 
 
@@ -89,12 +108,19 @@ def _shown(texts: Iterator[str], progress: Progress) -> Iterator[str]:
         progress.update(done // 10**6)
         yield text
     if not done:
-        raise WrongInput("there is no training document to learn a vocabulary from; raise data.fraction or tokenizer.sample_bytes")
+        raise WrongInput(
+            "there is no training document to learn a vocabulary from; raise data.fraction or"
+            " tokenizer.sample_bytes"
+        )
 
 
 def _is_current(folder: Path, inputs: str) -> bool:
     marker = read_marker(folder, MARKER)
-    return marker is not None and marker.get("inputs") == inputs and not problems(folder, marker, checksums=True)
+    return (
+        marker is not None
+        and marker.get("inputs") == inputs
+        and not problems(folder, marker, checksums=True)
+    )
 
 
 def _save(folder: Path, tokenizer: Tokenizer, inputs: str) -> None:

@@ -1,4 +1,6 @@
-"""What of a record becomes a document: the text under one key, or a chat, preference, pair or labelled text as the recipe says."""
+"""What of a record becomes a document: the text under one key, or a chat, preference, pair or
+labelled text as the recipe says.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,20 @@ from ingot.data.examples import LABELLED, PAIR, to_labelled, to_pair
 from ingot.data.items import Bad, Item, checked, missing_column
 from ingot.data.preferences import to_preference
 
-IN_WORDS: dict[Documents, str] = {"text": "texts", "chat": "chats", "preference": "preferences", "pair": "pairs", "labelled": "labelled texts"}
+IN_WORDS: dict[Documents, str] = {
+    "text": "texts",
+    "chat": "chats",
+    "preference": "preferences",
+    "pair": "pairs",
+    "labelled": "labelled texts",
+}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Makes a document of each record of a source. `names` are those of a table without a header line."""
+    """Makes a document of each record of a source. `names` are those of a table without a header
+    line.
+    """
 
     column: str = "text"
     documents: Documents = "text"
@@ -30,8 +40,14 @@ class Wanted:
 
     @classmethod
     def of(cls, source: Source, documents: Documents, labels: Sequence[str] = ()) -> Wanted:
-        own = {"text": source.text} if documents == "labelled" or (source.layout == "hh" and documents == "chat") else {}
-        return cls(source.text, documents, source.layout, own | source.columns, labels, source.names)
+        own = (
+            {"text": source.text}
+            if documents == "labelled" or (source.layout == "hh" and documents == "chat")
+            else {}
+        )
+        return cls(
+            source.text, documents, source.layout, own | source.columns, labels, source.names
+        )
 
     @property
     def whole(self) -> bool:
@@ -40,7 +56,9 @@ class Wanted:
 
     @property
     def exact(self) -> bool:
-        """Whether records may hold what must be kept to the last digit: the arguments of a call, in a message."""
+        """Whether records may hold what must be kept to the last digit: the arguments of a call, in
+        a message.
+        """
         return self.documents in ("chat", "preference")
 
     @property
@@ -48,7 +66,9 @@ class Wanted:
         """The columns that every record must have, where they do not depend on it."""
         if self.exact:
             return []
-        return [self.columns.get(name, name) for name in self._usual] if self.whole else [self.column]
+        return (
+            [self.columns.get(name, name) for name in self._usual] if self.whole else [self.column]
+        )
 
     def check(self, place: str, there: Sequence[str]) -> None:
         """Raises WrongInput where a table does not have the columns that are needed."""
@@ -68,14 +88,20 @@ class Wanted:
         if self.documents == "labelled":
             return to_labelled(row, record, self.columns, self.labels)
         if self.column not in record:
-            return Bad(row, f"no `{self.column}`", f"keys: {', '.join(record)[:200]}", tuple(record))
+            return Bad(
+                row, f"no `{self.column}`", f"keys: {', '.join(record)[:200]}", tuple(record)
+            )
         return self.text(row, record[self.column])
 
     def text(self, row: int, value: Any) -> Item | Bad:
         """The document of what stands under the wanted column."""
         if isinstance(value, str):
             return checked(row, value)
-        return Bad(row, f"null `{self.column}`") if value is None else Bad(row, f"`{self.column}` is not text", type(value).__name__)
+        return (
+            Bad(row, f"null `{self.column}`")
+            if value is None
+            else Bad(row, f"`{self.column}` is not text", type(value).__name__)
+        )
 
     def missing(self, place: str, keys: Sequence[str]) -> WrongInput:
         """The error for a source whose records do not have what is wanted."""
@@ -83,10 +109,14 @@ class Wanted:
             return missing_column(place, self.column, list(keys))
         there = ", ".join(keys)[:500]
         if self.exact:
-            return WrongInput(f"{place} has no {self.documents} (layout {self.layout}) in its columns {there}: set `layout` and `columns` of this source")
+            return WrongInput(
+                f"{place} has no {self.documents} (layout {self.layout}) in its columns {there}:"
+                " set `layout` and `columns` of this source"
+            )
         lacking = " and ".join(f"`{name}`" for name in self.needed if name not in keys)
         return WrongInput(
-            f"{place} has no column {lacking}; it has {there}: set `columns` of this source, such as {{{', '.join(f'{name}: YOURS' for name in self._usual)}}}"
+            f"{place} has no column {lacking}; it has {there}: set `columns` of this source, such"
+            f" as {{{', '.join(f'{name}: YOURS' for name in self._usual)}}}"
         )
 
     @property

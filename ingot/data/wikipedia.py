@@ -1,6 +1,8 @@
-"""Articles out of a Wikipedia dump: XML as MediaWiki exports it, streamed, its wikitext turned into plain text.
+"""Articles out of a Wikipedia dump: XML as MediaWiki exports it, streamed, its wikitext turned into
+plain text.
 
-Pages of the article namespace that are no redirects; a page's row is its page id, its text begins with its title.
+Pages of the article namespace that are no redirects; a page's row is its page id, its text begins
+with its title.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ DROPPED_NAMESPACES = {"6": "file", "14": "category"}
 
 
 def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[Item | Bad]:
-    """The articles of an uncompressed dump, given in pieces of any size. Not `whole`: its end may be missing.
+    """The articles of an uncompressed dump, given in pieces of any size. Not `whole`: its end may
+    be missing.
 
     Raises:
         WrongInput: the package that reads wikitext is not installed.
@@ -39,13 +42,19 @@ def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[Item | Bad
             if _text(element, "ns") in ("", "0") and element.find("{*}redirect") is None:
                 yield _article(row, element, functools.partial(plain, dropped=dropped))
     except (ParseError, ValueError) as error:
-        yield Bad(row + 1, "broken XML", f"after page {row}: {str(error)[:120]}; the rest of the file is not read")
+        yield Bad(
+            row + 1,
+            "broken XML",
+            f"after page {row}: {str(error)[:120]}; the rest of the file is not read",
+        )
 
 
 def multistream(stream: IO[bytes], size: int) -> Iterator[bytes]:
-    """What `size` bytes of a multistream dump hold, from a beginning of one of its streams on, after the dump's head.
+    """What `size` bytes of a multistream dump hold, from a beginning of one of its streams on,
+    after the dump's head.
 
-    Each stream of such a file holds some whole pages; the first one is the head, with the names of namespaces.
+    Each stream of such a file holds some whole pages; the first one is the head, with the names of
+    namespaces.
     """
     begin = stream.tell()
     if begin:
@@ -112,19 +121,33 @@ def _tag(element: Element) -> str:
 
 
 def _plain_text() -> Callable[..., str]:
-    """(wikitext, dropped namespaces) -> text without templates, tables, references, pictures and marks."""
+    """(wikitext, dropped namespaces) -> text without templates, tables, references, pictures and
+    marks.
+    """
     try:
         import mwparserfromhell
         from mwparserfromhell import nodes
     except ImportError as error:
-        raise WrongInput("a Wikipedia dump needs a package that is not installed; pip install 'ingot[wikipedia]'") from error
+        raise WrongInput(
+            "a Wikipedia dump needs a package that is not installed; pip install 'ingot[wikipedia]'"
+        ) from error
 
     def text_of(code: Any, dropped: set[str]) -> str:
-        return "".join([node.value if type(node) is nodes.Text else said(node, dropped) for node in code.nodes]) if code is not None else ""
+        return (
+            "".join(
+                [
+                    node.value if type(node) is nodes.Text else said(node, dropped)
+                    for node in code.nodes
+                ]
+            )
+            if code is not None
+            else ""
+        )
 
     def said(node: Any, dropped: set[str]) -> str:
         if isinstance(node, nodes.Wikilink):
-            # A page of these is linked, rather than shown or put into a category, with a colon before it.
+            # A page of these is linked, rather than shown or put into a category, with a colon
+            # before it.
             if str(node.title).partition(":")[0].strip().casefold() in dropped:
                 return ""
             return text_of(node.text if node.text is not None else node.title, dropped).lstrip(":")

@@ -1,6 +1,8 @@
-"""The order of a source in two levels: its parts in an order of their own, some of them at a time, and the rows of these in any order.
+"""The order of a source in two levels: its parts in an order of their own, some of them at a time,
+and the rows of these in any order.
 
-Whoever reads in this order needs the files of a few parts at once, however large the corpus. Memory: a number per part.
+Whoever reads in this order needs the files of a few parts at once, however large the corpus.
+Memory: a number per part.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from ingot.data.permutation import GOLDEN, Words, mix, permute
 
 
 class _Pass(NamedTuple):
-    """One pass over a source: its parts in the order of this pass, and the place at which each of its windows begins."""
+    """One pass over a source: its parts in the order of this pass, and the place at which each of
+    its windows begins.
+    """
 
     parts: Words
     begins: Words
 
 
 class Windows:
-    """A permutation of a source's rows per (key, pass), like `permutation.permute`, that draws from `window` parts at a time.
+    """A permutation of a source's rows per (key, pass), like `permutation.permute`, that draws from
+    `window` parts at a time.
 
     Args:
         parts: rows of each part.
@@ -52,12 +57,23 @@ class Windows:
 
     def parts(self, window: int, epoch: int, key: Words) -> list[int]:
         """The parts of a window."""
-        members: list[int] = self._pass(epoch, int(key[0])).parts[window * self._window : (window + 1) * self._window].tolist()
+        members: list[int] = (
+            self._pass(epoch, int(key[0]))
+            .parts[window * self._window : (window + 1) * self._window]
+            .tolist()
+        )
         return members
 
     def at(self, place: int, epoch: int, key: Words) -> int:
         """The window that a place lies in."""
-        return int(np.searchsorted(self._pass(epoch, int(key[0])).begins, np.uint64(place), side="right")) - 1
+        return (
+            int(
+                np.searchsorted(
+                    self._pass(epoch, int(key[0])).begins, np.uint64(place), side="right"
+                )
+            )
+            - 1
+        )
 
     def _within(self, window: int, places: Words, epoch: int, key: Words) -> Words:
         members = np.array(self.parts(window, epoch, key), np.int64)
@@ -69,6 +85,11 @@ class Windows:
 
     def _made(self, epoch: int, key: int) -> _Pass:
         numbers = np.arange(len(self._rows), dtype=np.uint64)
-        parts = permute(numbers, len(numbers), np.array([key], np.uint64), np.full(len(numbers), epoch, np.uint64))
+        parts = permute(
+            numbers,
+            len(numbers),
+            np.array([key], np.uint64),
+            np.full(len(numbers), epoch, np.uint64),
+        )
         before = np.cumsum(self._rows[parts]) - self._rows[parts]
         return _Pass(parts, before[:: self._window])

@@ -1,4 +1,6 @@
-"""What others reach on the same held-out documents, in bits per byte: general compressors and a bigram of the same tokens."""
+"""What others reach on the same held-out documents, in bits per byte: general compressors and a
+bigram of the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,13 @@ Item = TypeVar("Item")
 
 
 def check_baselines(recipe: Recipe, names: Sequence[Baseline]) -> None:
-    """Raises WrongInput when documents that `names` need are not there, or mean nothing for this way of training; costs nothing."""
+    """Raises WrongInput when documents that `names` need are not there, or mean nothing for this
+    way of training; costs nothing.
+    """
     if names and recipe.documents != "text":
         raise WrongInput(
-            f"evaluate.tasks: the baselines {', '.join(names)} are for objective.kind pretrain, or distill on texts; remove them for {recipe.objective.kind}"
+            f"evaluate.tasks: the baselines {', '.join(names)} are for objective.kind pretrain, or"
+            f" distill on texts; remove them for {recipe.objective.kind}"
         )
     if _programs(names):
         open_raw(recipe)
@@ -38,8 +43,9 @@ def _programs(names: Sequence[Baseline]) -> list[Name]:
 def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> dict[str, float]:
     """Bits per byte under `gzip -9`, `xz -9` and `bigram`, for those of `names`.
 
-    Compressors read the held-out documents one after the other. The bigram is counted on the training split and scored on
-    the very tokens that the model is scored on, ends of documents included; no document sees another.
+    Compressors read the held-out documents one after the other. The bigram is counted on the
+    training split and scored on the very tokens that the model is scored on, ends of documents
+    included; no document sees another.
 
     Raises:
         WrongInput: the raw documents are gone, or are no longer those that were prepared.
@@ -49,11 +55,17 @@ def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> 
     if programs := _programs(names):
         size, compressed = _compressed(recipe, programs, total)
         if size != total:
-            raise WrongInput(f"{recipe.folder.raw} has {size:,} held-out bytes, {total:,} were prepared; run `ingot prepare` again")
+            raise WrongInput(
+                f"{recipe.folder.raw} has {size:,} held-out bytes, {total:,} were prepared; run"
+                " `ingot prepare` again"
+            )
         found.update({name: 8 * made / total for name, made in compressed.items()})
     if "bigram" in names:
         folder = recipe.folder.columns
-        training, held_out = open_columns(folder, prepared, "train"), open_columns(folder, prepared, "validation")
+        training, held_out = (
+            open_columns(folder, prepared, "train"),
+            open_columns(folder, prepared, "validation"),
+        )
         found["bigram"] = _bigram(training, held_out, prepared.vocab_size) / math.log(2) / total
     return found
 
@@ -66,10 +78,16 @@ def _compressed(recipe: Recipe, names: Sequence[Name], total: int) -> tuple[int,
 
 def _bigram(training: Sequence[Column], held_out: Sequence[Column], vocab_size: int) -> float:
     with Progress("bigram", None, "tokens") as progress:
-        return bigram_nll(lambda: _told(pairs(training), progress, lambda pair: len(pair[0]), 1), pairs(held_out), vocab_size)
+        return bigram_nll(
+            lambda: _told(pairs(training), progress, lambda pair: len(pair[0]), 1),
+            pairs(held_out),
+            vocab_size,
+        )
 
 
-def _told(items: Iterable[Item], progress: Progress, size: Callable[[Item], int], unit: int) -> Iterator[Item]:
+def _told(
+    items: Iterable[Item], progress: Progress, size: Callable[[Item], int], unit: int
+) -> Iterator[Item]:
     """The items, with the progress told after each."""
     done = 0
     for item in items:

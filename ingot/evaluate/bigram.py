@@ -1,7 +1,9 @@
-"""A smoothed bigram over tokens: what a model that sees one token back reaches, as a yardstick beside the trained one.
+"""A smoothed bigram over tokens: what a model that sees one token back reaches, as a yardstick
+beside the trained one.
 
-Interpolated modified Kneser-Ney (Chen and Goodman 1999), its unigrams interpolated with a uniform distribution so that
-every token of the vocabulary has a probability. Counting is exact, and its memory does not grow with the corpus.
+Interpolated modified Kneser-Ney (Chen and Goodman 1999), its unigrams interpolated with a uniform
+distribution so that every token of the vocabulary has a probability. Counting is exact, and its
+memory does not grow with the corpus.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ BUFFER_PAIRS = 2**22
 
 
 class PairTable:
-    """How often each pair occurred, as ascending keys `token * vocab_size + next` and their counts."""
+    """How often each pair occurred, as ascending keys `token * vocab_size + next` and their
+    counts.
+    """
 
     def __init__(self) -> None:
         self.keys: Ints = np.zeros(0, np.int64)
@@ -47,7 +51,10 @@ class PairTable:
         order = np.argsort(keys, kind="stable")  # merges two ascending runs in linear time
         keys, counts = keys[order], counts[order]
         starts = np.flatnonzero(np.diff(keys, prepend=-1))
-        self.keys, self.counts = keys[starts], np.add.reduceat(counts, starts) if len(starts) else counts
+        self.keys, self.counts = (
+            keys[starts],
+            (np.add.reduceat(counts, starts) if len(starts) else counts),
+        )
 
     def look_up(self, keys: Ints) -> Ints:
         """The count of each of `keys`, 0 where it did not occur."""
@@ -71,22 +78,41 @@ class Statistics:
     """Different pairs that occurred 1, 2, 3 and 4 times, [4]."""
 
 
-def bigram_nll(training: Callable[[], Iterable[Pairs]], held_out: Iterable[Pairs], vocab_size: int, *, max_pairs: int = MAX_PAIRS) -> float:
-    """Negative log-likelihood of the second tokens of `held_out` given the first ones, in nats, summed.
+def bigram_nll(
+    training: Callable[[], Iterable[Pairs]],
+    held_out: Iterable[Pairs],
+    vocab_size: int,
+    *,
+    max_pairs: int = MAX_PAIRS,
+) -> float:
+    """Negative log-likelihood of the second tokens of `held_out` given the first ones, in nats,
+    summed.
 
-    `training()` starts the training pairs anew: where more than `max_pairs` different ones could occur, they are counted
-    in several passes, each over a range of first tokens.
+    `training()` starts the training pairs anew: where more than `max_pairs` different ones could
+    occur, they are counted in several passes, each over a range of first tokens.
     """
     asked = PairTable()
     for tokens, following in held_out:
         asked.add(tokens * vocab_size + following)
     asked.settle()
     statistics, counts = count_pairs(training, asked.keys, vocab_size, max_pairs)
-    return -float(asked.counts @ np.log(probabilities(statistics, asked.keys // vocab_size, asked.keys % vocab_size, counts)))
+    return -float(
+        asked.counts
+        @ np.log(
+            probabilities(statistics, asked.keys // vocab_size, asked.keys % vocab_size, counts)
+        )
+    )
 
 
-def count_pairs(training: Callable[[], Iterable[Pairs]], asked: Ints, vocab_size: int, max_pairs: int = MAX_PAIRS) -> tuple[Statistics, Ints]:
-    """The statistics of the training pairs, and how often each of the `asked` keys (ascending) occurred, [len(asked)]."""
+def count_pairs(
+    training: Callable[[], Iterable[Pairs]],
+    asked: Ints,
+    vocab_size: int,
+    max_pairs: int = MAX_PAIRS,
+) -> tuple[Statistics, Ints]:
+    """The statistics of the training pairs, and how often each of the `asked` keys (ascending)
+    occurred, [len(asked)].
+    """
     totals = np.zeros(vocab_size, np.int64)
     for tokens, _ in training():
         totals += np.bincount(tokens, minlength=vocab_size)
@@ -96,7 +122,11 @@ def count_pairs(training: Callable[[], Iterable[Pairs]], asked: Ints, vocab_size
         table = PairTable()
         for tokens, following in training():
             keys = tokens * vocab_size + following
-            table.add(keys if (first, last) == (0, vocab_size) else keys[(tokens >= first) & (tokens < last)])
+            table.add(
+                keys
+                if (first, last) == (0, vocab_size)
+                else keys[(tokens >= first) & (tokens < last)]
+            )
         table.settle()
         for number in range(3):
             often = table.counts == number + 1 if number < 2 else table.counts >= 3
@@ -109,7 +139,9 @@ def count_pairs(training: Callable[[], Iterable[Pairs]], asked: Ints, vocab_size
 
 
 def _ranges(sizes: Ints, limit: int) -> Iterator[tuple[int, int]]:
-    """Consecutive ranges of tokens whose `sizes` sum to at most `limit`; a single token may exceed it."""
+    """Consecutive ranges of tokens whose `sizes` sum to at most `limit`; a single token may exceed
+    it.
+    """
     first, filled = 0, 0
     for token, size in enumerate(sizes.tolist()):
         if filled and filled + size > limit:
@@ -125,14 +157,17 @@ def probabilities(statistics: Statistics, tokens: Ints, following: Ints, counts:
     discounts = discounts_of(statistics.histogram)
     totals = statistics.totals[tokens]
     kept = np.maximum(counts - discounts[np.minimum(counts, 3)], 0.0)
-    # What was taken off the pairs of a token goes to its unigrams; a token that training never saw has nothing else.
+    # What was taken off the pairs of a token goes to its unigrams; a token that training never saw
+    # has nothing else.
     freed = discounts[1:] @ statistics.types[:, tokens]
     seen = np.maximum(totals, 1)
     return np.where(totals > 0, (kept + freed * lower) / seen, lower)
 
 
 def unigrams(statistics: Statistics) -> Floats:
-    """How likely each token is to follow a token that it has not been seen with, [V]: by how many different ones it followed."""
+    """How likely each token is to follow a token that it has not been seen with, [V]: by how many
+    different ones it followed.
+    """
     times = statistics.continuations
     total, vocab_size = int(times.sum()), len(times)
     if not total:
@@ -144,14 +179,27 @@ def unigrams(statistics: Statistics) -> Floats:
 
 
 def discounts_of(histogram: Ints) -> Floats:
-    """What is taken off counts of 0, 1, 2 and more, [4], from how many things were counted 1, 2, 3 and 4 times.
+    """What is taken off counts of 0, 1, 2 and more, [4], from how many things were counted 1, 2, 3
+    and 4 times.
 
-    The closed estimates of Chen and Goodman; where a number that they divide by is 0, half a count. Kept between nothing
-    and the count itself, which the estimates leave where data is scarce.
+    The closed estimates of Chen and Goodman; where a number that they divide by is 0, half a count.
+    Kept between nothing and the count itself, which the estimates leave where data is scarce.
     """
     ones, twos, threes, fours = (float(number) for number in histogram)
     if not ones or not twos:
         return np.array([0.0, 0.5, 0.5, 0.5])
     share = ones / (ones + 2 * twos)
-    raw = (1 - 2 * share * twos / ones, 2 - 3 * share * threes / twos, 3 - 4 * share * fours / threes if threes else 1.5)
-    return np.array([0.0, *(min(max(value, 0.05), limit) for value, limit in zip(raw, (0.95, 1.95, 2.95), strict=True))])
+    raw = (
+        1 - 2 * share * twos / ones,
+        2 - 3 * share * threes / twos,
+        3 - 4 * share * fours / threes if threes else 1.5,
+    )
+    return np.array(
+        [
+            0.0,
+            *(
+                min(max(value, 0.05), limit)
+                for value, limit in zip(raw, (0.95, 1.95, 2.95), strict=True)
+            ),
+        ]
+    )

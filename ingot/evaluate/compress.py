@@ -1,4 +1,6 @@
-"""What general compressors make of the held-out documents: the yardstick that needs no training at all."""
+"""What general compressors make of the held-out documents: the yardstick that needs no training at
+all.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ _COMPRESSORS: dict[Name, tuple[str, Callable[[], _Compressor]]] = {
 def compressed_bytes(texts: Iterable[str], names: Sequence[Name]) -> tuple[int, dict[str, int]]:
     """Bytes of all texts one after the other, and what `gzip -9` and `xz -9` make of them.
 
-    One pass, as a stream: memory does not grow with the texts. The containers count too, as they do for files: 18 bytes
-    for gzip, about 60 for xz.
+    One pass, as a stream: memory does not grow with the texts. The containers count too, as they do
+    for files: 18 bytes for gzip, about 60 for xz.
     """
     running = {_COMPRESSORS[name][0]: _COMPRESSORS[name][1]() for name in names}
     total, compressed = 0, dict.fromkeys(running, 0)

@@ -1,4 +1,6 @@
-"""The prepared columns as evaluation reads them beside rows: neighbouring tokens, and the bytes of each document."""
+"""The prepared columns as evaluation reads them beside rows: neighbouring tokens, and the bytes of
+each document.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ CHUNK_TOKENS = 2**20
 def open_columns(folder: Path, prepared: Prepared, split: Split) -> list[Column]:
     """All parts of a split's tokens, in the order of its rows."""
     sources, how = prepared.splits[split], opening(folder, prepared, split)
-    return [Parts(how, source.parts, ()).column("tokens", index) for source in sources for index in range(len(source.parts))]
+    return [
+        Parts(how, source.parts, ()).column("tokens", index)
+        for source in sources
+        for index in range(len(source.parts))
+    ]
 
 
 def pairs(columns: Iterable[Column]) -> Iterator[Pairs]:
-    """Tokens with the token after each, where both are of one document: the very pairs that rows have as input and label."""
+    """Tokens with the token after each, where both are of one document: the very pairs that rows
+    have as input and label.
+    """
     for column in columns:
         for begin in range(0, column.elements, CHUNK_TOKENS):
             end = min(begin + CHUNK_TOKENS + 1, column.elements)
@@ -37,20 +45,28 @@ def pairs(columns: Iterable[Column]) -> Iterator[Pairs]:
             yield tokens[:-1][inside], tokens[1:][inside]
 
 
-def document_bytes(columns: Iterable[Column], tokenizer: Tokenizer, total: int | None, first: int | None = None) -> npt.NDArray[np.float64]:
-    """Bytes of the text of each document that has a token, [documents], or of the `first` so many; they sum to `total` where that is given.
+def document_bytes(
+    columns: Iterable[Column], tokenizer: Tokenizer, total: int | None, first: int | None = None
+) -> npt.NDArray[np.float64]:
+    """Bytes of the text of each document that has a token, [documents], or of the `first` so many;
+    they sum to `total` where that is given.
 
-    Reckoned back from the tokens, so that the raw documents need not be searched for the few that are held out. Exact for
-    a tokenizer that keeps every byte; what one that folds text loses is shared out over the documents.
+    Reckoned back from the tokens, so that the raw documents need not be searched for the few that
+    are held out. Exact for a tokenizer that keeps every byte; what one that folds text loses is
+    shared out over the documents.
     """
     records = itertools.islice((record for column in columns for record in _records(column)), first)
     sizes = np.array([len(tokenizer.decode(record).encode()) for record in records], np.float64)
-    scaled: npt.NDArray[np.float64] = sizes if total is None else sizes * (total / max(sizes.sum(), 1.0))
+    scaled: npt.NDArray[np.float64] = (
+        sizes if total is None else sizes * (total / max(sizes.sum(), 1.0))
+    )
     return scaled
 
 
 def target_bytes(rows: Rows, tokenizer: Tokenizer, count: int) -> npt.NDArray[np.float64]:
-    """Bytes of the text that the targets of each document in the first `count` rows spell, for rows of whole documents; special tokens have none."""
+    """Bytes of the text that the targets of each document in the first `count` rows spell, for rows
+    of whole documents; special tokens have none.
+    """
     sizes = []
     for index in range(count):
         row = rows.row(index)

@@ -1,4 +1,6 @@
-"""Work dealt over ranks and put together so that no split of it shows: every rank ends with the same."""
+"""Work dealt over ranks and put together so that no split of it shows: every rank ends with the
+same.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ Item = TypeVar("Item")
 
 
 def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Groups of up to `size` items of about equal length, the longest first: little padding, and a lack of memory shows at once.
+    """Groups of up to `size` items of about equal length, the longest first: little padding, and a
+    lack of memory shows at once.
 
-    What lies in a group does not depend on the number of ranks, so that an item's value does not either.
+    What lies in a group does not depend on the number of ranks, so that an item's value does not
+    either.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     return [order[first : first + size] for first in range(0, len(order), size)]
@@ -39,7 +43,9 @@ def together(table: Floats, mesh: Mesh) -> Floats:
 
 
 def all_texts(mine: Mapping[int, str], count: int, mesh: Mesh) -> list[str]:
-    """The texts of all ranks, `count` in all, in their order; `mine` are this rank's, by their place in it."""
+    """The texts of all ranks, `count` in all, in their order; `mine` are this rank's, by their
+    place in it.
+    """
     if mesh.world == 1:
         return [mine[number] for number in range(count)]
     data = {number: text.encode("utf-8", "surrogatepass") for number, text in mine.items()}
@@ -52,4 +58,7 @@ def all_texts(mine: Mapping[int, str], count: int, mesh: Mesh) -> list[str]:
         room[ends[number] - len(text) : ends[number]] = np.frombuffer(text, np.uint8)
     whole = mesh.all_sum(torch.from_numpy(room)).numpy()
     begins = [0, *ends.tolist()]
-    return [whole[begin:end].tobytes().decode("utf-8", "surrogatepass") for begin, end in itertools.pairwise(begins)]
+    return [
+        whole[begin:end].tobytes().decode("utf-8", "surrogatepass")
+        for begin, end in itertools.pairwise(begins)
+    ]

@@ -1,4 +1,6 @@
-"""The objective itself on held-out rows: what training sees of its validation rows, whatever the way of training."""
+"""The objective itself on held-out rows: what training sees of its validation rows, whatever the
+way of training.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,23 @@ from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.sharing import row_sharing
 
 GROUP = 2
-"""Micro-batches for each rank of a pipeline that go through it together. It keeps room for what arrives of all of them."""
+"""Micro-batches for each rank of a pipeline that go through it together. It keeps room for what
+arrives of all of them.
+"""
 
 
 def held_out_objective(
-    model: nn.Module, objective: Objective, rows: Rows | Samples, count: int, micro_batch: int, compute: Compute, mesh: Mesh,
+    model: nn.Module,
+    objective: Objective,
+    rows: Rows | Samples,
+    count: int,
+    micro_batch: int,
+    compute: Compute,
+    mesh: Mesh,
     asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """`loss` and the objective's further metrics, each a mean over the targets of the first `count` rows. Collective, the same on every rank.
+    """`loss` and the objective's further metrics, each a mean over the targets of the first `count`
+    rows. Collective, the same on every rank.
 
     Raises:
         WrongInput: the rows have no target at all.
@@ -44,10 +55,13 @@ def held_out_objective(
     device, targets = mesh.device, 0.0
     sums: dict[str, float] = defaultdict(float)
     with torch.no_grad():
-        # All ranks look equally often: a model that is spread over them is gathered for each look, and a pipeline is filled by several.
+        # All ranks look equally often: a model that is spread over them is gathered for each look,
+        # and a pipeline is filled by several.
         size = GROUP * mesh.pipeline.world if isinstance(model, Pipeline) else 1
         looks = math.ceil(math.ceil(count / data.world) / (micro_batch * size))
-        batches = itertools.chain(fixed_batches(rows, mine, micro_batch), itertools.repeat(_nothing(rows, micro_batch)))
+        batches = itertools.chain(
+            fixed_batches(rows, mine, micro_batch), itertools.repeat(_nothing(rows, micro_batch))
+        )
         for _ in range(looks):
             if asked():
                 raise Interrupted
@@ -61,15 +75,21 @@ def held_out_objective(
             for name, value in {"loss": total, **metrics}.items():
                 sums[name] += float(value)
             # Ranks that share rows, or the layers that they go through, share the count, too.
-            targets += sum(objective.targets(batch) for batch in look) / (mesh.context.world * mesh.pipeline.world)
+            targets += sum(objective.targets(batch) for batch in look) / (
+                mesh.context.world * mesh.pipeline.world
+            )
     names = list(sums)
     *found, whole = mesh.losses.agree(*(sums[name] for name in names), targets)
     if not whole:
-        raise WrongInput("the validation rows have not one target; set data.validation to more documents")
+        raise WrongInput(
+            "the validation rows have not one target; set data.validation to more documents"
+        )
     return {name: value / whole for name, value in zip(names, found, strict=True)}
 
 
 def _nothing(rows: Rows | Samples, micro_batch: int) -> Batch:
     """A batch of the usual shape without a target."""
     batch = next(fixed_batches(rows, [0], micro_batch))
-    return replace(batch, labels=torch.full_like(batch.labels, IGNORE), rows=torch.full_like(batch.rows, -1))
+    return replace(
+        batch, labels=torch.full_like(batch.labels, IGNORE), rows=torch.full_like(batch.rows, -1)
+    )

@@ -1,6 +1,8 @@
-"""How likely a decoder finds a continuation after a context: sums of log-probabilities, batched by length, dealt over ranks.
+"""How likely a decoder finds a continuation after a context: sums of log-probabilities, batched by
+length, dealt over ranks.
 
-Contexts and continuations become tokens as lm-evaluation-harness does it, so that numbers can be held against its own.
+Contexts and continuations become tokens as lm-evaluation-harness does it, so that numbers can be
+held against its own.
 """
 
 from __future__ import annotations
@@ -35,12 +37,15 @@ class Span:
 def encode_spans(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Span]:
     """(context, continuation) as tokens.
 
-    Spaces at the end of a context go over to the continuation; then both are encoded as one text, which is cut after as many
-    tokens as the context alone has. BOS stands before where the tokenizer puts one. An empty context is BOS, or EOS where there is
-    none. Unlike the harness, text that looks like a special token stays text.
+    Spaces at the end of a context go over to the continuation; then both are encoded as one text,
+    which is cut after as many tokens as the context alone has. BOS stands before where the
+    tokenizer puts one. An empty context is BOS, or EOS where there is none. Unlike the harness,
+    text that looks like a special token stays text.
     """
     moved = [_moved(*pair) for pair in pairs]
-    flat, offsets = tokenizer.encode_batch([text for context, whole in moved for text in (context, whole)])
+    flat, offsets = tokenizer.encode_batch(
+        [text for context, whole in moved for text in (context, whole)]
+    )
     spans = []
     for number, (context, _) in enumerate(moved):
         begin, middle, end = offsets[2 * number : 2 * number + 3].tolist()
@@ -78,8 +83,11 @@ class _Judge:
         return view.log_probability(labels)
 
 
-def log_likelihoods(subject: Subject, spans: Sequence[Span], title: str, *, greedy: bool = False) -> Floats:
-    """For each span the sum of its continuation's log-probabilities, nats, and 1 where greedy decoding would write it (0 unless asked), [N, 2].
+def log_likelihoods(
+    subject: Subject, spans: Sequence[Span], title: str, *, greedy: bool = False
+) -> Floats:
+    """For each span the sum of its continuation's log-probabilities, nats, and 1 where greedy
+    decoding would write it (0 unless asked), [N, 2].
 
     Collective. A span must fit into the model's positions and have a token on either side.
 
@@ -87,11 +95,19 @@ def log_likelihoods(subject: Subject, spans: Sequence[Span], title: str, *, gree
         Failed: the model gives numbers that are not finite, which no choice could be told from.
     """
     found = np.zeros((len(spans), 2), np.float64)
-    groups = share(by_length([len(span) for span in spans], subject.recipe.evaluate.micro_batch), subject.mesh)
+    groups = share(
+        by_length([len(span) for span in spans], subject.recipe.evaluate.micro_batch), subject.mesh
+    )
     done, waiting = 0, list[tuple[list[int], Tensor]]()
-    with subject.progress(title, len(spans), "continuations") as progress, torch.no_grad(), computing_in(subject.compute, subject.device):
+    with (
+        subject.progress(title, len(spans), "continuations") as progress,
+        torch.no_grad(),
+        computing_in(subject.compute, subject.device),
+    ):
         for group in subject.pieces(groups):
-            waiting.append((group, _sums(subject, [spans[number] for number in group], greedy=greedy)))
+            waiting.append(
+                (group, _sums(subject, [spans[number] for number in group], greedy=greedy))
+            )
             # Read one batch late, so that the device is at the next one meanwhile.
             if len(waiting) > 1:
                 _read(*waiting.pop(0), found)
@@ -101,7 +117,10 @@ def log_likelihoods(subject: Subject, spans: Sequence[Span], title: str, *, gree
         _read(*pending, found)
     whole = together(found, subject.mesh)
     if np.isnan(whole).any():
-        raise Failed(f"{title}: {subject.where} gives numbers that are not finite; train it again with a lower train.optimizer.lr")
+        raise Failed(
+            f"{title}: {subject.where} gives numbers that are not finite; train it again with a"
+            " lower train.optimizer.lr"
+        )
     return whole
 
 
@@ -112,7 +131,9 @@ def _read(group: list[int], values: Tensor, found: Floats) -> None:
 
 
 def _sums(subject: Subject, spans: Sequence[Span], *, greedy: bool) -> Tensor:
-    """Log-probabilities, and whether greedy decoding agrees, of each token `[2, B, T]`; 0 and 1 where nothing is scored."""
+    """Log-probabilities, and whether greedy decoding agrees, of each token `[2, B, T]`; 0 and 1
+    where nothing is scored.
+    """
     time = max(len(span) for span in spans)
     tokens = torch.zeros(len(spans), time, dtype=torch.int64)
     labels = torch.full((len(spans), time), IGNORE)
@@ -127,7 +148,19 @@ def _sums(subject: Subject, spans: Sequence[Span], *, greedy: bool) -> Tensor:
     judge, vocabulary = _Judge(decoder.vocabulary, greedy=greedy), decoder.vocabulary
     # The vocabulary is looked at for the continuation's tokens alone: contexts are the longer part.
     hidden = vocabulary.enter(decoder.hidden(tokens, positions))[scored]
-    found = torch.stack((torch.zeros(labels.shape, device=subject.device), torch.ones(labels.shape, device=subject.device)))
-    found[0, scored] = apply_head(hidden, decoder.project, decoder.config.vocab_size, labels[scored], judge.token, view=vocabulary.view)
+    found = torch.stack(
+        (
+            torch.zeros(labels.shape, device=subject.device),
+            torch.ones(labels.shape, device=subject.device),
+        )
+    )
+    found[0, scored] = apply_head(
+        hidden,
+        decoder.project,
+        decoder.config.vocab_size,
+        labels[scored],
+        judge.token,
+        view=vocabulary.view,
+    )
     found[1, scored] = torch.cat(judge.chunks).float() if judge.chunks is not None else 0.0
     return found

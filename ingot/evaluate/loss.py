@@ -1,6 +1,8 @@
-"""The loss of a model on rows: sums over tokens, dealt over ranks, put together so that no split of the work shows.
+"""The loss of a model on rows: sums over tokens, dealt over ranks, put together so that no split of
+the work shows.
 
-Used by `ingot evaluate` and, while training runs, by `ingot train`. Changes neither the model nor its mode.
+Used by `ingot evaluate` and, while training runs, by `ingot train`. Changes neither the model nor
+its mode.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from ingot.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Stretches:
-    """Sums over stretches of tokens in the order of rows; a stretch is the part of one row that is one document's. All [N]."""
+    """Sums over stretches of tokens in the order of rows; a stretch is the part of one row that is
+    one document's. All [N].
+    """
 
     nll: npt.NDArray[np.float64]
     """Negative log-likelihood of its targets, nats."""
@@ -53,16 +57,25 @@ class Stretches:
 
 
 def row_losses(model: Model, batches: Iterable[Batch], compute: Compute = "fp32") -> Stretches:
-    """The loss of all tokens of `batches`, as sums over stretches. Padding (segment 0) is left out."""
+    """The loss of all tokens of `batches`, as sums over stretches. Padding (segment 0) is left
+    out.
+    """
     device = next(model.parameters()).device
     parts: list[Stretches] = []
     before: tuple[Tensor, Batch] | None = None
     with torch.no_grad(), computing_in(compute, device):
         for batch in batches:
-            # A row that is one document needs no mask; decided on the host, where the batch still is.
+            # A row that is one document needs no mask; decided on the host, where the batch still
+            # is.
             packed = bool((batch.segments != batch.segments[:, :1]).any())
             there = batch.to(device, non_blocking=True)
-            values = model(there.tokens, there.positions, there.segments if packed else None, there.labels, CrossEntropy().token)
+            values = model(
+                there.tokens,
+                there.positions,
+                there.segments if packed else None,
+                there.labels,
+                CrossEntropy().token,
+            )
             if before is not None:
                 parts.append(_stretches(*before))
             # Read one batch late, so that the device is at the next one meanwhile.
@@ -90,12 +103,25 @@ def _stretches(values: Tensor, batch: Batch) -> Stretches:
 def _joined(parts: list[Stretches]) -> Stretches:
     if not parts:
         none = np.zeros(0, np.int64)
-        return Stretches(none.astype(np.float64), none, none, none.astype(np.bool_), none.astype(np.bool_))
-    return Stretches(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Stretches)))
+        return Stretches(
+            none.astype(np.float64), none, none, none.astype(np.bool_), none.astype(np.bool_)
+        )
+    return Stretches(
+        *(
+            np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(Stretches)
+        )
+    )
 
 
 def score(
-    model: Model, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh, tell: Callable[[int], None] = lambda rows: None,
+    model: Model,
+    rows: Rows,
+    count: int,
+    micro_batch: int,
+    compute: Compute,
+    mesh: Mesh,
+    tell: Callable[[int], None] = lambda rows: None,
     pieces: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> Stretches:
     """The loss of the first `count` rows, each rank scoring its share; this rank's stretches.
@@ -120,12 +146,16 @@ def gathered(mine: Stretches, mesh: Mesh) -> Stretches:
     everyone = torch.zeros(len(fields(Stretches)), sum(counts), dtype=torch.float64)
     begin = sum(counts[: mesh.rank])
     for number, field in enumerate(fields(Stretches)):
-        everyone[number, begin : begin + len(mine.nll)] = torch.from_numpy(getattr(mine, field.name).astype(np.float64))
+        everyone[number, begin : begin + len(mine.nll)] = torch.from_numpy(
+            getattr(mine, field.name).astype(np.float64)
+        )
     nll, targets, tokens, ends, begins = mesh.all_sum(everyone).numpy()
     return Stretches(nll, targets.astype(np.int64), tokens.astype(np.int64), ends > 0, begins > 0)
 
 
-def mean_loss(model: Model, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh) -> float:
+def mean_loss(
+    model: Model, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh
+) -> float:
     """Mean over the targets of the first `count` rows, nats; the same on every rank.
 
     Raises:
@@ -134,5 +164,7 @@ def mean_loss(model: Model, rows: Rows, count: int, micro_batch: int, compute: C
     mine = score(model, rows, min(count, len(rows)), micro_batch, compute, mesh)
     nll, targets = mesh.agree(float(mine.nll.sum()), float(mine.targets.sum()))
     if not targets:
-        raise WrongInput("the validation rows have not one target; set data.validation to more documents")
+        raise WrongInput(
+            "the validation rows have not one target; set data.validation to more documents"
+        )
     return nll / targets

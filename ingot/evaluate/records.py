@@ -1,4 +1,6 @@
-"""Items that a task reads from files of its own, or from a data set on the hub: whole records, every column of them."""
+"""Items that a task reads from files of its own, or from a data set on the hub: whole records,
+every column of them.
+"""
 
 from __future__ import annotations
 
@@ -48,41 +50,69 @@ class Record:
         """Raises WrongInput when it is no text."""
         value = self.values[column]
         if not isinstance(value, str):
-            raise WrongInput(f"{self.place}: `{column}` is {type(value).__name__}, not text; mend it, or name another column")
+            raise WrongInput(
+                f"{self.place}: `{column}` is {type(value).__name__}, not text; mend it, or name"
+                " another column"
+            )
         return value
 
 
-def read_records(source: str, knob: str, columns: Sequence[str], *, names: Mapping[str, str] | None = None, split: str = "validation",
-                 limit: int | None = None) -> list[Record]:
+def read_records(
+    source: str,
+    knob: str,
+    columns: Sequence[str],
+    *,
+    names: Mapping[str, str] | None = None,
+    split: str = "validation",
+    limit: int | None = None,
+) -> list[Record]:
     """The first `limit` records of a source, each with `columns` under their usual names.
 
     Args:
-        source: path, folder or glob of JSONL, JSON, Parquet, CSV, TSV or Arrow files, or `hf:NAME[:SUBSET]`.
+        source: path, folder or glob of JSONL, JSON, Parquet, CSV, TSV or Arrow files, or
+            `hf:NAME[:SUBSET]`.
         names: usual name -> name in the records.
 
     Raises:
-        WrongInput: no such source, a record that cannot be read or lacks a column, or none at all. No item is passed over in silence.
+        WrongInput: no such source, a record that cannot be read or lacks a column, or none at all.
+            No item is passed over in silence.
     """
     names = names or {}
     if unknown := [name for name in names if name not in columns]:
-        raise WrongInput(f"{knob.rpartition('.')[0]}.columns renames {', '.join(unknown)}; the columns are {', '.join(columns)}")
-    found = [Record(place, _renamed(place, values, columns, names, knob)) for place, values in itertools.islice(_read(source, knob, split), limit)]
+        raise WrongInput(
+            f"{knob.rpartition('.')[0]}.columns renames {', '.join(unknown)}; the columns are"
+            f" {', '.join(columns)}"
+        )
+    found = [
+        Record(place, _renamed(place, values, columns, names, knob))
+        for place, values in itertools.islice(_read(source, knob, split), limit)
+    ]
     if not found:
         raise WrongInput(f"{knob} {source} holds no record; give items to evaluate on")
     return found
 
 
-def _renamed(place: str, values: dict[str, Any], columns: Sequence[str], names: Mapping[str, str], knob: str) -> dict[str, Any]:
-    missing = [names.get(column, column) for column in columns if names.get(column, column) not in values]
+def _renamed(
+    place: str, values: dict[str, Any], columns: Sequence[str], names: Mapping[str, str], knob: str
+) -> dict[str, Any]:
+    missing = [
+        names.get(column, column) for column in columns if names.get(column, column) not in values
+    ]
     if missing:
-        raise WrongInput(f"{place} has no column `{missing[0]}`; it has {', '.join(values)[:300]}: set {knob.rpartition('.')[0]}.columns")
+        raise WrongInput(
+            f"{place} has no column `{missing[0]}`; it has {', '.join(values)[:300]}: set"
+            f" {knob.rpartition('.')[0]}.columns"
+        )
     return {column: values[names.get(column, column)] for column in columns}
 
 
 def _read(source: str, knob: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in find_source(Source(source=source, split=split), knob):
         if file.format not in FILES:
-            raise WrongInput(f"{knob} {file.path} is read as {file.format}; items are JSONL, JSON, Parquet, CSV, TSV, Arrow or hf:NAME")
+            raise WrongInput(
+                f"{knob} {file.path} is read as {file.format}; items are JSONL, JSON, Parquet, CSV,"
+                " TSV, Arrow or hf:NAME"
+            )
         for item in _items(file):
             if isinstance(item, Bad):
                 raise WrongInput(f"{file.name}:{item.row}: {item}; mend it")

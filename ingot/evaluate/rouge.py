@@ -1,6 +1,8 @@
-"""Texts that the model writes against reference texts: ROUGE (Lin 2004), by the package rouge-score, F-measures.
+"""Texts that the model writes against reference texts: ROUGE (Lin 2004), by the package
+rouge-score, F-measures.
 
-For ROUGE-Lsum sentences are lines: what is written and what it is held against are cut at newlines, and nowhere else.
+For ROUGE-Lsum sentences are lines: what is written and what it is held against are cut at newlines,
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -49,15 +51,35 @@ class Rouge:
     def measure(self, subject: Subject) -> Measured:
         """Raises Failed when the model gives numbers that are not finite."""
         task = self.task
-        texts = written(subject, [item.prompt for item in self.items], task.max_tokens, task.name, task.beams)
-        scores = [self.score(item.reference, text) for item, text in zip(self.items, texts, strict=True)]
+        texts = written(
+            subject, [item.prompt for item in self.items], task.max_tokens, task.name, task.beams
+        )
+        scores = [
+            self.score(item.reference, text) for item, text in zip(self.items, texts, strict=True)
+        ]
         simple = [self.score(item.reference, first_line(item.source)) for item in self.items]
         settings = {"stemmer": task.stemmer, "beams": task.beams, "max_tokens": task.max_tokens}
-        on = fingerprint({"items": [[item.source, item.reference] for item in self.items], **settings})
-        metrics = {f"{task.name}/{name}": mean_metric([score[name] for score in scores], direction="higher", on=on) for name in METRICS}
-        baselines = {f"{task.name}/{name}/first_line": sum(score[name] for score in simple) / len(simple) for name in METRICS}
+        on = fingerprint(
+            {"items": [[item.source, item.reference] for item in self.items], **settings}
+        )
+        metrics = {
+            f"{task.name}/{name}": mean_metric(
+                [score[name] for score in scores], direction="higher", on=on
+            )
+            for name in METRICS
+        }
+        baselines = {
+            f"{task.name}/{name}/first_line": sum(score[name] for score in simple) / len(simple)
+            for name in METRICS
+        }
         examples: list[dict[str, Any]] = [
-            {"id": item.place, "source": item.source, "reference": item.reference, "prediction": text, **score}
+            {
+                "id": item.place,
+                "source": item.source,
+                "reference": item.reference,
+                "prediction": text,
+                **score,
+            }
             for item, text, score in zip(self.items, texts, scores, strict=True)
         ]
         return Measured(metrics, examples, baselines)
@@ -72,18 +94,26 @@ def open_rouge(task: RougeTask, about: About, most: int | None = None) -> Rouge:
     """Read and encode the items.
 
     Raises:
-        WrongInput: the package is missing, there are no sources with references, a prompt leaves no room for an answer, or
-            a decoder is asked for beams.
+        WrongInput: the package is missing, there are no sources with references, a prompt leaves no
+            room for an answer, or a decoder is asked for beams.
     """
     knob = f"evaluate.tasks, {task.name}"
     about.must_be(f"{knob}: rouge", "decoder", "seq2seq")
     score = scorer(task.stemmer)
     if task.beams > 1 and about.kind == "decoder":
-        raise WrongInput(f"{knob}: beams {task.beams} is for a seq2seq, and {about.where} is a decoder; set it to 1")
+        raise WrongInput(
+            f"{knob}: beams {task.beams} is for a seq2seq, and {about.where} is a decoder; set it"
+            " to 1"
+        )
     limit = min((number for number in (task.limit, most) if number is not None), default=None)
-    items = list(_given(task, about, limit) if task.source is not None else _held_out(knob, about, limit))
+    items = list(
+        _given(task, about, limit) if task.source is not None else _held_out(knob, about, limit)
+    )
     if not items:
-        raise WrongInput(f"{knob}: there is no text to write; set data.validation to more documents, or {knob}.source")
+        raise WrongInput(
+            f"{knob}: there is no text to write; set data.validation to more documents, or"
+            f" {knob}.source"
+        )
     _check_room(knob, items, task.max_tokens, about)
     return Rouge(task, items, score)
 
@@ -93,7 +123,10 @@ def scorer(stemmer: bool) -> Score:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise WrongInput("evaluate.tasks: rouge needs a package that is not installed; pip install 'ingot[rouge]'") from error
+        raise WrongInput(
+            "evaluate.tasks: rouge needs a package that is not installed; pip install"
+            " 'ingot[rouge]'"
+        ) from error
     made = RougeScorer(list(METRICS), use_stemmer=stemmer)
 
     def score(reference: str, prediction: str) -> dict[str, float]:
@@ -104,9 +137,13 @@ def scorer(stemmer: bool) -> Score:
 
 
 def _given(task: RougeTask, about: About, limit: int | None) -> Iterator[Item]:
-    """From the task's own source: what a pair has, or for a decoder that knows chats what a user says."""
+    """From the task's own source: what a pair has, or for a decoder that knows chats what a user
+    says.
+    """
     assert task.source is not None
-    for record in read_records(task.source, f"evaluate.tasks, {task.name}.source", COLUMNS, names=task.columns, limit=limit):
+    for record in read_records(
+        task.source, f"evaluate.tasks, {task.name}.source", COLUMNS, names=task.columns, limit=limit
+    ):
         source, reference = record.text("source"), record.text("target")
         if about.kind == "decoder" and about.recipe.documents in ("chat", "preference"):
             prompt = about.tokenizer.encode_chat([{"role": "user", "content": source}])
@@ -121,21 +158,44 @@ def _held_out(knob: str, about: About, limit: int | None) -> Iterator[Item]:
     """From the validation documents: pairs, or chats up to the last answer."""
     recipe = about.recipe
     if recipe.documents not in ("pair", "chat"):
-        raise WrongInput(f"{knob}: {recipe.documents} documents have no text to write after another; set its `source` to records with both")
+        raise WrongInput(
+            f"{knob}: {recipe.documents} documents have no text to write after another; set its"
+            " `source` to records with both"
+        )
     for document in itertools.islice(read_documents(recipe, "validation"), limit):
         if recipe.documents == "pair":
             pair = from_pair(document.text)
-            yield Item(document.doc_id, pair.source, encode_source(about.tokenizer, pair.source, recipe), pair.target)
+            yield Item(
+                document.doc_id,
+                pair.source,
+                encode_source(about.tokenizer, pair.source, recipe),
+                pair.target,
+            )
             continue
         messages = from_messages(document.text)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise WrongInput(f"{knob}: {document.doc_id} does not end with an answer to something; leave it out of data.validation, or set `source`")
-        yield Item(document.doc_id, _asked(messages), about.tokenizer.encode_chat(messages[:-1]), str(messages[-1]["content"]))
+            raise WrongInput(
+                f"{knob}: {document.doc_id} does not end with an answer to something; leave it out"
+                " of data.validation, or set `source`"
+            )
+        yield Item(
+            document.doc_id,
+            _asked(messages),
+            about.tokenizer.encode_chat(messages[:-1]),
+            str(messages[-1]["content"]),
+        )
 
 
 def _asked(messages: Sequence[dict[str, Any]]) -> str:
     """What the last answer of a chat is an answer to."""
-    return next((str(message["content"]) for message in reversed(messages[:-1]) if message["role"] == "user"), "")
+    return next(
+        (
+            str(message["content"])
+            for message in reversed(messages[:-1])
+            if message["role"] == "user"
+        ),
+        "",
+    )
 
 
 def _check_room(knob: str, items: Sequence[Item], max_tokens: int, about: About) -> None:
@@ -143,9 +203,14 @@ def _check_room(knob: str, items: Sequence[Item], max_tokens: int, about: About)
     if empty := next((item for item in items if not item.prompt), None):
         raise WrongInput(f"{knob}: {empty.place} has a prompt without a token; leave it out")
     longest = max(items, key=lambda item: len(item.prompt))
-    needed = len(longest.prompt) + max_tokens if about.kind == "decoder" else max(len(longest.prompt), max_tokens)
+    needed = (
+        len(longest.prompt) + max_tokens
+        if about.kind == "decoder"
+        else max(len(longest.prompt), max_tokens)
+    )
     if needed > about.positions:
         raise WrongInput(
-            f"{knob}: {longest.place} has {len(longest.prompt):,} tokens, which with max_tokens {max_tokens} exceeds the {about.positions:,} positions "
-            f"of {about.where}; leave it out, or lower max_tokens"
+            f"{knob}: {longest.place} has {len(longest.prompt):,} tokens, which with max_tokens"
+            f" {max_tokens} exceeds the {about.positions:,} positions of {about.where}; leave it"
+            " out, or lower max_tokens"
         )

@@ -1,4 +1,6 @@
-"""`ingot evaluate`: a model folder and the recipe's tasks in, `reports/evaluate.json`, the score of every item and a table out."""
+"""`ingot evaluate`: a model folder and the recipe's tasks in, `reports/evaluate.json`, the score of
+every item and a table out.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,12 @@ class Found:
 def evaluate(recipe: Recipe) -> Outcome:
     """Measure the model on all tasks and write the report. Every rank calls it; rank 0 writes.
 
-    The model is `evaluate.model`, else the run's own `model/`, else `model.source` where that has weights.
+    The model is `evaluate.model`, else the run's own `model/`, else `model.source` where that has
+    weights.
 
     Raises:
-        WrongInput: there is no model or no prepared data, the two do not belong together, or a task cannot be measured.
+        WrongInput: there is no model or no prepared data, the two do not belong together, or a task
+            cannot be measured.
         Failed: the model gives numbers that are not finite, or data on the hub cannot be reached.
     """
     with running_mesh() as mesh:
@@ -72,27 +76,42 @@ def evaluate(recipe: Recipe) -> Outcome:
             raise WrongInput(other)
         tasks, samples = _measure(recipe, folder, tokenizer, eos, recipe.evaluate.prompts, mesh)
         # With the tuned model's tokenizer: training began so.
-        beside, _ = _measure(recipe, base, tokenizer, eos, [], mesh) if base is not None else ({}, [])
+        beside, _ = (
+            _measure(recipe, base, tokenizer, eos, [], mesh) if base is not None else ({}, [])
+        )
         found = Found(folder, tasks, beside, samples)
         return mesh.from_main(lambda: _write(recipe, found, _report(recipe, found, tokenizer)))
 
 
 def _measure(
-    recipe: Recipe, folder: Path, tokenizer: Tokenizer, eos: frozenset[int], prompts: Sequence[str], mesh: Mesh
+    recipe: Recipe,
+    folder: Path,
+    tokenizer: Tokenizer,
+    eos: frozenset[int],
+    prompts: Sequence[str],
+    mesh: Mesh,
 ) -> tuple[dict[str, Measured], list[dict[str, str]]]:
-    """All tasks on the model in `folder`, by their names, and what it makes of the prompts. All is checked before anything is measured."""
+    """All tasks on the model in `folder`, by their names, and what it makes of the prompts. All is
+    checked before anything is measured.
+    """
     model = open_model(folder, device=mesh.device)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise WrongInput(
-            f"the tokenizer of {folder} has {tokenizer.vocab_size} ids, its model only {model.config.vocab_size}; use the tokenizer that it was made with"
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} ids, its model only"
+            f" {model.config.vocab_size}; use the tokenizer that it was made with"
         )
     compute = resolve_compute(recipe.precision.compute, mesh.device)
-    subject = Subject(recipe, model, kind_of_folder(folder), tokenizer, eos, compute, mesh, str(folder))
+    subject = Subject(
+        recipe, model, kind_of_folder(folder), tokenizer, eos, compute, mesh, str(folder)
+    )
     check_prompts(prompts, recipe.evaluate.sample_tokens, subject.about, model.config)
     opened = {task.name: open_task(task, subject.about) for task in recipe.tasks}
     if mesh.is_main:
         ranks = f"{mesh.world} x " if mesh.world > 1 else ""
-        say(f"evaluate: {folder}, {', '.join(opened)}, {compute} on {ranks}{device_name(mesh.device)}")
+        say(
+            f"evaluate: {folder}, {', '.join(opened)}, {compute} on"
+            f" {ranks}{device_name(mesh.device)}"
+        )
     tasks = {name: item.measure(subject) for name, item in opened.items()}
     return tasks, mesh.from_main(lambda: complete(subject, prompts))
 
@@ -110,7 +129,10 @@ def model_folder(recipe: Recipe) -> Path:
         return own
     base = source_folder(recipe.model)
     if base is None or starts_random(recipe.model, base):
-        raise WrongInput(f"{own} holds no model yet; run `ingot train` first, or set evaluate.model to a model folder")
+        raise WrongInput(
+            f"{own} holds no model yet; run `ingot train` first, or set evaluate.model to a model"
+            " folder"
+        )
     return base
 
 
@@ -122,10 +144,13 @@ def _check_belongs(recipe: Recipe, folder: Path, tokenizer: Tokenizer) -> None:
     if not any(needs_rows(task) for task in recipe.tasks):
         return
     prepared, columns = prepared_for(recipe), recipe.folder.columns
-    if tokenizer.identity() != prepared.tokenizer and not (recipe.evaluate.any_template and _same_but_for_template(recipe, tokenizer)):
+    if tokenizer.identity() != prepared.tokenizer and not (
+        recipe.evaluate.any_template and _same_but_for_template(recipe, tokenizer)
+    ):
         raise WrongInput(
-            f"the tokenizer of {folder} ({tokenizer.identity()}) is not the one that {columns} was prepared with ({prepared.tokenizer}); "
-            f"set tokenizer.source to {folder} and run `ingot prepare` again, or evaluate a model of this run"
+            f"the tokenizer of {folder} ({tokenizer.identity()}) is not the one that {columns} was"
+            f" prepared with ({prepared.tokenizer}); set tokenizer.source to {folder} and run"
+            " `ingot prepare` again, or evaluate a model of this run"
         )
 
 
@@ -135,11 +160,15 @@ def _same_but_for_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
 
 
 def _yardsticks(recipe: Recipe) -> list[Baseline]:
-    return sorted({name for task in recipe.tasks if isinstance(task, LossTask) for name in task.baselines})
+    return sorted(
+        {name for task in recipe.tasks if isinstance(task, LossTask) for name in task.baselines}
+    )
 
 
 def _other_labels(recipe: Recipe, folder: Path) -> str:
-    """Why the classes of a classifier are not those of the recipe, which would be taken for one another; empty where they are, or have no names."""
+    """Why the classes of a classifier are not those of the recipe, which would be taken for one
+    another; empty where they are, or have no names.
+    """
     if not recipe.labels or kind_of_folder(folder) != "encoder":
         return ""
     names = hub_config(model_config(folder), "encoder", str(folder)).labels
@@ -147,11 +176,16 @@ def _other_labels(recipe: Recipe, folder: Path) -> str:
     same = [name.casefold() for name in names] == [name.casefold() for name in recipe.labels]
     if len(names) == len(recipe.labels) and (same or nameless):
         return ""
-    return f"{folder} tells {', '.join(names)} apart, objective.labels are {', '.join(recipe.labels)}; give them in the model's order, or another model"
+    return (
+        f"{folder} tells {', '.join(names)} apart, objective.labels are {', '.join(recipe.labels)};"
+        " give them in the model's order, or another model"
+    )
 
 
 def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
-    """The model that training started from, where it is to stand beside; where there is none to compare, rank 0 says why."""
+    """The model that training started from, where it is to stand beside; where there is none to
+    compare, rank 0 says why.
+    """
     if not recipe.evaluate.base:
         return None
     base = source_folder(recipe.model)
@@ -161,7 +195,10 @@ def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
     elif base.resolve() == folder.resolve():
         why = "it is the model that is evaluated"
     elif kind_of_folder(base) != kind_of_folder(folder):
-        why = f"{base} is a {kind_of_folder(base)} and has no head for what a {kind_of_folder(folder)} does"
+        why = (
+            f"{base} is a {kind_of_folder(base)} and has no head for what a"
+            f" {kind_of_folder(folder)} does"
+        )
     else:
         why = _other_labels(recipe, base)
     if why and mesh.is_main:
@@ -170,13 +207,18 @@ def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
 
 
 def _report(recipe: Recipe, found: Found, tokenizer: Tokenizer) -> EvaluationReport:
-    beside = {key: value for measured in found.tasks.values() for key, value in measured.baselines.items()}
+    beside = {
+        key: value for measured in found.tasks.values() for key, value in measured.baselines.items()
+    }
     if names := _yardsticks(recipe):
         beside = {**baselines(recipe, prepared_for(recipe), names), **beside}
     metrics, base = (
-        {key: metric for measured in tasks.values() for key, metric in measured.metrics.items()} for tasks in (found.tasks, found.base)
+        {key: metric for measured in tasks.values() for key, metric in measured.metrics.items()}
+        for tasks in (found.tasks, found.base)
     )
-    return EvaluationReport(_hash(found.folder), tokenizer.identity(), metrics, beside, found.samples, base)
+    return EvaluationReport(
+        _hash(found.folder), tokenizer.identity(), metrics, beside, found.samples, base
+    )
 
 
 def _hash(folder: Path) -> str:
@@ -188,22 +230,40 @@ def _hash(folder: Path) -> str:
 
 
 def _write(recipe: Recipe, found: Found, report: EvaluationReport) -> Outcome:
-    """The report into the run folder, and beside the model where the model is this run's own; the examples beside the report."""
+    """The report into the run folder, and beside the model where the model is this run's own; the
+    examples beside the report.
+    """
     run = recipe.folder
     reports = [run.reports / REPORT, *([run.model / REPORT] if found.folder == run.model else [])]
     for path in reports:
         write_report(path, report)
-    examples = [run.reports / EXAMPLES / f"{name.replace('/', '_')}{ENDING}" for name in found.tasks]
+    examples = [
+        run.reports / EXAMPLES / f"{name.replace('/', '_')}{ENDING}" for name in found.tasks
+    ]
     for path, (name, measured) in zip(examples, found.tasks.items(), strict=True):
         write_examples(path, measured.examples, found.base[name].examples if found.base else ())
     show_report(report, Console(file=sys.stdout, highlight=False))
-    return Outcome(_phrase(report, recipe), str(reports[0]), fingerprint(asdict(report)), sizes(run.root, [*reports, *examples]))
+    return Outcome(
+        _phrase(report, recipe),
+        str(reports[0]),
+        fingerprint(asdict(report)),
+        sizes(run.root, [*reports, *examples]),
+    )
 
 
 def _phrase(report: EvaluationReport, recipe: Recipe) -> str:
-    """The result in a few words: of the first loss of a text its usual two figures, and what is gated on, or what came first."""
-    bits, perplexity = (report.metrics.get(f"{recipe.tasks[0].name}/{name}") for name in ("bits_per_byte", "perplexity"))
-    told = [f"{bits.value:.2f} bits per byte, perplexity {perplexity.value:.1f}"] if bits is not None and perplexity is not None else []
+    """The result in a few words: of the first loss of a text its usual two figures, and what is
+    gated on, or what came first.
+    """
+    bits, perplexity = (
+        report.metrics.get(f"{recipe.tasks[0].name}/{name}")
+        for name in ("bits_per_byte", "perplexity")
+    )
+    told = (
+        [f"{bits.value:.2f} bits per byte, perplexity {perplexity.value:.1f}"]
+        if bits is not None and perplexity is not None
+        else []
+    )
     gated = [recipe.gate_metric] if isinstance(recipe.gate_metric, str) else recipe.gate_metric
     others = [key for key in gated if key in report.metrics and not key.endswith("/bits_per_byte")]
     if not told and not others:

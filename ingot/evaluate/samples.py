@@ -13,8 +13,12 @@ from ingot.models.hub import HubConfig
 from ingot.models.summaries import Summary, check_summary
 
 
-def check_prompts(prompts: Sequence[str], max_tokens: int, about: About, config: DecoderConfig | HubConfig) -> None:
-    """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the model for an answer, or the model writes nothing."""
+def check_prompts(
+    prompts: Sequence[str], max_tokens: int, about: About, config: DecoderConfig | HubConfig
+) -> None:
+    """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the
+    model for an answer, or the model writes nothing.
+    """
     if prompts:
         about.must_be("evaluate.prompts", "decoder", "seq2seq")
     for prompt in prompts:
@@ -22,13 +26,18 @@ def check_prompts(prompts: Sequence[str], max_tokens: int, about: About, config:
             if isinstance(config, DecoderConfig):
                 check(Request(about.tokenizer.encode_prompt(prompt), max_tokens), config)
             else:
-                check_summary(Summary(encode_source(about.tokenizer, prompt, about.recipe), max_tokens), config)
+                check_summary(
+                    Summary(encode_source(about.tokenizer, prompt, about.recipe), max_tokens),
+                    config,
+                )
         except WrongInput as error:
             raise WrongInput(f"evaluate.prompts, {prompt[:40]!r}: {error}") from None
 
 
 def complete(subject: Subject, prompts: Sequence[str]) -> list[dict[str, str]]:
-    """`{"prompt": ..., "completion": ...}` for each prompt, of `evaluate.sample_tokens` at most; on this rank alone."""
+    """`{"prompt": ..., "completion": ...}` for each prompt, of `evaluate.sample_tokens` at most; on
+    this rank alone.
+    """
     if not prompts:
         return []
     max_tokens = subject.recipe.evaluate.sample_tokens
@@ -36,4 +45,7 @@ def complete(subject: Subject, prompts: Sequence[str]) -> list[dict[str, str]]:
         encoded = [subject.tokenizer.encode_prompt(prompt) for prompt in prompts]
     else:
         encoded = [encode_source(subject.tokenizer, prompt, subject.recipe) for prompt in prompts]
-    return [{"prompt": prompt, "completion": text or ""} for prompt, text in zip(prompts, write_here(subject, encoded, max_tokens), strict=True)]
+    return [
+        {"prompt": prompt, "completion": text or ""}
+        for prompt, text in zip(prompts, write_here(subject, encoded, max_tokens), strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""What is evaluated, and what measuring it gives. The same for a model from a folder and for one in the midst of training."""
+"""What is evaluated, and what measuring it gives. The same for a model from a folder and for one in
+the midst of training.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a model before its weights are there: enough to refuse what cannot be measured."""
+    """What is known of a model before its weights are there: enough to refuse what cannot be
+    measured.
+    """
 
     recipe: Recipe
     kind: Kind
@@ -40,12 +44,17 @@ class About:
     def must_be(self, what: str, *kinds: Kind) -> None:
         """Raises WrongInput when `what` is for other kinds of models."""
         if self.kind not in kinds:
-            raise WrongInput(f"{what} is for models of kind {' or '.join(kinds)}, {self.where} is of kind {self.kind}; remove it, or give another model")
+            raise WrongInput(
+                f"{what} is for models of kind {' or '.join(kinds)}, {self.where} is of kind"
+                f" {self.kind}; remove it, or give another model"
+            )
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with all that measuring it needs. `model` is in evaluation mode, and is left as it is."""
+    """A model with all that measuring it needs. `model` is in evaluation mode, and is left as it
+    is.
+    """
 
     recipe: Recipe
     model: Model
@@ -60,11 +69,19 @@ class Subject:
     quiet: bool = False
     """Show no progress: something else does."""
     asked: Callable[[], bool] | None = None
-    """Whether to break off, asked before each piece of work; None: never. Where all ranks do the same work in lockstep, all must hear the same."""
+    """Whether to break off, asked before each piece of work; None: never. Where all ranks do the
+    same work in lockstep, all must hear the same.
+    """
 
     @property
     def about(self) -> About:
-        return About(self.recipe, self.kind, self.tokenizer, int(self.model.config.max_position_embeddings), self.where)
+        return About(
+            self.recipe,
+            self.kind,
+            self.tokenizer,
+            int(self.model.config.max_position_embeddings),
+            self.where,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -77,10 +94,12 @@ class Subject:
         return self.model
 
     def pieces(self, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, as long as nobody is asked to stop. Every rank goes through its own to their end, where all of them meet.
+        """`items`, as long as nobody is asked to stop. Every rank goes through its own to their
+        end, where all of them meet.
 
         Raises:
-            Interrupted: some rank was asked; on all of them, so that none waits for the others' results.
+            Interrupted: some rank was asked; on all of them, so that none waits for the others'
+                results.
         """
         if self.asked is None:
             yield from items
@@ -107,7 +126,9 @@ class Measured:
     examples: list[dict[str, Any]]
     """One for each item, in the order of the items: what it was, what came of it."""
     baselines: Mapping[str, float] = field(default_factory=dict)
-    """`TASK/metric/NAME`: what something simple reaches on the same items; to look at, never to gate on."""
+    """`TASK/metric/NAME`: what something simple reaches on the same items; to look at, never to
+    gate on.
+    """
 
 
 class Opened(Protocol):

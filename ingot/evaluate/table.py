@@ -1,4 +1,6 @@
-"""A report as a table in the terminal. Without torch, so that the command line shows a report that stands already with it."""
+"""A report as a table in the terminal. Without torch, so that the command line shows a report that
+stands already with it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ def show_report(report: EvaluationReport, console: Console) -> None:
     for column in table.columns[2:]:
         column.justify = "right"
     for key, metric in report.metrics.items():
-        row = [key, metric.direction, f"{metric.value:.4f}", f"{metric.ci_low:.4f} to {metric.ci_high:.4f}", f"{metric.n:,}"]
+        row = [
+            key,
+            metric.direction,
+            f"{metric.value:.4f}",
+            f"{metric.ci_low:.4f} to {metric.ci_high:.4f}",
+            f"{metric.n:,}",
+        ]
         table.add_row(*row, *([_beside(report.base.get(key))] if report.base else []))
     for place, (name, value) in enumerate(_others(report)):
         if not place:
@@ -23,7 +31,9 @@ def show_report(report: EvaluationReport, console: Console) -> None:
         table.add_row(name, "", f"{value:.4f}")
     console.print(table)
     for sample in report.samples:
-        console.print(f"{sample['prompt']!r} goes on {sample['completion']!r}", markup=False, soft_wrap=True)
+        console.print(
+            f"{sample['prompt']!r} goes on {sample['completion']!r}", markup=False, soft_wrap=True
+        )
 
 
 def _beside(metric: Metric | None) -> str:
@@ -31,6 +41,15 @@ def _beside(metric: Metric | None) -> str:
 
 
 def _others(report: EvaluationReport) -> list[tuple[str, float]]:
-    """Bits per byte of others, the best first; then what something simple reaches in other metrics."""
-    bits = sorted(((f"bits per byte of {name}", value) for name, value in report.bits_per_byte.items()), key=lambda item: item[1])
-    return bits + [(name, value) for name, value in report.baselines.items() if name not in report.bits_per_byte]
+    """Bits per byte of others, the best first; then what something simple reaches in other
+    metrics.
+    """
+    bits = sorted(
+        ((f"bits per byte of {name}", value) for name, value in report.bits_per_byte.items()),
+        key=lambda item: item[1],
+    )
+    return bits + [
+        (name, value)
+        for name, value in report.baselines.items()
+        if name not in report.bits_per_byte
+    ]

@@ -1,8 +1,18 @@
-"""Every task of `evaluate.tasks` behind one face: opened once, which refuses what can be refused, then measured as often as wanted."""
+"""Every task of `evaluate.tasks` behind one face: opened once, which refuses what can be refused,
+then measured as often as wanted.
+"""
 
 from __future__ import annotations
 
-from ingot.config.evaluation import ChoiceTask, ClassificationTask, HellaSwagTask, LMEvalTask, LossTask, RougeTask, Task
+from ingot.config.evaluation import (
+    ChoiceTask,
+    ClassificationTask,
+    HellaSwagTask,
+    LMEvalTask,
+    LossTask,
+    RougeTask,
+    Task,
+)
 from ingot.evaluate.choice import open_choices
 from ingot.evaluate.classification import open_classification
 from ingot.evaluate.lm_eval import open_lm_eval
@@ -18,7 +28,8 @@ def open_task(task: Task, about: About, most: int | None = None) -> Opened:
         most: take the first so many validation documents, where it goes by those.
 
     Raises:
-        WrongInput: a package, a file or a column is missing, the model is of another kind, or an item is too long for it.
+        WrongInput: a package, a file or a column is missing, the model is of another kind, or an
+            item is too long for it.
         Failed: data on the hub cannot be reached.
     """
     match task:
@@ -35,7 +46,9 @@ def open_task(task: Task, about: About, most: int | None = None) -> Opened:
 
 
 def check(task: Task, model: About | Subject) -> None:
-    """Refuse a task that cannot be measured, before the first forward; raises as `open_task` does."""
+    """Refuse a task that cannot be measured, before the first forward; raises as `open_task`
+    does.
+    """
     open_task(task, model.about if isinstance(model, Subject) else model)
 
 

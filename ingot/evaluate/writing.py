@@ -1,4 +1,6 @@
-"""What a model writes after many prompts: greedily, or by beam search where it has an encoder. Dealt over ranks."""
+"""What a model writes after many prompts: greedily, or by beam search where it has an encoder.
+Dealt over ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,29 @@ from ingot.models.summaries import Summary, write
 from ingot.tokenizers.tokenizer import Tokenizer
 
 GROUPS = 4
-"""Micro-batches of prompts that a decoder is given at once: requests join as others leave, and progress still shows."""
+"""Micro-batches of prompts that a decoder is given at once: requests join as others leave, and
+progress still shows.
+"""
 
 
 def encode_source(tokenizer: Tokenizer, text: str, recipe: Recipe) -> list[int]:
-    """A source as the encoder was trained to read it: the objective's prefix, the tokenizer's frame, cut to data.seq_len."""
+    """A source as the encoder was trained to read it: the objective's prefix, the tokenizer's
+    frame, cut to data.seq_len.
+    """
     prefix = recipe.objective.prefix if isinstance(recipe.objective, Seq2SeqObjective) else ""
     before, after = tokenizer.frame
-    return [*before, *tokenizer.encode(prefix + text)[: max(recipe.data.seq_len - len(before) - len(after), 0)], *after]
+    return [
+        *before,
+        *tokenizer.encode(prefix + text)[: max(recipe.data.seq_len - len(before) - len(after), 0)],
+        *after,
+    ]
 
 
-def written(subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int, title: str, beams: int = 1) -> list[str]:
-    """The text that follows each prompt (a decoder's) or belongs to each source (of a model with an encoder). Collective.
+def written(
+    subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int, title: str, beams: int = 1
+) -> list[str]:
+    """The text that follows each prompt (a decoder's) or belongs to each source (of a model with an
+    encoder). Collective.
 
     Raises:
         Failed: the model gives numbers that are not finite.
@@ -36,17 +49,37 @@ def written(subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int,
     if subject.kind == "decoder":
         return answers(subject, [Request(prompt, max_tokens) for prompt in prompts], title)
     lengths = [len(prompt) for prompt in prompts]
-    return _dealt(subject, lengths, 1, title, lambda group: write_here(subject, [prompts[number] for number in group], max_tokens, beams))
+    return _dealt(
+        subject,
+        lengths,
+        1,
+        title,
+        lambda group: write_here(subject, [prompts[number] for number in group], max_tokens, beams),
+    )
 
 
 def answers(subject: Subject, requests: Sequence[Request], title: str) -> list[str]:
     """What a decoder answers to each request. Collective; raises Failed as `written` does."""
     lengths = [len(request.prompt) for request in requests]
-    return _dealt(subject, lengths, GROUPS, title, lambda group: _answers(subject, [requests[number] for number in group]))
+    return _dealt(
+        subject,
+        lengths,
+        GROUPS,
+        title,
+        lambda group: _answers(subject, [requests[number] for number in group]),
+    )
 
 
-def _dealt(subject: Subject, lengths: Sequence[int], micro_batches: int, title: str, make: Callable[[list[int]], list[str | None]]) -> list[str]:
-    groups = share(by_length(lengths, subject.recipe.evaluate.micro_batch * micro_batches), subject.mesh)
+def _dealt(
+    subject: Subject,
+    lengths: Sequence[int],
+    micro_batches: int,
+    title: str,
+    make: Callable[[list[int]], list[str | None]],
+) -> list[str]:
+    groups = share(
+        by_length(lengths, subject.recipe.evaluate.micro_batch * micro_batches), subject.mesh
+    )
     mine, broken, done = dict[int, str](), 0, 0
     with subject.progress(title, len(lengths), "texts") as progress:
         for group in subject.pieces(groups):
@@ -58,24 +91,41 @@ def _dealt(subject: Subject, lengths: Sequence[int], micro_batches: int, title: 
     # Agreed upon, so that no rank is left waiting for one that stopped.
     (broken_everywhere,) = subject.mesh.agree(float(broken))
     if broken_everywhere:
-        raise Failed(f"{title}: {subject.where} gives numbers that are not finite; train it again with a lower train.optimizer.lr")
+        raise Failed(
+            f"{title}: {subject.where} gives numbers that are not finite; train it again with a"
+            " lower train.optimizer.lr"
+        )
     return all_texts(mine, len(lengths), subject.mesh)
 
 
-def write_here(subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int, beams: int = 1) -> list[str | None]:
+def write_here(
+    subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int, beams: int = 1
+) -> list[str | None]:
     """`written` for one batch on this rank alone; None where the model's numbers are not finite."""
     model = subject.model
     if isinstance(model, Decoder):
         return _answers(subject, [Request(prompt, max_tokens) for prompt in prompts])
     if isinstance(model, Encoder):
-        raise WrongInput(f"{subject.where} is an encoder, which writes nothing; remove what asks it to")
+        raise WrongInput(
+            f"{subject.where} is an encoder, which writes nothing; remove what asks it to"
+        )
     with computing_in(subject.compute, subject.device):
-        found = write(model, [Summary(prompt, max_tokens, beams=beams) for prompt in prompts], subject.eos)
-    return [None if answer.finish == "error" else subject.tokenizer.decode(answer.ids) for answer in found]
+        found = write(
+            model, [Summary(prompt, max_tokens, beams=beams) for prompt in prompts], subject.eos
+        )
+    return [
+        None if answer.finish == "error" else subject.tokenizer.decode(answer.ids)
+        for answer in found
+    ]
 
 
 def _answers(subject: Subject, requests: Sequence[Request]) -> list[str | None]:
-    generator = Generator(subject.decoder, eos=subject.eos, decode=subject.tokenizer.decode, max_rows=subject.recipe.evaluate.micro_batch)
+    generator = Generator(
+        subject.decoder,
+        eos=subject.eos,
+        decode=subject.tokenizer.decode,
+        max_rows=subject.recipe.evaluate.micro_batch,
+    )
     with computing_in(subject.compute, subject.device):
         found = generator.run(requests)
     return [None if answer.finish == "error" else answer.text for answer in found]

@@ -1,4 +1,6 @@
-"""`python -m ingot.launch PROCESSES VERB ...`: the ranks of one command on this machine, started once and waited for."""
+"""`python -m ingot.launch PROCESSES VERB ...`: the ranks of one command on this machine, started
+once and waited for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One start of a job's ranks: what whoever supervises it must be able to ask of it, wherever the ranks run."""
+"""One start of a job's ranks: what whoever supervises it must be able to ask of it, wherever the
+ranks run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ WELL = (EXIT_DONE, EXIT_KEEP, EXIT_STOPPED)
 
 @dataclass(frozen=True)
 class Exit:
-    """How an attempt ended: the rank that decided it, and its exit code, negative where a signal ended it; `how` in words where that says more."""
+    """How an attempt ended: the rank that decided it, and its exit code, negative where a signal
+    ended it; `how` in words where that says more.
+    """
 
     rank: int
     code: int
@@ -40,12 +44,16 @@ class Exit:
 
 
 class Attempt(Protocol):
-    """The ranks of one start. None of these waits, but for `stop`. `stacks_s`: how long stacks that ranks were asked for may take to be seen here."""
+    """The ranks of one start. None of these waits, but for `stop`. `stacks_s`: how long stacks that
+    ranks were asked for may take to be seen here.
+    """
 
     stacks_s: float
 
     def poll(self) -> Exit | None:
-        """None while a rank runs. The first that fails decides how all end; the others are ended then."""
+        """None while a rank runs. The first that fails decides how all end; the others are ended
+        then.
+        """
         ...
 
     def running(self) -> Collection[int]:
@@ -53,7 +61,9 @@ class Attempt(Protocol):
         ...
 
     def beats(self) -> dict[int, Beat]:
-        """The last sign of life of each of these ranks, ended ones too; ranks that gave none are left out."""
+        """The last sign of life of each of these ranks, ended ones too; ranks that gave none are
+        left out.
+        """
         ...
 
     def send(self, number: int, rank: int | None = None) -> None:
@@ -61,7 +71,9 @@ class Attempt(Protocol):
         ...
 
     def taken(self) -> bool:
-        """Once ended: whether the place did it (a time limit, a machine taken away) and nobody had asked, so that it is to be started again."""
+        """Once ended: whether the place did it (a time limit, a machine taken away) and nobody had
+        asked, so that it is to be started again.
+        """
         ...
 
     def stop(self) -> None:
@@ -73,7 +85,9 @@ Start = Callable[[Job], Attempt]
 
 
 def follow(attempt: Attempt, stops: Stops, look: Callable[[], bool] = lambda: False) -> Exit:
-    """Wait for the end. The first request to stop is handed on, the next one ends all ranks at once; so does `look`, called often, by saying True."""
+    """Wait for the end. The first request to stop is handed on, the next one ends all ranks at
+    once; so does `look`, called often, by saying True.
+    """
     handed = False
     while (end := attempt.poll()) is None:
         if stops.again or look():

@@ -1,4 +1,6 @@
-"""Kills on purpose, at random moments: to see that nothing is lost. What will be killed is written down before it is."""
+"""Kills on purpose, at random moments: to see that nothing is lost. What will be killed is written
+down before it is.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,17 @@ from ingot.launch.notes import note
 
 
 class Kills:
-    """The kills of one run. The n-th depends on the seed and n alone, so that a supervisor that is killed and started again goes on with the next."""
+    """The kills of one run. The n-th depends on the seed and n alone, so that a supervisor that is
+    killed and started again goes on with the next.
+    """
 
     def __init__(self, knobs: Chaos, events: Path) -> None:
         self._knobs, self._events = knobs, events
-        self._count = sum(event.get("kind") == "killed" for event in read_lines(events)) if knobs.kill_every_s else 0
+        self._count = (
+            sum(event.get("kind") == "killed" for event in read_lines(events))
+            if knobs.kill_every_s
+            else 0
+        )
         self.struck = False
         self._due: float | None = None
 
@@ -43,12 +51,24 @@ class Kills:
         beat = beats.get(ranks[0] if victim is None else victim)
         # An event's rank is null where it is all of them.
         note(
-            self._events, "killed", cause="chaos", rank=victim, what=what, attempt=beat.attempt if beat else 0, step=beat.step if beat else None,
+            self._events,
+            "killed",
+            cause="chaos",
+            rank=victim,
+            what=what,
+            attempt=beat.attempt if beat else 0,
+            step=beat.step if beat else None,
             phase=beat.phase if beat else None,
         )
         self._count, self._due, self.struck = self._count + 1, None, True
-        where = f" at step {beat.step:,} ({beat.phase})" if beat else " before its first sign of life"
-        say(f"chaos: {f'rank {victim}' if what == 'rank' else 'all ranks' if what == 'group' else 'all ranks and this supervisor'} killed{where}")
+        where = (
+            f" at step {beat.step:,} ({beat.phase})" if beat else " before its first sign of life"
+        )
+        say(
+            "chaos:"
+            f" {f'rank {victim}' if what == 'rank' else 'all ranks' if what == 'group' else 'all ranks and this supervisor'}"
+            f" killed{where}"
+        )
         if what == "supervisor":
             _die()
         attempt.send(signal.SIGKILL, victim)

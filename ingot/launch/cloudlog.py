@@ -1,4 +1,6 @@
-"""What machines of Compute Engine say: from Cloud Logging, or, as long as nothing has come there, what their start-up script says on the serial port."""
+"""What machines of Compute Engine say: from Cloud Logging, or, as long as nothing has come there,
+what their start-up script says on the serial port.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,23 @@ SCRIPT = "startup-script"
 
 
 class CloudLog:
-    """`ids` are Compute Engine's numbers of the machines, by node. `machines` tells those that there are now, `last_words` what they said at last."""
+    """`ids` are Compute Engine's numbers of the machines, by node. `machines` tells those that
+    there are now, `last_words` what they said at last.
+    """
 
-    def __init__(self, google: Google, ids: Mapping[int, str], machines: Callable[[], Collection[Found]], last_words: Callable[[], str]) -> None:
-        self._google, self._nodes, self._machines, self._last_words = google, {id: node for node, id in ids.items()}, machines, last_words
+    def __init__(
+        self,
+        google: Google,
+        ids: Mapping[int, str],
+        machines: Callable[[], Collection[Found]],
+        last_words: Callable[[], str],
+    ) -> None:
+        self._google, self._nodes, self._machines, self._last_words = (
+            google,
+            {id: node for node, id in ids.items()},
+            machines,
+            last_words,
+        )
         self._next, self._after = 0.0, ""
         self._serial: dict[str, int] = {}
         self._has_logged = self._has_told = False
@@ -40,7 +55,10 @@ class CloudLog:
     def _entries(self) -> str:
         """Those that were not seen yet."""
         which = " OR ".join(f'"{id}"' for id in self._nodes)
-        wanted = f'resource.type="gce_instance" AND resource.labels.instance_id=({which}) AND logName="projects/{self._google.project}/logs/cos_containers"'
+        wanted = (
+            f'resource.type="gce_instance" AND resource.labels.instance_id=({which}) AND'
+            f' logName="projects/{self._google.project}/logs/cos_containers"'
+        )
         found, self._after = entries(self._google, wanted, self._after)
         self._has_logged = self._has_logged or bool(found)
         return "".join(f"{self._who(line)}{line.text}\n" for line in found)
@@ -52,7 +70,12 @@ class CloudLog:
     def _on_serial_ports(self) -> str:
         said = []
         for one in self._machines():
-            text, self._serial[one.name] = instances.serial_port(self._google, one, self._serial.get(one.name, 0))
-            said += [f"[{one.name}] {line.rpartition(f'{SCRIPT}: ')[2]}\n" for line in text.splitlines() if SCRIPT in line]
+            text, self._serial[one.name] = instances.serial_port(
+                self._google, one, self._serial.get(one.name, 0)
+            )
+            said += [
+                f"[{one.name}] {line.rpartition(f'{SCRIPT}: ')[2]}\n"
+                for line in text.splitlines()
+                if SCRIPT in line
+            ]
         return "".join(said)
-

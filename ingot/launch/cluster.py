@@ -15,17 +15,48 @@ ASK_S = 60.0
 OLDEST = (20, 11)
 """Earlier ones give the steps of a job other cores and signals."""
 STATES: Mapping[str, State] = {
-    "PENDING": "queued", "CONFIGURING": "queued", "REQUEUED": "queued", "REQUEUE_FED": "queued", "REQUEUE_HOLD": "queued", "SPECIAL_EXIT": "queued",
-    "RESV_DEL_HOLD": "queued", "RUNNING": "running", "COMPLETING": "running", "RESIZING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
-    "STOPPED": "running", "SUSPENDED": "running", "COMPLETED": "succeeded", "CANCELLED": "cancelled", "REVOKED": "cancelled", "FAILED": "failed",
-    "OUT_OF_MEMORY": "failed", "BOOT_FAIL": "preempted", "NODE_FAIL": "preempted", "PREEMPTED": "preempted", "TIMEOUT": "preempted",
+    "PENDING": "queued",
+    "CONFIGURING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_FED": "queued",
+    "REQUEUE_HOLD": "queued",
+    "SPECIAL_EXIT": "queued",
+    "RESV_DEL_HOLD": "queued",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "RESIZING": "running",
+    "SIGNALING": "running",
+    "STAGE_OUT": "running",
+    "STOPPED": "running",
+    "SUSPENDED": "running",
+    "COMPLETED": "succeeded",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+    "FAILED": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "BOOT_FAIL": "preempted",
+    "NODE_FAIL": "preempted",
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "preempted",
     "DEADLINE": "failed",
 }
 """Slurm's states of a job, as ours."""
-VARIABLES = {"time": "TIMELIMIT", "array": "ARRAY_INX", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
+VARIABLES = {
+    "time": "TIMELIMIT",
+    "array": "ARRAY_INX",
+    "mem": "MEM_PER_NODE",
+    "switches": "REQ_SWITCH",
+}
 """Options of sbatch whose variables have other names than they."""
 NO_SUCH_JOB = "Invalid job id"
-LOST = ("timed out", "Unable to contact", "Zero Bytes were transmitted", "Communication", "Connection", "Unexpected message")
+LOST = (
+    "timed out",
+    "Unable to contact",
+    "Zero Bytes were transmitted",
+    "Communication",
+    "Connection",
+    "Unexpected message",
+)
 """What says that no answer came, and nothing about what was done."""
 
 
@@ -54,19 +85,41 @@ def version() -> tuple[int, int]:
 
 
 def ask(*command: str, environ: Mapping[str, str] | None = None) -> str:
-    """What a command prints. Raises Failed with its own words, Unanswered where the controller did not answer."""
+    """What a command prints. Raises Failed with its own words, Unanswered where the controller did
+    not answer.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=ASK_S, env=environ, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=ASK_S,
+            env=environ,
+            check=False,
+        )
     except FileNotFoundError:
-        raise WrongInput(f"{command[0]} is not installed here; log in to a node of the Slurm cluster") from None
+        raise WrongInput(
+            f"{command[0]} is not installed here; log in to a node of the Slurm cluster"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise Unanswered(f"{command[0]} did not answer within {ASK_S:g} s; see whether Slurm's controller is up (`scontrol ping`)") from None
+        raise Unanswered(
+            f"{command[0]} did not answer within {ASK_S:g} s; see whether Slurm's controller is up"
+            " (`scontrol ping`)"
+        ) from None
     if done.returncode == 0:
         return done.stdout
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    words = (said[-1] if said else f"exit {done.returncode}").removeprefix(f"{command[0]}: ").removeprefix("error: ").removeprefix("fatal: ")
+    words = (
+        (said[-1] if said else f"exit {done.returncode}")
+        .removeprefix(f"{command[0]}: ")
+        .removeprefix("error: ")
+        .removeprefix("fatal: ")
+    )
     if any(lost in done.stderr for lost in LOST):
-        raise Unanswered(f"{command[0]}: {words}; see whether Slurm's controller is up (`scontrol ping`)")
+        raise Unanswered(
+            f"{command[0]}: {words}; see whether Slurm's controller is up (`scontrol ping`)"
+        )
     raise Failed(f"{command[0]}: {words}")
 
 
@@ -81,10 +134,15 @@ def partitions() -> list[Partition]:
         about = _fields(line)
         if "PartitionName" in about:
             most = about.get("MaxNodes", "UNLIMITED")
-            found.append(Partition(
-                about["PartitionName"], int(about.get("TotalNodes", "0")), int(most) if most.isdecimal() else None, seconds(about.get("MaxTime", "UNLIMITED")),
-                about.get("Default") == "YES",
-            ))
+            found.append(
+                Partition(
+                    about["PartitionName"],
+                    int(about.get("TotalNodes", "0")),
+                    int(most) if most.isdecimal() else None,
+                    seconds(about.get("MaxTime", "UNLIMITED")),
+                    about.get("Default") == "YES",
+                )
+            )
     return found
 
 
@@ -102,7 +160,9 @@ def job(number: str) -> dict[str, str] | None:
 
 def commented(comment: str, user: str) -> str | None:
     """The number of the job that was submitted with this comment."""
-    for line in ask("squeue", "--noheader", "--states=all", f"--user={user}", "--format=%A|%k").splitlines():
+    for line in ask(
+        "squeue", "--noheader", "--states=all", f"--user={user}", "--format=%A|%k"
+    ).splitlines():
         number, _, words = line.partition("|")
         if words.strip() == comment:
             return number.strip()
@@ -125,11 +185,17 @@ def seconds(limit: str) -> float | None:
 
 
 def written(limit_s: float) -> str:
-    """The same the other way; whole minutes are all that Slurm counts, so that less than one is rounded up by it."""
+    """The same the other way; whole minutes are all that Slurm counts, so that less than one is
+    rounded up by it.
+    """
     whole = round(limit_s)
-    return f"{whole // 86_400}-{whole % 86_400 // 3600:02d}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    return (
+        f"{whole // 86_400}-{whole % 86_400 // 3600:02d}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    )
 
 
 def _fields(line: str) -> dict[str, str]:
-    pairs: Sequence[tuple[str, str]] = re.findall(r"(?:^|\s)([A-Za-z/:_]+)=(.*?)(?=\s[A-Za-z/:_]+=|\s*$)", line)
+    pairs: Sequence[tuple[str, str]] = re.findall(
+        r"(?:^|\s)([A-Za-z/:_]+)=(.*?)(?=\s[A-Za-z/:_]+=|\s*$)", line
+    )
     return dict(pairs)

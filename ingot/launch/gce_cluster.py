@@ -1,14 +1,20 @@
-"""The machines of one job on Compute Engine as they are asked for: names, labels, requests, start-up script. Nothing is sent from here.
+"""The machines of one job on Compute Engine as they are asked for: names, labels, requests,
+start-up script. Nothing is sent from here.
 
-Container-Optimized OS rather than a Deep Learning VM: all software is in the image anyway, this system is Docker and nothing else, starts in
-seconds, is the same with and without GPUs, installs the driver that fits its kernel and the GPU (`cos-extensions`), signs in to Artifact
-Registry with the machine's account, and sends what containers say to Cloud Logging (metadata `google-logging-enabled`).
+Container-Optimized OS rather than a Deep Learning VM: all software is in the image anyway, this
+system is Docker and nothing else, starts in seconds, is the same with and without GPUs, installs
+the driver that fits its kernel and the GPU (`cos-extensions`), signs in to Artifact Registry with
+the machine's account, and sends what containers say to Cloud Logging (metadata
+`google-logging-enabled`).
 
-Machines have an external address only in the project's default network, whose machines reach Artifact Registry and the bucket by nothing else.
-With `cloud.subnetwork` they have none: Private Google Access must be on there, and Cloud NAT where Hugging Face is to be reached.
+Machines have an external address only in the project's default network, whose machines reach
+Artifact Registry and the bucket by nothing else.
+With `cloud.subnetwork` they have none: Private Google Access must be on there, and Cloud NAT where
+Hugging Face is to be reached.
 
-Several nodes talk over TCP on `launch.port` and on ports that the system chooses. The system's own firewall, which lets in SSH alone, is opened by
-the start-up script; the network's rules stand in front of it, and one of them must let machines with the tag `ingot` talk to each other. The default
+Several nodes talk over TCP on `launch.port` and on ports that the system chooses. The system's own
+firewall, which lets in SSH alone, is opened by the start-up script; the network's rules stand in
+front of it, and one of them must let machines with the tag `ingot` talk to each other. The default
 network's do.
 """
 
@@ -35,21 +41,34 @@ from ingot.launch.shared import MEET_SHARE, where_secrets_are
 
 SYSTEM = "projects/cos-cloud/global/images/family/cos-stable"
 SPARE_S, LEAST_S = 60, 60
-"""Of a machine's time what is lost before its script starts and while it goes; and with how little left a container is not started any more."""
+"""Of a machine's time what is lost before its script starts and while it goes; and with how little
+left a container is not started any more.
+"""
 BOOT = "boot"
 """A note: how far a machine has come that has not met the others yet."""
-RUN, VERB, ATTEMPT, NODE, REPLICA, START = "ingot-run", "ingot-verb", "ingot-attempt", "ingot-node", "ingot-replica", "ingot-start"
+RUN, VERB, ATTEMPT, NODE, REPLICA, START = (
+    "ingot-run",
+    "ingot-verb",
+    "ingot-attempt",
+    "ingot-node",
+    "ingot-replica",
+    "ingot-start",
+)
 _NEW_DISKS = ("a3-ultragpu-8g", "a4-highgpu-8g")
 
 
 def labels_of(recipe: Recipe, verb: str, mirror: str) -> dict[str, str]:
-    """What all machines of a run's verb carry, of every start. The replica tells runs apart that have one name."""
+    """What all machines of a run's verb carry, of every start. The replica tells runs apart that
+    have one name.
+    """
     return {RUN: label(recipe.name), VERB: label(verb), REPLICA: fingerprint(mirror)}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of one start of a job. `start` tells it from one of the same number that another computer made."""
+    """The machines of one start of a job. `start` tells it from one of the same number that another
+    computer made.
+    """
 
     recipe: Recipe
     job: Job
@@ -62,8 +81,13 @@ class Cluster:
 
     @property
     def id(self) -> str:
-        """What the names of its machines begin with; two people may have runs of one name in one project."""
-        return name_of(f"ingot-{self.recipe.name}-{self.job.name}-{fingerprint(self.job.mirror or '')[:6]}-{self.attempt}", room=5)
+        """What the names of its machines begin with; two people may have runs of one name in one
+        project.
+        """
+        return name_of(
+            f"ingot-{self.recipe.name}-{self.job.name}-{fingerprint(self.job.mirror or '')[:6]}-{self.attempt}",
+            room=5,
+        )
 
     def name(self, node: int) -> str:
         return f"{self.id}-{node}"
@@ -94,57 +118,115 @@ class Cluster:
 
     def labels(self, node: int) -> dict[str, str]:
         given = {label(key): label(value) for key, value in self.recipe.cloud.labels.items()}
-        return {**given, **labels_of(self.recipe, self.job.name, self.job.mirror or ""), ATTEMPT: str(self.attempt), NODE: str(node), START: self.start}
+        return {
+            **given,
+            **labels_of(self.recipe, self.job.name, self.job.mirror or ""),
+            ATTEMPT: str(self.attempt),
+            NODE: str(node),
+            START: self.start,
+        }
 
     def machine(self, node: int, zone: str) -> Any:
         """The request for one machine, a message `Instance`."""
         compute, wanted, cloud = messages(MODULE), self.recipe.launch.machine, self.recipe.cloud
         accelerator, count = accelerators_of(wanted)
         attached = accelerator is not None and wanted.type.startswith(("n1-", "custom-"))
-        metadata = {"startup-script": self.script(zone), "google-logging-enabled": "true", "block-project-ssh-keys": "true", NODE: str(node)}
+        metadata = {
+            "startup-script": self.script(zone),
+            "google-logging-enabled": "true",
+            "block-project-ssh-keys": "true",
+            NODE: str(node),
+        }
         return compute.Instance(
-            name=self.name(node), labels=self.labels(node), tags=compute.Tags(items=["ingot"]),
+            name=self.name(node),
+            labels=self.labels(node),
+            tags=compute.Tags(items=["ingot"]),
             machine_type=f"zones/{zone}/machineTypes/{wanted.type}",
-            guest_accelerators=[compute.AcceleratorConfig(
-                accelerator_type=f"projects/{self.google.project}/zones/{zone}/acceleratorTypes/{accelerator}", accelerator_count=count,
-            )] if attached else [],
+            guest_accelerators=(
+                [
+                    compute.AcceleratorConfig(
+                        accelerator_type=f"projects/{self.google.project}/zones/{zone}/acceleratorTypes/{accelerator}",
+                        accelerator_count=count,
+                    )
+                ]
+                if attached
+                else []
+            ),
             disks=[self._disk(compute, node, zone)],
             network_interfaces=[self._network(compute)],
-            service_accounts=[compute.ServiceAccount(email=cloud.service_account or "default", scopes=["https://www.googleapis.com/auth/cloud-platform"])],
+            service_accounts=[
+                compute.ServiceAccount(
+                    email=cloud.service_account or "default",
+                    scopes=["https://www.googleapis.com/auth/cloud-platform"],
+                )
+            ],
             scheduling=self._scheduling(compute, with_gpus=accelerator is not None),
-            reservation_affinity=compute.ReservationAffinity(
-                consume_reservation_type="SPECIFIC_RESERVATION", key="compute.googleapis.com/reservation-name",
-                values=[re.sub("/zones/[^/]+", "", wanted.reservation)],
-            ) if wanted.reservation else None,
-            metadata=compute.Metadata(items=[compute.Items(key=key, value=value) for key, value in metadata.items()]),
+            reservation_affinity=(
+                compute.ReservationAffinity(
+                    consume_reservation_type="SPECIFIC_RESERVATION",
+                    key="compute.googleapis.com/reservation-name",
+                    values=[re.sub("/zones/[^/]+", "", wanted.reservation)],
+                )
+                if wanted.reservation
+                else None
+            ),
+            metadata=compute.Metadata(
+                items=[compute.Items(key=key, value=value) for key, value in metadata.items()]
+            ),
         )
 
     def _disk(self, compute: Any, node: int, zone: str) -> Any:
         wanted = self.recipe.launch.machine
-        kind = "hyperdisk-balanced" if wanted.type in _NEW_DISKS or wanted.type.startswith("g4-") else "pd-balanced"
-        return compute.AttachedDisk(boot=True, auto_delete=True, initialize_params=compute.AttachedDiskInitializeParams(
-            source_image=SYSTEM, disk_size_gb=wanted.disk_gb, disk_type=f"zones/{zone}/diskTypes/{kind}", labels=self.labels(node),
-        ))
+        kind = (
+            "hyperdisk-balanced"
+            if wanted.type in _NEW_DISKS or wanted.type.startswith("g4-")
+            else "pd-balanced"
+        )
+        return compute.AttachedDisk(
+            boot=True,
+            auto_delete=True,
+            initialize_params=compute.AttachedDiskInitializeParams(
+                source_image=SYSTEM,
+                disk_size_gb=wanted.disk_gb,
+                disk_type=f"zones/{zone}/diskTypes/{kind}",
+                labels=self.labels(node),
+            ),
+        )
 
     def _scheduling(self, compute: Any, *, with_gpus: bool) -> Any:
-        """Nothing is restarted by the place: that is the supervisor's. Whatever becomes of us, the machine is deleted when its time is over."""
+        """Nothing is restarted by the place: that is the supervisor's. Whatever becomes of us, the
+        machine is deleted when its time is over.
+        """
         spot = self.recipe.launch.machine.spot
         return compute.Scheduling(
-            automatic_restart=False, on_host_maintenance="TERMINATE" if with_gpus or spot else "MIGRATE",
-            provisioning_model="SPOT" if spot else "STANDARD", instance_termination_action="DELETE",
+            automatic_restart=False,
+            on_host_maintenance="TERMINATE" if with_gpus or spot else "MIGRATE",
+            provisioning_model="SPOT" if spot else "STANDARD",
+            instance_termination_action="DELETE",
             max_run_duration=compute.Duration(seconds=self.limit_s),
         )
 
     def _network(self, compute: Any) -> Any:
         cloud, project = self.recipe.cloud, self.google.project
         interface = compute.NetworkInterface(nic_type="GVNIC")
-        network, subnetwork = cloud.network or ("" if cloud.subnetwork else "default"), cloud.subnetwork or ""
+        network, subnetwork = (
+            cloud.network or ("" if cloud.subnetwork else "default"),
+            cloud.subnetwork or "",
+        )
         if network:
-            interface.network = network if "/" in network else f"projects/{project}/global/networks/{network}"
+            interface.network = (
+                network if "/" in network else f"projects/{project}/global/networks/{network}"
+            )
         if subnetwork:
-            interface.subnetwork = subnetwork if "/" in subnetwork else f"projects/{project}/regions/{cloud.region}/subnetworks/{subnetwork}"
+            interface.subnetwork = (
+                subnetwork
+                if "/" in subnetwork
+                else f"projects/{project}/regions/{cloud.region}/subnetworks/{subnetwork}"
+            )
         else:
-            interface.access_configs = [compute.AccessConfig(name="External NAT", type_="ONE_TO_ONE_NAT")]
+            interface.access_configs = [
+                compute.AccessConfig(name="External NAT", type_="ONE_TO_ONE_NAT")
+            ]
         return interface
 
     def address(self, zone: str) -> str:
@@ -157,26 +239,50 @@ class Cluster:
         job, project = self.job, self.google.project
         registry = self.image.partition("/")[0]
         environment = {
-            **job.environment, "GOOGLE_CLOUD_PROJECT": project, "PET_NNODES": str(job.nodes), "PET_NPROC_PER_NODE": str(job.processes),
-            "PET_MASTER_ADDR": self.address(zone), "PET_MASTER_PORT": str(self.recipe.launch.port),
+            **job.environment,
+            "GOOGLE_CLOUD_PROJECT": project,
+            "PET_NNODES": str(job.nodes),
+            "PET_NPROC_PER_NODE": str(job.processes),
+            "PET_MASTER_ADDR": self.address(zone),
+            "PET_MASTER_PORT": str(self.recipe.launch.port),
         }
         return template("gce.sh.jinja").render(
-            **notes_of(job), cluster=self.id, nodes=job.nodes, project=project, zone=zone,
-            compute=self.google.address("compute.googleapis.com"), gpus=accelerators_of(self.recipe.launch.machine)[1], image=self.image,
-            registry=registry if registry.endswith((".pkg.dev", "gcr.io")) else "", leave_s=self.leave_s, least_s=LEAST_S,
-            environment=environment, command=shlex.join(node_command(self.recipe, job)),
+            **notes_of(job),
+            cluster=self.id,
+            nodes=job.nodes,
+            project=project,
+            zone=zone,
+            compute=self.google.address("compute.googleapis.com"),
+            gpus=accelerators_of(self.recipe.launch.machine)[1],
+            image=self.image,
+            registry=registry if registry.endswith((".pkg.dev", "gcr.io")) else "",
+            leave_s=self.leave_s,
+            least_s=LEAST_S,
+            environment=environment,
+            command=shlex.join(node_command(self.recipe, job)),
         )
 
 
 def node_command(recipe: Recipe, job: Job) -> list[str]:
     """What runs in the container of each node. Secrets are named here, and read there."""
     meet = ["--meet", job.meet or "", "--meet-s", f"{MEET_SHARE * recipe.launch.start_s:g}"]
-    command = ["python", "-m", "ingot.launch.node", *meet, "--mirror", job.mirror or "", "--root", str(Path(recipe.output) / recipe.name)]
+    command = [
+        "python",
+        "-m",
+        "ingot.launch.node",
+        *meet,
+        "--mirror",
+        job.mirror or "",
+        "--root",
+        str(Path(recipe.output) / recipe.name),
+    ]
     return [*command, *where_secrets_are(recipe), "--", *job.argv]
 
 
 def notes_of(job: Job) -> dict[str, Any]:
-    """What `notes.sh.jinja` is filled in with: where a machine leaves notes before its container does."""
+    """What `notes.sh.jinja` is filled in with: where a machine leaves notes before its container
+    does.
+    """
     bucket, _, folder = (job.meet or "").removeprefix("gs://").partition("/")
     return {"bucket": bucket, "folder": quote(folder, safe=""), "processes": job.processes}
 
@@ -184,8 +290,13 @@ def notes_of(job: Job) -> dict[str, Any]:
 def template(name: str) -> jinja2.Template:
     """A start-up script to fill in, with `quote` for what the shell must not read."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ingot.launch", "."), trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
-        comment_start_string="<#", comment_end_string="#>",
+        loader=jinja2.PackageLoader("ingot.launch", "."),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        comment_start_string="<#",
+        comment_end_string="#>",
     )
     environment.filters["quote"] = shlex.quote
     return environment.get_template(name)

@@ -1,4 +1,6 @@
-"""The handles of a run's jobs, under `RUN/jobs/`: `VERB.KIND.json`, and the recipe that its place was given, `VERB.KIND.yaml`."""
+"""The handles of a run's jobs, under `RUN/jobs/`: `VERB.KIND.json`, and the recipe that its place
+was given, `VERB.KIND.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def jobs_folder(root: Path) -> Path:
 
 
 def store(root: Path, handle: Handle, recipe: Recipe | None = None) -> Handle:
-    """Keep a handle, and the recipe by which its place is asked later on; without one it has been kept already."""
+    """Keep a handle, and the recipe by which its place is asked later on; without one it has been
+    kept already.
+    """
     if recipe is not None:
         keep_recipe(root, handle, recipe)
     write_atomic(jobs_folder(root) / f"{handle.name}.{handle.kind}.json", handle.to_json())
@@ -38,7 +42,9 @@ def stored(root: Path) -> list[Handle]:
 
 def find(root: Path, name: str, kind: str) -> Handle | None:
     """The handle of the job that was last submitted as `name` to the place `kind`."""
-    return next((handle for handle in stored(root) if (handle.name, handle.kind) == (name, kind)), None)
+    return next(
+        (handle for handle in stored(root) if (handle.name, handle.kind) == (name, kind)), None
+    )
 
 
 def keep_recipe(root: Path, handle: Handle, recipe: Recipe) -> None:
@@ -46,7 +52,9 @@ def keep_recipe(root: Path, handle: Handle, recipe: Recipe) -> None:
 
 
 def recipe_of(root: Path, handle: Handle) -> Recipe:
-    """The recipe that the job was submitted with. Raises WrongInput where it cannot be read, as one of another version."""
+    """The recipe that the job was submitted with. Raises WrongInput where it cannot be read, as one
+    of another version.
+    """
     return load_recipe([_recipe_file(root, handle)], environ={}, dotenv=None)
 
 
@@ -59,7 +67,10 @@ def does_the_work_of(root: Path, handle: Handle, recipe: Recipe) -> bool:
 
 def _work(recipe: Recipe) -> dict[str, Any]:
     """Without where it is done; but with how many processes."""
-    return {**recipe.model_dump(exclude={"launch", "cloud", "serve"}), "shared by": (recipe.launch.nodes, recipe.launch.processes)}
+    return {
+        **recipe.model_dump(exclude={"launch", "cloud", "serve"}),
+        "shared by": (recipe.launch.nodes, recipe.launch.processes),
+    }
 
 
 def _recipe_file(root: Path, handle: Handle) -> Path:

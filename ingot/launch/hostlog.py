@@ -1,21 +1,29 @@
-"""What several hosts say, each into a file of its own: shown as one, the host's name before each line."""
+"""What several hosts say, each into a file of its own: shown as one, the host's name before each
+line.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ingot.launch.remote import FileLog
 
 
 class HostsLog:
-    """`files`: name, file and how many of its bytes are of earlier starts; without a name the file is shown as it is.
+    """`files`: name, file and how many of its bytes are of earlier starts; without a name the file
+    is shown as it is.
 
-    Lines are shown whole, so that two hosts' do not mix; `over` says whether nobody will end one any more.
+    Lines are shown whole, so that two hosts' do not mix; `over` says whether nobody will end one
+    any more.
     """
 
     def __init__(self, files: Sequence[tuple[str, Path, int]], over: Callable[[], bool]) -> None:
-        self._logs = [(name.encode(), FileLog(lambda path=path: [path], {path: at})) for name, path, at in files]  # type: ignore[misc]
+        self._logs = [
+            (name.encode(), FileLog(partial(list[Path], [path]), {path: at}))
+            for name, path, at in files
+        ]
         self._begun = [b""] * len(files)
         self._over = over
 
@@ -23,7 +31,11 @@ class HostsLog:
         said = self._lines()
         if any(self._begun) and self._over():
             said += self._lines()  # what was said before it was over
-            said += b"".join(name + b": " + line + b"\n" for (name, _), line in zip(self._logs, self._begun, strict=True) if line)
+            said += b"".join(
+                name + b": " + line + b"\n"
+                for (name, _), line in zip(self._logs, self._begun, strict=True)
+                if line
+            )
             self._begun = [b""] * len(self._logs)
         return said
 

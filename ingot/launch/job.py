@@ -16,10 +16,12 @@ OVER: tuple[State, ...] = ("succeeded", "failed", "preempted", "cancelled")
 class Job:
     """One command and the place it needs.
 
-    `argv` is what stands after `ingot` (`("train", "recipe.yaml", "train.steps=10")`), the same wherever it runs.
-    `processes` is processes (devices) per node. `environment` is added to what the nodes have; `secrets` are names of variables whose values
-    must never be written down. `meet` is where the nodes of this start leave notes for each other and for us, a folder or `gs://`; `mirror` is
-    the run folder's replica in a bucket that they work from, None where they share a disk with us.
+    `argv` is what stands after `ingot` (`("train", "recipe.yaml", "train.steps=10")`), the same
+    wherever it runs. `processes` is processes (devices) per node. `environment` is added to what
+    the nodes have; `secrets` are names of variables whose values must never be written down. `meet`
+    is where the nodes of this start leave notes for each other and for us, a folder or `gs://`;
+    `mirror` is the run folder's replica in a bucket that they work from, None where they share a
+    disk with us.
     """
 
     name: str
@@ -42,8 +44,8 @@ class Job:
 class Handle:
     """What finds a submitted job again; stored as JSON under `RUN/jobs/`.
 
-    `id` is the place's own number for the job (a process id, a Slurm job id), `started` is seconds since the epoch, `about` is what else the
-    place needs to find it (a zone, a list of hosts).
+    `id` is the place's own number for the job (a process id, a Slurm job id), `started` is seconds
+    since the epoch, `about` is what else the place needs to find it (a zone, a list of hosts).
     """
 
     name: str
@@ -72,7 +74,9 @@ class Log(Protocol):
 
 
 class Launcher(Protocol):
-    """The face of every place that jobs run in. `look_s`: seconds between two questions how a job stands."""
+    """The face of every place that jobs run in. `look_s`: seconds between two questions how a job
+    stands.
+    """
 
     look_s: float
 
@@ -85,7 +89,9 @@ class Launcher(Protocol):
         ...
 
     def submit(self, job: Job) -> Handle:
-        """Start it; the handle is stored. Raises WrongInput when it cannot run there, Failed when the place breaks down."""
+        """Start it; the handle is stored. Raises WrongInput when it cannot run there, Failed when
+        the place breaks down.
+        """
         ...
 
     def status(self, handle: Handle) -> State: ...

@@ -1,4 +1,6 @@
-"""The jobs that a run folder knows of, wherever they run: what `ingot launch status`, `logs` and `cancel` ask."""
+"""The jobs that a run folder knows of, wherever they run: what `ingot launch status`, `logs` and
+`cancel` ask.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,25 @@ class Known(Protocol):
 
 
 def known_jobs(root: Path) -> list[Known]:
-    """The last one first; a process of this machine that waits for a job elsewhere comes before that job."""
+    """The last one first; a process of this machine that waits for a job elsewhere comes before
+    that job.
+    """
     here: list[Known] = [Here(root, handle) for handle in LocalLauncher(root).handles()]
     there = [_there(root, handle) for handle in stored(root)]
-    return sorted([*here, *there], key=lambda job: (job.handle.kind == "local", job.handle.started), reverse=True)
+    return sorted(
+        [*here, *there],
+        key=lambda job: (job.handle.kind == "local", job.handle.started),
+        reverse=True,
+    )
 
 
 def _there(root: Path, handle: Handle) -> Known:
     try:
         return There(root, handle)
     except IngotError as error:
-        return Unreadable(handle, str(error).splitlines()[0])  # of a line for each knob that is unknown
+        return Unreadable(
+            handle, str(error).splitlines()[0]
+        )  # of a line for each knob that is unknown
 
 
 class Here:
@@ -63,7 +73,9 @@ class Here:
         return self._launcher.status(self.handle)
 
     def how_far(self) -> str:
-        beats = [beat for path in (self._root / "heartbeats").glob("*") for beat in read_beats(path)]
+        beats = [
+            beat for path in (self._root / "heartbeats").glob("*") for beat in read_beats(path)
+        ]
         beat = max(beats, key=lambda beat: beat.wall, default=None)
         return f", {beat.step:,} steps done, {beat.phase}" if beat else ""
 
@@ -73,7 +85,11 @@ class Here:
     def cancel(self) -> None:
         """Waits for all that its ranks may take to stop, and a minute for what waits for them."""
         resolved = self._root / "recipe.yaml"
-        checkpoint = load_recipe([resolved], environ={}, dotenv=None).checkpoint if resolved.exists() else Checkpoint()
+        checkpoint = (
+            load_recipe([resolved], environ={}, dotenv=None).checkpoint
+            if resolved.exists()
+            else Checkpoint()
+        )
         self._launcher.cancel(self.handle, grace_s=MORE_S + checkpoint.grace_s)
 
 
@@ -114,7 +130,11 @@ class Unreadable:
     has_log, look_s = False, LOCAL_LOOK_S
 
     def __init__(self, handle: Handle, why: str) -> None:
-        self.handle, self.where, self._why = handle, f"{handle.kind} {handle.id}, which cannot be asked: {why}", why
+        self.handle, self.where, self._why = (
+            handle,
+            f"{handle.kind} {handle.id}, which cannot be asked: {why}",
+            why,
+        )
 
     def state(self) -> State:
         return "unknown"

@@ -1,4 +1,6 @@
-"""This machine: in the foreground for `ingot run`, or detached with a handle that finds the job again."""
+"""This machine: in the foreground for `ingot run`, or detached with a handle that finds the job
+again.
+"""
 
 from __future__ import annotations
 
@@ -26,36 +28,48 @@ KIND = "local"
 
 
 def command(job: Job) -> list[str]:
-    """The command line of a job on one node: `python -m ingot ...`, or what starts as many of them as it has processes."""
-    return python(job) if job.processes == 1 else [sys.executable, "-m", "ingot.launch", str(job.processes), *job.argv]
+    """The command line of a job on one node: `python -m ingot ...`, or what starts as many of them
+    as it has processes.
+    """
+    return (
+        python(job)
+        if job.processes == 1
+        else [sys.executable, "-m", "ingot.launch", str(job.processes), *job.argv]
+    )
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a foreground job ended: its exit code (128 + signal where one killed it), and the signal that we were asked to stop by, or 0."""
+    """How a foreground job ended: its exit code (128 + signal where one killed it), and the signal
+    that we were asked to stop by, or 0.
+    """
 
     code: int
     signum: int
 
 
 def foreground(job: Job, *, results: TextIO | None = None) -> Ended:
-    """Run `job` once and wait. Its messages go to our stderr, and so do its results unless `results` says where to.
+    """Run `job` once and wait. Its messages go to our stderr, and so do its results unless
+    `results` says where to.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handed on and waited for; another one after a while kills. When we are killed,
-    the kernel ends the job.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handed on and waited for; another one after a while
+    kills. When we are killed, the kernel ends the job.
     """
     if reasons := LocalLauncher(Path()).can(job):
         raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
     with Stops() as stops:
         end = follow(LocalRanks(job, results=results), stops)
-    # An exit code of 2 has been explained by each rank; what else went wrong is told by the rank that was first, or by nobody.
+    # An exit code of 2 has been explained by each rank; what else went wrong is told by the rank
+    # that was first, or by nobody.
     if job.processes > 1 and not stops.first and end.code not in (*WELL, EXIT_WRONG_INPUT):
         say(f"{end.told()} and the others were ended")
     return Ended(end.shown, stops.first)
 
 
 class LocalLauncher:
-    """Jobs as detached processes of this machine. `folder` is the run folder: handles in `jobs/`, output in `logs/`."""
+    """Jobs as detached processes of this machine. `folder` is the run folder: handles in `jobs/`,
+    output in `logs/`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,18 +79,34 @@ class LocalLauncher:
         if job.nodes != 1:
             reasons.append(f"{job.nodes} nodes are asked for and this machine is one")
         if job.image is not None:
-            reasons.append(f"image {job.image} is asked for and the local launcher runs the installed ingot")
+            reasons.append(
+                f"image {job.image} is asked for and the local launcher runs the installed ingot"
+            )
         return reasons
 
     def render(self, job: Job) -> str:
-        """A shell script that runs the job and notes its exit code; secrets come from the environment and are not in it."""
+        """A shell script that runs the job and notes its exit code; secrets come from the
+        environment and are not in it.
+        """
         lines = ["#!/bin/sh", f"# {job.name}", f"cd {shlex.quote(str(Path.cwd()))}"]
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(environment(job).items()) if name not in job.secrets]
-        limit = ["timeout", "--foreground", "--signal=TERM", "--kill-after=60", f"{job.time_limit_s:g}"] if job.time_limit_s else []
+        lines += [
+            f"export {name}={shlex.quote(value)}"
+            for name, value in sorted(environment(job).items())
+            if name not in job.secrets
+        ]
+        limit = (
+            ["timeout", "--foreground", "--signal=TERM", "--kill-after=60", f"{job.time_limit_s:g}"]
+            if job.time_limit_s
+            else []
+        )
         exit_file = shlex.quote(str(self._path(job.name, "jobs", "exit").absolute()))
         # The shell hands signals on and outlives the job, so that the job's own exit code is noted.
         lines += [
-            f"{shlex.join([*limit, *command(job)])} &", "job=$!", 'trap "kill -TERM $job" INT TERM HUP', "wait $job", "code=$?",
+            f"{shlex.join([*limit, *command(job)])} &",
+            "job=$!",
+            'trap "kill -TERM $job" INT TERM HUP',
+            "wait $job",
+            "code=$?",
             "while kill -0 $job 2>/dev/null; do wait $job; code=$?; done",
             f"echo $code > {exit_file}.partial && mv {exit_file}.partial {exit_file}",
         ]
@@ -97,12 +127,18 @@ class LocalLauncher:
         write_atomic(script, self.render(job))
         with log.open("ab") as output:
             process = subprocess.Popen(
-                ["sh", str(script)], env={**os.environ, **job.environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                ["sh", str(script)],
+                env={**os.environ, **job.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         return self._note(job, process.pid, str(log))
 
     def begin(self, job: Job) -> Handle:
-        """A handle for this very process, which does the job itself; its messages go where they always go, so that there is no log.
+        """A handle for this very process, which does the job itself; its messages go where they
+        always go, so that there is no log.
 
         Raises:
             Failed: a job of this name is running already.
@@ -116,7 +152,9 @@ class LocalLauncher:
 
     def _clear(self, job: Job) -> None:
         if (old := self.find(job.name)) is not None and self.status(old) == "running":
-            raise Failed(f"{job.name} is running already (process {old.id}); cancel it, or wait for it")
+            raise Failed(
+                f"{job.name} is running already (process {old.id}); cancel it, or wait for it"
+            )
         for ending in ("exit", "cancelled"):
             self._path(job.name, "jobs", ending).unlink(missing_ok=True)
 
@@ -128,7 +166,9 @@ class LocalLauncher:
 
     def handles(self) -> list[Handle]:
         """Of all jobs that were started in this run folder, the last one first."""
-        names = [path.stem for path in (self.folder / "jobs").glob("*.json") if "." not in path.stem]  # VERB.KIND.json are of other places
+        names = [
+            path.stem for path in (self.folder / "jobs").glob("*.json") if "." not in path.stem
+        ]  # VERB.KIND.json are of other places
         found = [handle for name in names if (handle := self.find(name)) is not None]
         return sorted(found, key=lambda handle: handle.started, reverse=True)
 
@@ -170,7 +210,9 @@ class LocalLauncher:
 
     @staticmethod
     def _kill(process: int) -> None:
-        """With all that it leads; one in a terminal has no group of its own, and its ranks die with it."""
+        """With all that it leads; one in a terminal has no group of its own, and its ranks die with
+        it.
+        """
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(process) == process:
                 os.killpg(process, signal.SIGKILL)
@@ -186,5 +228,10 @@ class LocalLauncher:
             return None
 
     def _alive(self, handle: Handle) -> bool:
-        """Of this machine, and still the process that was started; not by the clock, which may have been set since."""
-        return handle.about.get("machine") == (machine() or "") and ticks(int(handle.id)) == handle.about["started"]
+        """Of this machine, and still the process that was started; not by the clock, which may have
+        been set since.
+        """
+        return (
+            handle.about.get("machine") == (machine() or "")
+            and ticks(int(handle.id)) == handle.about["started"]
+        )

@@ -1,6 +1,8 @@
-"""Where the nodes of one start leave notes for each other and for whoever watches them: a folder that all see, or a bucket.
+"""Where the nodes of one start leave notes for each other and for whoever watches them: a folder
+that all see, or a bucket.
 
-Signals go this way too: it works wherever the nodes are, also from a process that did not start them, and reaches ranks and nothing else.
+Signals go this way too: it works wherever the nodes are, also from a process that did not start
+them, and reaches ranks and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Stamp = tuple[int, int]
 
 
 class Meeting:
-    """Notes by name, small JSON objects. Reading never raises for what is not there yet. `patience_s`: how long a bucket is asked again.
+    """Notes by name, small JSON objects. Reading never raises for what is not there yet.
+    `patience_s`: how long a bucket is asked again.
 
     Each note is read once: of a thousand nodes each looks for all others, again and again.
     """
@@ -44,7 +47,11 @@ class Meeting:
 
     def notes(self, kind: str) -> dict[int, dict[str, Any]]:
         """The notes of this kind, by node."""
-        found = [note for name, stamp in self._names(kind).items() if (note := self._once(name, stamp)) is not None]
+        found = [
+            note
+            for name, stamp in self._names(kind).items()
+            if (note := self._once(name, stamp)) is not None
+        ]
         return {int(note["node"]): note for note in found if "node" in note}
 
     def send(self, number: int, rank: int | None = None) -> None:
@@ -52,22 +59,38 @@ class Meeting:
         self._write(f"{SIGNAL}-{time.time_ns()}.json", {"number": int(number), "rank": rank})
 
     def signals(self, seen: set[str]) -> list[dict[str, Any]]:
-        """The signals that are not among `seen` yet, in the order in which they were sent; they are among them from then on. `by` names a place
-        that asked of itself."""
-        new = {name: note for name in sorted(self._names(SIGNAL)) if name not in seen and (note := self._read(name)) is not None}
+        """The signals that are not among `seen` yet, in the order in which they were sent; they are
+        among them from then on. `by` names a place that asked of itself.
+        """
+        new = {
+            name: note
+            for name in sorted(self._names(SIGNAL))
+            if name not in seen and (note := self._read(name)) is not None
+        }
         seen.update(new)
         return list(new.values())
 
     def wait_for(
-        self, kind: str, nodes: int, *, seconds: float, look_s: float = 0.2, look: Callable[[], None] = lambda: None,
+        self,
+        kind: str,
+        nodes: int,
+        *,
+        seconds: float,
+        look_s: float = 0.2,
+        look: Callable[[], None] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
-        """The notes of all `nodes`; `look` is called meanwhile and may raise. Raises Failed naming those that did not come within `seconds`."""
+        """The notes of all `nodes`; `look` is called meanwhile and may raise. Raises Failed naming
+        those that did not come within `seconds`.
+        """
         until = time.monotonic() + seconds
         while len(found := self.notes(kind)) < nodes:
             if time.monotonic() > until:
                 absent = ", ".join(str(node) for node in range(nodes) if node not in found)
-                raise Failed(f"node {absent} did not come to {self.place} within {seconds:g} s; see its log, and whether all nodes see that place "
-                             "(a shared disk, or cloud.bucket); nodes that come up later than that need a longer launch.start_s")
+                raise Failed(
+                    f"node {absent} did not come to {self.place} within {seconds:g} s; see its log,"
+                    " and whether all nodes see that place (a shared disk, or cloud.bucket); nodes"
+                    " that come up later than that need a longer launch.start_s"
+                )
             look()
             time.sleep(look_s if self._bucket is None else max(look_s, LOOK_BUCKET_S))
         return found
@@ -77,7 +100,8 @@ class Meeting:
         if self._bucket is not None:
             self._bucket.put(name, text)
             return
-        # Not `write_atomic`, which clears away what dead processes left: those of other machines only look dead from here.
+        # Not `write_atomic`, which clears away what dead processes left: those of other machines
+        # only look dead from here.
         with atomic_file(Path(self.place) / name) as stream:
             stream.write(text)
 
@@ -104,7 +128,11 @@ class Meeting:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            note = json.loads(self._bucket.get(name) if self._bucket is not None else (Path(self.place) / name).read_bytes())
+            note = json.loads(
+                self._bucket.get(name)
+                if self._bucket is not None
+                else (Path(self.place) / name).read_bytes()
+            )
         except (ValueError, OSError, Missing):
             return None
         return note if isinstance(note, dict) else None

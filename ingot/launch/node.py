@@ -1,7 +1,9 @@
-"""`python -m ingot.launch.node [--meet PLACE] [--mirror URL] -- VERB ...`: what runs on each node of a job that has several, or no shared disk.
+"""`python -m ingot.launch.node [--meet PLACE] [--mirror URL] -- VERB ...`: what runs on each node
+of a job that has several, or no shared disk.
 
-Which node this is say torchrun's own variables (PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT). The ranks are
-started by us and not by torchrun's agent, which hides their exit codes and restarts by itself.
+Which node this is say torchrun's own variables (PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE,
+PET_MASTER_ADDR, PET_MASTER_PORT). The ranks are started by us and not by torchrun's agent, which
+hides their exit codes and restarts by itself.
 """
 
 from __future__ import annotations
@@ -42,57 +44,101 @@ SEEN_S = 20.0
 PORT_S = 5.0
 """How long the port of an earlier start may take to be free."""
 LAST_WORDS_S = 15.0
-"""How long a node that failed waits for the last words of the others, whose ranks have some seconds before they are ended."""
+"""How long a node that failed waits for the last words of the others, whose ranks have some seconds
+before they are ended.
+"""
 BECAUSE = "because"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="ingot.launch.node", allow_abbrev=False)
     parser.add_argument("--meet", help="folder or gs:// where the nodes of this start leave notes")
-    parser.add_argument("--meet-s", type=float, default=MEET_S, help="seconds that the nodes wait for each other")
+    parser.add_argument(
+        "--meet-s", type=float, default=MEET_S, help="seconds that the nodes wait for each other"
+    )
     parser.add_argument("--mirror", help="gs:// replica of the run folder to work from")
     parser.add_argument("--root", help="the run folder")
-    parser.add_argument("--environment", help="JSON file of variables, read and removed: secrets; {node} stands for this node's number")
-    parser.add_argument("--cloud", help="JSON of the knobs of `cloud` by which this node reads the secrets of its ranks")
-    parser.add_argument("--tied", action="store_true", help="standard input holds such variables and signs of life; end when it does")
+    parser.add_argument(
+        "--environment",
+        help=(
+            "JSON file of variables, read and removed: secrets; {node} stands for this node's"
+            " number"
+        ),
+    )
+    parser.add_argument(
+        "--cloud",
+        help="JSON of the knobs of `cloud` by which this node reads the secrets of its ranks",
+    )
+    parser.add_argument(
+        "--tied",
+        action="store_true",
+        help="standard input holds such variables and signs of life; end when it does",
+    )
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- VERB ...")
     options = parser.parse_args()
     argv = tuple(options.argv[1:] if options.argv[:1] == ["--"] else options.argv)
     try:
         job, node = placed(argv, os.environ, meet=options.meet, mirror=options.mirror)
         if options.environment:
-            os.environ.update(env_file(Path(options.environment.replace("{node}", str(node.number)))))
+            os.environ.update(
+                env_file(Path(options.environment.replace("{node}", str(node.number))))
+            )
         cloud = Cloud.model_validate_json(options.cloud or "{}")
         if cloud.secrets:
             os.environ.update(resolve(Google(cloud), cloud.secrets))
         tie = Tie() if options.tied else None
         if tie is not None:
             os.environ.update(tie.environment())
-        return run(job, node, Path(options.root) if options.root else None, tie=tie, meet_s=options.meet_s)
+        return run(
+            job, node, Path(options.root) if options.root else None, tie=tie, meet_s=options.meet_s
+        )
     except IngotError as error:
         say(f"error: {error}")
         return error.exit_code
 
 
-def placed(argv: Sequence[str], environ: Mapping[str, str], *, meet: str | None = None, mirror: str | None = None) -> tuple[Job, Node]:
-    """The job and the node that torchrun's variables tell of. Raises WrongInput when they say nothing sensible."""
+def placed(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    meet: str | None = None,
+    mirror: str | None = None,
+) -> tuple[Job, Node]:
+    """The job and the node that torchrun's variables tell of. Raises WrongInput when they say
+    nothing sensible.
+    """
     if not argv:
         raise WrongInput("no verb is given; write it after --, such as -- train recipe.yaml")
     names = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT")
-    texts = [environ.get(name, default) for name, default in zip(names, ("1", "0", "1", "29500"), strict=True)]
+    texts = [
+        environ.get(name, default)
+        for name, default in zip(names, ("1", "0", "1", "29500"), strict=True)
+    ]
     try:
         nodes, number, processes, port = (int(text) for text in texts)
     except ValueError:
         raise WrongInput(f"{', '.join(names)} must be integers, not {', '.join(texts)}") from None
     if not (0 <= number < nodes and processes > 0):
-        raise WrongInput(f"node {number} of {nodes} with {processes} processes makes no sense; see PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE")
+        raise WrongInput(
+            f"node {number} of {nodes} with {processes} processes makes no sense; see"
+            " PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE"
+        )
     address = environ.get("PET_MASTER_ADDR", "")
     if nodes > 1 and not address:
         raise WrongInput("PET_MASTER_ADDR is not set: give the address of node 0")
-    return Job(argv[0], tuple(argv), processes, nodes, meet=meet, mirror=mirror), Node(number, address, port if nodes > 1 else 0)
+    return Job(argv[0], tuple(argv), processes, nodes, meet=meet, mirror=mirror), Node(
+        number, address, port if nodes > 1 else 0
+    )
 
 
-def run(job: Job, node: Node, root: Path | None = None, *, tie: Tie | None = None, meet_s: float = MEET_S) -> int:
+def run(
+    job: Job,
+    node: Node,
+    root: Path | None = None,
+    *,
+    tie: Tie | None = None,
+    meet_s: float = MEET_S,
+) -> int:
     """This node's share of a job, to its end: its exit code, as a shell shows it."""
     meeting = _meeting(job.meet, node) if job.meet else None
     end, because, how = Exit(0, EXIT_FAILED), None, ""
@@ -113,7 +159,14 @@ def run(job: Job, node: Node, root: Path | None = None, *, tie: Tie | None = Non
         finally:
             if meeting is not None:
                 about = {} if because is None else {BECAUSE: because}
-                meeting.leave(node.number, EXIT, rank=node.number * job.processes + end.rank, code=end.code, how=how, **about)
+                meeting.leave(
+                    node.number,
+                    EXIT,
+                    rank=node.number * job.processes + end.rank,
+                    code=end.code,
+                    how=how,
+                    **about,
+                )
                 if end.code != EXIT_DONE and watch.because != LAUNCHER:
                     _wait_for_last_words(job, meeting)
     if because is not None:
@@ -122,7 +175,9 @@ def run(job: Job, node: Node, root: Path | None = None, *, tie: Tie | None = Non
 
 
 def _wait_for_last_words(job: Job, meeting: Meeting) -> None:
-    """Many a place ends all nodes when one of them ends with a failure: so none does before the others have said how they ended."""
+    """Many a place ends all nodes when one of them ends with a failure: so none does before the
+    others have said how they ended.
+    """
     until = time.monotonic() + LAST_WORDS_S
     with contextlib.suppress(IngotError):
         while len(meeting.notes(EXIT)) < len(meeting.notes(HERE)) and time.monotonic() < until:
@@ -134,8 +189,12 @@ def _meeting(place: str, node: Node) -> Meeting:
     meeting, until = Meeting(place), time.monotonic() + SEEN_S
     while meeting.is_folder and not Path(place).is_dir():
         if time.monotonic() > until:
-            raise WrongInput(f"node {node.number} ({socket.gethostname()}) does not see {Path(place).absolute()}: the nodes and the machine that launches "
-                             "must share the disk of the run folder; set `output` to a place that all see, and launch.folder where it is mounted elsewhere")
+            raise WrongInput(
+                f"node {node.number} ({socket.gethostname()}) does not see"
+                f" {Path(place).absolute()}: the nodes and the machine that launches must share the"
+                " disk of the run folder; set `output` to a place that all see, and launch.folder"
+                " where it is mounted elsewhere"
+            )
         time.sleep(0.5)
     return meeting
 
@@ -155,15 +214,30 @@ def _meet(job: Job, node: Node, meeting: Meeting | None, watch: NodeWatch, meet_
     if meeting is None:
         return
     _check_port(job, node)
-    about = {"host": socket.gethostname(), "version": ingot.__version__, "code": code_hash(), "python": platform.python_version(), "process": os.getpid()}
+    about = {
+        "host": socket.gethostname(),
+        "version": ingot.__version__,
+        "code": code_hash(),
+        "python": platform.python_version(),
+        "process": os.getpid(),
+    }
     meeting.leave(node.number, HERE, **about)
     if job.nodes == 1:
         return
     notes = meeting.wait_for(HERE, job.nodes, seconds=meet_s, look=watch.look_while_meeting)
-    kinds = {(note["version"], note["code"]): number for number, note in sorted(notes.items(), reverse=True)}
+    kinds = {
+        (note["version"], note["code"]): number
+        for number, note in sorted(notes.items(), reverse=True)
+    }
     if len(kinds) > 1:
-        told = ", ".join(f"node {number} ({notes[number]['host']}) has ingot {version} ({code})" for (version, code), number in kinds.items())
-        raise WrongInput(f"the nodes run different code: {told}; install one version on all, or set launch.code=sync")
+        told = ", ".join(
+            f"node {number} ({notes[number]['host']}) has ingot {version} ({code})"
+            for (version, code), number in kinds.items()
+        )
+        raise WrongInput(
+            f"the nodes run different code: {told}; install one version on all, or set"
+            " launch.code=sync"
+        )
 
 
 def _check_port(job: Job, node: Node) -> None:
@@ -179,7 +253,10 @@ def _check_port(job: Job, node: Node) -> None:
                 return
             except OSError as error:
                 if time.monotonic() > until:
-                    raise Failed(f"port {node.port} of node 0 ({socket.gethostname()}) cannot be used ({error.strerror}); set launch.port to another") from None
+                    raise Failed(
+                        f"port {node.port} of node 0 ({socket.gethostname()}) cannot be used"
+                        f" ({error.strerror}); set launch.port to another"
+                    ) from None
         time.sleep(0.5)
 
 
@@ -195,7 +272,9 @@ def code_hash() -> str:
 
 @contextlib.contextmanager
 def _handing_on(watch: NodeWatch) -> Iterator[None]:
-    """SIGUSR2 asks ranks for their stacks; a rank that has not said that it can would be ended by it, and is left alone."""
+    """SIGUSR2 asks ranks for their stacks; a rank that has not said that it can would be ended by
+    it, and is left alone.
+    """
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         watch.hand_on(number, None)

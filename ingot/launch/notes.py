@@ -1,4 +1,6 @@
-"""What a supervisor leaves in the run folder: events, and the stacks of ranks that it asks for. None of it may stop a run."""
+"""What a supervisor leaves in the run folder: events, and the stacks of ranks that it asks for.
+None of it may stop a run.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ def stacks_file(logs: Path, rank: int) -> Path:
 
 
 def ask_for_stacks(attempt: Attempt, logs: Path, ranks: Collection[int]) -> dict[int, Path]:
-    """Have `ranks` write their stacks; the files of those that did. Only of ranks that gave a sign of life: SIGUSR2 ends any other process."""
+    """Have `ranks` write their stacks; the files of those that did. Only of ranks that gave a sign
+    of life: SIGUSR2 ends any other process.
+    """
     files = {rank: stacks_file(logs, rank) for rank in ranks if rank in attempt.running()}
     before = {rank: _stamp(path) for rank, path in files.items()}
     for rank in files:
         attempt.send(signal.SIGUSR2, rank)
     until = time.monotonic() + attempt.stacks_s
-    while time.monotonic() < until and any(_stamp(path) == before[rank] for rank, path in files.items()):
+    while time.monotonic() < until and any(
+        _stamp(path) == before[rank] for rank, path in files.items()
+    ):
         time.sleep(0.05)
     time.sleep(0.1)  # what has begun to be written is soon there
     return {rank: path for rank, path in files.items() if _stamp(path) != before[rank]}
@@ -40,7 +46,11 @@ def ask_for_stacks(attempt: Attempt, logs: Path, ranks: Collection[int]) -> dict
 
 def told_stacks(files: Mapping[int, Path]) -> str:
     """The end of a line that tells of these ranks."""
-    return f"; stacks: {', '.join(str(path) for path in files.values())}" if files else "; it does not answer when asked for its stacks"
+    return (
+        f"; stacks: {', '.join(str(path) for path in files.values())}"
+        if files
+        else "; it does not answer when asked for its stacks"
+    )
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -1,6 +1,8 @@
-"""The ranks of a job on this node: processes in one group, with torchrun's variables, which the kernel ends when we die.
+"""The ranks of a job on this node: processes in one group, with torchrun's variables, which the
+kernel ends when we die.
 
-Not torchrun's agent: exit codes come back as they are, the processes are ours, and nothing here loads torch.
+Not torchrun's agent: exit codes come back as they are, the processes are ours, and nothing here
+loads torch.
 """
 
 from __future__ import annotations
@@ -25,18 +27,26 @@ from ingot.launch.attempt import WELL, Exit
 from ingot.launch.job import Job
 
 GRACE_S = 2.0
-"""How long the other ranks have to say their own last word when one has failed: they wait for it in vain."""
+"""How long the other ranks have to say their own last word when one has failed: they wait for it in
+vain.
+"""
 END_S = 30.0
 """How long a killed process may take to be gone; longer, and it is stuck in the kernel."""
 STACKS_S = 1.0
-"""How long a rank may take to write its stacks. One that is stopped, or stuck in the kernel, never does."""
+"""How long a rank may take to write its stacks. One that is stopped, or stuck in the kernel, never
+does.
+"""
 PORTS = range(20_000, 30_000)
-"""Below those that a system gives to whoever asks for any, so that nobody gets ours between our look and rank 0's."""
+"""Below those that a system gives to whoever asks for any, so that nobody gets ours between our
+look and rank 0's.
+"""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Which node of a job this machine is, and where the ranks of all of them meet; without an address, on a free port of this machine."""
+    """Which node of a job this machine is, and where the ranks of all of them meet; without an
+    address, on a free port of this machine.
+    """
 
     number: int = 0
     address: str = ""
@@ -57,16 +67,25 @@ def environment(job: Job) -> dict[str, str]:
 
 
 class LocalRanks:
-    """An attempt (`ingot.launch.attempt.Attempt`) on this machine. Its ranks are counted from 0 whichever node it is.
+    """An attempt (`ingot.launch.attempt.Attempt`) on this machine. Its ranks are counted from 0
+    whichever node it is.
 
-    Messages go to our stderr, and so does the result unless `results` says where to. `heartbeats` is the run's folder of
-    signs of life, where its ranks give any. Start it from a thread that lives as long as the process: the kernel ends the
-    ranks when that thread is gone.
+    Messages go to our stderr, and so does the result unless `results` says where to. `heartbeats`
+    is the run's folder of
+    signs of life, where its ranks give any. Start it from a thread that lives as long as the
+    process: the kernel ends the ranks when that thread is gone.
     """
 
     stacks_s = STACKS_S
 
-    def __init__(self, job: Job, *, results: TextIO | None = None, heartbeats: Path | None = None, node: Node = Node()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        results: TextIO | None = None,
+        heartbeats: Path | None = None,
+        node: Node = Node(),
+    ) -> None:
         self._heartbeats = heartbeats
         self._processes: list[subprocess.Popen[bytes]] = []
         self._codes: dict[int, int] = {}
@@ -77,16 +96,32 @@ class LocalRanks:
         shared = {**os.environ, **environment(job)}
         if job.world > 1:
             port = node.port or free_port()
-            shared |= {"WORLD_SIZE": str(job.world), "LOCAL_WORLD_SIZE": str(job.processes), "GROUP_RANK": str(node.number), "GROUP_WORLD_SIZE": str(job.nodes),
-                       "MASTER_ADDR": node.address or "127.0.0.1", "MASTER_PORT": str(port)}
+            shared |= {
+                "WORLD_SIZE": str(job.world),
+                "LOCAL_WORLD_SIZE": str(job.processes),
+                "GROUP_RANK": str(node.number),
+                "GROUP_WORLD_SIZE": str(job.nodes),
+                "MASTER_ADDR": node.address or "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
         try:
             for rank in range(job.processes):
-                own = {"RANK": str(node.number * job.processes + rank), "LOCAL_RANK": str(rank)} if job.world > 1 else {}
+                own = (
+                    {"RANK": str(node.number * job.processes + rank), "LOCAL_RANK": str(rank)}
+                    if job.world > 1
+                    else {}
+                )
                 # A group of their own, so that Ctrl-C reaches them once (from us) and not twice.
-                self._processes.append(subprocess.Popen(
-                    python(job), env={**shared, **own}, stdin=subprocess.DEVNULL, stdout=(results or sys.stderr).fileno(),
-                    process_group=self._group, preexec_fn=tied_to_me(),
-                ))
+                self._processes.append(
+                    subprocess.Popen(
+                        python(job),
+                        env={**shared, **own},
+                        stdin=subprocess.DEVNULL,
+                        stdout=(results or sys.stderr).fileno(),
+                        process_group=self._group,
+                        preexec_fn=tied_to_me(),
+                    )
+                )
         except BaseException:
             self.stop()
             raise
@@ -97,14 +132,27 @@ class LocalRanks:
         return self._processes[0].pid if self._processes else 0
 
     def poll(self) -> Exit | None:
-        ended = {rank: code for rank in self.running() if (code := self._processes[rank].poll()) is not None}
+        ended = {
+            rank: code
+            for rank in self.running()
+            if (code := self._processes[rank].poll()) is not None
+        }
         self._codes |= ended
-        if self._first is None and (failed := {rank: code for rank, code in ended.items() if code not in WELL}):
+        if self._first is None and (
+            failed := {rank: code for rank, code in ended.items() if code not in WELL}
+        ):
             # Of those found at once a signal comes first: the others noticed that it was gone.
             rank = min(failed, key=lambda rank: (failed[rank] > 0, rank))
             self._first = Exit(rank, failed[rank])
-            # Who waits for a killed one has nothing to tell; who was asked to stop may still be at it.
-            self._until = time.monotonic() + (0.0 if failed[rank] < 0 else 5 * GRACE_S if self._was_asked(failed[rank]) else GRACE_S)
+            # Who waits for a killed one has nothing to tell; who was asked to stop may still be at
+            # it.
+            self._until = time.monotonic() + (
+                0.0
+                if failed[rank] < 0
+                else 5 * GRACE_S
+                if self._was_asked(failed[rank])
+                else GRACE_S
+            )
         if self._first is not None and (self.running() and time.monotonic() >= self._until):
             self.stop()
         if self.running():
@@ -123,7 +171,11 @@ class LocalRanks:
             return {}
         ours = {process.pid for process in self._processes}
         # A slot that is being written is not read: what it held before stands.
-        self._beats |= {beat.rank: beat for beat in read_beats(heartbeat_file(self._heartbeats)) if beat.pid in ours}
+        self._beats |= {
+            beat.rank: beat
+            for beat in read_beats(heartbeat_file(self._heartbeats))
+            if beat.pid in ours
+        }
         return self._beats
 
     def taken(self) -> bool:
@@ -135,7 +187,9 @@ class LocalRanks:
             self._processes[each].send_signal(number)
 
     def send_if_caught(self, number: int, rank: int) -> None:
-        """A signal to a rank that does something with it; one that does not is left alone (Linux; elsewhere nobody is told)."""
+        """A signal to a rank that does something with it; one that does not is left alone (Linux;
+        elsewhere nobody is told).
+        """
         if catches(self._processes[rank].pid, number):
             self.send(number, rank)
 
@@ -151,7 +205,10 @@ class LocalRanks:
             try:
                 self._codes[rank] = process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise Failed(f"rank {rank} (process {process.pid}) cannot be ended: the kernel waits for a disk or a device; see to that") from None
+                raise Failed(
+                    f"rank {rank} (process {process.pid}) cannot be ended: the kernel waits for a"
+                    " disk or a device; see to that"
+                ) from None
         if self._first is None and stopped:
             self._first = Exit(stopped[0], self._codes[stopped[0]])
         self._end_group()
@@ -170,4 +227,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise Failed(f"none of 100 ports tried between {PORTS.start} and {PORTS.stop} is free; end what listens there")
+    raise Failed(
+        f"none of 100 ports tried between {PORTS.start} and {PORTS.stop} is free; end what listens"
+        " there"
+    )

@@ -1,4 +1,6 @@
-"""An attempt whose ranks run elsewhere: asks a launcher how the job stands, and the nodes' notes how it ended. The same for every place."""
+"""An attempt whose ranks run elsewhere: asks a launcher how the job stands, and the nodes' notes
+how it ended. The same for every place.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from ingot.launch.spending import Meter
 from ingot.launch.stops import SIGNALS
 
 NOTES_S = 10.0
-"""How long the nodes' last notes may take to be seen after the place says that the job is over (network disks keep old listings for seconds)."""
+"""How long the nodes' last notes may take to be seen after the place says that the job is over
+(network disks keep old listings for seconds).
+"""
 RETRY_S = 5.0
 """Between two tries to submit, or to cancel."""
 STOP_S = 120.0
@@ -35,23 +39,40 @@ STACKS_S, STACKS_BUCKET_S = 5.0, 30.0
 
 
 class RemoteAttempt:
-    """An attempt (`ingot.launch.attempt.Attempt`): submits `job` when it is made, and shows on stderr what it says. `root` is the run folder here.
+    """An attempt (`ingot.launch.attempt.Attempt`): submits `job` when it is made, and shows on
+    stderr what it says. `root` is the run folder here.
 
-    A place, disk or network that does not answer for a while ends nothing: all is asked again. `patience_s`: how long a place that cannot take
-    the job now is asked again; without patience that is an error. `ready` is called before it is asked the first time, and may change the job.
+    A place, disk or network that does not answer for a while ends nothing: all is asked again.
+    `patience_s`: how long a place that cannot take the job now is asked again; without patience
+    that is an error. `ready` is called before it is asked the first time, and may change the job.
     """
 
     def __init__(
-        self, launcher: Launcher, job: Job, root: Path, *, patience_s: float = 0.0, ready: Callable[[Job], Job] | None = None, meter: Meter | None = None,
+        self,
+        launcher: Launcher,
+        job: Job,
+        root: Path,
+        *,
+        patience_s: float = 0.0,
+        ready: Callable[[Job], Job] | None = None,
+        meter: Meter | None = None,
     ) -> None:
-        self._launcher, self._job, self._root, self._ready, self._meter = launcher, job, root, ready, meter
+        self._launcher, self._job, self._root, self._ready, self._meter = (
+            launcher,
+            job,
+            root,
+            ready,
+            meter,
+        )
         self._meeting: Meeting | None = None
         self._beats: RemoteBeats | None = None
         self._state: State = "queued"
         self._next = 0.0
         self._asked, self._by_place, self._cancelled = False, False, False
         self._is_ours = False
-        """Whether this start put there what the nodes need. Else the job runs already, and the folder in the bucket is its node 0's to write to."""
+        """Whether this start put there what the nodes need. Else the job runs already, and the
+        folder in the bucket is its node 0's to write to.
+        """
         self._unsent: list[tuple[int, int | None]] = []
         self._trouble = ""
         self._over_since: float | None = None
@@ -72,7 +93,8 @@ class RemoteAttempt:
         except (IngotError, OSError) as error:
             if time.monotonic() >= self._patient_until:
                 raise
-            # What was right at the first start is not wrong now, whatever the place says: a disk may not be mounted yet, a controller be away.
+            # What was right at the first start is not wrong now, whatever the place says: a disk
+            # may not be mounted yet, a controller be away.
             self._tell_trouble(f"{error}; trying again")
             self._next = time.monotonic() + RETRY_S
             return
@@ -81,7 +103,9 @@ class RemoteAttempt:
         self._meeting = Meeting(meet) if meet else None
         say(f"{self._job.name}: {handle.kind} {handle.id}")
         if self._job.mirror is not None and self._is_ours:
-            with contextlib.suppress(IngotError):  # for whoever takes this up on another machine, if we are killed
+            with contextlib.suppress(
+                IngotError
+            ):  # for whoever takes this up on another machine, if we are killed
                 push(self._root, self._job.mirror, parts=("jobs",))
 
     def _metered(self, submit: Callable[[], Handle]) -> Handle:
@@ -120,7 +144,9 @@ class RemoteAttempt:
             return None
         self._over_since = self._over_since or time.monotonic()
         end = self._how_it_ended(state, handle.kind)
-        self._by_place = self._meeting is not None and any("by" in asked for asked in self._meeting.signals(set()))
+        self._by_place = self._meeting is not None and any(
+            "by" in asked for asked in self._meeting.signals(set())
+        )
         self._show()
         if self._job.mirror is not None:
             self._bring_back(self._job.mirror)
@@ -132,13 +158,18 @@ class RemoteAttempt:
         return end
 
     def _bring_back(self, mirror: str) -> None:
-        """What the job has made. Raises while the bucket does not answer, and tells where it lies when it does not for long."""
+        """What the job has made. Raises while the bucket does not answer, and tells where it lies
+        when it does not for long.
+        """
         try:
             bring_back(mirror, self._root)
         except (IngotError, OSError) as error:
             if time.monotonic() < (self._over_since or 0.0) + BRING_S:
                 raise
-            say(f"warning: {error}; what the job has made lies in {mirror}, and the same command fetches it")
+            say(
+                f"warning: {error}; what the job has made lies in {mirror}, and the same command"
+                " fetches it"
+            )
 
     def _try_again(self) -> Exit | None:
         """The place could not take the job, and was to be asked again."""
@@ -169,7 +200,9 @@ class RemoteAttempt:
         return range(self._job.world) if self._state == "running" and not deaf else ()
 
     def beats(self) -> dict[int, Beat]:
-        """Of this attempt only: those of earlier ones lie there still, of other machines as well."""
+        """Of this attempt only: those of earlier ones lie there still, of other machines as
+        well.
+        """
         if self._beats is None:
             return {}
         found = self._beats.latest()
@@ -201,10 +234,16 @@ class RemoteAttempt:
 
     def taken(self) -> bool:
         stopped = self._end is not None and (self._end.code == EXIT_STOPPED or self._by_place)
-        return not self._asked and self._state != "cancelled" and (self._state == "preempted" or stopped)
+        return (
+            not self._asked
+            and self._state != "cancelled"
+            and (self._state == "preempted" or stopped)
+        )
 
     def stop(self) -> None:
-        """Raises Failed where the place does not answer for long: the job may go on, and be paid."""
+        """Raises Failed where the place does not answer for long: the job may go on, and be
+        paid.
+        """
         self._asked, self._next = True, 0.0
         until = time.monotonic() + STOP_S
         while self.handle is not None and not self._cancelled:
@@ -213,32 +252,60 @@ class RemoteAttempt:
                 self._cancelled = True
             except (IngotError, OSError) as error:
                 if time.monotonic() >= until:
-                    raise Failed(f"{error}; {self.handle.kind} {self.handle.id} may still run: `ingot launch cancel {self._root}` ends it") from error
+                    raise Failed(
+                        f"{error}; {self.handle.kind} {self.handle.id} may still run: `ingot launch"
+                        f" cancel {self._root}` ends it"
+                    ) from error
                 self._tell_trouble(str(error))
                 time.sleep(RETRY_S)
 
     def _how_it_ended(self, state: State, kind: str) -> Exit:
-        """By the nodes' notes: of those that failed by themselves the first; by the place's word where they left none."""
-        notes = self._notes(enough={"succeeded": self._job.nodes, "failed": self._job.nodes, "cancelled": 0}.get(state, 1))
+        """By the nodes' notes: of those that failed by themselves the first; by the place's word
+        where they left none.
+        """
+        notes = self._notes(
+            enough={"succeeded": self._job.nodes, "failed": self._job.nodes, "cancelled": 0}.get(
+                state, 1
+            )
+        )
         if state == "cancelled" and not self._asked:
             trains = self._job.name == "train"
-            say(f"{self._job.name}: somebody cancelled it; the same command {'goes on from its newest checkpoint' if trains else 'does it again'}")
+            say(
+                f"{self._job.name}: somebody cancelled it; the same command"
+                f" {'goes on from its newest checkpoint' if trains else 'does it again'}"
+            )
             return Exit(0, EXIT_STOPPED if trains else 128 + signal.SIGTERM)
-        failed = [note for note in notes.values() if note["code"] not in WELL and "because" not in note]
+        failed = [
+            note for note in notes.values() if note["code"] not in WELL and "because" not in note
+        ]
         if failed and state not in ("preempted", "cancelled"):
             first = min(failed, key=lambda note: (note["code"] > 0, note["t_wall"]))
             return Exit(int(first["rank"]), int(first["code"]), first.get("how", ""))
         codes = [int(note["code"]) for note in notes.values() if "because" not in note]
         if len(codes) == self._job.nodes and not failed:
-            return Exit(0, max(codes), f"{kind} stopped the job before its time" if max(codes) == EXIT_STOPPED and not self._asked else "")
+            return Exit(
+                0,
+                max(codes),
+                (
+                    f"{kind} stopped the job before its time"
+                    if max(codes) == EXIT_STOPPED and not self._asked
+                    else ""
+                ),
+            )
         if state == "preempted":
             return Exit(0, EXIT_STOPPED, f"{kind} took the job's machines away")
         if state == "cancelled":
-            return Exit(0, next((code for code in codes if code - 128 in SIGNALS), 128 + signal.SIGTERM))
+            return Exit(
+                0, next((code for code in codes if code - 128 in SIGNALS), 128 + signal.SIGTERM)
+            )
         lost = [node for node in range(self._job.nodes) if node not in notes]
         if state == "succeeded" and not lost:
             return Exit(0, EXIT_DONE)
-        named = f"node {', '.join(map(str, lost))} was lost" if lost and len(lost) < self._job.nodes else f"{kind} says that the job {state}"
+        named = (
+            f"node {', '.join(map(str, lost))} was lost"
+            if lost and len(lost) < self._job.nodes
+            else f"{kind} says that the job {state}"
+        )
         return Exit(lost[0] * self._job.processes if lost else 0, EXIT_FAILED, named)
 
     def _notes(self, *, enough: int) -> dict[int, dict[str, Any]]:
@@ -251,9 +318,13 @@ class RemoteAttempt:
 
 
 class FileLog:
-    """A log that is a file, or several: read from where the last look ended, first from the bytes `at`."""
+    """A log that is a file, or several: read from where the last look ended, first from the bytes
+    `at`.
+    """
 
-    def __init__(self, paths: Callable[[], Collection[Path]], at: Mapping[Path, int] | None = None) -> None:
+    def __init__(
+        self, paths: Callable[[], Collection[Path]], at: Mapping[Path, int] | None = None
+    ) -> None:
         self._paths = paths
         self._at: dict[Path, int] = dict(at or {})
 
@@ -272,7 +343,9 @@ class FileLog:
 
 
 def ask_or_unknown(ask: Callable[[], State]) -> State:
-    """A state, `unknown` where the place cannot be asked at the moment: a network that is down for a minute ends no training."""
+    """A state, `unknown` where the place cannot be asked at the moment: a network that is down for
+    a minute ends no training.
+    """
     try:
         return ask()
     except IngotError as error:

@@ -1,6 +1,8 @@
-"""The signs of life of ranks elsewhere, as they can be had from here: from the run folder, or, by a thread of its own, from its replica.
+"""The signs of life of ranks elsewhere, as they can be had from here: from the run folder, or, by a
+thread of its own, from its replica.
 
-A bucket that answers late, or not at all, keeps nobody here from handing on a signal, and no rank is taken for silent meanwhile.
+A bucket that answers late, or not at all, keeps nobody here from handing on a signal, and no rank
+is taken for silent meanwhile.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ STACKS = re.compile(r"stacks-rank\d+\.txt")
 
 
 class RemoteBeats:
-    """The last signs of life of one start's ranks. Those that lay there when it began are of earlier starts, maybe of other machines, and not
-    counted. `trouble` says why there are none to be had at the moment, None while there are."""
+    """The last signs of life of one start's ranks. Those that lay there when it began are of
+    earlier starts, maybe of other machines, and not counted. `trouble` says why there are none to
+    be had at the moment, None while there are.
+    """
 
     def __init__(self, root: Path, mirror: str | None) -> None:
         self._root, self._mirror = root, mirror
@@ -43,7 +47,9 @@ class RemoteBeats:
         return dict(self._latest)
 
     def want_stacks(self) -> None:
-        """From here on stacks that ranks write come to our `logs/`, from where no disk is shared."""
+        """From here on stacks that ranks write come to our `logs/`, from where no disk is
+        shared.
+        """
         self._stacks_wanted = True
 
     def end(self) -> None:
@@ -55,7 +61,9 @@ class RemoteBeats:
 
     def _look(self) -> None:
         try:
-            self._latest |= {beat.rank: beat for beat in self._read() if _identity(beat) not in self._old}
+            self._latest |= {
+                beat.rank: beat for beat in self._read() if _identity(beat) not in self._old
+            }
             if self._stacks_wanted and self._mirror is not None:
                 for name, content in self._new(f"{self._mirror}/stacks"):
                     if STACKS.fullmatch(name):
@@ -66,19 +74,33 @@ class RemoteBeats:
 
     def _read(self) -> list[Beat]:
         if self._mirror is None:
-            return [beat for path in (self._root / "heartbeats").glob("*") for beat in read_beats(path)]
-        return [beat for _, content in self._new(f"{self._mirror}/heartbeats") for beat in parse_beats(content)]
+            return [
+                beat for path in (self._root / "heartbeats").glob("*") for beat in read_beats(path)
+            ]
+        return [
+            beat
+            for _, content in self._new(f"{self._mirror}/heartbeats")
+            for beat in parse_beats(content)
+        ]
 
     def _new(self, url: str) -> list[tuple[str, bytes]]:
         """Names and contents of what was put there since the last look."""
         bucket = open_bucket(url, patience_s=BEATS_S)
-        changed = {blob.name: blob.generation for blob in bucket.list() if self._seen.get(bucket.url_of(blob.name)) != blob.generation}
+        changed = {
+            blob.name: blob.generation
+            for blob in bucket.list()
+            if self._seen.get(bucket.url_of(blob.name)) != blob.generation
+        }
         if not changed:
             return []
         with ThreadPoolExecutor(min(AT_ONCE, len(changed))) as pool:
             contents = list(pool.map(lambda name: _got(bucket, name), changed))
         self._seen |= {bucket.url_of(name): generation for name, generation in changed.items()}
-        return [(name, content) for name, content in zip(changed, contents, strict=True) if content is not None]
+        return [
+            (name, content)
+            for name, content in zip(changed, contents, strict=True)
+            if content is not None
+        ]
 
 
 def _got(bucket: Bucket, name: str) -> bytes | None:
@@ -89,5 +111,7 @@ def _got(bucket: Bucket, name: str) -> bytes | None:
 
 
 def _identity(beat: Beat) -> tuple[int, int, int, float]:
-    """Attempts are counted by those that came to their first step, so that their number alone tells no two of them apart."""
+    """Attempts are counted by those that came to their first step, so that their number alone tells
+    no two of them apart.
+    """
     return beat.pid, beat.rank, beat.attempt, beat.mono

@@ -1,5 +1,8 @@
-"""What the starts of a job have had of `cloud.max_run` and `cloud.max_cost`: kept in the run folder until the job is done, so that the bounds
-hold for all launches of it together, whoever repeats the command: a person, a service, or a pipeline that tries a step again."""
+"""What the starts of a job have had of `cloud.max_run` and `cloud.max_cost`: kept in the run folder
+until the job is done, so that the bounds
+hold for all launches of it together, whoever repeats the command: a person, a service, or a
+pipeline that tries a step again.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from ingot.base.storage import write_atomic
 
 @dataclass
 class Spent:
-    """Of starts that are over; and of the one that runs, since when (seconds since the epoch), what it costs an hour, and for how long at most."""
+    """Of starts that are over; and of the one that runs, since when (seconds since the epoch), what
+    it costs an hour, and for how long at most.
+    """
 
     seconds: float = 0.0
     dollars: float = 0.0
@@ -23,7 +28,9 @@ class Spent:
 
 
 class Meter:
-    """Counts by the wall clock: machines go on while a laptop sleeps. `path` is `RUN/jobs/VERB.spent.json`."""
+    """Counts by the wall clock: machines go on while a laptop sleeps. `path` is
+    `RUN/jobs/VERB.spent.json`.
+    """
 
     def __init__(self, root: Path, name: str, dollars_an_hour: float) -> None:
         self._path, self._rate = root / "jobs" / f"{name}.spent.json", dollars_an_hour
@@ -34,7 +41,9 @@ class Meter:
         return spent.seconds, spent.dollars
 
     def begin(self, limit_s: float) -> bool:
-        """A start begins, which its place ends after `limit_s`. False where one runs already, which goes on."""
+        """A start begins, which its place ends after `limit_s`. False where one runs already, which
+        goes on.
+        """
         spent = self._read()
         if spent.since is not None:
             return False

@@ -7,13 +7,16 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-# A terminal, a launcher and a service manager may all tell of one request, each with a signal of its own.
+# A terminal, a launcher and a service manager may all tell of one request, each with a signal of
+# its own.
 SAME_REQUEST_S = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Stops:
-    """While entered, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are only noted: `first` is the one that came first (0: none), `again` that another followed."""
+    """While entered, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are only noted: `first` is the one that
+    came first (0: none), `again` that another followed.
+    """
 
     def __init__(self) -> None:
         self.first, self.again = 0, False
@@ -38,6 +41,11 @@ class Stops:
         """What the ranks are told: a closed terminal is a request to stop in good order."""
         return signal.SIGTERM if self.first == signal.SIGHUP else self.first
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -1,6 +1,8 @@
-"""The one restarter: starts a training's ranks, watches them, and after a failure starts the same argv again from the newest checkpoint.
+"""The one restarter: starts a training's ranks, watches them, and after a failure starts the same
+argv again from the newest checkpoint.
 
-Works wherever an `Attempt` can be started; the local one is the first. Reads the run folder only: heartbeats and commit markers. No torch.
+Works wherever an `Attempt` can be started; the local one is the first. Reads the run folder only:
+heartbeats and commit markers. No torch.
 """
 
 from __future__ import annotations
@@ -32,11 +34,17 @@ LOOK_S = 0.25
 """Seconds between two looks at the signs of life."""
 LONGEST_WAIT_S = 60.0
 MOST_TAKEN = 3
-"""How often in a row a place may end a training that has come no further, before more would be paid in vain."""
+"""How often in a row a place may end a training that has come no further, before more would be paid
+in vain.
+"""
 LATE_S = 60.0
-"""What a sign of life may take by way of a bucket: nodes send them every 15 seconds, and a request may have to be repeated."""
+"""What a sign of life may take by way of a bucket: nodes send them every 15 seconds, and a request
+may have to be repeated.
+"""
 LEAVE_S = 30.0
-"""What ranks that were asked to stop get beyond `checkpoint.grace_s`, after which they end themselves."""
+"""What ranks that were asked to stop get beyond `checkpoint.grace_s`, after which they end
+themselves.
+"""
 FRESH = "--fresh"
 COMMIT = "COMMIT.json"
 Stamp = tuple[int, int]
@@ -44,14 +52,22 @@ Stamp = tuple[int, int]
 
 
 def supervise(
-    job: Job, recipe: Recipe, *, results: TextIO | None = None, start: Start | None = None, checkpoints: Callable[[], dict[int, Stamp]] | None = None,
+    job: Job,
+    recipe: Recipe,
+    *,
+    results: TextIO | None = None,
+    start: Start | None = None,
+    checkpoints: Callable[[], dict[int, Stamp]] | None = None,
 ) -> Ended:
-    """Run a training until it is done, starting it again when it fails. Whoever calls it holds the run folder's `run-lock`.
+    """Run a training until it is done, starting it again when it fails. Whoever calls it holds the
+    run folder's `run-lock`.
 
-    A failure is a rank's death by a signal, an exit code that says so, or a hang; 0, 2, 3, 75 and the answer to a signal that we handed on are none.
-    It ends with the last failure's exit code after `launch.restarts` restarts, or when there is no newer checkpoint than at the failure before.
-    `start` starts the ranks, on this machine when it is not given; results go to `results`, or stderr. `checkpoints` tells the steps that are
-    committed, those of the run folder when it is not given.
+    A failure is a rank's death by a signal, an exit code that says so, or a hang; 0, 2, 3, 75 and
+    the answer to a signal that we handed on are none. It ends with the last failure's exit code
+    after `launch.restarts` restarts, or when there is no newer checkpoint than at the failure
+    before. `start` starts the ranks, on this machine when it is not given; results go to `results`,
+    or stderr. `checkpoints` tells the steps that are committed, those of the run folder when it is
+    not given.
 
     Raises:
         Failed: something else trains in this run folder already.
@@ -62,9 +78,14 @@ def supervise(
             raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
         start = lambda job: LocalRanks(job, results=results, heartbeats=recipe.folder.heartbeats)  # noqa: E731
     if recipe.launch.kind == "local" and (holder := lock_holder(recipe.folder.root)) is not None:
-        raise Failed(f"{recipe.folder.root} is in use by process {holder}; wait for it, stop it, or choose another `name`")
+        raise Failed(
+            f"{recipe.folder.root} is in use by process {holder}; wait for it, stop it, or choose"
+            " another `name`"
+        )
     with Stops() as stops:
-        return _Supervisor(job, recipe, start, stops, checkpoints or (lambda: committed(recipe.folder.checkpoints))).run()
+        return _Supervisor(
+            job, recipe, start, stops, checkpoints or (lambda: committed(recipe.folder.checkpoints))
+        ).run()
 
 
 @dataclass(frozen=True)
@@ -80,13 +101,31 @@ class _Failure:
 
 
 class _Supervisor:
-    def __init__(self, job: Job, recipe: Recipe, start: Start, stops: Stops, committed: Callable[[], dict[int, Stamp]]) -> None:
-        self.job, self.recipe, self.start, self.stops, self.run_folder, self.committed = job, recipe, start, stops, recipe.folder, committed
+    def __init__(
+        self,
+        job: Job,
+        recipe: Recipe,
+        start: Start,
+        stops: Stops,
+        committed: Callable[[], dict[int, Stamp]],
+    ) -> None:
+        self.job, self.recipe, self.start, self.stops, self.run_folder, self.committed = (
+            job,
+            recipe,
+            start,
+            stops,
+            recipe.folder,
+            committed,
+        )
         self.kills = Kills(recipe.chaos, recipe.folder.events)
         self.restarts = 0
         self.barren, self.barren_of_itself = 0, 0
-        """Failures in a row without a newer checkpoint between them, and those of them that chaos did not make."""
-        self.number = sum(event.get("kind") == "start" for event in read_lines(recipe.folder.events))
+        """Failures in a row without a newer checkpoint between them, and those of them that chaos
+        did not make.
+        """
+        self.number = sum(
+            event.get("kind") == "start" for event in read_lines(recipe.folder.events)
+        )
         """Of the last attempt that came as far as to have one."""
 
     def run(self) -> Ended:
@@ -102,13 +141,23 @@ class _Supervisor:
                 say(f"{outcome.told}; given up: {reason}")
                 self._note("give_up", cause=f"{reason}; the last failure: {outcome.told}")
                 return Ended(outcome.code, 0)
-            # What has not been set aside yet must be: the first attempt may have died before it came to that.
+            # What has not been set aside yet must be: the first attempt may have died before it
+            # came to that.
             if not any(stamp_of(path) == stamp for path, stamp in old.items()):
-                job = replace(self.job, argv=tuple(argument for argument in self.job.argv if argument != FRESH))
+                job = replace(
+                    self.job,
+                    argv=tuple(argument for argument in self.job.argv if argument != FRESH),
+                )
             self.restarts += 1
-            onward = f"starting again {f'from checkpoint {max(found):,}' if found and FRESH not in job.argv else 'from the beginning'}"
+            onward = (
+                "starting again"
+                f" {f'from checkpoint {max(found):,}' if found and FRESH not in job.argv else 'from the beginning'}"
+            )
             wait = self._wait_s()
-            say(f"{outcome.told}; {onward} (restart {self.restarts} of {self.recipe.launch.restarts}){f' in {wait:g} s' if wait else ''}")
+            say(
+                f"{outcome.told}; {onward} (restart {self.restarts} of"
+                f" {self.recipe.launch.restarts}){f' in {wait:g} s' if wait else ''}"
+            )
             if not self._pause(wait):
                 return self._stopped(found)
             self._note("restart", seconds=time.monotonic() - outcome.noticed, cause=outcome.told)
@@ -127,14 +176,24 @@ class _Supervisor:
         self.number = max([self.number, *(beat.attempt for beat in beats.values())])
         if self.stops.first:
             if watch.too_late or watch.hang:
-                say(f"the ranks did not stop in time and were ended{f': {watch.hang.told()}' if watch.hang else ''}")
+                say(
+                    "the ranks did not stop in time and were"
+                    f" ended{f': {watch.hang.told()}' if watch.hang else ''}"
+                )
                 return self._stopped(self.committed())
-            # Ended by the signal itself, in the queue or while it was loading: what earlier attempts saved stands all the same.
-            return self._stopped(self.committed()) if end.shown in (128 + self.stops.asked, 128 + signal.SIGTERM) else Ended(end.shown, self.stops.first)
+            # Ended by the signal itself, in the queue or while it was loading: what earlier
+            # attempts saved stands all the same.
+            return (
+                self._stopped(self.committed())
+                if end.shown in (128 + self.stops.asked, 128 + signal.SIGTERM)
+                else Ended(end.shown, self.stops.first)
+            )
         if attempt.taken():
             return _Failure(end.shown, end.told(), noticed, taken=True)
         if end.code == EXIT_STOPPED and not self.committed():
-            return Ended(128 + signal.SIGTERM, 0)  # there is nothing yet that the same command could go on from
+            return Ended(
+                128 + signal.SIGTERM, 0
+            )  # there is nothing yet that the same command could go on from
         if end.code in (*WELL, EXIT_WRONG_INPUT):
             return Ended(end.code, 0)
         if watch.hang is not None:
@@ -151,7 +210,10 @@ class _Supervisor:
         if self.barren_of_itself > 1 and not failure.by_us:
             return "two failures in a row without a newer checkpoint between them"
         if self.barren > MOST_TAKEN and failure.taken:
-            return f"it came no further in {self.barren} starts; make checkpoint.every smaller, or the time limit longer"
+            return (
+                f"it came no further in {self.barren} starts; make checkpoint.every smaller, or the"
+                " time limit longer"
+            )
         if self.restarts >= self.recipe.launch.restarts:
             return f"launch.restarts={self.recipe.launch.restarts} allows no more"
         return None
@@ -181,13 +243,22 @@ class _Watch:
     """What is looked at while an attempt runs."""
 
     def __init__(self, supervisor: _Supervisor, attempt: Attempt) -> None:
-        self.run_folder, self.recipe, self.stops, self.kills = supervisor.run_folder, supervisor.recipe, supervisor.stops, supervisor.kills
+        self.run_folder, self.recipe, self.stops, self.kills = (
+            supervisor.run_folder,
+            supervisor.recipe,
+            supervisor.stops,
+            supervisor.kills,
+        )
         self.attempt = attempt
         self.hang: Hang | None = None
         self.told = ""
         self.too_late = False
         self._next, self._stop_until = 0.0, 0.0
-        self._hangs = HangWatch(self.recipe.launch, time.monotonic(), late_s=LATE_S if supervisor.job.mirror is not None else 0.0)
+        self._hangs = HangWatch(
+            self.recipe.launch,
+            time.monotonic(),
+            late_s=LATE_S if supervisor.job.mirror is not None else 0.0,
+        )
         # The stages of a pipeline stand at different places by their nature.
         self._stragglers = StragglerWatch() if self.recipe.parallel.pipeline == 1 else None
 
@@ -209,21 +280,41 @@ class _Watch:
         if self.hang is not None:
             self._tell_hang(self.hang)
             return True
-        if self._stragglers is not None and (found := self._stragglers.look(running, beats, now)) is not None:
+        if (
+            self._stragglers is not None
+            and (found := self._stragglers.look(running, beats, now)) is not None
+        ):
             wrote = ask_for_stacks(self.attempt, self.run_folder.logs, [found.rank])
             say(f"{found.told()}{told_stacks(wrote)}")
-            note(self.run_folder.events, "straggler", attempt=beats[found.rank].attempt, rank=found.rank, step=found.step, seconds=found.seconds,
-                 cause=found.told(), stacks=str(wrote[found.rank]) if found.rank in wrote else None)
+            note(
+                self.run_folder.events,
+                "straggler",
+                attempt=beats[found.rank].attempt,
+                rank=found.rank,
+                step=found.step,
+                seconds=found.seconds,
+                cause=found.told(),
+                stacks=str(wrote[found.rank]) if found.rank in wrote else None,
+            )
         return False
 
     def _tell_hang(self, hang: Hang) -> None:
         wrote = ask_for_stacks(self.attempt, self.run_folder.logs, self.attempt.beats())
         named = {rank: path for rank, path in wrote.items() if rank in hang.ranks}
-        silent = [f"rank {rank} does not answer" for rank in hang.ranks if named and rank not in wrote]
+        silent = [
+            f"rank {rank} does not answer" for rank in hang.ranks if named and rank not in wrote
+        ]
         self.told = "; ".join([f"{hang.told()}{told_stacks(named)}", *silent])
         for rank in hang.ranks:
-            note(self.run_folder.events, "hang", rank=rank, step=hang.step, seconds=hang.quiet_s, cause=hang.told(),
-                 stacks=str(named[rank]) if rank in named else None)
+            note(
+                self.run_folder.events,
+                "hang",
+                rank=rank,
+                step=hang.step,
+                seconds=hang.quiet_s,
+                cause=hang.told(),
+                stacks=str(named[rank]) if rank in named else None,
+            )
 
 
 def committed(checkpoints: Path) -> dict[int, Stamp]:
@@ -245,6 +336,11 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def _old_files(run: RunFolder) -> dict[Path, Stamp]:
-    """What vouches for an earlier training, and is gone from its place when a fresh one has begun."""
-    paths = [*(folder / COMMIT for folder in run.checkpoints.glob("step-*")), run.steps / "train.json"]
+    """What vouches for an earlier training, and is gone from its place when a fresh one has
+    begun.
+    """
+    paths = [
+        *(folder / COMMIT for folder in run.checkpoints.glob("step-*")),
+        run.steps / "train.json",
+    ]
     return {path: stamp for path in paths if (stamp := stamp_of(path)) is not None}

@@ -1,6 +1,8 @@
-"""What ties a node to a launcher that reaches it over a connection: its standard input. Its first line holds secrets, then come signs of life.
+"""What ties a node to a launcher that reaches it over a connection: its standard input. Its first
+line holds secrets, then come signs of life.
 
-A connection that is closed, or that says nothing for a while, is a launcher that is gone: nobody would ever end what it started.
+A connection that is closed, or that says nothing for a while, is a launcher that is gone: nobody
+would ever end what it started.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import time
 from ingot.base.errors import Failed
 
 SIGN_S, SILENT_S = 5.0, 45.0
-"""Seconds between two signs of the launcher, and after which silence means that it is gone or cannot reach us."""
+"""Seconds between two signs of the launcher, and after which silence means that it is gone or
+cannot reach us.
+"""
 
 
 class Tie:
@@ -28,7 +32,9 @@ class Tie:
         line = b""
         while not line.endswith(b"\n"):
             if not self._ready(self._silent_s) or not (byte := self._read(1)):
-                raise Failed("the launcher was gone before it had said what it wanted; start the job again")
+                raise Failed(
+                    "the launcher was gone before it had said what it wanted; start the job again"
+                )
             line += byte
         return {str(name): str(value) for name, value in json.loads(line).items()}
 
@@ -39,7 +45,11 @@ class Tie:
             if not self._read(4096):
                 return "the connection to the launcher was closed"
             self._heard = now
-        return f"the launcher gave no sign of life for {self._silent_s:g} s" if now - self._heard > self._silent_s else None
+        return (
+            f"the launcher gave no sign of life for {self._silent_s:g} s"
+            if now - self._heard > self._silent_s
+            else None
+        )
 
     def _read(self, most: int) -> bytes:
         try:

@@ -1,4 +1,6 @@
-"""`python -m ingot.launch.vertex_node ...`: `ingot.launch.node` in a worker of a custom job, which tells its place in $CLUSTER_SPEC."""
+"""`python -m ingot.launch.vertex_node ...`: `ingot.launch.node` in a worker of a custom job, which
+tells its place in $CLUSTER_SPEC.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ VARIABLE = "CLUSTER_SPEC"
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Torchrun's variables by the description of the cluster: the only worker of pool 0 is node 0, those of pool 1 follow, and so on.
+    """Torchrun's variables by the description of the cluster: the only worker of pool 0 is node 0,
+    those of pool 1 follow, and so on.
 
     Raises:
         WrongInput: there is no such description, or it makes no sense.
@@ -28,9 +31,17 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
         host, _, port = pools["workerpool0"][0].rpartition(":")
         _ = pools[pool][index]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise WrongInput(f"${VARIABLE} does not say which worker this is ({type(error).__name__}: {error}); this is for custom jobs of Vertex AI") from None
+        raise WrongInput(
+            f"${VARIABLE} does not say which worker this is ({type(error).__name__}: {error}); this"
+            " is for custom jobs of Vertex AI"
+        ) from None
     nodes = sum(len(hosts) for hosts in pools.values())
-    return {"PET_NNODES": str(nodes), "PET_NODE_RANK": str(before + index), "PET_MASTER_ADDR": host, "PET_MASTER_PORT": port}
+    return {
+        "PET_NNODES": str(nodes),
+        "PET_NODE_RANK": str(before + index),
+        "PET_MASTER_ADDR": host,
+        "PET_MASTER_PORT": port,
+    }
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Which rank hangs, and which one holds the others up: told from the ranks' signs of life alone.
 
-Ranks of one training wait for each other, so only the one that is behind is judged: whoever is ahead waits for it.
+Ranks of one training wait for each other, so only the one that is behind is judged: whoever is
+ahead waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from ingot.config.launch import Launch
 AUTO_S, AUTO_STEPS = 30.0, 3.0
 """`launch.hang_s: auto` is so many seconds and so many usual steps."""
 LONGEST_LOOK_S = 1.0
-"""More between two looks, and we were asleep ourselves (a suspended machine, a stopped container): that is no rank's silence."""
+"""More between two looks, and we were asleep ourselves (a suspended machine, a stopped container):
+that is no rank's silence.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,26 @@ class Hang:
     bound_s: float
 
     def told(self) -> str:
-        who = f"rank {self.ranks[0]} hangs" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))} hang"
-        where = f"in step {self.step + 1:,}" if self.phase == "step" and self.step is not None else f"in phase `{self.phase}`"
-        return f"{who} {where}: no sign of life for {duration(self.quiet_s)}, {duration(self.bound_s)} are allowed"
+        who = (
+            f"rank {self.ranks[0]} hangs"
+            if len(self.ranks) == 1
+            else f"ranks {', '.join(map(str, self.ranks))} hang"
+        )
+        where = (
+            f"in step {self.step + 1:,}"
+            if self.phase == "step" and self.step is not None
+            else f"in phase `{self.phase}`"
+        )
+        return (
+            f"{who} {where}: no sign of life for {duration(self.quiet_s)}, {duration(self.bound_s)}"
+            " are allowed"
+        )
 
 
 class HangWatch:
-    """Looked through several times a second. Silence is counted in our own waking time, so that no clock can betray it. `late_s`: how old a sign
-    of life may be when it is seen here."""
+    """Looked through several times a second. Silence is counted in our own waking time, so that no
+    clock can betray it. `late_s`: how old a sign of life may be when it is seen here.
+    """
 
     def __init__(self, knobs: Launch, now: float, *, late_s: float = 0.0) -> None:
         self._knobs, self._last, self._late_s = knobs, now, late_s
@@ -46,11 +61,15 @@ class HangWatch:
         self._heard: dict[int, float] = {}
 
     def look(self, running: Collection[int], beats: Mapping[int, Beat], now: float) -> Hang | None:
-        """The ranks that hang at monotonic time `now`, or None; `beats` are the last ones of each rank."""
+        """The ranks that hang at monotonic time `now`, or None; `beats` are the last ones of each
+        rank.
+        """
         passed, self._last = min(now - self._last, LONGEST_LOOK_S), now
         for rank in running:
             heard = beats[rank].mono if rank in beats else 0.0
-            self._quiet[rank] = self._quiet.get(rank, 0.0) + passed if self._heard.get(rank, 0.0) == heard else 0.0
+            self._quiet[rank] = (
+                self._quiet.get(rank, 0.0) + passed if self._heard.get(rank, 0.0) == heard else 0.0
+            )
             self._heard[rank] = heard
         behind = _behind({rank: beats.get(rank) for rank in running})
         if not behind:
@@ -61,7 +80,9 @@ class HangWatch:
             return None
         named = _odd_ones(behind, beats)
         beat = beats.get(named[0])
-        return Hang(named, beat.step if beat else None, beat.phase if beat else "loading", quiet, bound)
+        return Hang(
+            named, beat.step if beat else None, beat.phase if beat else "loading", quiet, bound
+        )
 
     def _bound(self, beat: Beat | None) -> float:
         if beat is None or beat.phase != "step":
@@ -78,7 +99,9 @@ def _behind(ranks: Mapping[int, Beat | None]) -> list[int]:
 
 
 def _odd_ones(ranks: Collection[int], beats: Mapping[int, Beat]) -> tuple[int, ...]:
-    """Of ranks that are equally far, those that do not do what most of them do; all where there is no such difference."""
+    """Of ranks that are equally far, those that do not do what most of them do; all where there is
+    no such difference.
+    """
     phases = Counter(beats[rank].phase for rank in ranks if rank in beats)
     (most, count), *others = phases.most_common() or [("loading", 0)]
     if not others or others[0][1] == count:
@@ -98,21 +121,41 @@ class Straggler:
 
     def told(self) -> str:
         often = f"it is the last in {self.share:.0%} of those in which they were seen apart"
-        return f"rank {self.rank} holds the others up: they wait for it about {self.seconds:.2g} s a step ({often})"
+        return (
+            f"rank {self.rank} holds the others up: they wait for it about {self.seconds:.2g} s a"
+            f" step ({often})"
+        )
 
 
 class StragglerWatch:
-    """Looks at where ranks stand, and tells once a window of steps when one of them holds the others up.
+    """Looks at where ranks stand, and tells once a window of steps when one of them holds the
+    others up.
 
-    A window has at least `steps` steps and `looks` looks (about a minute at four looks a second). In it one rank must have been the last in
-    four of five steps in which ranks were seen apart (and that in 20 at least), and alone behind in a third of all looks, which is the share
-    of time that the others lost. Ranks that merely share a busy machine are last in turns, however uneven their steps: of 50, more than 40
-    fall to one of two by chance once in 100,000 windows. What one rank has to do besides (rank 0 logs) makes it the last always, but lasts
-    no third of a step.
+    A window has at least `steps` steps and `looks` looks (about a minute at four looks a second).
+    In it one rank must have been the last in four of five steps in which ranks were seen apart (and
+    that in 20 at least), and alone behind in a third of all looks, which is the share
+    of time that the others lost. Ranks that merely share a busy machine are last in turns, however
+    uneven their steps: of 50, more than 40 fall to one of two by chance once in 100,000 windows.
+    What one rank has to do besides (rank 0 logs) makes it the last always, but lasts no third of a
+    step.
     """
 
-    def __init__(self, *, steps: int = 50, looks: int = 240, apart: int = 20, last: float = 0.8, lost: float = 1 / 3) -> None:
-        self._steps, self._looks, self._apart, self._last, self._lost = steps, looks, apart, last, lost
+    def __init__(
+        self,
+        *,
+        steps: int = 50,
+        looks: int = 240,
+        apart: int = 20,
+        last: float = 0.8,
+        lost: float = 1 / 3,
+    ) -> None:
+        self._steps, self._looks, self._apart, self._last, self._lost = (
+            steps,
+            looks,
+            apart,
+            last,
+            lost,
+        )
         self._now = 0.0
         self._begin(0)
 
@@ -121,9 +164,13 @@ class StragglerWatch:
         self._alone: Counter[int] = Counter()
         self._last_of: dict[int, int] = {}
 
-    def look(self, running: Collection[int], beats: Mapping[int, Beat], now: float) -> Straggler | None:
+    def look(
+        self, running: Collection[int], beats: Mapping[int, Beat], now: float
+    ) -> Straggler | None:
         passed, self._now = min(now - self._now, LONGEST_LOOK_S), now
-        if len(running) < 2 or any(rank not in beats or beats[rank].phase != "step" for rank in running):
+        if len(running) < 2 or any(
+            rank not in beats or beats[rank].phase != "step" for rank in running
+        ):
             return None  # while measuring or saving, one rank may well do more than the others
         behind = _behind({rank: beats[rank] for rank in running})
         step = beats[behind[0]].step

@@ -1,1 +1,3 @@
-"""Decoders in pure PyTorch, their weights on disk, generation. Knows no parallelism and no recipe."""
+"""Decoders in pure PyTorch, their weights on disk, generation. Knows no parallelism and no
+recipe.
+"""

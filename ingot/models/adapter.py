@@ -1,7 +1,9 @@
-"""Folders of adapters in PEFT's layout, out and in: `adapter_config.json` beside `adapter_model.safetensors`.
+"""Folders of adapters in PEFT's layout, out and in: `adapter_config.json` beside
+`adapter_model.safetensors`.
 
-What PEFT writes opens here, what is written here opens in PEFT, with equal logits. Whatever would change the maths unseen is
-refused by its name, and a tensor that does not fit is named and nothing is loaded.
+What PEFT writes opens here, what is written here opens in PEFT, with equal logits. Whatever would
+change the maths unseen is refused by its name, and a tensor that does not fit is named and nothing
+is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +25,19 @@ from torch import Tensor, nn
 from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
 from ingot.models.decoder import Decoder
-from ingot.models.lora import A, B, LoRALinear, Size, attach, fold, head_modules, linear_layers, lora_layers, lora_state, named_by
+from ingot.models.lora import (
+    A,
+    B,
+    LoRALinear,
+    Size,
+    attach,
+    fold,
+    head_modules,
+    linear_layers,
+    lora_layers,
+    lora_state,
+    named_by,
+)
 from ingot.models.placed import box, local
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -31,17 +45,49 @@ TASKS = {"decoder": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "encoder": "SEQ_CLS"
 """PEFT's name of what each kind of model is for."""
 ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
-_USUAL_HEADS = {"classifier", "score"}  # PEFT lists both for every classifier, whichever of them is there
+_USUAL_HEADS = {
+    "classifier",
+    "score",
+}  # PEFT lists both for every classifier, whichever of them is there
 _READ = {
-    "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "rank_pattern",
-    "alpha_pattern", "use_rslora", "init_lora_weights", "bias",
+    "peft_type",
+    "task_type",
+    "base_model_name_or_path",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "init_lora_weights",
+    "bias",
 }
 # What says how an adapter came to be, or steers libraries that are not used here.
 _WITHOUT_EFFECT = {
-    "auto_mapping", "peft_version", "revision", "inference_mode", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "runtime_config", "qalora_group_size", "ensure_weight_tying",
+    "auto_mapping",
+    "peft_version",
+    "revision",
+    "inference_mode",
+    "megatron_config",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "runtime_config",
+    "qalora_group_size",
+    "ensure_weight_tying",
 }
-_FIRST_MATRICES = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the weights of the base as well
+_FIRST_MATRICES = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "eva",
+    "orthogonal",
+)  # the others change the weights of the base as well
 _INSTEAD = "merge it into its base with PEFT (merge_and_unload), and give that model"
 
 
@@ -57,7 +103,9 @@ class AdapterConfig:
     root: bool
     """Products are scaled by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023)."""
     targets: str | tuple[str, ...]
-    """Names of layers or tails of them; a text is `all-linear`, or one regular expression for whole names."""
+    """Names of layers or tails of them; a text is `all-linear`, or one regular expression for whole
+    names.
+    """
     heads: tuple[str, ...]
     ranks: Mapping[str, int]
     """Ranks of some layers, by regular expressions for a tail of their names; so are `alphas`."""
@@ -69,20 +117,30 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter belongs to: a folder, or a name on the hub. Raises WrongInput where the adapter does not say."""
+    """The model that an adapter belongs to: a folder, or a name on the hub. Raises WrongInput where
+    the adapter does not say.
+    """
     base = read_adapter_config(folder).base
     if not base:
-        raise WrongInput(f"{folder / CONFIG} does not name its base; set base_model_name_or_path to the folder of the model that it was trained on")
+        raise WrongInput(
+            f"{folder / CONFIG} does not name its base; set base_model_name_or_path to the folder"
+            " of the model that it was trained on"
+        )
     return base
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises WrongInput when the folder has no adapter, or one that is more than low-rank products beside linear layers."""
+    """Raises WrongInput when the folder has no adapter, or one that is more than low-rank products
+    beside linear layers.
+    """
     path = folder / CONFIG
     try:
         config = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise WrongInput(f"{folder} is not an adapter ({CONFIG} is missing); give a folder that PEFT or ingot wrote") from None
+        raise WrongInput(
+            f"{folder} is not an adapter ({CONFIG} is missing); give a folder that PEFT or ingot"
+            " wrote"
+        ) from None
     except ValueError as error:
         raise WrongInput(f"{path} is not JSON ({error}); fetch the adapter again") from None
     if not isinstance(config, dict):
@@ -91,29 +149,52 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     targets = config["target_modules"]
     try:
         return AdapterConfig(
-            base=str(config.get("base_model_name_or_path") or ""), task=config.get("task_type"), rank=int(config.get("r", 8)),
-            alpha=float(config.get("lora_alpha", 8)), dropout=float(config.get("lora_dropout", 0.0)), root=bool(config.get("use_rslora")),
-            targets=targets if isinstance(targets, str) else tuple(targets), heads=tuple(config.get("modules_to_save") or ()),
-            ranks={str(key): int(value) for key, value in (config.get("rank_pattern") or {}).items()},
-            alphas={str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()},
+            base=str(config.get("base_model_name_or_path") or ""),
+            task=config.get("task_type"),
+            rank=int(config.get("r", 8)),
+            alpha=float(config.get("lora_alpha", 8)),
+            dropout=float(config.get("lora_dropout", 0.0)),
+            root=bool(config.get("use_rslora")),
+            targets=targets if isinstance(targets, str) else tuple(targets),
+            heads=tuple(config.get("modules_to_save") or ()),
+            ranks={
+                str(key): int(value) for key, value in (config.get("rank_pattern") or {}).items()
+            },
+            alphas={
+                str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()
+            },
         )
     except (TypeError, ValueError, AttributeError) as error:
-        raise WrongInput(f"{path}: a value is of another type than PEFT's ({error}); fetch the adapter again") from None
+        raise WrongInput(
+            f"{path}: a value is of another type than PEFT's ({error}); fetch the adapter again"
+        ) from None
 
 
 def class_count(folder: Path) -> int | None:
-    """How many classes the head in an adapter of a classifier tells apart, which its base may not know; None where it holds no head."""
-    last = [tensor for name, tensor in sorted(_read(folder).items()) if name.endswith(("out_proj.weight", "score.weight", ".classifier.weight"))]
+    """How many classes the head in an adapter of a classifier tells apart, which its base may not
+    know; None where it holds no head.
+    """
+    last = [
+        tensor
+        for name, tensor in sorted(_read(folder).items())
+        if name.endswith(("out_proj.weight", "score.weight", ".classifier.weight"))
+    ]
     return last[0].shape[0] if last and read_adapter_config(folder).heads else None
 
 
 def _refuse_others(config: Mapping[str, Any], path: Path) -> None:
-    """Name what this adapter has beyond plain LoRA; also what a later PEFT may bring, as long as it is switched on."""
+    """Name what this adapter has beyond plain LoRA; also what a later PEFT may bring, as long as it
+    is switched on.
+    """
     if config.get("peft_type") != "LORA":
-        raise WrongInput(f"{path}: peft_type {config.get('peft_type')} is not supported, only LORA; {_INSTEAD}")
+        raise WrongInput(
+            f"{path}: peft_type {config.get('peft_type')} is not supported, only LORA; {_INSTEAD}"
+        )
     if not config.get("target_modules"):
         raise WrongInput(f"{path}: target_modules is missing; {_INSTEAD}")
-    wrong = {key: value for key, value in config.items() if value and key not in _READ | _WITHOUT_EFFECT}
+    wrong = {
+        key: value for key, value in config.items() if value and key not in _READ | _WITHOUT_EFFECT
+    }
     if config.get("bias", "none") != "none":
         wrong["bias"] = config["bias"]
     if config.get("init_lora_weights", True) not in _FIRST_MATRICES:
@@ -122,25 +203,46 @@ def _refuse_others(config: Mapping[str, Any], path: Path) -> None:
         raise WrongInput(f"{path}: {key} {value!r} is not supported; {_INSTEAD}")
 
 
-def save_adapter(model: nn.Module, folder: Path, *, base: str, kind: Literal["decoder", "seq2seq", "encoder"]) -> None:
-    """Write the adapter of a model, all at once. `base` is what it was trained on: a folder, or a name on the hub."""
+def save_adapter(
+    model: nn.Module, folder: Path, *, base: str, kind: Literal["decoder", "seq2seq", "encoder"]
+) -> None:
+    """Write the adapter of a model, all at once. `base` is what it was trained on: a folder, or a
+    name on the hub.
+    """
     layers, heads, state = lora_layers(model), head_modules(model), lora_state(model)
     assert state is not None, "the model has no adapter"
     # One rank and alpha for most, the others by their whole names.
     alphas = {name: _plain(layer.scale * layer.rank) for name, layer in layers.items()}
-    (rank, alpha), _ = Counter((layer.rank, alphas[name]) for name, layer in layers.items()).most_common(1)[0]
+    (rank, alpha), _ = Counter(
+        (layer.rank, alphas[name]) for name, layer in layers.items()
+    ).most_common(1)[0]
     config = {
-        "peft_type": "LORA", "task_type": TASKS[kind], "base_model_name_or_path": base.removeprefix("hf:"), "inference_mode": True,
-        "r": rank, "lora_alpha": alpha, "lora_dropout": state.dropout, "target_modules": _short_targets(model, layers),
-        "modules_to_save": list(heads) or None, "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
+        "peft_type": "LORA",
+        "task_type": TASKS[kind],
+        "base_model_name_or_path": base.removeprefix("hf:"),
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": state.dropout,
+        "target_modules": _short_targets(model, layers),
+        "modules_to_save": list(heads) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
         "init_lora_weights": True,
         "rank_pattern": {name: layer.rank for name, layer in layers.items() if layer.rank != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
     }
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in _places(model, layers, heads).items()}
+    tensors = {
+        key: tensor.detach().cpu().contiguous()
+        for key, tensor in _places(model, layers, heads).items()
+    }
     with atomic_folder(folder) as partial:
         save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
-        (partial / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (partial / CONFIG).write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def _plain(number: float) -> float | int:
@@ -150,31 +252,49 @@ def _plain(number: float) -> float | int:
 
 
 def _short_targets(model: nn.Module, layers: Mapping[str, LoRALinear]) -> list[str]:
-    """The last parts of the names where no other module of the model is called so, else the whole names."""
+    """The last parts of the names where no other module of the model is called so, else the whole
+    names.
+    """
     tails = sorted({name.rpartition(".")[2] for name in layers})
     heads = head_modules(model)
-    called = {name for name, _ in named_by(model).named_modules() if name.rpartition(".")[2] in tails and name.split(".")[0] not in heads}
+    called = {
+        name
+        for name, _ in named_by(model).named_modules()
+        if name.rpartition(".")[2] in tails and name.split(".")[0] not in heads
+    }
     return tails if called == set(layers) else sorted(layers)
 
 
-def _places(model: nn.Module, layers: Mapping[str, LoRALinear], heads: tuple[str, ...]) -> dict[str, Tensor]:
+def _places(
+    model: nn.Module, layers: Mapping[str, LoRALinear], heads: tuple[str, ...]
+) -> dict[str, Tensor]:
     """PEFT's key of each tensor of an adapter -> where it lies in the model."""
     places: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        places[f"{_PREFIX}{name}.{A}.weight"], places[f"{_PREFIX}{name}.{B}.weight"] = layer.lora_A, layer.lora_B
+        places[f"{_PREFIX}{name}.{A}.weight"], places[f"{_PREFIX}{name}.{B}.weight"] = (
+            layer.lora_A,
+            layer.lora_B,
+        )
     for head in heads:
-        places |= {f"{_PREFIX}{head}.{name}": tensor for name, tensor in named_by(model).get_submodule(head).state_dict(keep_vars=True).items()}
+        places |= {
+            f"{_PREFIX}{head}.{name}": tensor
+            for name, tensor in (
+                named_by(model).get_submodule(head).state_dict(keep_vars=True).items()
+            )
+        }
     return places
 
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool = False) -> None:
-    """Give a model the adapter in `folder`: into the one that it has (to go on training), else beside it, or folded in (`merge`).
+    """Give a model the adapter in `folder`: into the one that it has (to go on training), else
+    beside it, or folded in (`merge`).
 
     Of a model that is spread over ranks, or cut, and has its adapter, this rank's part is filled.
 
     Raises:
-        WrongInput: not an adapter, one of another kind, or one that does not fit this model (or its adapter); nothing is changed then.
+        WrongInput: not an adapter, one of another kind, or one that does not fit this model (or its
+            adapter); nothing is changed then.
     """
     config, path = read_adapter_config(folder), folder / CONFIG
     whole = _whole(model)
@@ -182,7 +302,9 @@ def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool =
     sizes = _sizes(whole, config, heads, path)
     if present := lora_layers(model):
         here = {name: sizes[name] for name in linear_layers(model, heads) if name in sizes}
-        _compare(here, {name: Size(layer.rank, layer.scale) for name, layer in present.items()}, path)
+        _compare(
+            here, {name: Size(layer.rank, layer.scale) for name, layer in present.items()}, path
+        )
     tensors = _read(folder)
     _check(_shapes(whole, sizes, heads), tensors, folder / WEIGHTS)
     if not present:
@@ -194,26 +316,51 @@ def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool =
 
 
 def _whole(model: nn.Module) -> nn.Module:
-    """All layers that a model has, if only on `meta`, where the model itself may be the part of a decoder that is on this rank."""
+    """All layers that a model has, if only on `meta`, where the model itself may be the part of a
+    decoder that is on this rank.
+    """
     if not isinstance(model, Decoder):
         return model
     with torch.device("meta"):
         return Decoder(model.config)
 
 
-def _sizes(model: nn.Module, config: AdapterConfig, heads: tuple[str, ...], path: Path) -> dict[str, Size]:
+def _sizes(
+    model: nn.Module, config: AdapterConfig, heads: tuple[str, ...], path: Path
+) -> dict[str, Size]:
     """The layers that an adapter is for, and how each is adapted."""
     linears, targets = linear_layers(model, heads), config.targets
     if isinstance(targets, tuple):
-        names = [name for name in linears if any(name == target or name.endswith("." + target) for target in targets)]
+        names = [
+            name
+            for name in linears
+            if any(name == target or name.endswith("." + target) for target in targets)
+        ]
     else:
-        names = linears if targets == ALL_LINEAR else [name for name in linears if _fits(targets, name, path)]
+        names = (
+            linears
+            if targets == ALL_LINEAR
+            else [name for name in linears if _fits(targets, name, path)]
+        )
     if not names:
-        raise WrongInput(f"{path}: target_modules {targets!r} matches no linear layer of this model; give the base of the adapter ({config.base})")
+        raise WrongInput(
+            f"{path}: target_modules {targets!r} matches no linear layer of this model; give the"
+            f" base of the adapter ({config.base})"
+        )
     sizes = {}
     for name in names:
-        rank = next((value for key, value in config.ranks.items() if _fits(rf"(.*\.)?({key})", name, path)), config.rank)
-        alpha = next((value for key, value in config.alphas.items() if _fits(rf"(.*\.)?({key})", name, path)), config.alpha)
+        rank = next(
+            (value for key, value in config.ranks.items() if _fits(rf"(.*\.)?({key})", name, path)),
+            config.rank,
+        )
+        alpha = next(
+            (
+                value
+                for key, value in config.alphas.items()
+                if _fits(rf"(.*\.)?({key})", name, path)
+            ),
+            config.alpha,
+        )
         if rank < 1:
             raise WrongInput(f"{path}: the rank of {name} is {rank}; fetch the adapter again")
         sizes[name] = Size(rank, alpha / (math.sqrt(rank) if config.root else rank))
@@ -224,18 +371,27 @@ def _fits(pattern: str, name: str, path: Path) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
-        raise WrongInput(f"{path}: {pattern!r} is not a regular expression ({error}); fetch the adapter again") from None
+        raise WrongInput(
+            f"{path}: {pattern!r} is not a regular expression ({error}); fetch the adapter again"
+        ) from None
 
 
 def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ...]:
-    """The modules that the adapter holds whole. Only a classifier's head is ever trained so here."""
+    """The modules that the adapter holds whole. Only a classifier's head is ever trained so
+    here.
+    """
     here, there = head_modules(model), [name for name, _ in named_by(model).named_modules()]
     held: set[str] = set()
     for wanted in config.heads:
-        matches = {name for name in here if name.endswith(wanted)}  # as PEFT does: `classifier` means `pre_classifier` as well
-        if not matches and (wanted not in _USUAL_HEADS or any(name.endswith(wanted) for name in there)):
+        matches = {
+            name for name in here if name.endswith(wanted)
+        }  # as PEFT does: `classifier` means `pre_classifier` as well
+        if not matches and (
+            wanted not in _USUAL_HEADS or any(name.endswith(wanted) for name in there)
+        ):
             raise WrongInput(
-                f"{path}: modules_to_save {wanted!r} is not supported, only the head of a classifier ({', '.join(here) or 'this model has none'}); {_INSTEAD}"
+                f"{path}: modules_to_save {wanted!r} is not supported, only the head of a"
+                f" classifier ({', '.join(here) or 'this model has none'}); {_INSTEAD}"
             )
         held |= matches
     return tuple(name for name in here if name in held)
@@ -244,34 +400,61 @@ def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ..
 def _compare(stored: Mapping[str, Size], present: Mapping[str, Size], path: Path) -> None:
     """To go on with an adapter, the recipe must ask for the same one."""
     if different := sorted(stored.keys() ^ present.keys()):
-        side = "adapts it, the recipe does not" if different[0] in stored else "does not adapt it, the recipe does"
-        raise WrongInput(f"{path}: {different[0]} and {len(different) - 1} more differ: the adapter {side}; set model.lora.targets to the adapter's own")
+        side = (
+            "adapts it, the recipe does not"
+            if different[0] in stored
+            else "does not adapt it, the recipe does"
+        )
+        raise WrongInput(
+            f"{path}: {different[0]} and {len(different) - 1} more differ: the adapter {side}; set"
+            " model.lora.targets to the adapter's own"
+        )
     for name, size in stored.items():
         if size.rank != present[name].rank:
-            raise WrongInput(f"{path}: the rank of {name} is {size.rank}, model.lora.rank asks for {present[name].rank}; set it to {size.rank}")
+            raise WrongInput(
+                f"{path}: the rank of {name} is {size.rank}, model.lora.rank asks for"
+                f" {present[name].rank}; set it to {size.rank}"
+            )
         if not math.isclose(size.scale, present[name].scale, rel_tol=1e-6):
             alpha = _plain(size.scale * size.rank)
-            raise WrongInput(f"{path}: {name} is scaled by {size.scale:g}, the recipe asks for {present[name].scale:g}; set model.lora.alpha to {alpha}")
+            raise WrongInput(
+                f"{path}: {name} is scaled by {size.scale:g}, the recipe asks for"
+                f" {present[name].scale:g}; set model.lora.alpha to {alpha}"
+            )
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
     file = folder / WEIGHTS
     if not file.exists():
         pickled = " (pickled weights are not read)" if list(folder.glob("*.bin")) else ""
-        raise WrongInput(f"{folder} has no {WEIGHTS}{pickled}; give a folder with safetensors weights")
+        raise WrongInput(
+            f"{folder} has no {WEIGHTS}{pickled}; give a folder with safetensors weights"
+        )
     try:
         with safe_open(str(file), framework="pt") as reader:
             return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (a reader is not a mapping)
     except SafetensorError as error:
-        raise WrongInput(f"{file} is torn or not safetensors ({error}); fetch the adapter again") from None
+        raise WrongInput(
+            f"{file} is torn or not safetensors ({error}); fetch the adapter again"
+        ) from None
 
 
-def _shapes(model: nn.Module, sizes: Mapping[str, Size], heads: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    model: nn.Module, sizes: Mapping[str, Size], heads: tuple[str, ...]
+) -> dict[str, tuple[int, ...]]:
     """PEFT's key and the shape of every tensor that the adapter must hold."""
-    shapes: dict[str, tuple[int, ...]] = {key: tuple(tensor.shape) for key, tensor in _places(model, {}, heads).items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        key: tuple(tensor.shape) for key, tensor in _places(model, {}, heads).items()
+    }
     for name, size in sizes.items():
         rows, columns = named_by(model).get_parameter(f"{name}.weight").shape
-        shapes[f"{_PREFIX}{name}.{A}.weight"], shapes[f"{_PREFIX}{name}.{B}.weight"] = (size.rank, columns), (rows, size.rank)
+        shapes[f"{_PREFIX}{name}.{A}.weight"], shapes[f"{_PREFIX}{name}.{B}.weight"] = (
+            (
+                size.rank,
+                columns,
+            ),
+            (rows, size.rank),
+        )
     return shapes
 
 
@@ -280,8 +463,13 @@ def _check(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], f
     problems = [f"{key} is missing" for key in wanted if key not in found]
     problems += [f"{key} is not part of it" for key in sorted(found.keys() - wanted.keys())]
     problems += [
-        f"{key} is {list(found[key].shape)}, {list(shape)} is wanted" for key, shape in wanted.items() if key in found and tuple(found[key].shape) != shape
+        f"{key} is {list(found[key].shape)}, {list(shape)} is wanted"
+        for key, shape in wanted.items()
+        if key in found and tuple(found[key].shape) != shape
     ]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise WrongInput(f"{file}: weights do not fit this model and {CONFIG}: {'; '.join(problems[:8])}{more}; give the adapter with its own base")
+        raise WrongInput(
+            f"{file}: weights do not fit this model and {CONFIG}: {'; '.join(problems[:8])}{more};"
+            " give the adapter with its own base"
+        )

@@ -1,4 +1,6 @@
-"""Which model a recipe means, checked before anything is loaded, and built: on meta, then weights loaded, drawn, or just room for them."""
+"""Which model a recipe means, checked before anything is loaded, and built: on meta, then weights
+loaded, drawn, or just room for them.
+"""
 
 from __future__ import annotations
 
@@ -31,31 +33,41 @@ class Blueprint:
     random: bool
 
 
-def blueprint(recipe: Recipe, ids: int, special: Mapping[str, int | None], least: int = 0) -> Blueprint:
-    """The model that the recipe trains, for a tokenizer of `ids` ids, `special` ones among them by name (`bos`, `eos`, `pad`).
+def blueprint(
+    recipe: Recipe, ids: int, special: Mapping[str, int | None], least: int = 0
+) -> Blueprint:
+    """The model that the recipe trains, for a tokenizer of `ids` ids, `special` ones among them by
+    name (`bos`, `eos`, `pad`).
 
     A model that starts from nothing has as many embeddings as there are ids, `least` at the least.
 
     Raises:
-        WrongInput: another kind of model than the objective is for, rows longer than the model's positions, or more ids
-            than the model has embeddings.
+        WrongInput: another kind of model than the objective is for, rows longer than the model's
+            positions, or more ids than the model has embeddings.
     """
     kind, source = TRAINED_ON[recipe.documents], recipe.model.source
     folder = source_folder(recipe.model)
     random = starts_random(recipe.model, folder)
     values = source_config(recipe.model, folder)
     if random:
-        values |= {name: value for name, value in _of_tokenizer(kind, values, max(ids, least), special).items() if name not in recipe.model.config}
+        values |= {
+            name: value
+            for name, value in _of_tokenizer(kind, values, max(ids, least), special).items()
+            if name not in recipe.model.config
+        }
     config: DecoderConfig | HubConfig
     if kind == "decoder":
         config = DecoderConfig.from_hf(values, f"model.source {source}")
     else:
         config = hub_config(values, kind, f"model.source {source}", labels=recipe.labels)
-    longest = {"data.seq_len": recipe.data.seq_len} | ({"data.target_len": recipe.data.target_len} if kind == "seq2seq" else {})
+    longest = {"data.seq_len": recipe.data.seq_len} | (
+        {"data.target_len": recipe.data.target_len} if kind == "seq2seq" else {}
+    )
     for knob, length in longest.items():
         if length > config.max_position_embeddings:
             raise WrongInput(
-                f"{knob} {length} exceeds the model's {config.max_position_embeddings} positions; lower {knob} or set model.config.max_position_embeddings"
+                f"{knob} {length} exceeds the model's {config.max_position_embeddings} positions;"
+                f" lower {knob} or set model.config.max_position_embeddings"
             )
     if ids > config.vocab_size:
         raise WrongInput(
@@ -65,7 +77,9 @@ def blueprint(recipe: Recipe, ids: int, special: Mapping[str, int | None], least
     return Blueprint(kind, config, folder, random)
 
 
-def _of_tokenizer(kind: Kind, values: Mapping[str, object], ids: int, special: Mapping[str, int | None]) -> dict[str, int]:
+def _of_tokenizer(
+    kind: Kind, values: Mapping[str, object], ids: int, special: Mapping[str, int | None]
+) -> dict[str, int]:
     """What the configuration of a model that starts from nothing takes from its tokenizer."""
     if kind == "decoder":
         return {"vocab_size": ids}
@@ -73,14 +87,19 @@ def _of_tokenizer(kind: Kind, values: Mapping[str, object], ids: int, special: M
     pad = named.setdefault("pad_token_id", named.get("eos_token_id", 0))
     # T5 begins to write with padding, BART with the end of what came before.
     start = pad if values.get("model_type") in ("t5", "mt5") else named.get("eos_token_id", pad)
-    return {"vocab_size": ids, **named, **({"decoder_start_token_id": start} if kind == "seq2seq" else {})}
+    return {
+        "vocab_size": ids,
+        **named,
+        **({"decoder_start_token_id": start} if kind == "seq2seq" else {}),
+    }
 
 
 def draft_model(plan: Blueprint, seed: int) -> Model:
     """The model before wrappers: a decoder on `meta`.
 
-    One of transformers has its weights at once, all of them in this host's memory: what its constructors compute cannot be told from what is
-    learnt without them. Sharding brings a layer at a time to the device. It is filled even where a checkpoint follows, which holds what is
+    One of transformers has its weights at once, all of them in this host's memory: what its
+    constructors compute cannot be told from what is learnt without them. Sharding brings a layer at
+    a time to the device. It is filled even where a checkpoint follows, which holds what is
     trained and nothing else: not Marian's bias of each token, nor embeddings that nobody reads.
     """
     if isinstance(plan.config, DecoderConfig):
@@ -92,8 +111,12 @@ def draft_model(plan: Blueprint, seed: int) -> Model:
     return load_hub(plan.config, plan.folder, device=host, dtype=torch.float32, seed=seed)
 
 
-def fill_model(model: Model, plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> None:
-    """Give a drafted model its memory on `device`, and this rank's part of its weights, loaded or drawn; not `filled`: just room for them."""
+def fill_model(
+    model: Model, plan: Blueprint, seed: int, device: torch.device, *, filled: bool
+) -> None:
+    """Give a drafted model its memory on `device`, and this rank's part of its weights, loaded or
+    drawn; not `filled`: just room for them.
+    """
     if not isinstance(model, Decoder):
         if not is_spread(model):
             model.to(device)
@@ -108,7 +131,9 @@ def fill_model(model: Model, plan: Blueprint, seed: int, device: torch.device, *
 
 
 def build_model(plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> Model:
-    """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room for them, where a checkpoint follows."""
+    """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room
+    for them, where a checkpoint follows.
+    """
     model = draft_model(plan, seed)
     fill_model(model, plan, seed, device, filled=filled)
     return model

@@ -1,4 +1,6 @@
-"""Classes of texts from an encoder: all that wait go through the model together, each judged as it would be alone."""
+"""Classes of texts from an encoder: all that wait go through the model together, each judged as it
+would be alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from ingot.models.summaries import check_text
 
 @dataclass(frozen=True)
 class Scored(Piece):
-    """A verdict: `text` is the likeliest label, `scores` the probability of each, in the model's order."""
+    """A verdict: `text` is the likeliest label, `scores` the probability of each, in the model's
+    order.
+    """
 
     scores: tuple[float, ...] = ()
 
@@ -27,7 +31,9 @@ def classify(model: Encoder, texts: Sequence[Sequence[int]]) -> list[list[float]
     device = next(model.parameters()).device
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-    segments = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=device)
+    segments = torch.tensor(
+        [[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=device
+    )
     positions = torch.arange(longest, device=device).expand(len(texts), longest)
     scores: list[list[float]] = model.logits(tokens, positions, segments).softmax(dim=-1).tolist()
     return scores
@@ -41,9 +47,11 @@ class ClassifierJob:
 
 
 class Classifier:
-    """A `Generator` for encoders: each step judges up to `max_rows` of the texts that wait; one piece each, and the last.
+    """A `Generator` for encoders: each step judges up to `max_rows` of the texts that wait; one
+    piece each, and the last.
 
-    A request's `prompt` is the text as the model reads it, framed; its other fields mean nothing here.
+    A request's `prompt` is the text as the model reads it, framed; its other fields mean nothing
+    here.
     """
 
     def __init__(self, model: Encoder, *, max_rows: int = 8) -> None:
@@ -84,4 +92,10 @@ class Classifier:
     def _scored(self, scores: Sequence[float]) -> Scored:
         if not all(math.isfinite(score) for score in scores):
             return Scored("", (), 0, "error")
-        return Scored(self._model.config.labels[max(range(len(scores)), key=scores.__getitem__)], (), 0, "stop", tuple(scores))
+        return Scored(
+            self._model.config.labels[max(range(len(scores)), key=scores.__getitem__)],
+            (),
+            0,
+            "stop",
+            tuple(scores),
+        )

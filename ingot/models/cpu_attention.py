@@ -1,8 +1,10 @@
-"""Attention in bf16 on a CPU, forward and backward, as products of blocks that stay in the processor's cache.
+"""Attention in bf16 on a CPU, forward and backward, as products of blocks that stay in the
+processor's cache.
 
-torch's flash kernel for CPUs spends most of its time beside the matrix products: this costs half as much. A block of queries
-meets all keys that it may see at once; what nobody in it may see (the future, other documents) is left out. Scores are rounded to
-bf16 before the softmax, which itself computes in float32. These are torch operators, so that a compiler takes them as they are.
+torch's flash kernel for CPUs spends most of its time beside the matrix products: this costs half as
+much. A block of queries meets all keys that it may see at once; what nobody in it may see (the
+future, other documents) is left out. Scores are rounded to bf16 before the softmax, which itself
+computes in float32. These are torch operators, so that a compiler takes them as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ BLOCK = 128  # queries
 
 
 def _blocks(mask: Tensor | None, length: int) -> Iterator[tuple[int, int, int]]:
-    """(first key, first query, end of both) of each block of one row; `mask` bool `[1 or H, T, T]`, None for plain causal attention."""
+    """(first key, first query, end of both) of each block of one row; `mask` bool `[1 or H, T, T]`,
+    None for plain causal attention.
+    """
     for first in range(0, length, BLOCK):
         end = min(first + BLOCK, length)
         if mask is None:
@@ -28,9 +32,13 @@ def _blocks(mask: Tensor | None, length: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _weights(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
-    """softmax(q k) `[K, G * t, S]` for scaled queries `[K, G * t, E]`, keys `[K, S, E]`, and `hidden` bool, broadcast to `[K, G, t, S]`."""
+    """softmax(q k) `[K, G * t, S]` for scaled queries `[K, G * t, E]`, keys `[K, S, E]`, and
+    `hidden` bool, broadcast to `[K, G, t, S]`.
+    """
     scores = torch.bmm(q, k.transpose(1, 2))
-    scores.view(k.shape[0], -1, hidden.shape[-2], k.shape[1])[..., -hidden.shape[-1] :].masked_fill_(hidden, -math.inf)
+    scores.view(k.shape[0], -1, hidden.shape[-2], k.shape[1])[
+        ..., -hidden.shape[-1] :
+    ].masked_fill_(hidden, -math.inf)
     return torch.softmax(scores, dim=-1, dtype=scores.dtype)
 
 
@@ -43,7 +51,9 @@ def _future(mask: Tensor | None, start: int, first: int, end: int) -> Tensor:
 
 @torch.library.custom_op("ingot::cpu_attention", mutates_args=())
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q `[B, H, T, E]`, k and v `[B, K, T, E]`, mask bool `[B or 1, 1, T, T]` or None for causal -> `[B, H, T, E]`, laid out as `[B, T, H, E]`."""
+    """q `[B, H, T, E]`, k and v `[B, K, T, E]`, mask bool `[B or 1, 1, T, T]` or None for causal ->
+    `[B, H, T, E]`, laid out as `[B, T, H, E]`.
+    """
     batch, _, length, size = q.shape
     groups = k.shape[1]
     out = _like(q)
@@ -54,13 +64,19 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
         for start, first, end in _blocks(seen, length):
             part = scaled[row, :, :, first:end].reshape(groups, -1, size)
             p = _weights(part, k[row, :, start:end], _future(seen, start, first, end))
-            mixed[row, :, :, first:end] = torch.bmm(p, v[row, :, start:end]).view(groups, -1, end - first, size)
+            mixed[row, :, :, first:end] = torch.bmm(p, v[row, :, start:end]).view(
+                groups, -1, end - first, size
+            )
     return out
 
 
 @torch.library.custom_op("ingot::cpu_attention_backward", mutates_args=())
-def cpu_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. What attention weighs by is computed again, which costs less than to keep it."""
+def cpu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. What attention weighs by is computed again, which costs less
+    than to keep it.
+    """
     batch, _, length, size = q.shape
     groups, scale = k.shape[1], size**-0.5
     dq, dk, dv = _like(q), _like(k), _like(v)
@@ -73,8 +89,12 @@ def cpu_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: 
             g = given[row, :, :, first:end].reshape(groups, -1, size)
             p = _weights(part, k[row, :, start:end], _future(seen, start, first, end))
             sum_v[:, start:end] += torch.bmm(p.transpose(1, 2), g)
-            ds = torch._softmax_backward_data(torch.bmm(g, v[row, :, start:end].transpose(1, 2)), p, -1, p.dtype)
-            back[row, :, :, first:end] = (torch.bmm(ds, k[row, :, start:end]) * scale).view(groups, -1, end - first, size)
+            ds = torch._softmax_backward_data(
+                torch.bmm(g, v[row, :, start:end].transpose(1, 2)), p, -1, p.dtype
+            )
+            back[row, :, :, first:end] = (torch.bmm(ds, k[row, :, start:end]) * scale).view(
+                groups, -1, end - first, size
+            )
             sum_k[:, start:end] += torch.bmm(ds.transpose(1, 2), part)
         dk[row], dv[row] = sum_k, sum_v
     return dq, dk, dv
@@ -86,12 +106,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @cpu_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 
 
 def _like(x: Tensor) -> Tensor:
-    """Room for `[B, H, T, E]` laid out as `[B, T, H, E]`, which the next product takes without a copy."""
+    """Room for `[B, H, T, E]` laid out as `[B, T, H, E]`, which the next product takes without a
+    copy.
+    """
     batch, heads, length, size = x.shape
     return x.new_empty(batch, length, heads, size).transpose(1, 2)
 

@@ -1,7 +1,9 @@
-"""The native decoder family. Parameter names and rotary layout are Hugging Face's, so that conversion is nearly the identity.
+"""The native decoder family. Parameter names and rotary layout are Hugging Face's, so that
+conversion is nearly the identity.
 
 Knows no parallelism, no environment and no recipe; wrappers are applied from outside.
-Shapes: B batch, T time, D model, H query heads, K key/value heads, E head size, F feed-forward, V vocabulary.
+Shapes: B batch, T time, D model, H query heads, K key/value heads, E head size, F feed-forward, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from ingot.models.rope import angles, inverse_frequencies, rotate
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens. `append` stores one layer's new ones and answers what to attend over."""
+    """Keys and values of earlier tokens. `append` stores one layer's new ones and answers what to
+    attend over.
+    """
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """k, v `[B, K, T, E]` -> keys and values `[B, K, S, E]` and a bool mask `[B, 1, T, S]`."""
@@ -49,16 +53,23 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(
+            x.dtype
+        )
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; queries and keys normed per head where the configuration says so (Qwen 3)."""
+    """Grouped-query attention with rotary positions; queries and keys normed per head where the
+    configuration says so (Qwen 3).
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        queries, keys = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
@@ -66,9 +77,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None
+    ) -> Tensor:
         batch, time, _ = x.shape
-        # The number of heads is read off the tensor: a wrapper may have left this rank a share of them.
+        # The number of heads is read off the tensor: a wrapper may have left this rank a share of
+        # them.
         q, k, v = (
             projection(x).view(batch, time, -1, self.head_dim).transpose(1, 2)  # [B, H or K, T, E]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -90,9 +104,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias
+        )
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -110,7 +128,9 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None = None
+    ) -> Tensor:
         """`look` is how this layer attends; None where `cache` says what to attend over."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, look, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -122,20 +142,27 @@ class Trunk(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        # Not drawn here: on `meta` that would load the compiler (a second at each start), elsewhere it would be drawn twice.
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        # Not drawn here: on `meta` that would load the compiler (a second at each start), elsewhere
+        # it would be drawn twice.
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
+        self.layers = nn.ModuleList(
+            Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Decoder(nn.Module):
     """A causal language model, or one stage of it.
 
-    `forward` is the face that training uses: per-token values of an objective, full logits never existing at once.
-    Built on any device, `meta` included: nothing is computed from the parameters in the constructor.
+    `forward` is the face that training uses: per-token values of an objective, full logits never
+    existing at once.
+    Built on any device, `meta` included: nothing is computed from the parameters in the
+    constructor.
 
-    `attention`, `through` and `vocabulary` say how rows, the layers and the head are computed; wrappers put others there, that speak with
-    other ranks or do not keep all that backward needs.
+    `attention`, `through` and `vocabulary` say how rows, the layers and the head are computed;
+    wrappers put others there, that speak with other ranks or do not keep all that backward needs.
     Of a stage, only `stage` and the layers that it holds (under their own numbers) are there.
     """
 
@@ -143,7 +170,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         self.attention: attention.Attention = attention.dense
         self.through: Through = in_order
         self.vocabulary = Vocabulary()
@@ -151,26 +182,51 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The projection onto the vocabulary, `[V, D]`; the embedding itself where the two are tied."""
+        """The projection onto the vocabulary, `[V, D]`; the embedding itself where the two are
+        tied.
+        """
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def hidden(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Final hidden states `[B, T, D]`, normed; of a stage that is not the last, what the next one goes on from.
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Final hidden states `[B, T, D]`, normed; of a stage that is not the last, what the next
+        one goes on from.
 
-        tokens, positions `[B, T]` int64; a stage that is not the first is given hidden states for tokens. `segments` `[B, T]` numbers
-        the documents of a packed row, which then do not see each other; None where each row is one document.
+        tokens, positions `[B, T]` int64; a stage that is not the first is given hidden states for
+        tokens. `segments` `[B, T]` numbers the documents of a packed row, which then do not see
+        each other; None where each row is one document.
         """
         return self._hidden(tokens, positions, segments, cache)
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, segments: Tensor | None, cache: Cache | None = None) -> Tensor:
-        # What is called from outside (`hidden`, `logits`, `project`) is where a wrapper gathers weights and gives them back: not from within `forward`.
-        # The frequencies are made here rather than kept in a buffer: they cost nothing, and a model on `meta` has none to lose.
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, cache: Cache | None = None
+    ) -> Tensor:
+        # What is called from outside (`hidden`, `logits`, `project`) is where a wrapper gathers
+        # weights and gives them back: not from within `forward`. The frequencies are made here
+        # rather than kept in a buffer: they cost nothing, and a model on `meta` has none to lose.
         rope = self.config.rope
-        cos, sin = angles(positions, inverse_frequencies(rope, self.config.head_dim, positions.device), rope.amplitude)
-        looks = {} if cache is not None else self.attention(positions, segments, self.config.windows)
+        cos, sin = angles(
+            positions,
+            inverse_frequencies(rope, self.config.head_dim, positions.device),
+            rope.amplitude,
+        )
+        looks = (
+            {} if cache is not None else self.attention(positions, segments, self.config.windows)
+        )
         x = self.model.embed_tokens(tokens) if self.stage.first else tokens
         layers = cast("Iterable[Block]", self.model.layers.children())
-        x = self.through(x, [partial(layer, cos=cos, sin=sin, look=looks.get(layer.window), cache=cache) for layer in layers])
+        x = self.through(
+            x,
+            [
+                partial(layer, cos=cos, sin=sin, look=looks.get(layer.window), cache=cache)
+                for layer in layers
+            ],
+        )
         return self.model.norm(x) if self.stage.last else x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -178,18 +234,28 @@ class Decoder(nn.Module):
         return self.vocabulary.whole(self._project(self.vocabulary.enter(hidden))).float()
 
     def project(self, hidden: Tensor) -> Tensor:
-        """`[..., D]` -> `[..., V]`: the head, in the type that it computes in; V is this rank's share of the vocabulary."""
+        """`[..., D]` -> `[..., V]`: the head, in the type that it computes in; V is this rank's
+        share of the vocabulary.
+        """
         return self._project(hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:
         return functional.linear(hidden, self.vocabulary.weight(self.head_weight))
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, labels: Tensor, token: TokenFunction, extras: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None,
+        labels: Tensor,
+        token: TokenFunction,
+        extras: Tensor | None = None,
     ) -> Tensor:
-        """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100. Of a stage that is not the last: hidden states.
+        """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100. Of a
+        stage that is not the last: hidden states.
 
-        `token(view, labels, extras)` is called on chunks of tokens, `extras` `[B, T, ...]` cut as they are; see `ingot.models.head`.
+        `token(view, labels, extras)` is called on chunks of tokens, `extras` `[B, T, ...]` cut as
+        they are; see `ingot.models.head`.
         """
         hidden = self._hidden(tokens, positions, segments)
         if not self.stage.last:
@@ -197,8 +263,19 @@ class Decoder(nn.Module):
         flat = None if extras is None else extras.flatten(0, 1)
         hidden = self.vocabulary.enter(hidden)
         weight = self.vocabulary.weight(self.head_weight)
-        values = apply_head(hidden.flatten(0, 1), self._project, self.config.vocab_size, labels.flatten(), token, flat, self.vocabulary.view, weight)
-        return values.view(labels.shape).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
+        values = apply_head(
+            hidden.flatten(0, 1),
+            self._project,
+            self.config.vocab_size,
+            labels.flatten(),
+            token,
+            flat,
+            self.vocabulary.view,
+            weight,
+        )
+        return values.view(
+            labels.shape
+        ).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
 
 
 class Stage(NamedTuple):

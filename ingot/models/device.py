@@ -17,10 +17,22 @@ import torch.distributed as dist
 
 Compute = Literal["fp32", "bf16"]
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # names and numbers of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = (
+    -1,
+    -2,
+    -3,
+)  # names and numbers of glibc's malloc.h
 
 # Dense bf16 matrix products, FLOP/s, as the makers state them.
-_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "B200": 2250e12}
+_PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "B200": 2250e12,
+}
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
@@ -53,7 +65,9 @@ def computing_in(compute: Compute, device: torch.device) -> Iterator[None]:
 
 
 def peak_flops(device: torch.device, compute: Compute) -> float | None:
-    """The maker's figure for matrix products in bf16; None where it is not known, and then no share of it is claimed."""
+    """The maker's figure for matrix products in bf16; None where it is not known, and then no share
+    of it is claimed.
+    """
     if device.type != "cuda" or compute != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -61,10 +75,15 @@ def peak_flops(device: torch.device, compute: Compute) -> float | None:
 
 
 def measured_peak(device: torch.device, compute: Compute) -> float:
-    """FLOP/s of one large matrix product here and now, the best of three; for devices whose maker's figure is not known."""
+    """FLOP/s of one large matrix product here and now, the best of three; for devices whose maker's
+    figure is not known.
+    """
     size = 1024 if device.type == "cpu" else 8192
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
-    a, b = torch.ones(size, size, device=device, dtype=dtype), torch.ones(size, size, device=device, dtype=dtype)
+    a, b = (
+        torch.ones(size, size, device=device, dtype=dtype),
+        torch.ones(size, size, device=device, dtype=dtype),
+    )
     best = math.inf
     for _ in range(3):
         started = time.perf_counter()
@@ -76,8 +95,14 @@ def measured_peak(device: torch.device, compute: Compute) -> float:
 
 
 def backend(device: torch.device) -> str:
-    """Collectives: on an accelerator its own for tensors there, and gloo for the few numbers that hosts agree on."""
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    """Collectives: on an accelerator its own for tensors there, and gloo for the few numbers that
+    hosts agree on.
+    """
+    return (
+        "gloo"
+        if device.type == "cpu"
+        else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    )
 
 
 def has_float8(device: torch.device) -> bool:
@@ -107,27 +132,40 @@ def gpu_usage(device: torch.device) -> dict[str, float]:
 
     pynvml.nvmlInit()
     try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return {"util": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, "memory": float(memory.used) / float(memory.total)}
+        return {
+            "util": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "memory": float(memory.used) / float(memory.total),
+        }
     finally:
         pynvml.nvmlShutdown()
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep large freed blocks for the next step rather than giving the pages back and faulting them in again.
+    """Tell glibc to keep large freed blocks for the next step rather than giving the pages back and
+    faulting them in again.
 
-    A CPU training step frees and takes the same large tensors over and over; this saved a quarter of its time. Memory in
-    use does not fall between steps any more, its peak is the same. Nothing happens with another C library.
+    A CPU training step frees and takes the same large tensors over and over; this saved a quarter
+    of its time. Memory in use does not fall between steps any more, its peak is the same. Nothing
+    happens with another C library.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        for option, value in ((_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26)):
+        for option, value in (
+            (_M_MMAP_THRESHOLD, 2**30),
+            (_M_TRIM_THRESHOLD, 2**31 - 1),
+            (_M_TOP_PAD, 2**26),
+        ):
             libc.mallopt(option, value)
 
 
 def use_all_cores(local_world: int) -> None:
-    """Share the cores between the processes of this machine, unless OMP_NUM_THREADS says otherwise."""
+    """Share the cores between the processes of this machine, unless OMP_NUM_THREADS says
+    otherwise.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world))

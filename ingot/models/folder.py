@@ -1,4 +1,6 @@
-"""Reading and writing Hugging Face model folders. Whatever is missing, extra or of another shape is named, and nothing is loaded."""
+"""Reading and writing Hugging Face model folders. Whatever is missing, extra or of another shape is
+named, and nothing is loaded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from ingot.models.names import misfits
 from ingot.models.placed import Box, box, give_memory, local
 from ingot.models.tensorfile import Form, write_tensors
 
-CONFIG, LINEAGE, INDEX, META = "config.json", "ingot.json", "model.safetensors.index.json", "params.json"
+CONFIG, LINEAGE, INDEX, META = (
+    "config.json",
+    "ingot.json",
+    "model.safetensors.index.json",
+    "params.json",
+)
 SHARD_BYTES = 5_000_000_000
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -32,24 +39,38 @@ def model_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / CONFIG).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         if (folder / META).exists():
-            raise WrongInput(f"{folder} is in Meta's original layout; run `ingot import {folder} NEW` and give the new folder") from None
-        raise WrongInput(f"{folder} is not a model folder ({CONFIG} is missing); give a Hugging Face folder") from None
+            raise WrongInput(
+                f"{folder} is in Meta's original layout; run `ingot import {folder} NEW` and give"
+                " the new folder"
+            ) from None
+        raise WrongInput(
+            f"{folder} is not a model folder ({CONFIG} is missing); give a Hugging Face folder"
+        ) from None
     except ValueError as error:
-        raise WrongInput(f"{folder / CONFIG} is not JSON ({error}); fetch the model again") from None
+        raise WrongInput(
+            f"{folder / CONFIG} is not JSON ({error}); fetch the model again"
+        ) from None
     if not isinstance(config, dict):
         raise WrongInput(f"{folder / CONFIG} is not a mapping; fetch the model again")
     return config
 
 
 def load_model(
-    folder: Path, *, device: torch.device, dtype: torch.dtype | None = None, overrides: Mapping[str, Any] | None = None
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Decoder:
     """The decoder in `folder`, in `dtype` (None: float32), in evaluation mode.
 
     Raises:
-        WrongInput: not a model folder, an architecture that is not supported, torn files, or tensors that do not fit.
+        WrongInput: not a model folder, an architecture that is not supported, torn files, or
+            tensors that do not fit.
     """
-    config = DecoderConfig.from_hf(overridden(model_config(folder), overrides or {}), str(folder / CONFIG))
+    config = DecoderConfig.from_hf(
+        overridden(model_config(folder), overrides or {}), str(folder / CONFIG)
+    )
     with torch.device("meta"):
         model = Decoder(config).to(dtype or torch.float32)
     give_memory(model, device)
@@ -59,9 +80,14 @@ def load_model(
 
 @torch.no_grad()
 def load_weights(model: Decoder, folder: Path) -> None:
-    """Fill the parameters of a model from `folder`, one tensor at a time; of what is spread or cut this rank's part is all that is read."""
+    """Fill the parameters of a model from `folder`, one tensor at a time; of what is spread or cut
+    this rank's part is all that is read.
+    """
     with torch.device("meta"):
-        whole = {name: tuple(parameter.shape) for name, parameter in Decoder(model.config).named_parameters()}
+        whole = {
+            name: tuple(parameter.shape)
+            for name, parameter in Decoder(model.config).named_parameters()
+        }
     tied = model.config.tie_word_embeddings
     _check_names(whole, stored_shapes(folder), folder, tied=tied)
     places = {name: parameter for name, parameter in model.named_parameters() if name in whole}
@@ -74,18 +100,30 @@ def load_weights(model: Decoder, folder: Path) -> None:
                     continue
                 part = _part(reader.get_slice(name), box(place))
                 if not part.is_floating_point():
-                    raise WrongInput(f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not weights as they are; give an unquantized model")
+                    raise WrongInput(
+                        f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not"
+                        " weights as they are; give an unquantized model"
+                    )
                 if name in places:
                     local(place).copy_(part)
                 else:
                     twin = part
-    if twin is not None and not torch.equal(twin.to(places[EMBEDDING].dtype), local(places[EMBEDDING]).cpu()):
-        raise WrongInput(f"{folder}: {CONFIG} ties {HEAD} to {EMBEDDING}, but the two differ; set tie_word_embeddings to false")
+    if twin is not None and not torch.equal(
+        twin.to(places[EMBEDDING].dtype), local(places[EMBEDDING]).cpu()
+    ):
+        raise WrongInput(
+            f"{folder}: {CONFIG} ties {HEAD} to {EMBEDDING}, but the two differ; set"
+            " tie_word_embeddings to false"
+        )
 
 
 def _part(stored: Any, wanted: Box) -> Tensor:
-    """A box of a stored tensor; of one that has no rows, as its last ranks have of a short one, nothing is asked."""
-    part: Tensor = stored[tuple(slice(0, 1) if side.start == side.stop else side for side in wanted)]
+    """A box of a stored tensor; of one that has no rows, as its last ranks have of a short one,
+    nothing is asked.
+    """
+    part: Tensor = stored[
+        tuple(slice(0, 1) if side.start == side.stop else side for side in wanted)
+    ]
     return part[tuple(slice(0, 0) if side.start == side.stop else slice(None) for side in wanted)]
 
 
@@ -96,15 +134,22 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise WrongInput(f"{index} is not an index of safetensors files; fetch the model again") from None
+            raise WrongInput(
+                f"{index} is not an index of safetensors files; fetch the model again"
+            ) from None
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("model*.safetensors"))
     if not files:
         pickled = " (pickled weights are not read)" if list(folder.glob("*.bin")) else ""
-        raise WrongInput(f"{folder} has no model*.safetensors{pickled}; give a folder with safetensors weights")
+        raise WrongInput(
+            f"{folder} has no model*.safetensors{pickled}; give a folder with safetensors weights"
+        )
     if missing := [file.name for file in files if not file.exists()]:
-        raise WrongInput(f"{folder}: {', '.join(missing)} missing, though {INDEX} names {'it' if len(missing) == 1 else 'them'}; fetch the model again")
+        raise WrongInput(
+            f"{folder}: {', '.join(missing)} missing, though {INDEX} names"
+            f" {'it' if len(missing) == 1 else 'them'}; fetch the model again"
+        )
     return files
 
 
@@ -140,24 +185,54 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except SafetensorError as error:
-        raise WrongInput(f"{file} is torn or not safetensors ({error}); fetch the model again") from None
+        raise WrongInput(
+            f"{file} is torn or not safetensors ({error}); fetch the model again"
+        ) from None
 
 
-def _check_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path, *, tied: bool) -> None:
-    """Name every difference. Older exports keep rotary frequencies (buffers that are computed here) and a tied head's twin."""
-    passed_over = {name for name in found if name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)}
+def _check_names(
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    folder: Path,
+    *,
+    tied: bool,
+) -> None:
+    """Name every difference. Older exports keep rotary frequencies (buffers that are computed here)
+    and a tied head's twin.
+    """
+    passed_over = {
+        name for name in found if name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
+    }
     if trouble := misfits(wanted, found, passed_over):
-        raise WrongInput(f"{folder}: weights do not fit {CONFIG}: {trouble}; check model.source and model.config")
+        raise WrongInput(
+            f"{folder}: weights do not fit {CONFIG}: {trouble}; check model.source and model.config"
+        )
 
 
-def save_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """Write tensors as they are, in Hugging Face's layout: one file, or numbered shards with an index."""
+def save_weights(
+    tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write tensors as they are, in Hugging Face's layout: one file, or numbered shards with an
+    index.
+    """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    return stream_weights({name: Form(tuple(tensor.shape), tensor.dtype) for name, tensor in ordered.items()}, ordered.items(), folder, shard_bytes)
+    return stream_weights(
+        {name: Form(tuple(tensor.shape), tensor.dtype) for name, tensor in ordered.items()},
+        ordered.items(),
+        folder,
+        shard_bytes,
+    )
 
 
-def stream_weights(forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """The same for tensors that come one by one, in the order of `forms`, which tells of them ahead; one of them is held at a time."""
+def stream_weights(
+    forms: Mapping[str, Form],
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """The same for tensors that come one by one, in the order of `forms`, which tells of them
+    ahead; one of them is held at a time.
+    """
     shards: list[dict[str, Form]] = [{}]
     filled = 0
     for name, form in forms.items():
@@ -166,19 +241,29 @@ def stream_weights(forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tenso
             filled = 0
         shards[-1][name] = form
         filled += form.nbytes
-    names = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     coming = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
         write_tensors(folder / name, shard, coming)
     if len(shards) > 1:
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        weight_map = {
+            tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
         total = sum(form.nbytes for form in forms.values())
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        )
     return [folder / name for name in names]
 
 
 def model_hash(folder: Path) -> str:
-    """Identity of a model folder's weights and configuration: from its `ingot.json`, else from the files themselves."""
+    """Identity of a model folder's weights and configuration: from its `ingot.json`, else from the
+    files themselves.
+    """
     lineage = read_lineage(folder)
     if lineage is not None and "model_hash" in lineage:
         return str(lineage["model_hash"])
@@ -187,13 +272,19 @@ def model_hash(folder: Path) -> str:
 
 def hash_model(folder: Path) -> str:
     """Reads every byte of the weights."""
-    return fingerprint({"config": model_config(folder), "weights": {file.name: sha256_file(file) for file in weight_files(folder)}})
+    return fingerprint(
+        {
+            "config": model_config(folder),
+            "weights": {file.name: sha256_file(file) for file in weight_files(folder)},
+        }
+    )
 
 
 def check_template(folder: Path, template: str | None, knob: str) -> None:
     """Refuse a model folder whose chat template is not the one that the model was trained with.
 
-    `template` is the identity of the one that lies there now. A folder that ingot did not write says nothing about it.
+    `template` is the identity of the one that lies there now. A folder that ingot did not write
+    says nothing about it.
 
     Raises:
         WrongInput: they differ; `knob` allows it.
@@ -201,8 +292,9 @@ def check_template(folder: Path, template: str | None, knob: str) -> None:
     lineage = read_lineage(folder) or {}
     if lineage.get("template", template) != template:
         raise WrongInput(
-            f"the chat template in {folder} ({template or 'none'}) is not the one that the model was trained with ({lineage['template'] or 'none'}), "
-            f"so chats would be written in a form that it never saw; put the old one back, or set {knob}=true"
+            f"the chat template in {folder} ({template or 'none'}) is not the one that the model"
+            f" was trained with ({lineage['template'] or 'none'}), so chats would be written in a"
+            f" form that it never saw; put the old one back, or set {knob}=true"
         )
 
 

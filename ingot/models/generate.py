@@ -1,7 +1,9 @@
-"""Text generation with continuous batching: requests join and leave a running batch, and each gets what it would get alone.
+"""Text generation with continuous batching: requests join and leave a running batch, and each gets
+what it would get alone.
 
-One `step` reads a share of the waiting prompts and then gives every running request its next token. Stop strings and
-text need a `decode` function; without one, requests are tokens in, tokens out. Knows no HTTP and no tokenizer.
+One `step` reads a share of the waiting prompts and then gives every running request its next token.
+Stop strings and text need a `decode` function; without one, requests are tokens in, tokens out.
+Knows no HTTP and no tokenizer.
 """
 
 from __future__ import annotations
@@ -22,9 +24,21 @@ from ingot.models.request import Completion, Finish, Piece, Request, Token, chec
 from ingot.models.sampling import Choice, Dice, choose
 from ingot.models.textstream import Decode, TextStream
 
-__all__ = ["Completion", "Finish", "Generator", "Job", "Piece", "Request", "Token", "check", "eos_ids", "join"]
+__all__ = [
+    "Completion",
+    "Finish",
+    "Generator",
+    "Job",
+    "Piece",
+    "Request",
+    "Token",
+    "check",
+    "eos_ids",
+    "join",
+]
 
-# Prompt tokens read in one step: what running requests wait for at most between two of their tokens.
+# Prompt tokens read in one step: what running requests wait for at most between two of their
+# tokens.
 PREFILL_TOKENS = 512
 
 
@@ -56,19 +70,28 @@ class Job:
         if self.generated == self.request.max_tokens or room == 0:
             return self._finish("length", text + (self.stream.finish() if self.stream else ""))
         self.given += len(text)
-        ready = self.waiting if self.stream is None else [token for token in self.waiting if token.offset < self.given]
+        ready = (
+            self.waiting
+            if self.stream is None
+            else [token for token in self.waiting if token.offset < self.given]
+        )
         self.waiting = self.waiting[len(ready) :]
         return Piece(text, tuple(ready), self.generated)
 
     def _read(self, choice: Choice) -> str:
-        """Put the token among the waiting ones, where its text begins; answer the text that it makes certain."""
+        """Put the token among the waiting ones, where its text begins; answer the text that it
+        makes certain.
+        """
         before, unsettled = (self.stream.length, self.stream.unsettled) if self.stream else (0, 0)
         self.waiting.append(Token(choice.token, before + unsettled, choice.logprob, choice.top))
         text = self.stream.push(choice.token) if self.stream else ""
         if self.stream and self.stream.length > before:
             # Tokens that turned out to be parts of the last character begin with it, not behind it.
             last = self.stream.length - 1
-            self.waiting = [replace(token, offset=last) if token.offset > last else token for token in self.waiting]
+            self.waiting = [
+                replace(token, offset=last) if token.offset > last else token
+                for token in self.waiting
+            ]
         return text
 
     def _finish(self, finish: Finish, text: str) -> Piece:
@@ -77,7 +100,9 @@ class Job:
 
 @dataclass
 class _Batch:
-    """Jobs by the row of the cache that they live in: those that decode first, then one whose prompt is partly read."""
+    """Jobs by the row of the cache that they live in: those that decode first, then one whose
+    prompt is partly read.
+    """
 
     decoding: list[Job] = field(default_factory=list)
     entering: Job | None = None
@@ -94,7 +119,13 @@ class Generator:
     """
 
     def __init__(
-        self, model: Decoder, *, eos: Collection[int] = (), decode: Decode | None = None, max_rows: int = 8, prefill_tokens: int = PREFILL_TOKENS
+        self,
+        model: Decoder,
+        *,
+        eos: Collection[int] = (),
+        decode: Decode | None = None,
+        max_rows: int = 8,
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         self._model, self._eos, self._decode = model, frozenset(eos), decode
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
@@ -138,7 +169,9 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Job, Piece]]:
-        """Read prompts, then decode one token for each running request. Several pieces of one job come in order."""
+        """Read prompts, then decode one token for each running request. Several pieces of one job
+        come in order.
+        """
         pieces: list[tuple[Job, Piece]] = []
         if self._pending or self._batch.entering:
             pieces += self._prefill()
@@ -156,15 +189,22 @@ class Generator:
         return [join(parts[job]) for job in jobs]
 
     def _prefill(self) -> list[tuple[Job, Piece]]:
-        """Read the prompts of the next few jobs, or the next share of a long one; first tokens of those read to the end."""
+        """Read the prompts of the next few jobs, or the next share of a long one; first tokens of
+        those read to the end.
+        """
         group = [self._batch.entering] if self._batch.entering else self._next_group()
         if not group:
             return []
         start = group[0].read
         time = min(self._prefill_tokens, max(len(job.request.prompt) for job in group) - start)
         rows = [list(job.request.prompt[start : start + time]) for job in group]
-        # Shorter prompts are padded behind: what is after a row's own tokens is never looked at, and later overwritten.
-        hidden = self._forward(len(self._batch.decoding), [row + [0] * (time - len(row)) for row in rows], [start] * len(rows))
+        # Shorter prompts are padded behind: what is after a row's own tokens is never looked at,
+        # and later overwritten.
+        hidden = self._forward(
+            len(self._batch.decoding),
+            [row + [0] * (time - len(row)) for row in rows],
+            [start] * len(rows),
+        )
         for job, row in zip(group, rows, strict=True):
             job.read += len(row)
         if group[0].read < len(group[0].request.prompt):
@@ -177,7 +217,9 @@ class Generator:
         return self._choose(first, hidden[torch.arange(len(rows), device=hidden.device), last])
 
     def _next_group(self) -> list[Job]:
-        """Waiting jobs that one pass can read: together at most `prefill_tokens`, padding included, or one long prompt alone."""
+        """Waiting jobs that one pass can read: together at most `prefill_tokens`, padding included,
+        or one long prompt alone.
+        """
         group: list[Job] = []
         longest = 0
         while self._pending and len(self._batch.decoding) + len(group) < self._max_rows:
@@ -194,18 +236,33 @@ class Generator:
             job.read += 1
         return self._choose(0, hidden[:, 0])
 
-    def _forward(self, first: int, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
+    def _forward(
+        self, first: int, tokens: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Tensor:
         """Hidden states `[B, T, D]` of new tokens `[B, T]` of the cache's rows from `first` on."""
         device = self._model.head_weight.device
         window = self._cache.window(first, starts, len(tokens[0]), device)
-        return self._model.hidden(torch.tensor(tokens, device=device), window.positions, cache=window)
+        return self._model.hidden(
+            torch.tensor(tokens, device=device), window.positions, cache=window
+        )
 
     def _choose(self, first: int, hidden: Tensor) -> list[tuple[Job, Piece]]:
-        """The next token of the decoding jobs from row `first` on; those that end leave the batch."""
+        """The next token of the decoding jobs from row `first` on; those that end leave the
+        batch.
+        """
         jobs = self._batch.decoding[first:]
-        choices = choose(self._model.logits(hidden), [job.request.sampling for job in jobs], [job.dice.roll() for job in jobs])
+        choices = choose(
+            self._model.logits(hidden),
+            [job.request.sampling for job in jobs],
+            [job.dice.roll() for job in jobs],
+        )
         pieces = [
-            (job, job.accept(choice, self._eos, self._positions - len(job.request.prompt) - job.generated - 1))
+            (
+                job,
+                job.accept(
+                    choice, self._eos, self._positions - len(job.request.prompt) - job.generated - 1
+                ),
+            )
             for job, choice in zip(jobs, choices, strict=True)
         ]
         for row in reversed(range(len(jobs))):
@@ -217,7 +274,9 @@ class Generator:
         return pieces
 
     def _leave(self, row: int) -> None:
-        """Free a decoding row and close the gap: the last decoding row moves in, and the entering one moves up behind."""
+        """Free a decoding row and close the gap: the last decoding row moves in, and the entering
+        one moves up behind.
+        """
         last = len(self._batch.decoding) - 1
         job = self._batch.decoding.pop()
         if row != last:
@@ -228,14 +287,18 @@ class Generator:
 
 
 def eos_ids(folder: Path, fallback: int | None = None) -> frozenset[int]:
-    """The tokens that end a completion of the model in `folder`: as `generation_config.json` says, else `config.json`, else `fallback`."""
+    """The tokens that end a completion of the model in `folder`: as `generation_config.json` says,
+    else `config.json`, else `fallback`.
+    """
     for name in ("generation_config.json", "config.json"):
         try:
             value = json.loads((folder / name).read_bytes()).get("eos_token_id")
         except FileNotFoundError:
             continue
         except (ValueError, AttributeError):
-            raise WrongInput(f"{folder / name} is not a JSON mapping; fetch or export the model again") from None
+            raise WrongInput(
+                f"{folder / name} is not a JSON mapping; fetch or export the model again"
+            ) from None
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])
     return frozenset(() if fallback is None else [fallback])

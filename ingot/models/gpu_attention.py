@@ -1,6 +1,8 @@
-"""Attention over packed rows and windows on a GPU by torch's flex attention: blocks that nobody may see are never computed.
+"""Attention over packed rows and windows on a GPU by torch's flex attention: blocks that nobody may
+see are never computed.
 
-Its kernel is compiled at its first use. On a CPU the same code runs forward only, uncompiled, which is how its masks are tested without a GPU.
+Its kernel is compiled at its first use. On a CPU the same code runs forward only, uncompiled, which
+is how its masks are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +21,22 @@ Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def flexible(
     segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
 ) -> dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """How the layers of each window look at rows of `length` tokens; `segments` `[B, T]` numbers the documents of packed ones."""
+    """How the layers of each window look at rows of `length` tokens; `segments` `[B, T]` numbers
+    the documents of packed ones.
+    """
     looks: dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     for window in windows:
         if window not in looks:
             rows = None if segments is None else len(segments)
-            mask = create_block_mask(_visible(segments, window), rows, None, length, length, device=str(device), _compile=device.type == "cuda")
+            mask = create_block_mask(
+                _visible(segments, window),
+                rows,
+                None,
+                length,
+                length,
+                device=str(device),
+                _compile=device.type == "cuda",
+            )
             looks[window] = partial(_look, mask)
     return looks
 

@@ -1,7 +1,7 @@
 """The end of a decoder: vocabulary projection and the objective's per-token function, in chunks.
 
-The logits of a long row over a large vocabulary are the largest tensor of a training step by far; here only one chunk of
-them exists at a time, in forward and in backward.
+The logits of a long row over a large vocabulary are the largest tensor of a training step by far;
+here only one chunk of them exists at a time, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 
 class View:
-    """What an objective may ask about the logits of a chunk of N tokens; the same questions when the vocabulary is sharded."""
+    """What an objective may ask about the logits of a chunk of N tokens; the same questions when
+    the vocabulary is sharded.
+    """
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -39,11 +41,15 @@ class View:
         return self._logits.gather(-1, labels[:, None])[:, 0]
 
     def log_probability(self, labels: Tensor) -> Tensor:
-        """`gather(labels) - logsumexp()` `[N]`, in one kernel that is far cheaper going backward."""
+        """`gather(labels) - logsumexp()` `[N]`, in one kernel that is far cheaper going
+        backward.
+        """
         return -functional.cross_entropy(self._logits, labels, reduction="none")
 
     def logits(self) -> Tensor:
-        """Those that this rank has of them, float32 `[N, V]`; all where the vocabulary is not sharded."""
+        """Those that this rank has of them, float32 `[N, V]`; all where the vocabulary is not
+        sharded.
+        """
         return self._logits
 
     def log_probabilities(self, temperature: float = 1.0) -> Tensor:
@@ -51,21 +57,27 @@ class View:
         return (self._logits / temperature).log_softmax(dim=-1)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the whole vocabulary, `[N]`, of `values` `[N, V]` that were made from `logits()`."""
+        """Sum over the whole vocabulary, `[N]`, of `values` `[N, V]` that were made from
+        `logits()`.
+        """
         return values.sum(dim=-1)
 
 
 class TokenFunction(Protocol):
-    """An objective's value per token, float32 `[N]`. Labels of -100 arrive as 0; their values are discarded.
+    """An objective's value per token, float32 `[N]`. Labels of -100 arrive as 0; their values are
+    discarded.
 
-    `extras`: what else the objective asked for, `[N, ...]`, the tokens' own share of it; None where it asked for nothing.
+    `extras`: what else the objective asked for, `[N, ...]`, the tokens' own share of it; None where
+    it asked for nothing.
     """
 
     def __call__(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor: ...
 
 
 def summed(token: Method) -> Method:
-    """Marks a token function whose values the objective only adds up, so that going backward all of them are given one and the same gradient."""
+    """Marks a token function whose values the objective only adds up, so that going backward all of
+    them are given one and the same gradient.
+    """
     token.summed = True  # type: ignore[attr-defined]
     return token
 
@@ -75,7 +87,9 @@ Project = Callable[[Tensor], Tensor]
 
 
 class Vocabulary:
-    """How the head is computed. This is the whole of it on one rank; `ingot.parallel` has one that is shared."""
+    """How the head is computed. This is the whole of it on one rank; `ingot.parallel` has one that
+    is shared.
+    """
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Final hidden states as the head wants them: every token, all features."""
@@ -95,16 +109,29 @@ class Vocabulary:
 
 
 def apply_head(
-    hidden: Tensor, project: Project, vocab_size: int, labels: Tensor, token: TokenFunction, extras: Tensor | None = None,
-    view: Callable[[Tensor], View] = View, weight: Tensor | None = None,
+    hidden: Tensor,
+    project: Project,
+    vocab_size: int,
+    labels: Tensor,
+    token: TokenFunction,
+    extras: Tensor | None = None,
+    view: Callable[[Tensor], View] = View,
+    weight: Tensor | None = None,
 ) -> Tensor:
-    """Values `[N]` of the tokens whose final hidden states are `hidden` `[N, D]`; 0 where `labels` `[N]` is -100.
+    """Values `[N]` of the tokens whose final hidden states are `hidden` `[N, D]`; 0 where `labels`
+    `[N]` is -100.
 
-    A single chunk keeps its logits for backward; of several, each recomputes its own, so that memory does not grow with N.
-    With `weight`, where `project` is a product with these rows `[V, D]`, and a token function that is marked as `summed`, the gradients are
-    made in forward, and nothing is computed twice.
+    A single chunk keeps its logits for backward; of several, each recomputes its own, so that
+    memory does not grow with N. With `weight`, where `project` is a product with these rows `[V,
+    D]`, and a token function that is marked as `summed`, the gradients are made in forward, and
+    nothing is computed twice.
     """
-    if weight is not None and getattr(token, "summed", False) and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+    if (
+        weight is not None
+        and getattr(token, "summed", False)
+        and torch.is_grad_enabled()
+        and (hidden.requires_grad or weight.requires_grad)
+    ):
         made: Tensor = _apply_summed(hidden, weight, vocab_size, labels, token, extras, view)
         return made
 
@@ -121,7 +148,9 @@ def apply_head(
         part, part_labels = hidden[first : first + size], labels[first : first + size]
         part_extras = None if extras is None else extras[first : first + size]
         if torch.is_grad_enabled():
-            values.append(checkpoint(chunk_values, part, part_labels, part_extras, use_reentrant=False))
+            values.append(
+                checkpoint(chunk_values, part, part_labels, part_extras, use_reentrant=False)
+            )
         else:
             values.append(chunk_values(part, part_labels, part_extras))
     return torch.cat(values)
@@ -129,9 +158,17 @@ def apply_head(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apply_summed(
-    hidden: Tensor, weight: Tensor, vocab_size: int, labels: Tensor, token: TokenFunction, extras: Tensor | None, view: Callable[[Tensor], View],
+    hidden: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    labels: Tensor,
+    token: TokenFunction,
+    extras: Tensor | None,
+    view: Callable[[Tensor], View],
 ) -> Tensor:
-    """A compiler cannot follow gradients that are taken in forward, and there is nothing in between for it to gain."""
+    """A compiler cannot follow gradients that are taken in forward, and there is nothing in between
+    for it to gain.
+    """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (hidden, weight))
@@ -140,15 +177,27 @@ def _apply_summed(
 
 
 class _Summed(torch.autograd.Function):
-    """Values, and at once the gradients of their sum: each chunk's logits are turned into their own gradient while they are there."""
+    """Values, and at once the gradients of their sum: each chunk's logits are turned into their own
+    gradient while they are there.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, vocab_size: int, labels: Tensor, token: TokenFunction, extras: Tensor | None,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        vocab_size: int,
+        labels: Tensor,
+        token: TokenFunction,
+        extras: Tensor | None,
         view: Callable[[Tensor], View],
     ) -> Tensor:
         size = max(1, CHUNK_LOGITS // vocab_size)
-        piece = max(1, min(CHUNK_LOGITS, PIECE_LOGITS) // vocab_size) if hidden.device.type == "cpu" else size
+        piece = (
+            max(1, min(CHUNK_LOGITS, PIECE_LOGITS) // vocab_size)
+            if hidden.device.type == "cpu"
+            else size
+        )
         count = hidden.shape[0]
         values = hidden.new_empty(count, dtype=torch.float32)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -160,12 +209,16 @@ class _Summed(torch.autograd.Function):
                 for here in range(first, first + len(part), piece):
                     rows = slice(here, min(here + piece, first + len(part)))
                     some = logits[here - first : rows.stop - first]
-                    values[rows], gradient = _values_and_gradient(some, labels[rows], token, None if extras is None else extras[rows], view)
+                    values[rows], gradient = _values_and_gradient(
+                        some, labels[rows], token, None if extras is None else extras[rows], view
+                    )
                     some.copy_(gradient)
                 if of_hidden is not None:
                     torch.mm(logits, weight, out=of_hidden[first : first + size])
                 if ctx.needs_input_grad[1]:
-                    of_weight = _add_product(of_weight, logits.t(), part, last=first + size >= count)
+                    of_weight = _add_product(
+                        of_weight, logits.t(), part, last=first + size >= count
+                    )
         ctx.save_for_backward(of_hidden, of_weight)
         return values
 
@@ -174,14 +227,29 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradient[0]
         # On an accelerator nobody waits for this.
-        torch._assert_async((gradient == scale).all(), "values of a summed token function were not only added up")
-        return *(None if made is None else made * scale.to(made.dtype) for made in ctx.saved_tensors), None, None, None, None, None
+        torch._assert_async(
+            (gradient == scale).all(), "values of a summed token function were not only added up"
+        )
+        return (
+            *(None if made is None else made * scale.to(made.dtype) for made in ctx.saved_tensors),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _values_and_gradient(
-    logits: Tensor, labels: Tensor, token: TokenFunction, extras: Tensor | None, view: Callable[[Tensor], View]
+    logits: Tensor,
+    labels: Tensor,
+    token: TokenFunction,
+    extras: Tensor | None,
+    view: Callable[[Tensor], View],
 ) -> tuple[Tensor, Tensor]:
-    """Of some tokens: values `[n]`, and the gradient of their sum with respect to `logits` `[n, V]`, both float32."""
+    """Of some tokens: values `[n]`, and the gradient of their sum with respect to `logits` `[n,
+    V]`, both float32.
+    """
     with torch.enable_grad():
         leaf = logits.detach().float().requires_grad_()
         values = torch.where(labels != IGNORE, token(view(leaf), labels.clamp_min(0), extras), 0.0)
@@ -190,7 +258,9 @@ def _values_and_gradient(
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, last: bool) -> Tensor:
-    """`total` + `left` @ `right`, added up in float32 where they are smaller; after the last one in their own type."""
+    """`total` + `left` @ `right`, added up in float32 where they are smaller; after the last one in
+    their own type.
+    """
     if total is None:
         product = left @ right
         return product if last or left.dtype.itemsize >= 4 else product.float()

@@ -1,4 +1,6 @@
-"""Models of transformers: drawn at random, read from a Hugging Face folder, and given out again by its names."""
+"""Models of transformers: drawn at random, read from a Hugging Face folder, and given out again by
+its names.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,42 @@ from ingot.models.hub_config import SUPPORTED, HubConfig, HubKind, hub_config
 from ingot.models.hub_models import Encoder, HubModel, Seq2Seq
 
 __all__ = [
-    "SUPPORTED", "Encoder", "HubConfig", "HubKind", "HubModel", "Seq2Seq",
-    "draw_hub", "generation_settings", "hub_config", "hub_weights", "load_hub",
+    "SUPPORTED",
+    "Encoder",
+    "HubConfig",
+    "HubKind",
+    "HubModel",
+    "Seq2Seq",
+    "draw_hub",
+    "generation_settings",
+    "hub_config",
+    "hub_weights",
+    "load_hub",
 ]
 
 GENERATION = "generation_config.json"
-# Heads of other tasks that pretrained encoders come with, and the pooler where a classifier has none.
+# Heads of other tasks that pretrained encoders come with, and the pooler where a classifier has
+# none.
 OTHER_HEADS = (
-    "cls", "lm_head", "vocab_transform", "vocab_layer_norm", "vocab_projector", "discriminator_predictions", "generator_predictions",
-    "generator_lm_head", "lm_predictions", "mask_predictions", "decoder", "pooler",
+    "cls",
+    "lm_head",
+    "vocab_transform",
+    "vocab_layer_norm",
+    "vocab_projector",
+    "discriminator_predictions",
+    "generator_predictions",
+    "generator_lm_head",
+    "lm_predictions",
+    "mask_predictions",
+    "decoder",
+    "pooler",
 )
 
 
 def draw_hub(config: HubConfig, seed: int, device: torch.device) -> HubModel:
-    """Random weights as transformers draws them, in float32: the same for a seed on every rank and device. torch's generators stay as they are."""
+    """Random weights as transformers draws them, in float32: the same for a seed on every rank and
+    device. torch's generators stay as they are.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         inner = config.build()
@@ -40,14 +64,23 @@ def draw_hub(config: HubConfig, seed: int, device: torch.device) -> HubModel:
         inner.all_tied_weights_keys.pop("lm_head.weight", None)
     shared = getattr(getattr(inner, "model", None), "shared", None)
     if shared is not None and shared.weight is not inner.model.encoder.embed_tokens.weight:
-        shared.weight.requires_grad_(False)  # nothing reads it where embeddings are not tied, and data parallel would wait for its gradient
-    return (Seq2Seq(config, inner) if config.kind == "seq2seq" else Encoder(config, inner)).to(device)
+        shared.weight.requires_grad_(
+            False
+            # nothing reads it where embeddings are not tied, and data parallel would wait for its
+            # gradient
+        )
+    return (Seq2Seq(config, inner) if config.kind == "seq2seq" else Encoder(config, inner)).to(
+        device
+    )
 
 
-def load_hub(config: HubConfig, folder: Path, *, device: torch.device, dtype: torch.dtype, seed: int | None) -> HubModel:
+def load_hub(
+    config: HubConfig, folder: Path, *, device: torch.device, dtype: torch.dtype, seed: int | None
+) -> HubModel:
     """The model in `folder`, its weights in `dtype`; buffers stay in float32.
 
-    A pretrained encoder has no head for our classes yet: it is drawn from `seed`, and that is told. `seed` None: that is an error.
+    A pretrained encoder has no head for our classes yet: it is drawn from `seed`, and that is told.
+    `seed` None: that is an error.
 
     Raises:
         WrongInput: torn files, or tensors that do not fit; all are named, and nothing is loaded.
@@ -58,7 +91,14 @@ def load_hub(config: HubConfig, folder: Path, *, device: torch.device, dtype: to
     # Older folders also hold what is computed here, such as BERT's list of positions.
     names = places.keys() | {name for name, _ in model.inner.named_buffers()}
     ours = {stored: _our_name(stored, model.inner.base_model_prefix, names) for stored in found}
-    fresh, unused = _check(model, {name: tuple(tensor.shape) for name, tensor in places.items()}, found, ours, folder, may_draw=seed is not None)
+    fresh, unused = _check(
+        model,
+        {name: tuple(tensor.shape) for name, tensor in places.items()},
+        found,
+        ours,
+        folder,
+        may_draw=seed is not None,
+    )
     loaded: dict[int, str] = {}
     with torch.no_grad():
         for stored, tensor in stored_tensors(folder):
@@ -70,7 +110,10 @@ def load_hub(config: HubConfig, folder: Path, *, device: torch.device, dtype: to
                 loaded[id(place)] = stored
             elif not torch.equal(place, tensor.to(place.dtype)):
                 twin = loaded[id(place)]
-                raise WrongInput(f"{folder}: {CONFIG} ties {stored} to {twin}, but the two differ; set tie_word_embeddings to false")
+                raise WrongInput(
+                    f"{folder}: {CONFIG} ties {stored} to {twin}, but the two differ; set"
+                    " tie_word_embeddings to false"
+                )
     if fresh or unused:
         drawn = f"{', '.join(fresh)} drawn from seed {seed}" if fresh else "nothing drawn"
         say(f"{folder}: {drawn}{f'; not used: {_some(unused)}' if unused else ''}")
@@ -82,8 +125,12 @@ def load_hub(config: HubConfig, folder: Path, *, device: torch.device, dtype: to
 
 
 def hub_weights(model: HubModel) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model folder by transformers' names, each once: of tied ones the first name, of computed ones none."""
-    left_out = re.compile("|".join(getattr(model.inner, "_keys_to_ignore_on_save", None) or ["(?!)"]))
+    """The tensors of a model folder by transformers' names, each once: of tied ones the first name,
+    of computed ones none.
+    """
+    left_out = re.compile(
+        "|".join(getattr(model.inner, "_keys_to_ignore_on_save", None) or ["(?!)"])
+    )
     seen: set[int] = set()
     for name, tensor in _places(model).items():
         if id(tensor) not in seen and not left_out.search(name):
@@ -92,7 +139,9 @@ def hub_weights(model: HubModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def generation_settings(model: Seq2Seq) -> dict[str, Any]:
-    """What `generation_config.json` says of a sequence-to-sequence model: the tokens that it begins, pads and ends with, and how it prefers to search."""
+    """What `generation_config.json` says of a sequence-to-sequence model: the tokens that it
+    begins, pads and ends with, and how it prefers to search.
+    """
     settings: dict[str, Any] = model.inner.generation_config.to_diff_dict()
     return settings
 
@@ -105,41 +154,81 @@ def _places(model: HubModel) -> dict[str, Tensor]:
 
 
 def _our_name(stored: str, prefix: str, places: Collection[str]) -> str:
-    """The name here of a tensor from a folder: older spellings, and base models whose names lack the prefix, or have it where ours do not."""
-    name = re.sub(r"LayerNorm\.(gamma|beta)$", lambda match: f"LayerNorm.{'weight' if match[1] == 'gamma' else 'bias'}", stored)
-    return next((known for known in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if known in places), name)
+    """The name here of a tensor from a folder: older spellings, and base models whose names lack
+    the prefix, or have it where ours do not.
+    """
+    name = re.sub(
+        r"LayerNorm\.(gamma|beta)$",
+        lambda match: f"LayerNorm.{'weight' if match[1] == 'gamma' else 'bias'}",
+        stored,
+    )
+    return next(
+        (
+            known
+            for known in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+            if known in places
+        ),
+        name,
+    )
 
 
 def _check(
-    model: HubModel, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], ours: Mapping[str, str], folder: Path, *, may_draw: bool
+    model: HubModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    ours: Mapping[str, str],
+    folder: Path,
+    *,
+    may_draw: bool,
 ) -> tuple[list[str], list[str]]:
-    """Names that are to be drawn, and stored ones that nothing here uses. Every other difference is an error."""
+    """Names that are to be drawn, and stored ones that nothing here uses. Every other difference is
+    an error.
+    """
     have = set(ours.values())
     places = _places(model)
     covered = {id(places[name]) for name in have if name in places}
     computed = _pattern(model, "_keys_to_ignore_on_load_missing")
-    missing = [name for name in shapes if id(places[name]) not in covered and not computed.search(name)]
+    missing = [
+        name for name in shapes if id(places[name]) not in covered and not computed.search(name)
+    ]
     fresh = [name for name in missing if may_draw and _new_head(model, name, have)]
-    unused = [stored for stored, name in ours.items() if name not in shapes and _other_head(model, name)]
-    buffers, ignored = {name for name, _ in model.inner.named_buffers()}, _pattern(model, "_keys_to_ignore_on_load_unexpected")
+    unused = [
+        stored for stored, name in ours.items() if name not in shapes and _other_head(model, name)
+    ]
+    buffers, ignored = (
+        {name for name, _ in model.inner.named_buffers()},
+        _pattern(model, "_keys_to_ignore_on_load_unexpected"),
+    )
     surplus = [
-        stored for stored, name in ours.items() if name not in shapes and name not in buffers and stored not in unused and not ignored.search(name)
+        stored
+        for stored, name in ours.items()
+        if name not in shapes
+        and name not in buffers
+        and stored not in unused
+        and not ignored.search(name)
     ]
     problems = [f"{name} is missing" for name in missing if name not in fresh]
     problems += [f"{name} is not part of this model" for name in sorted(surplus)]
     problems += [
         f"{stored} is {list(found[stored])}, {list(shapes[name])} is wanted"
-        for stored, name in ours.items() if name in shapes and found[stored] != shapes[name]
+        for stored, name in ours.items()
+        if name in shapes and found[stored] != shapes[name]
     ]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        knobs = "model.source, model.config" + (" and objective.labels" if model.config.kind == "encoder" else "")
-        raise WrongInput(f"{folder}: weights do not fit {CONFIG}: {'; '.join(problems[:8])}{more}; check {knobs}")
+        knobs = "model.source, model.config" + (
+            " and objective.labels" if model.config.kind == "encoder" else ""
+        )
+        raise WrongInput(
+            f"{folder}: weights do not fit {CONFIG}: {'; '.join(problems[:8])}{more}; check {knobs}"
+        )
     return fresh, unused
 
 
 def _new_head(model: HubModel, name: str, have: set[str]) -> bool:
-    """Whether a missing tensor is one of a part that a pretrained encoder does not have at all: the classifier, or the pooler under it."""
+    """Whether a missing tensor is one of a part that a pretrained encoder does not have at all: the
+    classifier, or the pooler under it.
+    """
     if model.config.kind != "encoder":
         return False
     prefix = f"{model.inner.base_model_prefix}."
@@ -148,11 +237,16 @@ def _new_head(model: HubModel, name: str, have: set[str]) -> bool:
 
 
 def _other_head(model: HubModel, name: str) -> bool:
-    return model.config.kind == "encoder" and name.removeprefix(f"{model.inner.base_model_prefix}.").split(".")[0] in OTHER_HEADS
+    return (
+        model.config.kind == "encoder"
+        and name.removeprefix(f"{model.inner.base_model_prefix}.").split(".")[0] in OTHER_HEADS
+    )
 
 
 def _pattern(model: HubModel, attribute: str) -> re.Pattern[str]:
-    """What transformers itself says may be missing, or left over; matches nothing where it says nothing."""
+    """What transformers itself says may be missing, or left over; matches nothing where it says
+    nothing.
+    """
     return re.compile("|".join(getattr(model.inner, attribute, None) or ["(?!)"]))
 
 
@@ -163,7 +257,10 @@ def _read_generation(model: Seq2Seq, folder: Path) -> None:
     except FileNotFoundError:
         pass
     except (ValueError, TypeError, AttributeError) as error:
-        raise WrongInput(f"{folder / GENERATION} is not a generation configuration ({error}); fetch the model again") from None
+        raise WrongInput(
+            f"{folder / GENERATION} is not a generation configuration ({error}); fetch the model"
+            " again"
+        ) from None
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""What a model of transformers looks like: sequence-to-sequence models and encoders, read from a Hugging Face configuration.
+"""What a model of transformers looks like: sequence-to-sequence models and encoders, read from a
+Hugging Face configuration.
 
 transformers itself is imported here alone, and only once such a model is asked for.
 """
@@ -34,20 +35,25 @@ CLASSES: dict[str, str] = {
 }
 """The class of transformers that each model type becomes."""
 SUPPORTED: dict[str, tuple[HubKind, ...]] = {
-    kind: ("encoder",) if name.endswith("ForSequenceClassification") else ("seq2seq",) for kind, name in CLASSES.items()
+    kind: ("encoder",) if name.endswith("ForSequenceClassification") else ("seq2seq",)
+    for kind, name in CLASSES.items()
 }
 """Model types, and the kinds of model that each can be."""
 RELATIVE = ("t5", "mt5")
 RELATIVE_POSITIONS = 8192
-"""T5 and mT5 tell positions by distance and have no last one. Attention grows with the square of the length; up to here it is let grow."""
+"""T5 and mT5 tell positions by distance and have no last one. Attention grows with the square of
+the length; up to here it is let grow.
+"""
 
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Sizes of one model of transformers. `source` is the whole configuration, by Hugging Face's names.
+    """Sizes of one model of transformers. `source` is the whole configuration, by Hugging Face's
+    names.
 
-    `vocab_size` counts what the tokenizer may give; `max_position_embeddings` the tokens that a text may have.
-    `first_position` is the number that the model gives to a text's first token: RoBERTa and its kin count from behind padding's.
+    `vocab_size` counts what the tokenizer may give; `max_position_embeddings` the tokens that a
+    text may have. `first_position` is the number that the model gives to a text's first token:
+    RoBERTa and its kin count from behind padding's.
     """
 
     model_type: str
@@ -65,29 +71,50 @@ class HubConfig:
 
     @property
     def own_head(self) -> bool:
-        """Whether projection and embedding of a T5 are two. transformers ties them whatever the configuration says, and unties them at loading."""
+        """Whether projection and embedding of a T5 are two. transformers ties them whatever the
+        configuration says, and unties them at loading.
+        """
         return self.model_type in RELATIVE and self.source.get("tie_word_embeddings") is False
 
     def build(self) -> Any:
-        """transformers' model in float32 on the CPU, randomly initialised from torch's generator."""
+        """transformers' model in float32 on the CPU, randomly initialised from torch's
+        generator.
+        """
         library = _library()
-        auto = library.AutoModelForSequenceClassification if self.kind == "encoder" else library.AutoModelForSeq2SeqLM
-        return auto.from_config(_parsed(self.source, "model.config"), dtype=torch.float32, trust_remote_code=False)
+        auto = (
+            library.AutoModelForSequenceClassification
+            if self.kind == "encoder"
+            else library.AutoModelForSeq2SeqLM
+        )
+        return auto.from_config(
+            _parsed(self.source, "model.config"), dtype=torch.float32, trust_remote_code=False
+        )
 
 
-def hub_config(values: Mapping[str, Any], kind: HubKind, where: str, labels: Sequence[str] = ()) -> HubConfig:
-    """Read `config.json`'s mapping. `labels`: names of an encoder's classes; its own where none are given.
+def hub_config(
+    values: Mapping[str, Any], kind: HubKind, where: str, labels: Sequence[str] = ()
+) -> HubConfig:
+    """Read `config.json`'s mapping. `labels`: names of an encoder's classes; its own where none are
+    given.
 
     Raises:
         WrongInput: another model type, a value that cannot be; `where` says where it stands.
     """
-    model_type, supported = str(values.get("model_type")), [name for name, kinds in SUPPORTED.items() if kind in kinds]
+    model_type, supported = (
+        str(values.get("model_type")),
+        [name for name, kinds in SUPPORTED.items() if kind in kinds],
+    )
     if model_type not in supported:
         near = difflib.get_close_matches(model_type, supported, n=1, cutoff=0.0)[0]
         what = "a sequence-to-sequence model" if kind == "seq2seq" else "an encoder"
-        raise WrongInput(f"{where}: model_type `{model_type}` is not supported as {what} (nearest: `{near}`); these are: {', '.join(supported)}")
+        raise WrongInput(
+            f"{where}: model_type `{model_type}` is not supported as {what} (nearest: `{near}`);"
+            f" these are: {', '.join(supported)}"
+        )
     if values.get("quantization_config") is not None:
-        raise WrongInput(f"{where}: quantised weights are not supported; take the model that they were made from")
+        raise WrongInput(
+            f"{where}: quantised weights are not supported; take the model that they were made from"
+        )
     source = {**values, "architectures": [CLASSES[model_type]]}
     source |= {"is_encoder_decoder": True} if kind == "seq2seq" else _classes(values, labels)
     if model_type == "marian" and source.get("share_encoder_decoder_embeddings", True):
@@ -99,8 +126,16 @@ def hub_config(values: Mapping[str, Any], kind: HubKind, where: str, labels: Seq
     _check(parsed, where, kind)
     pad = 0 if parsed.pad_token_id is None else int(parsed.pad_token_id)
     first = _first_position(model_type, pad)
-    positions = max(RELATIVE_POSITIONS, int(values.get("n_positions") or 0)) if model_type in RELATIVE else int(parsed.max_position_embeddings) - first
-    names = tuple(str(parsed.id2label[index]) for index in range(parsed.num_labels)) if kind == "encoder" else ()
+    positions = (
+        max(RELATIVE_POSITIONS, int(values.get("n_positions") or 0))
+        if model_type in RELATIVE
+        else int(parsed.max_position_embeddings) - first
+    )
+    names = (
+        tuple(str(parsed.id2label[index]) for index in range(parsed.num_labels))
+        if kind == "encoder"
+        else ()
+    )
     return HubConfig(model_type, kind, int(parsed.vocab_size), positions, first, pad, names, source)
 
 
@@ -113,8 +148,10 @@ def _classes(values: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]
         by_number = {int(number): str(name) for number, name in given.items()}
         names = [by_number.get(number, f"LABEL_{number}") for number in range(count)]
     return {
-        "num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)}, "problem_type": "single_label_classification",
+        "num_labels": len(names),
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+        "problem_type": "single_label_classification",
     }
 
 
@@ -128,22 +165,37 @@ def _check(parsed: Any, where: str, kind: HubKind) -> None:
     """Ids that the model itself puts in must be in its vocabulary."""
     size = int(parsed.vocab_size)
     if (getattr(parsed, "decoder_vocab_size", None) or size) != size:
-        raise WrongInput(f"{where}: a decoder with another vocabulary ({parsed.decoder_vocab_size:,} tokens) than the encoder ({size:,}) is not supported")
+        raise WrongInput(
+            f"{where}: a decoder with another vocabulary ({parsed.decoder_vocab_size:,} tokens)"
+            f" than the encoder ({size:,}) is not supported"
+        )
     for name in ("pad_token_id", *(("decoder_start_token_id",) if kind == "seq2seq" else ())):
         value = getattr(parsed, name, None)
         if value is None and kind == "seq2seq":
-            raise WrongInput(f"{where}: {name} is missing, which a sequence-to-sequence model needs; set model.config.{name}")
+            raise WrongInput(
+                f"{where}: {name} is missing, which a sequence-to-sequence model needs; set"
+                f" model.config.{name}"
+            )
         if value is not None and not 0 <= value < size:
-            raise WrongInput(f"{where}: {name} {value} is not in the vocabulary of {size:,} tokens; set model.config.{name} to one that is")
+            raise WrongInput(
+                f"{where}: {name} {value} is not in the vocabulary of {size:,} tokens; set"
+                f" model.config.{name} to one that is"
+            )
 
 
 def _parsed(source: Mapping[str, Any], where: str) -> Any:
-    values = {key: value for key, value in source.items() if key not in ("model_type", "num_labels", "auto_map", "dtype", "torch_dtype")}
+    values = {
+        key: value
+        for key, value in source.items()
+        if key not in ("model_type", "num_labels", "auto_map", "dtype", "torch_dtype")
+    }
     try:
         return _library().AutoConfig.for_model(source["model_type"], **values)
     except Exception as error:  # each configuration checks its values in its own way
         reason = " ".join(str(error).split())
-        raise WrongInput(f"{where}: transformers does not take this configuration ({reason}); mend it") from None
+        raise WrongInput(
+            f"{where}: transformers does not take this configuration ({reason}); mend it"
+        ) from None
 
 
 def _library() -> Any:

@@ -1,7 +1,7 @@
 """Initial weights from a counter-based generator keyed by (seed, parameter name, row).
 
-Each row of each parameter has its own place in its own stream, so any rank can make just its own rows and every parallel
-layout starts from the same numbers, on any device.
+Each row of each parameter has its own place in its own stream, so any rank can make just its own
+rows and every parallel layout starts from the same numbers, on any device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _WORDS = 4  # 64-bit words that one Philox counter yields (Salmon et al. 2011)
 
 
 def normal_rows(seed: int, name: str, first: int, rows: int, columns: int) -> np.ndarray:
-    """Standard normal float32 `[rows, columns]`: rows `first` to `first + rows` of the parameter `name`.
+    """Standard normal float32 `[rows, columns]`: rows `first` to `first + rows` of the parameter
+    `name`.
 
-    Box-Muller on Philox words: a fixed number of words a row, so that row r starts at counter r * counters-a-row.
+    Box-Muller on Philox words: a fixed number of words a row, so that row r starts at counter r *
+    counters-a-row.
     """
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     words = -(-columns // (2 * _WORDS)) * 2 * _WORDS  # whole counters, an even number of words
@@ -37,7 +39,9 @@ def normal_rows(seed: int, name: str, first: int, rows: int, columns: int) -> np
 
 
 def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
-    """Fill a matrix `[rows, columns]`, or what this rank has of it, in place, a block of rows at a time."""
+    """Fill a matrix `[rows, columns]`, or what this rank has of it, in place, a block of rows at a
+    time.
+    """
     here, (rows, columns) = local(parameter), box(parameter)
     width = parameter.shape[1]
     block = max(1, BLOCK_ELEMENTS // width)
@@ -49,7 +53,9 @@ def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int) -> None:
-    """Random weights for every parameter: matrices normal with the configuration's `initializer_range`, norms 1, biases 0."""
+    """Random weights for every parameter: matrices normal with the configuration's
+    `initializer_range`, norms 1, biases 0.
+    """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             fill_normal(parameter, seed, name, model.config.initializer_range)

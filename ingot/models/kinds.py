@@ -1,4 +1,6 @@
-"""The kinds of model: a native decoder, and what comes through transformers behind the same face. Built, opened and written here alike."""
+"""The kinds of model: a native decoder, and what comes through transformers behind the same face.
+Built, opened and written here alike.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from ingot.models.lora import A, B, merged_weights
 Kind = Literal["decoder", "seq2seq", "encoder"]
 Model = Decoder | Seq2Seq | Encoder
 
-TRAINED_ON: dict[Documents, Kind] = {"text": "decoder", "chat": "decoder", "preference": "decoder", "pair": "seq2seq", "labelled": "encoder"}
+TRAINED_ON: dict[Documents, Kind] = {
+    "text": "decoder",
+    "chat": "decoder",
+    "preference": "decoder",
+    "pair": "seq2seq",
+    "labelled": "encoder",
+}
 """The kind of model that each kind of document is for."""
 
 
@@ -31,7 +39,10 @@ def kind_of(config: dict[str, Any]) -> Kind:
     """What a `config.json` describes."""
     if config.get("is_encoder_decoder"):
         return "seq2seq"
-    classifies = any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    classifies = any(
+        str(name).endswith("ForSequenceClassification")
+        for name in config.get("architectures") or ()
+    )
     return "encoder" if classifies and config.get("model_type") not in NATIVE else "decoder"
 
 
@@ -39,7 +50,11 @@ def kind_of_folder(folder: Path) -> Kind:
     """The kind of the model in a folder; of an adapter, what it makes of its base."""
     if not is_adapter(folder):
         return kind_of(folders.model_config(folder))
-    return "encoder" if class_count(folder) is not None else kind_of(folders.model_config(base_folder(folder)))
+    return (
+        "encoder"
+        if class_count(folder) is not None
+        else kind_of(folders.model_config(base_folder(folder)))
+    )
 
 
 def base_folder(adapter: Path) -> Path:
@@ -55,14 +70,19 @@ def base_folder(adapter: Path) -> Path:
         return Path(base)
     if base.count("/") == 1 and not base.startswith((".", "/")):
         return fetch_model(base)
-    raise WrongInput(f"{adapter} is an adapter of {base}, which is not there; put the model there, or name its folder in adapter_config.json")
+    raise WrongInput(
+        f"{adapter} is an adapter of {base}, which is not there; put the model there, or name its"
+        " folder in adapter_config.json"
+    )
 
 
 def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> Model:
-    """The model in `folder`, of whatever kind, in `dtype` (None: float32), in evaluation mode. An adapter opens merged with its base.
+    """The model in `folder`, of whatever kind, in `dtype` (None: float32), in evaluation mode. An
+    adapter opens merged with its base.
 
     Raises:
-        WrongInput: not a model folder, an architecture that is not supported, torn files, or tensors that do not fit.
+        WrongInput: not a model folder, an architecture that is not supported, torn files, or
+            tensors that do not fit.
     """
     if is_adapter(folder):
         return _with_adapter(folder, device, dtype)
@@ -70,7 +90,13 @@ def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None 
     kind = kind_of(config)
     if kind == "decoder":
         return folders.load_model(folder, device=device, dtype=dtype)
-    return load_hub(hub_config(config, kind, str(folder)), folder, device=device, dtype=dtype or torch.float32, seed=None).eval()
+    return load_hub(
+        hub_config(config, kind, str(folder)),
+        folder,
+        device=device,
+        dtype=dtype or torch.float32,
+        seed=None,
+    ).eval()
 
 
 def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None) -> Model:
@@ -79,14 +105,22 @@ def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None
     if classes is None or kind_of(folders.model_config(base)) == "encoder":
         model = open_model(base, device=device)
     else:
-        # The base has no classifier: the adapter brings one, and PEFT's layout has no names for its classes.
-        config = hub_config(folders.model_config(base), "encoder", str(base), labels=[str(label) for label in range(classes)])
+        # The base has no classifier: the adapter brings one, and PEFT's layout has no names for its
+        # classes.
+        config = hub_config(
+            folders.model_config(base),
+            "encoder",
+            str(base),
+            labels=[str(label) for label in range(classes)],
+        )
         model = load_hub(config, base, device=device, dtype=torch.float32, seed=0)
     load_adapter(model, adapter, merge=True)
     return model.to(dtype or torch.float32).eval()
 
 
-def exported_weights(model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
+def exported_weights(
+    model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a model folder by Hugging Face's name, adapters folded in, one at a time.
 
     `tensors`: the weights by those names, in the model's order, where the model is on `meta`.
@@ -99,4 +133,6 @@ def exported_weights(model: Model, tensors: Iterable[tuple[str, Tensor]] | None 
 def exported_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """What `exported_weights` gives, before it is there."""
     own = model.named_parameters() if isinstance(model, Decoder) else hub_weights(model)
-    return {name: tuple(tensor.shape) for name, tensor in own if name.rpartition(".")[2] not in (A, B)}
+    return {
+        name: tuple(tensor.shape) for name, tensor in own if name.rpartition(".")[2] not in (A, B)
+    }

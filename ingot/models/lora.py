@@ -1,8 +1,10 @@
-"""Low-rank adaptation (Hu et al. 2021): a small product of two matrices is learnt beside each of some linear layers, all else stays.
+"""Low-rank adaptation (Hu et al. 2021): a small product of two matrices is learnt beside each of
+some linear layers, all else stays.
 
-A layer is replaced where it stands: its weight keeps name and storage, so that loading, export and wrappers see the model they
-know. Works on native models and on transformers' (alone or as `.inner` of a wrapper); names of layers are always the
-Hugging Face model's own. Folders of adapters are `ingot.models.adapter`'s.
+A layer is replaced where it stands: its weight keeps name and storage, so that loading, export and
+wrappers see the model they know. Works on native models and on transformers' (alone or as `.inner`
+of a wrapper); names of layers are always the Hugging Face model's own. Folders of adapters are
+`ingot.models.adapter`'s.
 """
 
 from __future__ import annotations
@@ -22,11 +24,23 @@ from ingot.config.work import Lora
 from ingot.models.initial import fill_normal
 from ingot.models.placed import local
 
-META_NAMES = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+META_NAMES = {
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
 """Meta's names of a Llama's linear layers."""
 A, B = "lora_A", "lora_B"
 _VOCABULARY = "lm_head"  # never adapted: the head is applied in chunks, past its module
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64  # as signed 64-bit
+_GOLDEN, _MIX1, _MIX2 = (
+    0x9E3779B97F4A7C15 - 2**64,
+    0xBF58476D1CE4E5B9 - 2**64,
+    0x94D049BB133111EB - 2**64,
+)  # as signed 64-bit
 
 
 class Size(NamedTuple):
@@ -37,10 +51,11 @@ class Size(NamedTuple):
 
 
 class LoraState:
-    """What the adapted layers of one model share: whether they act, and which inputs dropout takes in training.
+    """What the adapted layers of one model share: whether they act, and which inputs dropout takes
+    in training.
 
-    The masks are a hash of (seed, step, row, position, layer, feature): the same whichever rank or micro-batch a row falls
-    to, and the same again when activations are recomputed.
+    The masks are a hash of (seed, step, row, position, layer, feature): the same whichever rank or
+    micro-batch a row falls to, and the same again when activations are recomputed.
     """
 
     def __init__(self, seed: int, dropout: float) -> None:
@@ -48,13 +63,17 @@ class LoraState:
         self._rows: Tensor | None = None
 
     def begin_batch(self, step: int, rows: Tensor) -> None:
-        """Before each micro-batch: `rows` int64 `[R]` tells apart the rows of one step; their number in the split, say."""
+        """Before each micro-batch: `rows` int64 `[R]` tells apart the rows of one step; their
+        number in the split, say.
+        """
         if self.dropout:
             self._rows = _mix(rows.long() * _GOLDEN + _signed(f"{self.seed}/lora/{step}"))
 
     @property
     def rows(self) -> Tensor | None:
-        """The rows of the batch that is computed now; None where nobody has said, or there is no dropout."""
+        """The rows of the batch that is computed now; None where nobody has said, or there is no
+        dropout.
+        """
         return self._rows
 
     @contextlib.contextmanager
@@ -67,22 +86,27 @@ class LoraState:
             self._rows = now
 
     def drop(self, x: Tensor, layer: int) -> Tensor:
-        """x `[R, ..., in]` with a share of its elements 0, the others scaled up so that the mean stays.
+        """x `[R, ..., in]` with a share of its elements 0, the others scaled up so that the mean
+        stays.
 
-        Without `begin_batch`, or where x has not one entry for each of its rows (a layer that sees rows folded into another
-        shape), the mask is drawn by the device's generator instead.
+        Without `begin_batch`, or where x has not one entry for each of its rows (a layer that sees
+        rows folded into another shape), the mask is drawn by the device's generator instead.
         """
         if not self.dropout:
             return x
         if self._rows is None or x.ndim < 2 or x.shape[0] != self._rows.shape[0]:
             return functional.dropout(x, self.dropout)
-        keep = _keep(self._rows.to(x.device), x.shape[1:-1].numel(), x.shape[-1], layer, self.dropout)
+        keep = _keep(
+            self._rows.to(x.device), x.shape[1:-1].numel(), x.shape[-1], layer, self.dropout
+        )
         return torch.where(keep.view(x.shape), x, 0.0).mul(1 / (1 - self.dropout))
 
 
 @torch.no_grad()
 def _keep(rows: Tensor, positions: int, features: int, layer: int, dropout: float) -> Tensor:
-    """Which elements stay: bool `[R, positions, features]`, each True with probability 1 - dropout."""
+    """Which elements stay: bool `[R, positions, features]`, each True with probability 1 -
+    dropout.
+    """
     counter = torch.arange(max(positions, features), device=rows.device) * _GOLDEN
     place = _mix(rows[:, None] + counter[:positions] + layer)[:, :, None]  # [R, positions, 1]
     bits = place + _mix(counter[:features] ^ layer)  # [R, positions, features]
@@ -91,7 +115,9 @@ def _keep(rows: Tensor, positions: int, features: int, layer: int, dropout: floa
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit of the result hangs on every bit of the input."""
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit of the result hangs on
+    every bit of the input.
+    """
     bits = (bits ^ _shift(bits, 30)) * _MIX1
     bits = (bits ^ _shift(bits, 27)) * _MIX2
     return bits ^ _shift(bits, 31)
@@ -108,16 +134,24 @@ def _signed(text: str) -> int:
 
 
 class LoRALinear(nn.Linear):
-    """`x W^T + b + scale * drop(x) A^T B^T`, A `[rank, in]`, B `[out, rank]`, both float32; W and b are those of the layer it replaces."""
+    """`x W^T + b + scale * drop(x) A^T B^T`, A `[rank, in]`, B `[out, rank]`, both float32; W and b
+    are those of the layer it replaces.
+    """
 
     def __init__(self, base: nn.Linear, name: str, size: Size, state: LoraState) -> None:
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        super().__init__(
+            base.in_features, base.out_features, bias=base.bias is not None, device="meta"
+        )
         self.weight, self.bias = base.weight, base.bias
         self.rank, self.scale, self.state = size.rank, size.scale, state
         self.key = _signed(name)
         device = base.weight.device
-        self.lora_A = nn.Parameter(torch.empty(size.rank, base.in_features, dtype=torch.float32, device=device))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, size.rank, dtype=torch.float32, device=device))
+        self.lora_A = nn.Parameter(
+            torch.empty(size.rank, base.in_features, dtype=torch.float32, device=device)
+        )
+        self.lora_B = nn.Parameter(
+            torch.empty(base.out_features, size.rank, dtype=torch.float32, device=device)
+        )
         self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,26 +160,42 @@ class LoRALinear(nn.Linear):
             return out
         kept = self.state.drop(x, self.key) if self.training else x
         if not torch.is_autocast_enabled(x.device.type):
-            kept = kept.to(self.lora_A.dtype)  # a model held in bf16: the products of the adapter stay float32
+            kept = kept.to(
+                self.lora_A.dtype
+            )  # a model held in bf16: the products of the adapter stay float32
         low = functional.linear(kept, self.lora_A) * self.scale
         return (out + functional.linear(low, self.lora_B)).to(out.dtype)
 
     @torch.no_grad()
     def merged(self, weight: Tensor | None = None) -> Tensor:
-        """The one matrix that does what weight (this layer's, or one read elsewhere) and product do together, float32 `[out, in]`."""
-        return torch.addmm((self.weight if weight is None else weight).float(), self.lora_B, self.lora_A, alpha=self.scale)
+        """The one matrix that does what weight (this layer's, or one read elsewhere) and product do
+        together, float32 `[out, in]`.
+        """
+        return torch.addmm(
+            (self.weight if weight is None else weight).float(),
+            self.lora_B,
+            self.lora_A,
+            alpha=self.scale,
+        )
 
 
 def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
-    """Adapt the layers that `knobs.targets` means and freeze all else but a classification head; nothing that the model says changes yet.
+    """Adapt the layers that `knobs.targets` means and freeze all else but a classification head;
+    nothing that the model says changes yet.
 
-    On a model on `meta` the new matrices are there too: call `draw_adapter` when they have their memory.
+    On a model on `meta` the new matrices are there too: call `draw_adapter` when they have their
+    memory.
 
     Raises:
         WrongInput: a target that matches no linear layer.
     """
     size = Size(knobs.rank, knobs.alpha / knobs.rank)
-    attach(model, dict.fromkeys(target_layers(model, knobs.targets), size), dropout=knobs.dropout, seed=seed)
+    attach(
+        model,
+        dict.fromkeys(target_layers(model, knobs.targets), size),
+        dropout=knobs.dropout,
+        seed=seed,
+    )
 
 
 def attach(model: nn.Module, sizes: Mapping[str, Size], *, dropout: float, seed: int) -> None:
@@ -163,7 +213,8 @@ def attach(model: nn.Module, sizes: Mapping[str, Size], *, dropout: float, seed:
 
 @torch.no_grad()
 def draw_adapter(model: nn.Module, seed: int) -> None:
-    """B is 0; A is normal with mean 0 and variance 1 / (3 * in), that of PEFT's uniform A, from the generator of `ingot.models.initial`.
+    """B is 0; A is normal with mean 0 and variance 1 / (3 * in), that of PEFT's uniform A, from the
+    generator of `ingot.models.initial`.
 
     So any rank makes the same matrices. Does nothing on `meta`.
     """
@@ -174,7 +225,9 @@ def draw_adapter(model: nn.Module, seed: int) -> None:
 
 
 def named_by(model: nn.Module) -> nn.Module:
-    """The module whose names are Hugging Face's: what a wrapper holds as `.inner`, else the model itself."""
+    """The module whose names are Hugging Face's: what a wrapper holds as `.inner`, else the model
+    itself.
+    """
     inner = getattr(model, "inner", model)
     assert isinstance(inner, nn.Module)
     return inner
@@ -182,34 +235,55 @@ def named_by(model: nn.Module) -> nn.Module:
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     """The adapted layers by name; empty where there is no adapter."""
-    return {name: module for name, module in named_by(model).named_modules() if isinstance(module, LoRALinear)}
+    return {
+        name: module
+        for name, module in named_by(model).named_modules()
+        if isinstance(module, LoRALinear)
+    }
 
 
 def lora_state(model: nn.Module) -> LoraState | None:
     """What the adapted layers share; None where there is no adapter."""
-    return next((module.state for module in model.modules() if isinstance(module, LoRALinear)), None)
+    return next(
+        (module.state for module in model.modules() if isinstance(module, LoRALinear)), None
+    )
 
 
 def head_modules(model: nn.Module) -> tuple[str, ...]:
-    """The modules of a classifier beside its pretrained trunk: drawn anew, so that they are trained whole (but one that a folder
-    of PEFT's adapts instead). None for other models.
+    """The modules of a classifier beside its pretrained trunk: drawn anew, so that they are trained
+    whole (but one that a folder of PEFT's adapts instead). None for other models.
     """
     inner = named_by(model)
     if not type(inner).__name__.endswith("ForSequenceClassification"):
         return ()
     trunk = getattr(inner, "base_model_prefix", "")
-    beside = {name: module for name, module in inner.named_children() if name != trunk and next(module.parameters(), None) is not None}
-    return tuple(name for name, module in beside.items() if not any(isinstance(part, LoRALinear) for part in module.modules()))
+    beside = {
+        name: module
+        for name, module in inner.named_children()
+        if name != trunk and next(module.parameters(), None) is not None
+    }
+    return tuple(
+        name
+        for name, module in beside.items()
+        if not any(isinstance(part, LoRALinear) for part in module.modules())
+    )
 
 
 def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[str]:
-    """The linear layers that can be adapted: all but those of the heads, by default the vocabulary's and `head_modules`."""
+    """The linear layers that can be adapted: all but those of the heads, by default the
+    vocabulary's and `head_modules`.
+    """
     kept = {_VOCABULARY, *(head_modules(model) if heads is None else heads)}
-    return [name for name, module in named_by(model).named_modules() if isinstance(module, nn.Linear) and name.split(".")[0] not in kept]
+    return [
+        name
+        for name, module in named_by(model).named_modules()
+        if isinstance(module, nn.Linear) and name.split(".")[0] not in kept
+    ]
 
 
 def target_layers(model: nn.Module, targets: Literal["all-linear"] | Iterable[str]) -> list[str]:
-    """The layers that targets mean: a layer's name or a dotted tail of it; one of Meta's names where nothing is called so here.
+    """The layers that targets mean: a layer's name or a dotted tail of it; one of Meta's names
+    where nothing is called so here.
 
     Raises:
         WrongInput: a target that matches nothing.
@@ -222,7 +296,10 @@ def target_layers(model: nn.Module, targets: Literal["all-linear"] | Iterable[st
         matches = _ending_in(linears, target) or _ending_in(linears, META_NAMES.get(target, target))
         if not matches:
             there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-            raise WrongInput(f"model.lora.targets: `{target}` matches no linear layer of this model; choose from {there}, or all-linear")
+            raise WrongInput(
+                f"model.lora.targets: `{target}` matches no linear layer of this model; choose from"
+                f" {there}, or all-linear"
+            )
         found.update(matches)
     return [name for name in linears if name in found]
 
@@ -238,16 +315,24 @@ def _linear(inner: nn.Module, name: str) -> nn.Linear:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained under LoRA, by the model's own parameter names: the small matrices, and the head of a classifier."""
+    """What is trained under LoRA, by the model's own parameter names: the small matrices, and the
+    head of a classifier.
+    """
     prefix = "" if named_by(model) is model else "inner."
     names = {f"{prefix}{layer}.{matrix}" for layer in lora_layers(model) for matrix in (A, B)}
     heads = tuple(f"{prefix}{head}." for head in head_modules(model))
-    return {name: parameter for name, parameter in model.named_parameters() if name in names or (heads and name.startswith(heads))}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name in names or (heads and name.startswith(heads))
+    }
 
 
 @contextlib.contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """For a while the model says what its base says. A classification head that was trained stays as it is now."""
+    """For a while the model says what its base says. A classification head that was trained stays
+    as it is now.
+    """
     state = lora_state(model)
     was_active = state is not None and state.active
     if state is not None:
@@ -259,10 +344,14 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
             state.active = was_active
 
 
-def merged_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model by Hugging Face's names, products folded in (in float32), the small matrices left out; one at a time.
+def merged_weights(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model by Hugging Face's names, products folded in (in float32), the small
+    matrices left out; one at a time.
 
-    `tensors`: those to give, such as `hub_weights`, or weights that the model (on `meta`) does not have; None for all parameters, tied ones once.
+    `tensors`: those to give, such as `hub_weights`, or weights that the model (on `meta`) does not
+    have; None for all parameters, tied ones once.
     """
     layers = lora_layers(model)
     for name, tensor in named_by(model).named_parameters() if tensors is None else tensors:
@@ -279,6 +368,8 @@ def fold(model: nn.Module) -> None:
     inner = named_by(model)
     for name, layer in lora_layers(model).items():
         layer.weight.copy_(layer.merged())
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        plain = nn.Linear(
+            layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
+        )
         plain.weight, plain.bias = layer.weight, layer.bias
         inner.set_submodule(name, plain.train(layer.training))

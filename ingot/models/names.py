@@ -1,4 +1,6 @@
-"""What does not fit between the tensors that a model wants and those that lie in a file: every one named, in one line."""
+"""What does not fit between the tensors that a model wants and those that lie in a file: every one
+named, in one line.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,25 @@ Shape = tuple[int, ...]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape], passed_over: Collection[str] = ()) -> str:
-    """All tensors that are missing, surplus (but for `passed_over`) or of another shape; empty where all fit.
+def misfits(
+    wanted: Mapping[str, Shape], found: Mapping[str, Shape], passed_over: Collection[str] = ()
+) -> str:
+    """All tensors that are missing, surplus (but for `passed_over`) or of another shape; empty
+    where all fit.
 
-    Layers that have the same trouble are named together: `model.layers.0-3,5.mlp.up_proj.weight is missing`.
+    Layers that have the same trouble are named together: `model.layers.0-3,5.mlp.up_proj.weight is
+    missing`.
     """
     troubles = [(name, "is missing") for name in wanted if name not in found]
-    troubles += [(name, "is not part of this model") for name in sorted(found) if name not in wanted and name not in passed_over]
     troubles += [
-        (name, f"is {list(found[name])}, {list(shape)} is wanted") for name, shape in wanted.items() if name in found and found[name] != shape
+        (name, "is not part of this model")
+        for name in sorted(found)
+        if name not in wanted and name not in passed_over
+    ]
+    troubles += [
+        (name, f"is {list(found[name])}, {list(shape)} is wanted")
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
     ]
     return told(troubles)
 
@@ -27,9 +39,16 @@ def told(troubles: Iterable[tuple[str, str]]) -> str:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for name, trouble in troubles:
         number = _NUMBER.search(name)
-        before, after = (name, "") if number is None else (name[: number.start()], name[number.end() :])
-        groups.setdefault((before, after, trouble), []).extend([] if number is None else [int(number[0])])
-    return "; ".join(f"{before}{_ranges(numbers)}{after} {trouble}" for (before, after, trouble), numbers in groups.items())
+        before, after = (
+            (name, "") if number is None else (name[: number.start()], name[number.end() :])
+        )
+        groups.setdefault((before, after, trouble), []).extend(
+            [] if number is None else [int(number[0])]
+        )
+    return "; ".join(
+        f"{before}{_ranges(numbers)}{after} {trouble}"
+        for (before, after, trouble), numbers in groups.items()
+    )
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -1,4 +1,6 @@
-"""Which part of a parameter is here: all of it, or, once wrappers have spread it over ranks, a box of rows and columns."""
+"""Which part of a parameter is here: all of it, or, once wrappers have spread it over ranks, a box
+of rows and columns.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def box(tensor: Tensor) -> Box:
     """Where that lies in the whole tensor, a slice for each dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
@@ -28,8 +32,13 @@ def spread_as(like: Tensor, mine: Tensor) -> Tensor:
     """This rank's part `mine` as a tensor that is spread as `like` is."""
     if not isinstance(like, DTensor):
         return mine
-    # Not `from_local`: what waits on the host would be copied to the mesh's device, and what is loaded into the copy would be lost.
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(like.shape, like.stride(), mine.dtype))
+    # Not `from_local`: what waits on the host would be copied to the mesh's device, and what is
+    # loaded into the copy would be lost.
+    spec = DTensorSpec(
+        like.device_mesh,
+        like.placements,
+        tensor_meta=TensorMeta(like.shape, like.stride(), mine.dtype),
+    )
     return DTensor(mine, spec, requires_grad=mine.requires_grad)
 
 
@@ -40,6 +49,8 @@ def is_spread(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Room for every parameter that is still on `meta`, in place of it; nothing is written there."""
+    """Room for every parameter that is still on `meta`, in place of it; nothing is written
+    there.
+    """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)

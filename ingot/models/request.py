@@ -1,4 +1,6 @@
-"""What is asked of generation and what comes back: requests, pieces, whole completions. No model in here."""
+"""What is asked of generation and what comes back: requests, pieces, whole completions. No model in
+here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to go on from it: at most `max_tokens` tokens, until EOS or one of the `stop` strings."""
+    """A prompt and how to go on from it: at most `max_tokens` tokens, until EOS or one of the
+    `stop` strings.
+    """
 
     prompt: Sequence[int]
     max_tokens: int
@@ -26,7 +30,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """A generated token. `offset`: characters of the completion before it. Log-probabilities where they were asked for."""
+    """A generated token. `offset`: characters of the completion before it. Log-probabilities where
+    they were asked for.
+    """
 
     id: int
     offset: int
@@ -38,9 +44,11 @@ class Token:
 class Piece:
     """What one step gave one request.
 
-    `tokens` are those whose text lies in what has been given out so far: never EOS, nothing of a stop string. `generated`
-    counts every token so far, EOS too. `finish`: None while more comes; `stop` at EOS or a stop string, `length` at
-    max_tokens or the model's last position, `error` when the model's numbers were not finite.
+    `tokens` are those whose text lies in what has been given out so far: never EOS, nothing of a
+    stop string. `generated`
+    counts every token so far, EOS too. `finish`: None while more comes; `stop` at EOS or a stop
+    string, `length` at max_tokens or the model's last position, `error` when the model's numbers
+    were not finite.
     """
 
     text: str
@@ -60,17 +68,26 @@ class Completion:
 
 
 def check(request: Request, config: DecoderConfig) -> None:
-    """Raises WrongInput when the model cannot serve the request: no or too many prompt tokens, unknown ids."""
+    """Raises WrongInput when the model cannot serve the request: no or too many prompt tokens,
+    unknown ids.
+    """
     if not request.prompt:
-        raise WrongInput("the prompt is empty and the tokenizer puts no BOS before it; give at least one character")
+        raise WrongInput(
+            "the prompt is empty and the tokenizer puts no BOS before it; give at least one"
+            " character"
+        )
     if len(request.prompt) >= config.max_position_embeddings:
         raise WrongInput(
-            f"the prompt has {len(request.prompt):,} tokens, but the model has {config.max_position_embeddings:,} positions "
-            "for prompt and completion together; shorten it"
+            f"the prompt has {len(request.prompt):,} tokens, but the model has"
+            f" {config.max_position_embeddings:,} positions for prompt and completion together;"
+            " shorten it"
         )
     if min(request.prompt) < 0 or max(request.prompt) >= config.vocab_size:
         worst = min(request.prompt) if min(request.prompt) < 0 else max(request.prompt)
-        raise WrongInput(f"token {worst} is not in the vocabulary of {config.vocab_size:,} tokens; give ids of this model's tokenizer")
+        raise WrongInput(
+            f"token {worst} is not in the vocabulary of {config.vocab_size:,} tokens; give ids of"
+            " this model's tokenizer"
+        )
     if request.max_tokens < 1:
         raise WrongInput(f"max_tokens is {request.max_tokens}; ask for at least 1")
 
@@ -78,4 +95,9 @@ def check(request: Request, config: DecoderConfig) -> None:
 def join(pieces: Sequence[Piece]) -> Completion:
     """The whole answer from all pieces of one job; the last one carries the finish."""
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Completion("".join(piece.text for piece in pieces), tokens, pieces[-1].generated, pieces[-1].finish or "error")
+    return Completion(
+        "".join(piece.text for piece in pieces),
+        tokens,
+        pieces[-1].generated,
+        pieces[-1].finish or "error",
+    )

@@ -1,6 +1,8 @@
-"""From logits to the next token: greedy, temperature and nucleus sampling, log-probabilities. One row, one request.
+"""From logits to the next token: greedy, temperature and nucleus sampling, log-probabilities. One
+row, one request.
 
-A row's choice depends on its own logits, settings and random number alone, never on the rows beside it.
+A row's choice depends on its own logits, settings and random number alone, never on the rows beside
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Candidates that a nucleus is looked for in before the whole vocabulary is sorted; it nearly always lies within.
+# Candidates that a nucleus is looked for in before the whole vocabulary is sorted; it nearly always
+# lies within.
 SHORTLIST = 256
 # Temperatures and nuclei below this are greedy, and float32 could not tell them from 0.
 LEAST = 1e-6
@@ -22,9 +25,10 @@ LEAST = 1e-6
 class Sampling:
     """How tokens are chosen.
 
-    `temperature` 0 is greedy. `top_p`: only the most likely tokens that together reach this probability (Holtzman et al.
-    2020). `seed`: the same request gives the same tokens; None draws a new seed. `logprobs`: None for none, else this many
-    of the likeliest tokens beside the chosen one's; they are the model's own, before temperature and top_p.
+    `temperature` 0 is greedy. `top_p`: only the most likely tokens that together reach this
+    probability (Holtzman et al. 2020). `seed`: the same request gives the same tokens; None draws a
+    new seed. `logprobs`: None for none, else this many of the likeliest tokens beside the chosen
+    one's; they are the model's own, before temperature and top_p.
     """
 
     temperature: float = 0.0
@@ -35,7 +39,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen token. `finite` is False where the logits were not, and then the token means nothing."""
+    """A chosen token. `finite` is False where the logits were not, and then the token means
+    nothing.
+    """
 
     token: int
     finite: bool
@@ -63,26 +69,51 @@ class Dice:
 
 
 def choose(logits: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]) -> list[Choice]:
-    """One token for each row of `logits`, float32 `[B, V]`; `rolls` are the rows' random numbers."""
+    """One token for each row of `logits`, float32 `[B, V]`; `rolls` are the rows' random
+    numbers.
+    """
     best, tokens = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if drawn:
-        tokens[drawn] = _draw(logits[drawn], best[drawn], [samplings[row] for row in drawn], [rolls[row] for row in drawn])
+        tokens[drawn] = _draw(
+            logits[drawn],
+            best[drawn],
+            [samplings[row] for row in drawn],
+            [rolls[row] for row in drawn],
+        )
     asked = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
-    logprobs = _logprobs(logits[asked], tokens[asked], max(samplings[row].logprobs or 0 for row in asked)) if asked else []
-    choices = [Choice(token, math.isfinite(top)) for token, top in zip(tokens.tolist(), best.tolist(), strict=True)]
+    logprobs = (
+        _logprobs(logits[asked], tokens[asked], max(samplings[row].logprobs or 0 for row in asked))
+        if asked
+        else []
+    )
+    choices = [
+        Choice(token, math.isfinite(top))
+        for token, top in zip(tokens.tolist(), best.tolist(), strict=True)
+    ]
     for row, (logprob, top) in zip(asked, logprobs, strict=True):
-        choices[row] = Choice(choices[row].token, choices[row].finite, logprob, top[: samplings[row].logprobs])
+        choices[row] = Choice(
+            choices[row].token, choices[row].finite, logprob, top[: samplings[row].logprobs]
+        )
     return choices
 
 
-def _draw(logits: Tensor, best: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]) -> Tensor:
+def _draw(
+    logits: Tensor, best: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]
+) -> Tensor:
     """Tokens `[N]` by inverting the cumulative distribution at each row's random number."""
     temperature, top_p, roll = (
-        torch.tensor(values, dtype=torch.float32, device=logits.device)  # not every accelerator has float64
-        for values in ([max(s.temperature, LEAST) for s in samplings], [max(s.top_p, LEAST) for s in samplings], rolls)
+        torch.tensor(
+            values, dtype=torch.float32, device=logits.device
+        )  # not every accelerator has float64
+        for values in (
+            [max(s.temperature, LEAST) for s in samplings],
+            [max(s.top_p, LEAST) for s in samplings],
+            rolls,
+        )
     )
-    # The largest logit is taken off first, so that a temperature near 0 gives the greedy choice rather than infinities.
+    # The largest logit is taken off first, so that a temperature near 0 gives the greedy choice
+    # rather than infinities.
     probabilities = ((logits - best[:, None]) / temperature[:, None]).softmax(dim=-1)
     tokens = torch.zeros(len(samplings), dtype=torch.int64, device=logits.device)
     whole = [row for row, sampling in enumerate(samplings) if sampling.top_p >= 1]
@@ -95,8 +126,11 @@ def _draw(logits: Tensor, best: Tensor, samplings: Sequence[Sampling], rolls: Se
         likely, order = probabilities[rest].topk(size, dim=-1)
         cumulative = likely.cumsum(dim=-1)
         enough = cumulative[:, -1] >= top_p[rest]
-        # A token belongs to the nucleus when those before it do not reach top_p; the first always does.
-        mass = torch.where(cumulative - likely < top_p[rest, None], cumulative, 0.0).amax(dim=-1, keepdim=True)
+        # A token belongs to the nucleus when those before it do not reach top_p; the first always
+        # does.
+        mass = torch.where(cumulative - likely < top_p[rest, None], cumulative, 0.0).amax(
+            dim=-1, keepdim=True
+        )
         places = _invert(cumulative.clamp_max(mass), roll[rest])
         tokens[rest] = order.gather(-1, places[:, None])[:, 0]
         rest = [row for row, done in zip(rest, enough.tolist(), strict=True) if not done]
@@ -104,17 +138,26 @@ def _draw(logits: Tensor, best: Tensor, samplings: Sequence[Sampling], rolls: Se
 
 
 def _invert(cumulative: Tensor, roll: Tensor) -> Tensor:
-    """The first place `[N]` where the cumulative weights `[N, V]` exceed `roll` of their total; its own weight is not 0."""
+    """The first place `[N]` where the cumulative weights `[N, V]` exceed `roll` of their total; its
+    own weight is not 0.
+    """
     total = cumulative[:, -1:]
     places = torch.searchsorted(cumulative, roll[:, None] * total, right=True)[:, 0]
     # Rounding may lift the target to the total: then it is the place that reaches the total first.
     return places.minimum((cumulative < total).sum(dim=-1))
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, count: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-    """For each row the chosen token's log-probability and the `count` likeliest tokens with theirs."""
+def _logprobs(
+    logits: Tensor, tokens: Tensor, count: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """For each row the chosen token's log-probability and the `count` likeliest tokens with
+    theirs.
+    """
     total = logits.logsumexp(dim=-1, keepdim=True)
     chosen = (logits.gather(-1, tokens[:, None]) - total)[:, 0].tolist()
     likeliest, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
     tops = zip(ids.tolist(), (likeliest - total).tolist(), strict=True)
-    return [(logprob, tuple(zip(top, values, strict=True))) for logprob, (top, values) in zip(chosen, tops, strict=True)]
+    return [
+        (logprob, tuple(zip(top, values, strict=True)))
+        for logprob, (top, values) in zip(chosen, tops, strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""A safetensors file written a tensor at a time, so that a model need not be in memory as a whole: the format's own library wants them all at once."""
+"""A safetensors file written a tensor at a time, so that a model need not be in memory as a whole:
+the format's own library wants them all at once.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,16 @@ import torch
 from torch import Tensor
 
 TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
-    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 """The format's name of each type."""
 
@@ -29,8 +39,11 @@ class Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(file: Path, forms: Mapping[str, Form], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write the tensors that `forms` tells of, taken from `tensors` in the same order and turned into their types.
+def write_tensors(
+    file: Path, forms: Mapping[str, Form], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write the tensors that `forms` tells of, taken from `tensors` in the same order and turned
+    into their types.
 
     Types of more bytes must come before smaller ones, so that each tensor lies where its type may.
     """
@@ -39,7 +52,11 @@ def write_tensors(file: Path, forms: Mapping[str, Form], tensors: Iterator[tuple
     for name, form in forms.items():
         if end % form.dtype.itemsize:
             raise ValueError(f"{name}, {form.dtype}, would lie at byte {end} of {file}")
-        header[name] = {"dtype": TYPES[form.dtype], "shape": list(form.shape), "data_offsets": [end, end := end + form.nbytes]}
+        header[name] = {
+            "dtype": TYPES[form.dtype],
+            "shape": list(form.shape),
+            "data_offsets": [end, end := end + form.nbytes],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
@@ -47,6 +64,8 @@ def write_tensors(file: Path, forms: Mapping[str, Form], tensors: Iterator[tuple
         for wanted, form in forms.items():
             name, tensor = next(tensors)
             if (name, tuple(tensor.shape)) != (wanted, form.shape):
-                raise ValueError(f"{name} {list(tensor.shape)} came where {wanted} {list(form.shape)} was told")
+                raise ValueError(
+                    f"{name} {list(tensor.shape)} came where {wanted} {list(form.shape)} was told"
+                )
             flat = tensor.detach().to("cpu", form.dtype).contiguous().reshape(-1)
             stream.write(flat.view(torch.uint8).numpy().data)

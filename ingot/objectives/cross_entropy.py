@@ -12,8 +12,8 @@ from ingot.objectives.objective import AllSum
 class CrossEntropy:
     """Cross-entropy over everything whose label is not -100; the labels carry the choice.
 
-    All tokens of a text, what the assistant says in a chat, the target of a pair, the class of a labelled text: what is
-    counted differs, the mathematics does not.
+    All tokens of a text, what the assistant says in a chat, the target of a pair, the class of a
+    labelled text: what is counted differs, the mathematics does not.
     """
 
     can_be_staged = True
@@ -33,6 +33,8 @@ class CrossEntropy:
     def extras(self, batch: Batch, segments: Tensor | None) -> None:
         return None
 
-    def reduce(self, values: Tensor, batch: Batch, all_sum: AllSum) -> tuple[Tensor, dict[str, Tensor]]:
+    def reduce(
+        self, values: Tensor, batch: Batch, all_sum: AllSum
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of `values`. A token's value needs no other token, so `all_sum` is not used."""
         return values.sum(), {}

@@ -1,4 +1,6 @@
-"""Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531): the data's next token, and a teacher's whole distribution over it."""
+"""Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531): the data's next token, and a
+teacher's whole distribution over it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from ingot.objectives.objective import AllSum
 
 
 class Distill:
-    """(1 - alpha) * cross-entropy + alpha * t^2 * KL(teacher || student), both distributions softened by the temperature t.
+    """(1 - alpha) * cross-entropy + alpha * t^2 * KL(teacher || student), both distributions
+    softened by the temperature t.
 
-    The teacher's hidden states go along with the student's; its logits are made chunk by chunk, as the student's are.
+    The teacher's hidden states go along with the student's; its logits are made chunk by chunk, as
+    the student's are.
 
     Args:
         teacher: in evaluation mode, of the student's vocabulary, on the student's device.
@@ -34,11 +38,15 @@ class Distill:
     @torch.no_grad()
     def extras(self, batch: Batch, segments: Tensor | None) -> Tensor:
         """The teacher's final hidden states `[B, T, D]`."""
-        return self.teacher.vocabulary.enter(self.teacher.hidden(batch.tokens, batch.positions, segments))
+        return self.teacher.vocabulary.enter(
+            self.teacher.hidden(batch.tokens, batch.positions, segments)
+        )
 
     @summed
     def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
-        """The mixture for a chunk of N tokens, `[N]`; `extras` are the teacher's hidden states `[N, D]`."""
+        """The mixture for a chunk of N tokens, `[N]`; `extras` are the teacher's hidden states `[N,
+        D]`.
+        """
         assert extras is not None
         with torch.no_grad():
             theirs = self.teacher.vocabulary.view(self.teacher.project(extras).float())
@@ -46,8 +54,12 @@ class Distill:
         given = view.log_probabilities(self.temperature)
         # Of the vocabulary both models have the same share here.
         divergence = view.total(functional.kl_div(given, wanted, reduction="none", log_target=True))
-        return (1 - self.alpha) * -view.log_probability(labels) + self.alpha * self.temperature**2 * divergence
+        return (1 - self.alpha) * -view.log_probability(
+            labels
+        ) + self.alpha * self.temperature**2 * divergence
 
-    def reduce(self, values: Tensor, batch: Batch, all_sum: AllSum) -> tuple[Tensor, dict[str, Tensor]]:
+    def reduce(
+        self, values: Tensor, batch: Batch, all_sum: AllSum
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of `values`. A token's value needs no other token, so `all_sum` is not used."""
         return values.sum(), {}

@@ -1,4 +1,6 @@
-"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), with the smoothing of conservative DPO (Mitchell 2023)."""
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), with the smoothing of
+conservative DPO (Mitchell 2023).
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,24 @@ from ingot.objectives.objective import AllSum
 
 
 def answer_log_probabilities(values: Tensor, all_sum: AllSum) -> Tensor:
-    """Summed log-probability of each answer, `[B, 2]` (chosen, rejected), from those of its tokens `[2B, T]`; what is no target counts 0."""
+    """Summed log-probability of each answer, `[B, 2]` (chosen, rejected), from those of its tokens
+    `[2B, T]`; what is no target counts 0.
+    """
     return all_sum(values.sum(dim=-1)).view(-1, 2)
 
 
 class DPO:
-    """-log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), summed over pairs.
+    """-log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), summed over
+    pairs.
 
-    A row needs all its tokens before the non-linearity, so a row that is spread over ranks is summed over them first.
+    A row needs all its tokens before the non-linearity, so a row that is spread over ranks is
+    summed over them first.
 
     Args:
         beta: how strongly the policy is held to the reference.
         label_smoothing: the share of pairs that are thought to be labelled the wrong way round.
-        reference: summed log-probabilities under the reference `[rows, 2]`, by the number of the row; on the device of training.
+        reference: summed log-probabilities under the reference `[rows, 2]`, by the number of the
+            row; on the device of training.
     """
 
     name = "dpo"
@@ -44,15 +51,28 @@ class DPO:
     def extras(self, batch: Batch, segments: Tensor | None) -> None:
         return None
 
-    def reduce(self, values: Tensor, batch: Batch, all_sum: AllSum) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the loss over pairs; `rewards/...` are summed alike, `rewards/accuracy` counts pairs that are told apart rightly."""
+    def reduce(
+        self, values: Tensor, batch: Batch, all_sum: AllSum
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the loss over pairs; `rewards/...` are summed alike, `rewards/accuracy` counts
+        pairs that are told apart rightly.
+        """
         live = batch.rows >= 0
-        # What fills a batch up has no reference; a NaN here would reach the gradient through a mask that only hides it.
+        # What fills a batch up has no reference; a NaN here would reach the gradient through a mask
+        # that only hides it.
         reference = torch.where(live[:, None], self.reference[batch.rows.clamp_min(0)], 0.0)
         rewards = self.beta * (answer_log_probabilities(values, all_sum) - reference)  # [B, 2]
         margin = rewards[:, 0] - rewards[:, 1]
-        loss = -functional.logsigmoid(margin) * (1 - self.label_smoothing) - functional.logsigmoid(-margin) * self.label_smoothing
+        loss = (
+            -functional.logsigmoid(margin) * (1 - self.label_smoothing)
+            - functional.logsigmoid(-margin) * self.label_smoothing
+        )
         told: dict[str, Tensor] = {
-            "rewards/chosen": rewards[:, 0], "rewards/rejected": rewards[:, 1], "rewards/margin": margin, "rewards/accuracy": (margin > 0).float(),
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/margin": margin,
+            "rewards/accuracy": (margin > 0).float(),
         }
-        return torch.where(live, loss, 0.0).sum(), {name: torch.where(live, each.detach(), 0.0).sum() for name, each in told.items()}
+        return torch.where(live, loss, 0.0).sum(), {
+            name: torch.where(live, each.detach(), 0.0).sum() for name, each in told.items()
+        }

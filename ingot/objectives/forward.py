@@ -1,4 +1,6 @@
-"""One micro-batch through a model and an objective: the same in training and wherever the objective is measured."""
+"""One micro-batch through a model and an objective: the same in training and wherever the objective
+is measured.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,15 @@ from ingot.objectives.objective import Objective, RowSharing
 
 
 def forward(
-    module: nn.Module, objective: Objective, batch: Batch, compute: Compute, device: torch.device, sharing: RowSharing | None = None
+    module: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    compute: Compute,
+    device: torch.device,
+    sharing: RowSharing | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective's sums over the targets of `batch` (on the host still): the loss, with its graph, and metrics.
+    """The objective's sums over the targets of `batch` (on the host still): the loss, with its
+    graph, and metrics.
 
     Over ranks that share rows they add up to those of the whole rows.
     """
@@ -25,12 +33,16 @@ def forward(
     segments = None if plain else there.segments
     with computing_in(compute, device):
         extras = objective.extras(there, segments)
-        values = module(there.tokens, there.positions, segments, there.labels, objective.token, extras)
+        values = module(
+            there.tokens, there.positions, segments, there.labels, objective.token, extras
+        )
     return reduced(objective, values, there, sharing)
 
 
 def is_plain(batch: Batch) -> bool:
-    """Whether each row is one document, and needs no mask; decided on the host, where the batch still is."""
+    """Whether each row is one document, and needs no mask; decided on the host, where the batch
+    still is.
+    """
     return bool((batch.segments == batch.segments[:, :1]).all())
 
 
@@ -38,12 +50,20 @@ def cut(batch: Batch, sharing: RowSharing) -> Batch:
     """This rank's part of each row."""
     share = sharing.share
     return replace(
-        batch, tokens=share(batch.tokens, 0), labels=share(batch.labels, IGNORE), positions=share(batch.positions, 0), segments=share(batch.segments, 0)
+        batch,
+        tokens=share(batch.tokens, 0),
+        labels=share(batch.labels, IGNORE),
+        positions=share(batch.positions, 0),
+        segments=share(batch.segments, 0),
     )
 
 
-def reduced(objective: Objective, values: Tensor, batch: Batch, sharing: RowSharing | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """`values` of one micro-batch, or of this rank's part of its rows, as sums that add up over ranks."""
+def reduced(
+    objective: Objective, values: Tensor, batch: Batch, sharing: RowSharing | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`values` of one micro-batch, or of this rank's part of its rows, as sums that add up over
+    ranks.
+    """
     if sharing is None:
         return objective.reduce(values, batch, lambda part: part)
     loss, metrics = objective.reduce(values, batch, sharing.total)

@@ -1,7 +1,9 @@
-"""Every wrapper, in one order: the pipeline's cut, tensors, rows, memory, compile, then what crosses ranks with gradients.
+"""Every wrapper, in one order: the pipeline's cut, tensors, rows, memory, compile, then what
+crosses ranks with gradients.
 
-The cut makes a model of each stage, which is then wrapped as a whole one would be. Tensor parallelism changes what a layer's parameters are,
-so it comes before the rest. Recomputation is inside of what is compiled, compilation inside of what gathers weights, so that hooks stay
+The cut makes a model of each stage, which is then wrapped as a whole one would be. Tensor
+parallelism changes what a layer's parameters are, so it comes before the rest. Recomputation is
+inside of what is compiled, compilation inside of what gathers weights, so that hooks stay
 outside the graph. The model may be on `meta`: nothing here needs a weight.
 """
 
@@ -47,7 +49,8 @@ class Wrapping:
 
 
 def apply_wrappers(model: Model, mesh: Mesh, how: Wrapping) -> Model:
-    """Spread the model over the mesh, in place, and return it: of a pipeline this rank's stages. Parameters keep their names.
+    """Spread the model over the mesh, in place, and return it: of a pipeline this rank's stages.
+    Parameters keep their names.
 
     What can only be done with weights is `finish_wrapping`'s.
     """
@@ -69,7 +72,9 @@ def _wrap(model: nn.Module, mesh: Mesh, how: Wrapping) -> None:
         if spread is not None and mesh.tensor.world > 1:
             share_tensors(model, spread["tensor"], sequence=how.parallel.sequence)
         if mesh.context.world > 1:
-            model.attention = context_attention(how.parallel.context_by, mesh.context.group, mesh.context.rank, mesh.context.world)
+            model.attention = context_attention(
+                how.parallel.context_by, mesh.context.group, mesh.context.rank, mesh.context.world
+            )
     recompute_layers(model, how.memory.recompute)
     if how.memory.offload.activations:
         offload_activations(model)
@@ -78,19 +83,27 @@ def _wrap(model: nn.Module, mesh: Mesh, how: Wrapping) -> None:
     if spread is not None and _is_sharded(model, mesh, how):
         native = isinstance(model, Decoder)
         shard_weights(
-            model, spread["replicate", "shard"], reshard=how.parallel.reshard and how.parallel.schedule != "zero_bubble",
-            compute=TYPES[how.compute] if native else None, reduce=TYPES[how.precision.reduce], offload=how.memory.offload.weights,
+            model,
+            spread["replicate", "shard"],
+            reshard=how.parallel.reshard and how.parallel.schedule != "zero_bubble",
+            compute=TYPES[how.compute] if native else None,
+            reduce=TYPES[how.precision.reduce],
+            offload=how.memory.offload.weights,
         )
 
 
 def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Weights in another type, frozen ones too; what a model of transformers computes and keeps beside them stays."""
+    """Weights in another type, frozen ones too; what a model of transformers computes and keeps
+    beside them stays.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def _is_sharded(model: nn.Module, mesh: Mesh, how: Wrapping) -> bool:
-    """Plain copies whose gradients have the type of their weights are DDP's; all else that crosses ranks is FSDP's, with one shard if need be."""
+    """Plain copies whose gradients have the type of their weights are DDP's; all else that crosses
+    ranks is FSDP's, with one shard if need be.
+    """
     narrow = isinstance(model, Decoder) and how.compute != "fp32"
     if mesh.degrees.shard * mesh.degrees.tensor * mesh.degrees.pipeline > 1:
         return mesh.replicas.world > 1 or narrow
@@ -98,16 +111,27 @@ def _is_sharded(model: nn.Module, mesh: Mesh, how: Wrapping) -> bool:
 
 
 def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """The module to call in training; `model` stays the owner of the parameters. DDP looks at the weights, so it comes when they are there."""
+    """The module to call in training; `model` stays the owner of the parameters. DDP looks at the
+    weights, so it comes when they are there.
+    """
     if mesh.replicas.world == 1 or isinstance(model, FSDPModule | Pipeline):
         return model
-    return DistributedDataParallel(model, process_group=mesh.replicas.group, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        model, process_group=mesh.replicas.group, gradient_as_bucket_view=True
+    )
 
 
 def working_type(model: Model, mesh: Mesh, how: Wrapping) -> torch.dtype | None:
-    """The type to put weights in that this rank holds whole, so that they need not be turned into it for each product; None to leave them."""
+    """The type to put weights in that this rank holds whole, so that they need not be turned into
+    it for each product; None to leave them.
+    """
     sharded = any(isinstance(part, FSDPModule) for part in parts(model))
-    if sharded or how.precision.master == "stochastic" or not isinstance(model, Decoder) or how.compute == "fp32":
+    if (
+        sharded
+        or how.precision.master == "stochastic"
+        or not isinstance(model, Decoder)
+        or how.compute == "fp32"
+    ):
         return None
     return TYPES[how.compute]
 
@@ -118,9 +142,15 @@ def home_of_weights(mesh: Mesh, how: Wrapping) -> torch.device:
 
 
 def make_masters(model: Model, mesh: Mesh, how: Wrapping) -> Masters:
-    """What the optimizer changes in place of the model's weights, which have their memory already."""
+    """What the optimizer changes in place of the model's weights, which have their memory
+    already.
+    """
     return Masters(
-        model, mesh, shared=twins(model), working=working_type(model, mesh, how), stochastic=how.precision.master == "stochastic",
+        model,
+        mesh,
+        shared=twins(model),
+        working=working_type(model, mesh, how),
+        stochastic=how.precision.master == "stochastic",
         on_host=how.memory.offload.optimizer,
     )
 
@@ -128,16 +158,19 @@ def make_masters(model: Model, mesh: Mesh, how: Wrapping) -> Masters:
 def sum_factor(module: nn.Module, mesh: Mesh) -> float:
     """What turns the gradients that a wrapper leaves into sums over all ranks.
 
-    The step needs sums (a mean of means is wrong where ranks hold unequal numbers of targets), and DDP leaves averages.
-    Multiplying back is exact for powers of two. A hook that sums instead would run Python in the threads of the backend.
+    The step needs sums (a mean of means is wrong where ranks hold unequal numbers of targets), and
+    DDP leaves averages. Multiplying back is exact for powers of two. A hook that sums instead would
+    run Python in the threads of the backend.
     """
     return float(mesh.replicas.world) if isinstance(module, DistributedDataParallel) else 1.0
 
 
 def last_micro_batch(module: nn.Module, mesh: Mesh, is_last: bool) -> AbstractContextManager[None]:
-    """Copies of a gradient are summed over ranks with the last micro-batch only; the earlier ones add up locally.
+    """Copies of a gradient are summed over ranks with the last micro-batch only; the earlier ones
+    add up locally.
 
-    Where weights are sharded, each micro-batch's gradients are brought to their shards at once: whole, they would not fit.
+    Where weights are sharded, each micro-batch's gradients are brought to their shards at once:
+    whole, they would not fit.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last or mesh.degrees.shard > 1)
@@ -155,11 +188,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     model.eval()
     for part in parts(model):
         if isinstance(part, FSDPModule):
-            part.unshard()  # transformers' generation calls what is inside of the model, whose own weights would not be gathered for that
+            # transformers' generation calls what is inside of the model, whose own weights would
+            # not be gathered for that
+            part.unshard()
     try:
         yield
     finally:
         model.train(was_training)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what was gathered for this would be taken for the weights of the next step
+                # what was gathered for this would be taken for the weights of the next step
+                module.reshard()

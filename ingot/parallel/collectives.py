@@ -1,4 +1,5 @@
-"""Collectives that gradients pass through. What a gradient wants on the way back is decided by how the result is used.
+"""Collectives that gradients pass through. What a gradient wants on the way back is decided by how
+the result is used.
 
 A group of None is a rank alone: nothing happens.
 """
@@ -16,7 +17,8 @@ from torch.distributed import ProcessGroup
 def sum_forward(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum of `x` over a group; its gradient is handed on as it is.
 
-    For partial results whose sum every rank goes on with in the same way: each then has the whole gradient already.
+    For partial results whose sum every rank goes on with in the same way: each then has the whole
+    gradient already.
     """
     return x if group is None else _sum(x, group, True, False)
 
@@ -32,21 +34,27 @@ def sum_backward(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def sum_both(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum of `x` over a group; its gradient is summed too.
 
-    For ranks of which each makes its own loss from the sum: x is in the losses of all of them. Where they all make the same loss,
+    For ranks of which each makes its own loss from the sum: x is in the losses of all of them.
+    Where they all make the same loss,
     it must be counted once: scale it by 1 over the size of the group.
     """
     return x if group is None else _sum(x, group, True, True)
 
 
 def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`[W, ...]` -> `[W, ...]`: row j goes to rank j of the group, row i of the result came from rank i. W is the size of the group."""
+    """`[W, ...]` -> `[W, ...]`: row j goes to rank j of the group, row i of the result came from
+    rank i. W is the size of the group.
+    """
     out: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     """The tensor of each rank, all of one shape. No gradient passes."""
-    everyone = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    everyone = [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for _ in range(dist.get_world_size(group))
+    ]
     dist.all_gather(everyone, x.contiguous(), group=group)
     return everyone
 

@@ -1,6 +1,8 @@
-"""Context parallelism: several ranks share each row, and all that they have to tell each other is attention.
+"""Context parallelism: several ranks share each row, and all that they have to tell each other is
+attention.
 
-Rows are cut by `ingot.parallel.rows`; the decoder is given an attention that sees the whole row. Nothing else in it looks at two tokens.
+Rows are cut by `ingot.parallel.rows`; the decoder is given an attention that sees the whole row.
+Nothing else in it looks at two tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from ingot.parallel.ring import RingAttention
 from ingot.parallel.ulysses import UlyssesAttention
 
 
-def context_attention(kind: Literal["ring", "ulysses"], group: ProcessGroup | None, rank: int, world: int) -> Attention:
-    """What stands for `dense` in a decoder whose rows are shared by the `world` ranks of `group`; `rank` is counted in it.
+def context_attention(
+    kind: Literal["ring", "ulysses"], group: ProcessGroup | None, rank: int, world: int
+) -> Attention:
+    """What stands for `dense` in a decoder whose rows are shared by the `world` ranks of `group`;
+    `rank` is counted in it.
 
-    `ring` hands keys and values around, and works for any number of heads; `ulysses` trades tokens for heads, which must divide.
+    `ring` hands keys and values around, and works for any number of heads; `ulysses` trades tokens
+    for heads, which must divide.
     """
     if group is None or world == 1:
         return dense

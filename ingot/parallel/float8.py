@@ -1,6 +1,8 @@
-"""Matrix products of the layers in float8 (Micikevicius et al. 2022, arXiv 2209.05433) by torchao; weights stay as they are, and so do their names.
+"""Matrix products of the layers in float8 (Micikevicius et al. 2022, arXiv 2209.05433) by torchao;
+weights stay as they are, and so do their names.
 
-Each operand is scaled anew for each product, by its largest number: one scale a matrix (`tensorwise`) or one a row (`rowwise`).
+Each operand is scaled anew for each product, by its largest number: one scale a matrix
+(`tensorwise`) or one a row (`rowwise`).
 Head and embeddings stay out: their products are the ones that lose most.
 """
 
@@ -22,36 +24,57 @@ Float8 = Literal["tensorwise", "rowwise"]
 MULTIPLE = 16
 """Kernels take matrices whose sides are multiples of this."""
 EMULATED = False
-"""Round to float8 and multiply in the wider type; only tests do, on devices that have no such products."""
+"""Round to float8 and multiply in the wider type; only tests do, on devices that have no such
+products.
+"""
 
 
-def check_float8(kind: Float8, device: torch.device, compute: Compute, *, adapted: bool, lengths: dict[str, int]) -> None:
-    """Whether this machine and recipe can train in float8. `lengths`: tokens of a micro-batch on one rank, by the knob that says so.
+def check_float8(
+    kind: Float8, device: torch.device, compute: Compute, *, adapted: bool, lengths: dict[str, int]
+) -> None:
+    """Whether this machine and recipe can train in float8. `lengths`: tokens of a micro-batch on
+    one rank, by the knob that says so.
 
     Raises:
-        WrongInput: a device without such products, an adapter, another type of computation, torchao missing, or odd lengths.
+        WrongInput: a device without such products, an adapter, another type of computation, torchao
+            missing, or odd lengths.
     """
     if importlib.util.find_spec("torchao") is None:
-        raise WrongInput(f"precision.float8 {kind} needs torchao; run `pip install ingot[float8]`, or set precision.float8 to none")
+        raise WrongInput(
+            f"precision.float8 {kind} needs torchao; run `pip install ingot[float8]`, or set"
+            " precision.float8 to none"
+        )
     if adapted:
-        raise WrongInput(f"precision.float8 {kind} trains the matrices that model.lora leaves as they are; set one of the two to none")
+        raise WrongInput(
+            f"precision.float8 {kind} trains the matrices that model.lora leaves as they are; set"
+            " one of the two to none"
+        )
     if EMULATED:
         return
     if not has_float8(device):
-        raise WrongInput(f"precision.float8 {kind} needs a GPU of compute capability 8.9 or more (Ada, Hopper and newer), this is {device_name(device)}; "
-                         f"set precision.float8 to none")
+        raise WrongInput(
+            f"precision.float8 {kind} needs a GPU of compute capability 8.9 or more (Ada, Hopper"
+            f" and newer), this is {device_name(device)}; set precision.float8 to none"
+        )
     if compute != "bf16":
-        raise WrongInput(f"precision.float8 {kind} goes with precision.compute bf16, not {compute}; set one of the two")
+        raise WrongInput(
+            f"precision.float8 {kind} goes with precision.compute bf16, not {compute}; set one of"
+            " the two"
+        )
     for knob, tokens in lengths.items():
         if tokens % MULTIPLE:
-            raise WrongInput(f"precision.float8 {kind} wants micro-batches of a multiple of {MULTIPLE} tokens on each rank, {knob} makes {tokens:,}; "
-                             f"change it or train.micro_batch")
+            raise WrongInput(
+                f"precision.float8 {kind} wants micro-batches of a multiple of {MULTIPLE} tokens on"
+                f" each rank, {knob} makes {tokens:,}; change it or train.micro_batch"
+            )
 
 
 def use_float8(model: nn.Module, kind: Float8, *, tensor: int = 1, loud: bool = True) -> None:
-    """Let the linear layers of the layers of a model (on `meta`), or of a stage of it, compute in float8, in place.
+    """Let the linear layers of the layers of a model (on `meta`), or of a stage of it, compute in
+    float8, in place.
 
-    Those whose sides, cut over `tensor` ranks, are no multiples of 16 stay as they are, which is told if `loud`.
+    Those whose sides, cut over `tensor` ranks, are no multiples of 16 stay as they are, which is
+    told if `loud`.
 
     Raises:
         WrongInput: that is all of them.
@@ -76,7 +99,12 @@ def use_float8(model: nn.Module, kind: Float8, *, tensor: int = 1, loud: bool = 
         convert_to_float8_training(layer, config=config, module_filter_fn=fits)
     odd = ", ".join(f"{name} {list(shape)}" for shape, name in left.items())
     if not taken:
-        raise WrongInput(f"precision.float8 {kind} wants matrices whose sides are multiples of {MULTIPLE * tensor}, this model has none ({odd}); "
-                         f"set precision.float8 to none")
+        raise WrongInput(
+            f"precision.float8 {kind} wants matrices whose sides are multiples of"
+            f" {MULTIPLE * tensor}, this model has none ({odd}); set precision.float8 to none"
+        )
     if left and loud:
-        say(f"float8: sides that are no multiples of {MULTIPLE * tensor} stay in the wider type: {odd}")
+        say(
+            f"float8: sides that are no multiples of {MULTIPLE * tensor} stay in the wider type:"
+            f" {odd}"
+        )

@@ -1,9 +1,12 @@
-"""The weights as the optimizer knows them: plain local tensors, however the model's own are spread over ranks.
+"""The weights as the optimizer knows them: plain local tensors, however the model's own are spread
+over ranks.
 
-They are float32; with stochastic rounding the model's own bf16, with float32 gradients. A share of them may live on the host.
+They are float32; with stochastic rounding the model's own bf16, with float32 gradients. A share of
+them may live on the host.
 
-So the optimizer, clipping and the finite check are the same on one process and in every layout, and no kernel has to know a DTensor.
-A gradient is a *sum* over ranks and micro-batches all the way; the step divides once.
+So the optimizer, clipping and the finite check are the same on one process and in every layout, and
+no kernel has to know a DTensor. A gradient is a *sum* over ranks and micro-batches all the way; the
+step divides once.
 """
 
 from __future__ import annotations
@@ -34,12 +37,16 @@ class Master:
     name: str
     parameter: nn.Parameter
     tensor: nn.Parameter
-    """This rank's part of it: the parameter itself or a view of its memory; a copy where the parameter has another type or device."""
+    """This rank's part of it: the parameter itself or a view of its memory; a copy where the
+    parameter has another type or device.
+    """
     counted: bool = True
     """Whether the gradient's norm counts it here, and not with its twin on another stage."""
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """A tensor of this rank's part, such as the optimizer's state, spread as the parameter is."""
+        """A tensor of this rank's part, such as the optimizer's state, spread as the parameter
+        is.
+        """
         return spread_as(self.parameter, tensor)
 
 
@@ -49,18 +56,40 @@ class Masters:
     Args:
         model: has its memory already, its weights and its wrappers.
         shared: names of parameters that both ends of a pipeline hold: a tied embedding.
-        working: type that the model's own weights are put in where this rank holds them whole; the masters stay float32. None: as they are.
+        working: type that the model's own weights are put in where this rank holds them whole; the
+            masters stay float32. None: as they are.
         stochastic: keep no float32 copies; the optimizer rounds what it makes of bf16 weights.
-        on_host: share of the trained numbers whose masters, and so the optimizer's state and work, are the host's.
+        on_host: share of the trained numbers whose masters, and so the optimizer's state and work,
+            are the host's.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, shared: Iterable[str] = (), working: torch.dtype | None = None, *, stochastic: bool = False, on_host: float = 0.0
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        shared: Iterable[str] = (),
+        working: torch.dtype | None = None,
+        *,
+        stochastic: bool = False,
+        on_host: float = 0.0,
     ) -> None:
-        self.mesh, self.stochastic, self._shared, self._model, self._working = mesh, stochastic, frozenset(shared), model, working
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.mesh, self.stochastic, self._shared, self._model, self._working = (
+            mesh,
+            stochastic,
+            frozenset(shared),
+            model,
+            working,
+        )
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         away = _share(trained, on_host)
-        self._masters = [self._of(name, parameter, exact=not stochastic, away=name in away) for name, parameter in trained.items()]
+        self._masters = [
+            self._of(name, parameter, exact=not stochastic, away=name in away)
+            for name, parameter in trained.items()
+        ]
         self.work_in(working)
 
     def __iter__(self) -> Iterator[Master]:
@@ -71,13 +100,17 @@ class Masters:
         dtype = torch.float32 if exact else here.dtype
         if away:
             tensor = nn.Parameter(here.to(HOST, dtype, copy=True))
-        elif not isinstance(parameter, DTensor) and parameter.dtype == torch.float32 == (self._working or torch.float32):
+        elif not isinstance(parameter, DTensor) and parameter.dtype == torch.float32 == (
+            self._working or torch.float32
+        ):
             tensor = parameter
         else:
             tensor = nn.Parameter(here.to(dtype))  # the same memory where it has that type already
         if dtype != torch.float32:
             tensor.grad_dtype = torch.float32
-        return Master(name, parameter, tensor, counted=name not in self._shared or self.mesh.ends.is_main)
+        return Master(
+            name, parameter, tensor, counted=name not in self._shared or self.mesh.ends.is_main
+        )
 
     def work_in(self, dtype: torch.dtype | None) -> None:
         """Put the model's own weights in another type; float32 gives it the masters themselves."""
@@ -94,13 +127,17 @@ class Masters:
         return [master.tensor.grad for master in self._masters if master.tensor.grad is not None]
 
     def accumulate(self) -> None:
-        """After each micro-batch: add up in float32 what a parameter of a smaller type would round away."""
+        """After each micro-batch: add up in float32 what a parameter of a smaller type would round
+        away.
+        """
         for master in self._masters:
             if master.parameter.dtype != torch.float32 and master.parameter.grad is not None:
                 _add(master, local(_whole(master.parameter)))
 
     def collect(self) -> None:
-        """After the last micro-batch: every master has its gradient, summed over all ranks that have a part in it."""
+        """After the last micro-batch: every master has its gradient, summed over all ranks that
+        have a part in it.
+        """
         for master in self._masters:
             if master.tensor is not master.parameter and master.parameter.grad is not None:
                 _add(master, local(_whole(master.parameter)))
@@ -132,12 +169,18 @@ class Masters:
             torch._foreach_mul_(gradients, by.to(device))
 
     def told(self, flag: Tensor) -> Tensor:
-        """A flag where the optimizer may read it: on the host, which is waited for, if any of its work is done there."""
-        return flag.to(HOST) if any(master.tensor.device == HOST for master in self._masters) else flag
+        """A flag where the optimizer may read it: on the host, which is waited for, if any of its
+        work is done there.
+        """
+        return (
+            flag.to(HOST) if any(master.tensor.device == HOST for master in self._masters) else flag
+        )
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the optimizer: the model's weights are what the masters are now, and gradients are gone."""
+        """After the optimizer: the model's weights are what the masters are now, and gradients are
+        gone.
+        """
         for master in self._masters:
             here = local(master.parameter.detach())
             if here.data_ptr() != master.tensor.data_ptr() or here.device != master.tensor.device:
@@ -146,10 +189,16 @@ class Masters:
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter, spread as it is: what several ranks hold a part of the sum of is summed."""
+    """The gradient of a parameter, spread as it is: what several ranks hold a part of the sum of is
+    summed.
+    """
     grad = parameter.grad
     assert grad is not None
-    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+    if (
+        isinstance(parameter, DTensor)
+        and isinstance(grad, DTensor)
+        and grad.placements != parameter.placements
+    ):
         return grad.redistribute(placements=parameter.placements)
     return grad
 
@@ -163,13 +212,23 @@ def _add(master: Master, grad: Tensor) -> None:
 
 
 def _share(trained: Mapping[str, Tensor], share: float) -> set[str]:
-    """Names of parameters, the first ones, that hold as nearly as can be this share of all numbers; the same on all ranks that hold them."""
+    """Names of parameters, the first ones, that hold as nearly as can be this share of all numbers;
+    the same on all ranks that hold them.
+    """
     sizes = {name: parameter.numel() for name, parameter in trained.items()}
     before = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-    return {name for name, size in sizes.items() if before[name] + size / 2 < share * sum(sizes.values())}
+    return {
+        name
+        for name, size in sizes.items()
+        if before[name] + size / 2 < share * sum(sizes.values())
+    }
 
 
 def _cut_along(parameter: Tensor) -> Axes:
     if not isinstance(parameter, DTensor):
         return ()
-    return tuple((parameter.device_mesh, axis) for axis, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return tuple(
+        (parameter.device_mesh, axis)
+        for axis, placement in enumerate(parameter.placements)
+        if not placement.is_replicate()
+    )

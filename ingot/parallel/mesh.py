@@ -29,8 +29,9 @@ TIMEOUT = timedelta(minutes=30)
 class Mesh:
     """This process among others, and its device.
 
-    The whole job, or a part of it as seen from one of its processes: `mesh.data` are those ranks that take a share of the batch each
-    and agree in all else, `mesh.tensor` those that share this rank's matrices. A part of one rank costs nothing and speaks with nobody.
+    The whole job, or a part of it as seen from one of its processes: `mesh.data` are those ranks
+    that take a share of the batch each and agree in all else, `mesh.tensor` those that share this
+    rank's matrices. A part of one rank costs nothing and speaks with nobody.
     """
 
     ranks: Ranks
@@ -40,7 +41,8 @@ class Mesh:
     """Those who are spoken to; None where there is but one, or for the whole job."""
     parts: Mapping[str, Mesh] = field(default_factory=dict)
     weights: DeviceMesh | None = None
-    """Axes `pipeline, replicate, shard, tensor`, for weights that are spread; None for one process."""
+    """Axes `pipeline, replicate, shard, tensor`, for weights that are spread; None for one process.
+    """
 
     @property
     def world(self) -> int:
@@ -80,7 +82,9 @@ class Mesh:
 
     @property
     def losses(self) -> Mesh:
-        """The ranks whose losses add up to that of the global batch: all but those that share matrices, which have the same."""
+        """The ranks whose losses add up to that of the global batch: all but those that share
+        matrices, which have the same.
+        """
         return self.part("losses")
 
     @property
@@ -100,7 +104,9 @@ class Mesh:
         return tensor
 
     def agree(self, *numbers: float) -> list[float]:
-        """The sums over all ranks of a few numbers of the host; waits for the other hosts, never for a device."""
+        """The sums over all ranks of a few numbers of the host; waits for the other hosts, never
+        for a device.
+        """
         if self.world == 1:
             return list(numbers)
         return [float(value) for value in self.all_sum(torch.tensor(numbers, dtype=torch.float64))]
@@ -134,27 +140,39 @@ class Mesh:
         self.agree(0.0)
 
     def aside(self) -> Mesh:
-        """The same ranks with a line of their own, on which a thread may speak beside all else; for numbers and objects of the host only.
+        """The same ranks with a line of their own, on which a thread may speak beside all else; for
+        numbers and objects of the host only.
 
-        Every rank of it calls this, and each call opens another line. It has no parts and no weights.
+        Every rank of it calls this, and each call opens another line. It has no parts and no
+        weights.
         """
         if self.world == 1:
             return Mesh(self.ranks, torch.device("cpu"), self.degrees)
-        group = dist.new_group(dist.get_process_group_ranks(self.group or dist.group.WORLD), backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
+        group = dist.new_group(
+            dist.get_process_group_ranks(self.group or dist.group.WORLD),
+            backend="gloo",
+            timeout=TIMEOUT,
+            use_local_synchronization=True,
+        )
         _never_free(group)
         return Mesh(self.ranks, torch.device("cpu"), self.degrees, group)
 
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "data": ("replicate", "shard"), "context": ("context",), "tensor": ("tensor",), "pipeline": ("pipeline",),
-    "losses": ("pipeline", "replicate", "shard", "context"), "replicas": ("replicate", "shard", "context"),
+    "data": ("replicate", "shard"),
+    "context": ("context",),
+    "tensor": ("tensor",),
+    "pipeline": ("pipeline",),
+    "losses": ("pipeline", "replicate", "shard", "context"),
+    "replicas": ("replicate", "shard", "context"),
 }
 """The parts of a mesh, by the axes that their ranks differ in."""
 
 
 @contextlib.contextmanager
 def running_mesh(parallel: Parallel = Parallel()) -> Iterator[Mesh]:  # noqa: B008 (frozen)
-    """Join the other processes that torchrun started, and leave them at the end; alone where there are none.
+    """Join the other processes that torchrun started, and leave them at the end; alone where there
+    are none.
 
     Raises:
         WrongInput: the degrees do not fit the number of processes.
@@ -189,7 +207,9 @@ def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
         if size == here.world > 1:
             parts[name] = Mesh(here, device, group=dist.group.WORLD)
         elif size > 1:
-            parts[name] = _part(here, device, np.moveaxis(grid, along, range(-len(along), 0)).reshape(-1, size))
+            parts[name] = _part(
+                here, device, np.moveaxis(grid, along, range(-len(along), 0)).reshape(-1, size)
+            )
     if degrees.pipeline > 1:
         columns = grid.reshape(degrees.pipeline, -1).T
         parts["ends"] = _part(here, device, columns[:, [0, -1]])
@@ -197,22 +217,38 @@ def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
 
 
 def _part(here: Ranks, device: torch.device, members: np.ndarray) -> Mesh:
-    """This rank's group of those that `members` lists, a row each; every rank makes all of them, in one order. Alone where it is in none."""
+    """This rank's group of those that `members` lists, a row each; every rank makes all of them, in
+    one order. Alone where it is in none.
+    """
     mine = Mesh(Ranks(), device)
     for row in members.tolist():
         group = dist.new_group(row)
         _never_free(group)
         if here.rank in row:
-            mine = Mesh(Ranks(row.index(here.rank), len(row), here.local_rank, here.local_world), device, group=group)
+            mine = Mesh(
+                Ranks(row.index(here.rank), len(row), here.local_rank, here.local_world),
+                device,
+                group=group,
+            )
     return mine
 
 
 def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh | None:
-    """For sharding, ranks that share rows count as more ranks that share weights; without, as more copies."""
+    """For sharding, ranks that share rows count as more ranks that share weights; without, as more
+    copies.
+    """
     if degrees.world == 1:
         return None
-    copies, shards = (degrees.replicate, degrees.shard * degrees.context) if degrees.shard > 1 else (degrees.replicate * degrees.context, 1)
-    mesh = init_device_mesh(device.type, (degrees.pipeline, copies, shards, degrees.tensor), mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+    copies, shards = (
+        (degrees.replicate, degrees.shard * degrees.context)
+        if degrees.shard > 1
+        else (degrees.replicate * degrees.context, 1)
+    )
+    mesh = init_device_mesh(
+        device.type,
+        (degrees.pipeline, copies, shards, degrees.tensor),
+        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
+    )
     for group in mesh.get_all_groups():
         _never_free(group)
     return mesh
@@ -221,7 +257,9 @@ def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh | None:
 def _never_free(group: object) -> None:
     """Leak one reference, so that a process group is never destroyed.
 
-    Its destructor waits for gloo's threads while it holds the GIL, and a gloo thread wants the GIL to let go of a tensor
-    that Python has seen: whichever object frees the group last (DDP, the interpreter) could then hang for ever.
+    Its destructor waits for gloo's threads while it holds the GIL, and a gloo thread wants the GIL
+    to let go of a tensor
+    that Python has seen: whichever object frees the group last (DDP, the interpreter) could then
+    hang for ever.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,7 +1,10 @@
-"""What backward needs of a layer waits in the host's memory: it goes out as it is made, and comes back a layer ahead of its use.
+"""What backward needs of a layer waits in the host's memory: it goes out as it is made, and comes
+back a layer ahead of its use.
 
-Copies run on a stream of their own beside the computation, through pinned memory. On a CPU they are plain copies, so that all else of this
-runs there as well. Weights stay, and so does what a layer was given that needs no gradient: all layers share it.
+Copies run on a stream of their own beside the computation, through pinned memory. On a CPU they are
+plain copies, so that all else of this
+runs there as well. Weights stay, and so does what a layer was given that needs no gradient: all
+layers share it.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ SMALL_BYTES = 2**12
 
 
 def offload_activations(model: nn.Module) -> None:
-    """Let the layers of a model, or of a stage of it, keep what they save for backward on the host, in place. Results stay the same, to the last bit.
+    """Let the layers of a model, or of a stage of it, keep what they save for backward on the host,
+    in place. Results stay the same, to the last bit.
 
-    A layer's class is replaced by a subclass; around the whole call, and so outside of what is compiled and of what gathers weights.
+    A layer's class is replaced by a subclass; around the whole call, and so outside of what is
+    compiled and of what gathers weights.
     """
     road, made = Road(), dict[type, type]()
     for stack in stacks(model):
@@ -40,10 +45,18 @@ def _offloading(kind: type, road: Road) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.__call__(self, *args, **kwargs)
-        with Stay(self, road).packing([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]):
+        with Stay(self, road).packing(
+            [
+                leaf
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, Tensor) and not leaf.requires_grad
+            ]
+        ):
             return kind.__call__(self, *args, **kwargs)
 
-    return type(f"Offloading{kind.__name__}", (kind,), {"__call__": call, "__module__": kind.__module__})
+    return type(
+        f"Offloading{kind.__name__}", (kind,), {"__call__": call, "__module__": kind.__module__}
+    )
 
 
 class Road:
@@ -55,7 +68,9 @@ class Road:
 
     @contextlib.contextmanager
     def beside(self, device: torch.device) -> Iterator[torch.Stream | None]:
-        """Copies run beside what is computed from here on, after what was computed before; None on a CPU, where nothing does."""
+        """Copies run beside what is computed from here on, after what was computed before; None on
+        a CPU, where nothing does.
+        """
         if device.type == "cpu":
             yield None
             return
@@ -88,7 +103,9 @@ class Stay:
         self._arrived: torch.Event | None = None
         self._at_home: set[int] | None = None
         self._known: dict[Any, tuple[Tensor, int]] = {}
-        """Where a tensor is that was saved before in this call; tensors are held, so that their memory is no other's meanwhile."""
+        """Where a tensor is that was saved before in this call; tensors are held, so that their
+        memory is no other's meanwhile.
+        """
 
     @contextlib.contextmanager
     def packing(self, given: list[Tensor]) -> Iterator[None]:
@@ -100,9 +117,18 @@ class Stay:
 
     def _pack(self, tensor: Tensor) -> Any:
         mine = local(tensor)
-        if self._at_home is None:  # only now: before the call, weights may not have been gathered yet
-            self._at_home = {*self._given, *(_memory(local(parameter)) for parameter in self._layer.parameters())}
-        if type(mine) not in (Tensor, nn.Parameter) or mine.nbytes < SMALL_BYTES or _memory(mine) in self._at_home:
+        if (
+            self._at_home is None
+        ):  # only now: before the call, weights may not have been gathered yet
+            self._at_home = {
+                *self._given,
+                *(_memory(local(parameter)) for parameter in self._layer.parameters()),
+            }
+        if (
+            type(mine) not in (Tensor, nn.Parameter)
+            or mine.nbytes < SMALL_BYTES
+            or _memory(mine) in self._at_home
+        ):
             return tensor
         flat = mine.detach().view(-1) if mine.is_contiguous() else mine.detach()
         key = (_memory(flat), flat.storage_offset(), flat.shape, flat.stride(), flat.dtype)
@@ -124,7 +150,9 @@ class Stay:
             current = torch.accelerator.current_stream()
             current.wait_event(self._arrived)
             self._back[number].record_stream(current)
-        mine = self._back[number].view(shape) if self._back[number].ndim == 1 else self._back[number]
+        mine = (
+            self._back[number].view(shape) if self._back[number].ndim == 1 else self._back[number]
+        )
         return mine if like is None else spread_as(like, mine)
 
     def fetch(self) -> None:
@@ -133,7 +161,9 @@ class Stay:
             return
         with self._road.beside(self._loads[0].device) as stream:
             for number, load in enumerate(self._loads):
-                self._back[number] = torch.empty_like(load.there, device=load.device).copy_(load.there, non_blocking=True)
+                self._back[number] = torch.empty_like(load.there, device=load.device).copy_(
+                    load.there, non_blocking=True
+                )
             self._arrived = None if stream is None else stream.record_event()
 
 

@@ -1,8 +1,10 @@
-"""Pipeline parallelism by torch's schedules: GPipe (Huang et al. 2019), 1F1B and its interleaved form (Narayanan et al. 2021), and
-zero bubble (Qi et al. 2023), whose backward pass computes gradients of activations first and those of weights where a gap is left.
+"""Pipeline parallelism by torch's schedules: GPipe (Huang et al. 2019), 1F1B and its interleaved
+form (Narayanan et al. 2021), and zero bubble (Qi et al. 2023), whose backward pass computes
+gradients of activations first and those of weights where a gap is left.
 
-Every rank of a pipeline has the same micro-batches and only hidden states cross ranks, so a schedule is handed numbers of micro-batches.
-The loss is a sum, and nothing is scaled. Where weights are sharded, torch keeps a stage's gradients whole until the last micro-batch is done.
+Every rank of a pipeline has the same micro-batches and only hidden states cross ranks, so a
+schedule is handed numbers of micro-batches. The loss is a sum, and nothing is scaled. Where weights
+are sharded, torch keeps a stage's gradients whole until the last micro-batch is done.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ingot.config.layout import Parallel, PipelineSchedule
@@ -26,7 +34,9 @@ Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 class Work(Protocol):
-    """The micro-batches of a step, all of one shape, and what is computed of them; the same on each rank of a pipeline."""
+    """The micro-batches of a step, all of one shape, and what is computed of them; the same on each
+    rank of a pipeline.
+    """
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -34,7 +44,9 @@ class Work(Protocol):
         ...
 
     def values(self, stage: Decoder, number: int, hidden: Tensor | None) -> Tensor:
-        """What a stage makes of micro-batch `number` from the hidden states of the one before; None for the first."""
+        """What a stage makes of micro-batch `number` from the hidden states of the one before; None
+        for the first.
+        """
         ...
 
     def loss(self, values: Tensor, number: int) -> Tensor:
@@ -50,27 +62,37 @@ class _NumberedStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         assert isinstance(self.submod, Decoder)
-        out = self.work.values(self.submod, int(kwargs["number"]), None if self.is_first else args[0])
+        out = self.work.values(
+            self.submod, int(kwargs["number"]), None if self.is_first else args[0]
+        )
         return out if self.is_last else out.to(self.hidden).contiguous()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if isinstance(self.submod, FSDPModule):
-            # FSDP adds up in the type that it sums in when backward has gone through a layer, which was before these gradients came.
+            # FSDP adds up in the type that it sums in when backward has gone through a layer, which
+            # was before these gradients came.
             for state in fully_shard.state(self.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
-                for parameter in (parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params):
+                for parameter in (
+                    parameter
+                    for group in state._fsdp_param_groups
+                    for parameter in group.fsdp_params
+                ):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
 
 
 class Pipeline(Decoder):
-    """The stages of a decoder that one rank holds, in the order of the model, each a `Decoder` of its own; and how they run.
+    """The stages of a decoder that one rank holds, in the order of the model, each a `Decoder` of
+    its own; and how they run.
 
-    Modules and parameters go by their names in the whole model, so that weights, checkpoints and adapters need no map. It is not called
+    Modules and parameters go by their names in the whole model, so that weights, checkpoints and
+    adapters need no map. It is not called
     itself: `run` calls the stages.
 
     Args:
-        model: the whole of it, on `meta`, adapters included; what does not belong to this rank is let go.
+        model: the whole of it, on `meta`, adapters included; what does not belong to this rank is
+            let go.
         hidden: type of the hidden states that go from stage to stage.
     """
 
@@ -78,16 +100,24 @@ class Pipeline(Decoder):
         nn.Module.__init__(self)
         self.config, self._mesh, self._parallel, self._sent = model.config, mesh, parallel, hidden
         self.degree, self.total = mesh.pipeline.world, mesh.pipeline.world * parallel.virtual
-        self.stages = nn.ModuleList(cut_stages(model, mesh.pipeline.rank, self.degree, parallel.virtual))
-        self._made: dict[tuple[tuple[int, int, int], bool], tuple[Schedule, list[_NumberedStage]]] = {}
+        self.stages = nn.ModuleList(
+            cut_stages(model, mesh.pipeline.rank, self.degree, parallel.virtual)
+        )
+        self._made: dict[
+            tuple[tuple[int, int, int], bool], tuple[Schedule, list[_NumberedStage]]
+        ] = {}
 
     def __iter__(self) -> Iterator[Decoder]:
         for stage in self.stages:
             assert isinstance(stage, Decoder)
             yield stage
 
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the stages as if they were this module's own; what holds the layers comes once for each stage."""
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the stages as if they were this module's own; what holds the layers comes once
+        for each stage.
+        """
         seen: set[nn.Module] = set() if memo is None else memo
         if self not in seen:
             seen.add(self)
@@ -99,7 +129,9 @@ class Pipeline(Decoder):
         raise TypeError("a rank of a pipeline has no model to call; use `run`")
 
     def run(self, work: Work, *, backward: bool) -> None:
-        """All micro-batches forward, and backward too: gradients are left with the parameters, summed over them (and over ranks by FSDP)."""
+        """All micro-batches forward, and backward too: gradients are left with the parameters,
+        summed over them (and over ranks by FSDP).
+        """
         key = (work.shape, backward)
         if key not in self._made:
             self._made[key] = self._make(*work.shape)
@@ -111,17 +143,31 @@ class Pipeline(Decoder):
         call(numbers, number=numbers, target=numbers, return_outputs=False)
 
     def _make(self, count: int, rows: int, tokens: int) -> tuple[Schedule, list[_NumberedStage]]:
-        """A schedule keeps buffers for what arrives, so there is one for each shape, and for evaluation."""
+        """A schedule keeps buffers for what arrives, so there is one for each shape, and for
+        evaluation.
+        """
         cut = self._mesh.tensor.world if self._parallel.sequence else 1
         number = torch.empty(1, dtype=torch.int64, device="meta")
-        hidden = torch.empty(rows, tokens // cut, self.config.hidden_size, dtype=self._sent, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            rows,
+            tokens // cut,
+            self.config.hidden_size,
+            dtype=self._sent,
+            device="meta",
+            requires_grad=True,
+        )
         values = torch.empty(rows, tokens, device="meta", requires_grad=True)
         stages = []
         for place, module in enumerate(self):
             first, last = module.stage
             stage = _NumberedStage(
-                module, self._mesh.pipeline.rank + place * self.degree, self.total, self._mesh.device,
-                input_args=number if first else hidden, output_args=values if last else hidden, group=self._mesh.pipeline.group,
+                module,
+                self._mesh.pipeline.rank + place * self.degree,
+                self.total,
+                self._mesh.device,
+                input_args=number if first else hidden,
+                output_args=values if last else hidden,
+                group=self._mesh.pipeline.group,
             )
             stage.hidden = self._sent
             stages.append(stage)
@@ -138,25 +184,39 @@ class Pipeline(Decoder):
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
-    """What wrappers are put around: the stages that this rank holds, or the model itself where it is not cut."""
+    """What wrappers are put around: the stages that this rank holds, or the model itself where it
+    is not cut.
+    """
     return list(model) if isinstance(model, Pipeline) else [model]
 
 
 def twins(model: nn.Module) -> frozenset[str]:
-    """Names of parameters that the first and the last stage both hold: a tied embedding. Their gradients are summed, and counted once."""
-    return frozenset({EMBEDDING}) if isinstance(model, Pipeline) and model.config.tie_word_embeddings else frozenset()
+    """Names of parameters that the first and the last stage both hold: a tied embedding. Their
+    gradients are summed, and counted once.
+    """
+    return (
+        frozenset({EMBEDDING})
+        if isinstance(model, Pipeline) and model.config.tie_word_embeddings
+        else frozenset()
+    )
 
 
 def whole_size(model: nn.Module, mesh: Mesh) -> tuple[int, int]:
-    """Parameters of the whole model, and how many of them are trained. Collective where the model is cut."""
+    """Parameters of the whole model, and how many of them are trained. Collective where the model
+    is cut.
+    """
     elsewhere = frozenset() if mesh.ends.is_main else twins(model)
     here = [parameter for name, parameter in model.named_parameters() if name not in elsewhere]
-    total, trained = mesh.pipeline.agree(sum(one.numel() for one in here), sum(one.numel() for one in here if one.requires_grad))
+    total, trained = mesh.pipeline.agree(
+        sum(one.numel() for one in here), sum(one.numel() for one in here if one.requires_grad)
+    )
     return int(total), int(trained)
 
 
 def resolved_schedule(parallel: Parallel, count: int) -> PipelineSchedule:
-    """The schedule of a step of `count` micro-batches. With fewer than stages 1F1B is all warm-up, which is GPipe."""
+    """The schedule of a step of `count` micro-batches. With fewer than stages 1F1B is all warm-up,
+    which is GPipe.
+    """
     kind = parallel.schedule
     if kind == "auto":
         kind = "1f1b" if parallel.virtual == 1 else "interleaved"

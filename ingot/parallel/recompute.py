@@ -1,7 +1,9 @@
-"""Activations that are made again in backward rather than kept (activation checkpointing, Chen et al. 2016).
+"""Activations that are made again in backward rather than kept (activation checkpointing, Chen et
+al. 2016).
 
-A layer stays where it is and keeps its names: its class is replaced by a subclass whose forward is recomputed. That lies inside of what is
-compiled and of what gathers weights. Only runs of several layers are put together from outside, by the decoder's `through`.
+A layer stays where it is and keeps its names: its class is replaced by a subclass whose forward is
+recomputed. That lies inside of what is compiled and of what gathers weights. Only runs of several
+layers are put together from outside, by the decoder's `through`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ingot.base.errors import WrongInput
 from ingot.config.layout import Recompute
@@ -26,32 +32,63 @@ Checkpoint = Callable[..., Any]
 """A function and what it is given -> what it makes of that, now and again in backward."""
 
 KEPT = (
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm",
-    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable", "aten::_flash_attention_forward", "aten::_efficient_attention_forward",
-    "ingot::cpu_attention", "flex_attention", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce",
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled_mm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "ingot::cpu_attention",
+    "flex_attention",
+    "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::all_reduce",
 )
-"""What `selective` keeps: matrix products, with their sums over ranks, and attention, by the names that they have on CPUs and accelerators."""
+"""What `selective` keeps: matrix products, with their sums over ranks, and attention, by the names
+that they have on CPUs and accelerators.
+"""
 
 
 def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
-    """Let the layers of a model, or of a stage of it, keep as little as asked, in place. Results stay what they are, to the last bit.
+    """Let the layers of a model, or of a stage of it, keep as little as asked, in place. Results
+    stay what they are, to the last bit.
 
     Raises:
         WrongInput: runs of several layers, in a model whose layers hand on more than one tensor.
     """
     if knobs.kind == "none":
         return
-    # The native decoder draws nothing at random in its layers: masks of adapters are a hash of the sample.
-    again: Checkpoint = partial(_checkpoint, lora_state(model), use_reentrant=False, preserve_rng_state=not isinstance(model, Decoder))
+    # The native decoder draws nothing at random in its layers: masks of adapters are a hash of the
+    # sample.
+    again: Checkpoint = partial(
+        _checkpoint,
+        lora_state(model),
+        use_reentrant=False,
+        preserve_rng_state=not isinstance(model, Decoder),
+    )
     if knobs.method == "uniform" and knobs.layers > 1:
-        check_runs("decoder" if isinstance(model, Decoder) else "seq2seq" if isinstance(model, Seq2Seq) else "encoder", knobs)
+        check_runs(
+            (
+                "decoder"
+                if isinstance(model, Decoder)
+                else "seq2seq"
+                if isinstance(model, Seq2Seq)
+                else "encoder"
+            ),
+            knobs,
+        )
         assert isinstance(model, Decoder)
         model.through = partial(in_runs, again, knobs.layers)
         return
     if knobs.kind == "selective":
-        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
+        again = partial(
+            again, context_fn=partial(create_selective_checkpoint_contexts, keep_products)
+        )
     made: dict[type, type] = {}
     for stack in stacks(model):
         for layer in stack[: knobs.layers if knobs.method == "block" else None]:
@@ -60,21 +97,32 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
 
 
 def check_runs(kind: Kind, knobs: Recompute) -> None:
-    """Raises WrongInput where runs of several layers of this kind of model cannot be recomputed as one."""
+    """Raises WrongInput where runs of several layers of this kind of model cannot be recomputed as
+    one.
+    """
     if knobs.method == "uniform" and knobs.layers > 1 and kind != "decoder":
-        raise WrongInput(f"memory.recompute.layers {knobs.layers} with method=uniform is for decoders: the layers of a model of kind {kind} hand on more "
-                         f"than one tensor; set it to 1, or method to block")
+        raise WrongInput(
+            f"memory.recompute.layers {knobs.layers} with method=uniform is for decoders: the"
+            f" layers of a model of kind {kind} hand on more than one tensor; set it to 1, or"
+            " method to block"
+        )
 
 
-def in_runs(again: Checkpoint, size: int, x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+def in_runs(
+    again: Checkpoint, size: int, x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]
+) -> Tensor:
     """`size` layers at a time, of which only the first one's input is kept."""
     for first in range(0, len(layers), size):
         x = again(in_order, x, layers[first : first + size])
     return x
 
 
-def _checkpoint(state: LoraState | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's, of a batch that is remembered: in a pipeline another one has begun before backward comes."""
+def _checkpoint(
+    state: LoraState | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """torch's, of a batch that is remembered: in a pipeline another one has begun before backward
+    comes.
+    """
     if state is None or not state.dropout or torch.compiler.is_compiling():
         return checkpoint(function, *args, **kwargs)
     rows = state.rows
@@ -89,13 +137,21 @@ def _checkpoint(state: LoraState | None, function: Callable[..., Any], *args: An
 def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """What `selective` does with the result of an operator."""
     name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else ""
-    return CheckpointPolicy.MUST_SAVE if name.partition(".")[0] in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if name.partition(".")[0] in KEPT
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def _recomputed(kind: type, again: Checkpoint) -> type:
-    """A subclass that recomputes. A subclass and not a wrapper of each layer: equal layers then are compiled once."""
+    """A subclass that recomputes. A subclass and not a wrapper of each layer: equal layers then are
+    compiled once.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return again(partial(kind.forward, self), *args, **kwargs)  # type: ignore[attr-defined]
 
-    return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(
+        f"Recomputed{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__}
+    )

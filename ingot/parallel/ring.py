@@ -1,13 +1,17 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): every rank keeps its queries, keys and values travel once around.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): every rank keeps its queries, keys and values
+travel once around.
 
-In each of W steps a rank hands the keys and values that it holds to the next rank, and while those of the one before arrive, lets its
-queries look at what it has; the parts are put together by their log-sums. Backward is a second round: keys and values travel again,
-and their gradients one step behind them, each rank adding its own, until they are home.
+In each of W steps a rank hands the keys and values that it holds to the next rank, and while those
+of the one before arrive, lets its queries look at what it has; the parts are put together by their
+log-sums. Backward is a second round: keys and values travel again, and their gradients one step
+behind them, each rank adding its own, until they are home.
 
-Who sees whom is what `dense` says of whole rows: no later token, none of another document, none outside the window. As a row is cut in
-2W pieces (`ingot.parallel.rows`), most pairs of pieces are seen as a whole or not at all; only the others need a mask.
+Who sees whom is what `dense` says of whole rows: no later token, none of another document, none
+outside the window. As a row is cut in 2W pieces (`ingot.parallel.rows`), most pairs of pieces are
+seen as a whole or not at all; only the others need a mask.
 
-Shapes: T is this rank's share of a row, two pieces of P tokens each; the others as in `ingot.parallel.blocks`.
+Shapes: T is this rank's share of a row, two pieces of P tokens each; the others as in
+`ingot.parallel.blocks`.
 """
 
 from __future__ import annotations
@@ -29,28 +33,49 @@ from ingot.parallel.rows import piece_size, whole
 class RingAttention:
     """Attention over rows that the ranks of a group share.
 
-    Opaque to the compiler: what is skipped changes with the documents of each batch, and it would compile layers anew for each.
+    Opaque to the compiler: what is skipped changes with the documents of each batch, and it would
+    compile layers anew for each.
     """
 
     def __init__(self, group: ProcessGroup, rank: int, world: int) -> None:
         self.group, self.rank, self.world = group, rank, world
-        # Here, not as decorators: that would load the compiler (a second) wherever this file is imported.
+        # Here, not as decorators: that would load the compiler (a second) wherever this file is
+        # imported.
         self.look: Callable[[Round, Tensor, Tensor, Tensor], Tensor] = torch.compiler.disable(_look)
-        self._looks: Callable[[Tensor, Tensor | None, Iterable[int | None]], dict[int | None, Look]] = torch.compiler.disable(self._make_looks)
+        self._looks: Callable[
+            [Tensor, Tensor | None, Iterable[int | None]], dict[int | None, Look]
+        ] = torch.compiler.disable(self._make_looks)
 
-    def __call__(self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]) -> dict[int | None, Look]:
+    def __call__(
+        self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
+    ) -> dict[int | None, Look]:
         """positions, segments `[B, T]`. All ranks must agree on whether there are segments."""
         return self._looks(positions, segments, windows)
 
-    def _make_looks(self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]) -> dict[int | None, Look]:
+    def _make_looks(
+        self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
+    ) -> dict[int | None, Look]:
         size = piece_size(positions.shape[1])
-        pieces = None if segments is None else whole(gather(segments, self.group)).chunk(2 * self.world, dim=1)  # each [B, P]
+        pieces = (
+            None
+            if segments is None
+            else whole(gather(segments, self.group)).chunk(2 * self.world, dim=1)
+        )  # each [B, P]
         made: dict[int | None, Look] = {}
         looks: dict[int | None, Look] = {}
         for window in windows:
             reach = window if window is not None and window < 2 * self.world * size else None
             if reach not in made:
-                made[reach] = _RingLook(plan(self, size, pieces, reach, positions.device, peek=positions.device.type == "cpu"))
+                made[reach] = _RingLook(
+                    plan(
+                        self,
+                        size,
+                        pieces,
+                        reach,
+                        positions.device,
+                        peek=positions.device.type == "cpu",
+                    )
+                )
             looks[window] = made[reach]
         return looks
 
@@ -64,7 +89,9 @@ class _RingLook:
 
 
 class Glance(NamedTuple):
-    """One of this rank's two pieces of queries looks at one of the two pieces of keys that are here in a step; see `blocks.Kernel`."""
+    """One of this rank's two pieces of queries looks at one of the two pieces of keys that are here
+    in a step; see `blocks.Kernel`.
+    """
 
     queries: int
     keys: int
@@ -79,13 +106,22 @@ class Round(NamedTuple):
     steps: list[list[Glance]]
 
 
-def plan(ring: RingAttention, size: int, segments: Sequence[Tensor] | None, window: int | None, device: torch.device, *, peek: bool) -> Round:
+def plan(
+    ring: RingAttention,
+    size: int,
+    segments: Sequence[Tensor] | None,
+    window: int | None,
+    device: torch.device,
+    *,
+    peek: bool,
+) -> Round:
     """In step s a rank holds the keys of the one s places before it.
 
     Args:
         size: P.
         segments: the documents of all pieces of the row, each `[B, P]`.
-        peek: look into them, so that documents that do not meet cost nothing. An accelerator would have to be waited for.
+        peek: look into them, so that documents that do not meet cost nothing. An accelerator would
+            have to be waited for.
     """
     own = _numbers(ring.rank, ring.world)
     steps = []
@@ -94,7 +130,11 @@ def plan(ring: RingAttention, size: int, segments: Sequence[Tensor] | None, wind
         glances = []
         for queries, i in enumerate(own):
             for keys, j in enumerate(here):
-                same = None if segments is None else segments[i][:, None, :, None] == segments[j][:, None, None, :]  # [B, 1, P, P]
+                same = (
+                    None
+                    if segments is None
+                    else segments[i][:, None, :, None] == segments[j][:, None, None, :]
+                )  # [B, 1, P, P]
                 seen = _seen((i - j) * size, size, same, window, device, peek=peek)
                 if seen is not None:
                     glances.append(Glance(queries, keys, *seen))
@@ -108,9 +148,16 @@ def _numbers(rank: int, world: int) -> tuple[int, int]:
 
 
 def _seen(
-    ahead: int, size: int, same: Tensor | None, window: int | None, device: torch.device, *, peek: bool
+    ahead: int,
+    size: int,
+    same: Tensor | None,
+    window: int | None,
+    device: torch.device,
+    *,
+    peek: bool,
 ) -> tuple[Tensor | None, bool] | None:
-    """Mask and causal of a piece of queries that stands `ahead` tokens after a piece of keys; None where no query may look.
+    """Mask and causal of a piece of queries that stands `ahead` tokens after a piece of keys; None
+    where no query may look.
 
     `same`: which query and key are of one document.
     """
@@ -150,11 +197,17 @@ class _Ring(torch.autograd.Function):
                 arriving, under_way = _pass_on(ring, [travelling] if step + 1 < ring.world else [])
                 here = travelling.chunk(2, 3)
                 for queries, keys, mask, causal in glances:
-                    parts[queries] = merge(parts[queries], kernel.look(ours[queries], here[keys][0], here[keys][1], mask, causal))
+                    parts[queries] = merge(
+                        parts[queries],
+                        kernel.look(ours[queries], here[keys][0], here[keys][1], mask, causal),
+                    )
                 _wait(under_way)
                 travelling = arriving[0] if arriving else travelling
         # Neither is missing: every query sees itself in the first step.
-        out, logsum = (torch.cat(halves, 2) for halves in zip(*(part for part in parts if part is not None), strict=True))
+        out, logsum = (
+            torch.cat(halves, 2)
+            for halves in zip(*(part for part in parts if part is not None), strict=True)
+        )
         out = out.to(q.dtype)
         ctx.round = round_
         ctx.save_for_backward(q, k, v, out, logsum)
@@ -168,15 +221,26 @@ class _Ring(torch.autograd.Function):
         ours = list(zip(*(each.chunk(2, 2) for each in (gradient, q, out, logsum)), strict=True))
         dq = torch.zeros_like(q, dtype=torch.float32)
         travelling = torch.stack((k, v))
-        behind: list[Tensor] = []  # the gradient of the keys and values that were here a step ago, [2, B, K, T, E]
+        behind: list[
+            Tensor
+        ] = []  # the gradient of the keys and values that were here a step ago, [2, B, K, T, E]
         with torch.autocast(q.device.type, enabled=False):
             for step, glances in enumerate(steps):
-                arriving, under_way = _pass_on(ring, ([travelling] if step + 1 < ring.world else []) + behind)
-                here, dkv = travelling.chunk(2, 3), torch.zeros_like(travelling, dtype=torch.float32)
+                arriving, under_way = _pass_on(
+                    ring, ([travelling] if step + 1 < ring.world else []) + behind
+                )
+                here, dkv = (
+                    travelling.chunk(2, 3),
+                    torch.zeros_like(travelling, dtype=torch.float32),
+                )
                 for queries, keys, mask, causal in glances:
                     grad, query, *seen = ours[queries]
-                    found = kernel.back(grad, query, here[keys][0], here[keys][1], Part(*seen), mask, causal)
-                    for total, part in zip((dq.chunk(2, 2)[queries], *dkv.chunk(2, 3)[keys]), found, strict=True):
+                    found = kernel.back(
+                        grad, query, here[keys][0], here[keys][1], Part(*seen), mask, causal
+                    )
+                    for total, part in zip(
+                        (dq.chunk(2, 2)[queries], *dkv.chunk(2, 3)[keys]), found, strict=True
+                    ):
                         total += part
                 _wait(under_way)
                 if behind:
@@ -189,11 +253,15 @@ class _Ring(torch.autograd.Function):
 
 
 def _pass_on(ring: RingAttention, leaving: list[Tensor]) -> tuple[list[Tensor], list[Work]]:
-    """Begin to send tensors to the next rank, and to receive as many of the same shapes from the one before."""
+    """Begin to send tensors to the next rank, and to receive as many of the same shapes from the
+    one before.
+    """
     arriving = [torch.empty_like(each) for each in leaving]
     after, before = (ring.rank + 1) % ring.world, (ring.rank - 1) % ring.world
     sent = [dist.P2POp(dist.isend, each, group=ring.group, group_peer=after) for each in leaving]
-    received = [dist.P2POp(dist.irecv, each, group=ring.group, group_peer=before) for each in arriving]
+    received = [
+        dist.P2POp(dist.irecv, each, group=ring.group, group_peer=before) for each in arriving
+    ]
     return arriving, dist.batch_isend_irecv(sent + received) if leaving else []
 
 

@@ -1,7 +1,8 @@
 """How a row is shared by the ranks of the context axis: who holds which of its tokens.
 
-A row is cut in 2W pieces for W ranks, and rank r holds pieces r and 2W-1-r: under a causal mask the work of a piece grows with its
-number, and each such pair has the same work. Labels were shifted before, so that nothing crosses the cuts but attention.
+A row is cut in 2W pieces for W ranks, and rank r holds pieces r and 2W-1-r: under a causal mask the
+work of a piece grows with its number, and each such pair has the same work. Labels were shifted
+before, so that nothing crosses the cuts but attention.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from ingot.base.errors import WrongInput
 def share(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int = 1) -> Tensor:
     """What rank `rank` of `world` holds of `row`: `[B, T, ...]` -> `[B, S, ...]`.
 
-    S is T / world, T being filled up on the right with `fill` where it does not divide into pieces, or where S is no multiple of
-    `multiple` (sequence parallelism shares S further). With a world of 1 only that is done.
+    S is T / world, T being filled up on the right with `fill` where it does not divide into pieces,
+    or where S is no multiple of `multiple` (sequence parallelism shares S further). With a world of
+    1 only that is done.
     """
     pieces = 2 * world if world > 1 else 1
     missing = -row.shape[1] % math.lcm(pieces, world * multiple)
@@ -30,9 +32,14 @@ def share(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int = 1) 
 
 
 def piece_size(share_length: int) -> int:
-    """Tokens of one piece, where a share has so many. Raises WrongInput for what `share` did not cut."""
+    """Tokens of one piece, where a share has so many. Raises WrongInput for what `share` did not
+    cut.
+    """
     if share_length % 2:
-        raise WrongInput(f"a part of {share_length} tokens a row is not two pieces of one size; cut rows with ingot.parallel.rows.share")
+        raise WrongInput(
+            f"a part of {share_length} tokens a row is not two pieces of one size; cut rows with"
+            " ingot.parallel.rows.share"
+        )
     return share_length // 2
 
 
@@ -43,7 +50,9 @@ def pair(row: Tensor, rank: int, world: int, dim: int) -> Tensor:
 
 
 def whole(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The row again, from the shares of all ranks in their order: what `share` did, undone (but for what was filled up)."""
+    """The row again, from the shares of all ranks in their order: what `share` did, undone (but for
+    what was filled up).
+    """
     if len(shares) == 1:
         return shares[0]
     first, second = zip(*(each.chunk(2, dim) for each in shares), strict=True)

@@ -1,4 +1,6 @@
-"""Sharding of weights, gradients and optimizer state over ranks (ZeRO, Rajbhandari et al. 2020) by torch's FSDP2, gradients summed."""
+"""Sharding of weights, gradients and optimizer state over ranks (ZeRO, Rajbhandari et al. 2020) by
+torch's FSDP2, gradients summed.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +9,67 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from ingot.models.decoder import Decoder
 
 
 def shard_weights(
-    model: nn.Module, mesh: DeviceMesh, *, reshard: bool, compute: torch.dtype | None, reduce: torch.dtype, offload: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard: bool,
+    compute: torch.dtype | None,
+    reduce: torch.dtype,
+    offload: bool = False,
 ) -> None:
-    """Each layer becomes a unit that is gathered when it is used; what is left is gathered once a step.
+    """Each layer becomes a unit that is gathered when it is used; what is left is gathered once a
+    step.
 
     Args:
         mesh: axes `replicate, shard`; with one shard, gradients are only summed over the copies.
-        reshard: give a layer's gathered weights back after its forward pass, and gather them again going backward.
+        reshard: give a layer's gathered weights back after its forward pass, and gather them again
+            going backward.
         compute: type in which weights are gathered; None for their own.
         reduce: type in which gradients are summed.
         offload: keep this rank's share in the host's memory.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    waiting = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
+    )
+    waiting = (
+        CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        if offload
+        else OffloadPolicy()
+    )
     placement = _placement(mesh["shard"].size())
     for layer in layers(model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=waiting, shard_placement_fn=placement)
-    # A head that is tied to the embedding is in one unit with it; the root's unit is the last to be let go.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=waiting, shard_placement_fn=placement)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=waiting,
+            shard_placement_fn=placement,
+        )
+    # A head that is tied to the embedding is in one unit with it; the root's unit is the last to be
+    # let go.
+    fully_shard(
+        model,
+        mesh=mesh,
+        reshard_after_forward=False,
+        mp_policy=policy,
+        offload_policy=waiting,
+        shard_placement_fn=placement,
+    )
     for method in ("hidden", "logits", "project") if isinstance(model, Decoder) else ():
         register_fsdp_forward_method(model, method)
     for module in model.modules():
@@ -48,7 +86,9 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def stacks(model: nn.Module) -> list[list[nn.Module]]:
-    """The same, those that follow each other together: the children of the outermost lists of modules."""
+    """The same, those that follow each other together: the children of the outermost lists of
+    modules.
+    """
     if isinstance(model, Decoder):
         return [list(model.model.layers.children())]
     found: list[list[nn.Module]] = []
@@ -64,7 +104,11 @@ def _placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
     """Rows are cut, but where tensor parallelism has cut them unevenly already: there columns."""
 
     def of(parameter: nn.Parameter) -> Shard | None:
-        if isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0) and parameter.shape[0] % (parameter.device_mesh.size() * shards):
+        if (
+            isinstance(parameter, DTensor)
+            and parameter.placements[0] == Shard(0)
+            and parameter.shape[0] % (parameter.device_mesh.size() * shards)
+        ):
             return Shard(1) if parameter.ndim > 1 else None
         return None
 

@@ -23,7 +23,9 @@ class RowSharing:
 
     def share(self, tensor: Tensor, fill: int) -> Tensor:
         # Sequence parallelism cuts a part once more.
-        return share(tensor, self.mesh.context.rank, self.world, fill, multiple=self.mesh.tensor.world)
+        return share(
+            tensor, self.mesh.context.rank, self.world, fill, multiple=self.mesh.tensor.world
+        )
 
     def total(self, part: Tensor) -> Tensor:
         return sum_both(part, self.mesh.context.group)

@@ -1,9 +1,12 @@
-"""Ulysses (Jacobs et al. 2023, arXiv 2309.14509): ranks that share rows trade tokens for heads, attend over whole rows, and trade back.
+"""Ulysses (Jacobs et al. 2023, arXiv 2309.14509): ranks that share rows trade tokens for heads,
+attend over whole rows, and trade back.
 
-Each of the W ranks then has all tokens of 1/W of the heads, so both query and key/value heads must divide (`config.shape` refuses others).
-Between the trades attention is the one of whole rows, with everything that it can do.
+Each of the W ranks then has all tokens of 1/W of the heads, so both query and key/value heads must
+divide (`config.shape` refuses others). Between the trades attention is the one of whole rows, with
+everything that it can do.
 
-Shapes: T is this rank's share of a row, which has W * T tokens; H query heads, K key/value heads, E head size.
+Shapes: T is this rank's share of a row, which has W * T tokens; H query heads, K key/value heads, E
+head size.
 """
 
 from __future__ import annotations
@@ -28,10 +31,14 @@ class UlyssesAttention:
     group: ProcessGroup
     world: int
 
-    def __call__(self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]) -> dict[int | None, Look]:
+    def __call__(
+        self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
+    ) -> dict[int | None, Look]:
         """positions, segments `[B, T]`. All ranks must agree on whether there are segments."""
         piece_size(positions.shape[1])
-        looks = dense(self._row(positions), None if segments is None else self._row(segments), windows)
+        looks = dense(
+            self._row(positions), None if segments is None else self._row(segments), windows
+        )
         return {window: partial(self._look, look) for window, look in looks.items()}
 
     def _row(self, numbers: Tensor) -> Tensor:
@@ -43,7 +50,9 @@ class UlyssesAttention:
         return self._to_tokens(look(self._to_heads(q), self._to_heads(k), self._to_heads(v)))
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        """`[B, H, T, E]`, some tokens of all heads -> `[B, H/W, WT, E]`, all tokens of some heads, in the order of the row."""
+        """`[B, H, T, E]`, some tokens of all heads -> `[B, H/W, WT, E]`, all tokens of some heads,
+        in the order of the row.
+        """
         return whole(exchange(torch.stack(x.chunk(self.world, 1)), self.group).unbind(), dim=2)
 
     def _to_tokens(self, x: Tensor) -> Tensor:

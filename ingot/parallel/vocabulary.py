@@ -1,4 +1,6 @@
-"""The head when each rank has a share of the vocabulary: sums over it cross ranks as a number a token, and the logits never do."""
+"""The head when each rank has a share of the vocabulary: sums over it cross ranks as a number a
+token, and the logits never do.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ingot.parallel.collectives import sum_backward, sum_forward
 
 
 class SharedView(View):
-    """Logits `[N, V_here]` of the tokens whose ids begin with `first`. Each rank gets the same answers, and gradients of its own share."""
+    """Logits `[N, V_here]` of the tokens whose ids begin with `first`. Each rank gets the same
+    answers, and gradients of its own share.
+    """
 
     def __init__(self, logits: Tensor, group: dist.ProcessGroup, first: int) -> None:
         super().__init__(logits)
@@ -46,14 +50,18 @@ class SharedView(View):
 
 
 class SharedVocabulary(Vocabulary):
-    """Rows of the projection are cut over the ranks of `mesh`, the first ones a row longer where they do not divide."""
+    """Rows of the projection are cut over the ranks of `mesh`, the first ones a row longer where
+    they do not divide.
+    """
 
     def __init__(self, mesh: DeviceMesh, size: int) -> None:
         self.mesh, self.size = mesh, size
         self.first = mesh.get_local_rank() * -(-size // mesh.size())
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """All tokens, on every rank; going backward, what each rank's share of the vocabulary says of them is summed."""
+        """All tokens, on every rank; going backward, what each rank's share of the vocabulary says
+        of them is summed.
+        """
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
         return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
@@ -67,4 +75,11 @@ class SharedVocabulary(Vocabulary):
     def whole(self, logits: Tensor) -> Tensor:
         size = torch.Size((*logits.shape[:-1], self.size))
         stride = torch.empty(size, device="meta").stride()
-        return DTensor.from_local(logits.contiguous(), self.mesh, [Shard(logits.ndim - 1)], run_check=False, shape=size, stride=stride).full_tensor()
+        return DTensor.from_local(
+            logits.contiguous(),
+            self.mesh,
+            [Shard(logits.ndim - 1)],
+            run_check=False,
+            shape=size,
+            stride=stride,
+        ).full_tensor()

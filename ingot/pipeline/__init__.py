@@ -1,1 +1,3 @@
-"""Which steps there are, in what order, and which of them are done already. Runs them as commands; imports none of them, nor torch."""
+"""Which steps there are, in what order, and which of them are done already. Runs them as commands;
+imports none of them, nor torch.
+"""

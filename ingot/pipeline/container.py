@@ -1,7 +1,9 @@
-"""One step of the compiled pipeline, in its container: fetch recipe and run folder, start the verb's command line, send what it made.
+"""One step of the compiled pipeline, in its container: fetch recipe and run folder, start the
+verb's command line, send what it made.
 
-A container remembers nothing and shares no disk: each start works in a folder of its own. Where the step's place is another service, the command
-line is `ingot launch VERB`, which submits and waits, and the nodes there work from the replica themselves.
+A container remembers nothing and shares no disk: each start works in a folder of its own. Where the
+step's place is another service, the command line is `ingot launch VERB`, which submits and waits,
+and the nodes there work from the replica themselves.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ RECIPE = "pipeline.yaml"
 
 
 class Done(NamedTuple):
-    """What a step hands to the next: where the run lies, a fingerprint of what was made, and of the gate what it decided."""
+    """What a step hands to the next: where the run lies, a fingerprint of what was made, and of the
+    gate what it decided.
+    """
 
     replica: str
     fingerprint: str
@@ -45,10 +49,12 @@ class Done(NamedTuple):
 
 
 def do(verb: str, recipe: str, replica: str, place: str, submission: str) -> Done:
-    """Do `verb` of the recipe that lies at the address `recipe`, on the run folder that `replica` holds.
+    """Do `verb` of the recipe that lies at the address `recipe`, on the run folder that `replica`
+    holds.
 
-    `place`: overrides of the recipe, one a line, that say where else it runs; none where it runs here. `submission` names the run of the pipeline.
-    What goes wrong has been told by the verb itself, and ends this process with its exit code, by which the step is tried again.
+    `place`: overrides of the recipe, one a line, that say where else it runs; none where it runs
+    here. `submission` names the run of the pipeline. What goes wrong has been told by the verb
+    itself, and ends this process with its exit code, by which the step is tried again.
     """
     try:
         with _folder():
@@ -67,7 +73,9 @@ def _do(verb: str, address: str, replica: str, place: list[str], submission: str
     bring(replica, root, "submit" if place and verb in ("train", "evaluate") else verb, recipe)
     job = _job(verb, place, _options(verb, recipe, submission))
     with contextlib.nullcontext() if place else _shown(recipe, Job(verb, job.argv, mirror=replica)):
-        code = _deploy(recipe, job) if verb == "deploy" else foreground(job, results=sys.stdout).code
+        code = (
+            _deploy(recipe, job) if verb == "deploy" else foreground(job, results=sys.stdout).code
+        )
     if place:
         push(root, replica)
     if code not in (EXIT_DONE, EXIT_KEEP):
@@ -81,9 +89,18 @@ def _do(verb: str, address: str, replica: str, place: list[str], submission: str
 
 @contextlib.contextmanager
 def _shown(recipe: Recipe, job: Job) -> Iterator[None]:
-    """While entered, what is made here goes to the replica and to TensorBoard. The nodes of another place do that themselves: there is one writer."""
+    """While entered, what is made here goes to the replica and to TensorBoard. The nodes of another
+    place do that themselves: there is one writer.
+    """
     trains = job.name == "train"
-    with Sending(job, recipe.folder.root, 0), live(Google(recipe.cloud), recipe.name, recipe.folder.metrics) if trains else contextlib.nullcontext():
+    with (
+        Sending(job, recipe.folder.root, 0),
+        (
+            live(Google(recipe.cloud), recipe.name, recipe.folder.metrics)
+            if trains
+            else contextlib.nullcontext()
+        ),
+    ):
         yield
 
 
@@ -114,8 +131,10 @@ def _job(verb: str, place: list[str], options: list[str]) -> Job:
 
 
 def _options(verb: str, recipe: Recipe, submission: str) -> list[str]:
-    """With `pipeline.cache: false` all is done again; so is a query always, since nothing but its rows tells whether the tables behind it changed. Where
-    they did not, the documents come out the same, and the steps after it are skipped."""
+    """With `pipeline.cache: false` all is done again; so is a query always, since nothing but its
+    rows tells whether the tables behind it changed. Where they did not, the documents come out the
+    same, and the steps after it are skipped.
+    """
     if verb == "train":
         return _of_training(recipe, submission)
     queries = verb == "ingest" and any(source.startswith("bigquery:") for source in recipe.sources)
@@ -123,15 +142,21 @@ def _options(verb: str, recipe: Recipe, submission: str) -> list[str]:
 
 
 def _of_training(recipe: Recipe, submission: str) -> list[str]:
-    """Each training has a folder of its own for its checkpoints, named by all that it reads. So one that is tried again goes on where it was, and
-    another, such as that of next week's data, begins anew; without a cache so does each run of the pipeline."""
-    which = fingerprint([what_it_reads(step_of("train"), recipe, {}), None if recipe.pipeline.cache else submission])[:12]
+    """Each training has a folder of its own for its checkpoints, named by all that it reads. So one
+    that is tried again goes on where it was, and another, such as that of next week's data, begins
+    anew; without a cache so does each run of the pipeline.
+    """
+    which = fingerprint(
+        [what_it_reads(step_of("train"), recipe, {}), None if recipe.pipeline.cache else submission]
+    )[:12]
     folder = f"{recipe.checkpoint.upload}/{which}"
     options = [f"checkpoint.upload={folder}"]
     if recipe.pipeline.cache:
         return options
     if open_bucket(folder).list("step-"):
-        (recipe.folder.steps / "train.json").unlink(missing_ok=True)  # of the training before, which would say that all is done
+        (recipe.folder.steps / "train.json").unlink(
+            missing_ok=True
+        )  # of the training before, which would say that all is done
         return options
     return [*options, "--fresh"]
 
@@ -145,7 +170,13 @@ def _deploy(recipe: Recipe, job: Job) -> int:
             raise _Ended(f"deploy ended with exit code {ended.code}, see above", ended.code)
         registered = read_record(recipe.folder.steps, "register")
         if registered is None:
-            raise WrongInput(f"{recipe.folder.root} has nothing that was registered; run the step register first")
-        return Outcome(f"{registered.result} deployed", registered.where, fingerprint(["deploy", registered.outputs]))
+            raise WrongInput(
+                f"{recipe.folder.root} has nothing that was registered; run the step register first"
+            )
+        return Outcome(
+            f"{registered.result} deployed",
+            registered.where,
+            fingerprint(["deploy", registered.outputs]),
+        )
 
     return perform(DEPLOY, recipe, do, {}, again=not recipe.pipeline.cache).exit_code

@@ -1,6 +1,8 @@
-"""One step, done properly: lock the run folder, look whether it is done already, do it, leave its record.
+"""One step, done properly: lock the run folder, look whether it is done already, do it, leave its
+record.
 
-Every verb goes through here, typed alone or started by `ingot run`, so that each knows what the other did.
+Every verb goes through here, typed alone or started by `ingot run`, so that each knows what the
+other did.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ from ingot.pipeline.skip import NOT_DONE, Stamps, check, refuse_stale_data
 from ingot.pipeline.steps import Step
 
 
-def perform(step: Step, recipe: Recipe, do: Callable[[], Outcome], stamps: Stamps, *, again: bool = False) -> StepRecord:
-    """Do `step` by calling `do`, unless its record says that nothing changed (`again` does it all the same).
+def perform(
+    step: Step, recipe: Recipe, do: Callable[[], Outcome], stamps: Stamps, *, again: bool = False
+) -> StepRecord:
+    """Do `step` by calling `do`, unless its record says that nothing changed (`again` does it all
+    the same).
 
-    Under torchrun every rank calls this: all come to the same answer from the same files, rank 0 alone writes.
+    Under torchrun every rank calls this: all come to the same answer from the same files, rank 0
+    alone writes.
 
     Raises:
         Failed: another process works in this run folder.
@@ -44,7 +50,8 @@ def perform(step: Step, recipe: Recipe, do: Callable[[], Outcome], stamps: Stamp
             if found.reasons and found.reasons != (NOT_DONE,):
                 say(f"{step.verb}: again, because {'; '.join(found.reasons)}")
             write_atomic(run.recipe, dump_recipe(recipe))
-            # From here on what the old record vouches for is no longer sure. A crash of the machine must not bring it back.
+            # From here on what the old record vouches for is no longer sure. A crash of the machine
+            # must not bring it back.
             with contextlib.suppress(FileNotFoundError):
                 (run.steps / f"{step.verb}.json").unlink()
                 fsync_folder(run.steps)
@@ -52,8 +59,15 @@ def perform(step: Step, recipe: Recipe, do: Callable[[], Outcome], stamps: Stamp
         with _noting_failure(step, recipe) if is_main else contextlib.nullcontext():
             outcome = do()
         record = StepRecord(
-            step.verb, fingerprint(found.reads), outcome.outputs, round(time.monotonic() - began, 3), outcome.result, outcome.where,
-            found.reads, outcome.files, outcome.exit_code,
+            step.verb,
+            fingerprint(found.reads),
+            outcome.outputs,
+            round(time.monotonic() - began, 3),
+            outcome.result,
+            outcome.where,
+            found.reads,
+            outcome.files,
+            outcome.exit_code,
         )
         if is_main:
             write_record(run.steps, record)

@@ -1,4 +1,6 @@
-"""The pipeline's steps with their places: which image, which machine, what is told to the command line. A table over knobs, nothing is asked."""
+"""The pipeline's steps with their places: which image, which machine, what is told to the command
+line. A table over knobs, nothing is asked.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Resources:
 
 @dataclass(frozen=True)
 class Planned:
-    """One step: `place` are overrides that say where else it runs, () where it runs in its own container, with `resources` or what is the usual."""
+    """One step: `place` are overrides that say where else it runs, () where it runs in its own
+    container, with `resources` or what is the usual.
+    """
 
     verb: Verb
     image: str
@@ -59,7 +63,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the compiled pipeline is made of. `recipe` is the text that the steps read, at `address`; `root` is where the pipeline's things lie."""
+    """All that the compiled pipeline is made of. `recipe` is the text that the steps read, at
+    `address`; `root` is where the pipeline's things lie.
+    """
 
     name: str
     recipe: str
@@ -71,36 +77,67 @@ class Plan:
 
 
 def plan(recipe: Recipe) -> Plan:
-    """Raises WrongInput where there is no bucket, no image, or a place that the pipeline cannot reach."""
+    """Raises WrongInput where there is no bucket, no image, or a place that the pipeline cannot
+    reach.
+    """
     bucket = Google(recipe.cloud).bucket
     root = (recipe.pipeline.root or f"{bucket}/ingot/pipelines").rstrip("/")
     replica = replica_url(bucket, recipe.name)
     text = dump_recipe(for_nodes(recipe.model_copy(update={"output": OUTPUT}), replica))
     steps = tuple(_planned(recipe, verb) for verb in VERBS)
-    return Plan(recipe.name, text, f"{root}/recipes/{fingerprint(text)}.yaml", replica, root, recipe.pipeline.retries, steps)
+    return Plan(
+        recipe.name,
+        text,
+        f"{root}/recipes/{fingerprint(text)}.yaml",
+        replica,
+        root,
+        recipe.pipeline.retries,
+        steps,
+    )
 
 
 def reasons(recipe: Recipe) -> list[str]:
-    """Why the recipe cannot become a pipeline, one reason each that names the knob; nothing is asked of anybody."""
+    """Why the recipe cannot become a pipeline, one reason each that names the knob; nothing is
+    asked of anybody.
+    """
     found = []
     if recipe.registry.kind == "local":
         found.append("registry.kind local is a file of one machine; set registry.kind to vertex")
     if recipe.launch.secrets:
-        found.append(f"launch.secrets {recipe.launch.secrets[0]} is known to this machine alone; put it into Secret Manager and "
-                     f"name it in cloud.secrets: {{{recipe.launch.secrets[0]}: secret:NAME}}")
+        found.append(
+            f"launch.secrets {recipe.launch.secrets[0]} is known to this machine alone; put it into"
+            f" Secret Manager and name it in cloud.secrets: {{{recipe.launch.secrets[0]}:"
+            " secret:NAME}"
+        )
     named = [("data source", source) for source in recipe.sources]
-    named += [(f"the {knob} of task {task.name}", value) for task in recipe.tasks for knob in ("source", "include")
-              if isinstance(value := getattr(task, knob, None), str)]
-    found += [f"{what} {value} lies on this machine; put it into the bucket and give gs://..." for what, value in named if _is_here(value)]
-    found += [f"{knob} {value} cannot be read by the pipeline's containers, which fetch models from the hub alone; give hf:ORGANIZATION/NAME"
-              for knob, value in local_folders(recipe).items()]
+    named += [
+        (f"the {knob} of task {task.name}", value)
+        for task in recipe.tasks
+        for knob in ("source", "include")
+        if isinstance(value := getattr(task, knob, None), str)
+    ]
+    found += [
+        f"{what} {value} lies on this machine; put it into the bucket and give gs://..."
+        for what, value in named
+        if _is_here(value)
+    ]
+    found += [
+        f"{knob} {value} cannot be read by the pipeline's containers, which fetch models from the"
+        " hub alone; give hf:ORGANIZATION/NAME"
+        for knob, value in local_folders(recipe).items()
+    ]
     if _kind(recipe, "deploy") != "local":
-        found.append("pipeline.steps.deploy.launch: a deployment is asked for by the pipeline's own container; remove it")
+        found.append(
+            "pipeline.steps.deploy.launch: a deployment is asked for by the pipeline's own"
+            " container; remove it"
+        )
     for verb in VERBS:
         found += [f"{verb}: {reason}" for reason in _misplaced(recipe, verb)]
     bounded = [verb for verb in VERBS if _is_shared(verb) and _kind(recipe, verb) in BOUNDED]
     looks: tuple[Callable[[], object], ...] = (
-        lambda: Google(recipe.cloud).project, lambda: plan(recipe), lambda: [time_limit_s(recipe.at(verb)) for verb in bounded],
+        lambda: Google(recipe.cloud).project,
+        lambda: plan(recipe),
+        lambda: [time_limit_s(recipe.at(verb)) for verb in bounded],
     )
     for look in looks:
         try:
@@ -117,10 +154,15 @@ def _misplaced(recipe: Recipe, verb: Verb) -> list[str]:
     if _is_shared(verb) and machine is not None and kind in MACHINES:
         processes, accelerators = recipe.at(verb).launch.processes, accelerators_of(machine)[1]
         if 0 < accelerators < processes:
-            found.append(f"{processes} processes share {accelerators} accelerators on each machine; set pipeline.steps.{verb}.processes to {accelerators}, "
-                         "or take larger machines")
+            found.append(
+                f"{processes} processes share {accelerators} accelerators on each machine; set"
+                f" pipeline.steps.{verb}.processes to {accelerators}, or take larger machines"
+            )
         if kind == "local" and accelerators and recipe.cloud.max_cost is not None:
-            found.append(f"what runs in a container of the pipeline is not bounded by cloud.max_cost; set pipeline.steps.{verb}.launch to vertex")
+            found.append(
+                "what runs in a container of the pipeline is not bounded by cloud.max_cost; set"
+                f" pipeline.steps.{verb}.launch to vertex"
+            )
     return found if kind != "local" else [*found, *_beyond(recipe, verb)]
 
 
@@ -130,9 +172,21 @@ def _beyond(recipe: Recipe, verb: Verb) -> list[str]:
     # Where it is moved here by name, it leaves the machines that `launch` asks for to the others.
     nodes = given.nodes or (recipe.launch.nodes if _is_shared(verb) and given.launch is None else 1)
     asked = [f"launch.nodes {nodes}"] if nodes > 1 else []
-    asked += [f"launch.machine.{way}" for way in ("spot", "flex_start", "reservation") if machine is not None and getattr(machine, way)]
-    asked += ["launch.machine.disk_gb"] if machine is not None and machine.disk_gb != Machine().disk_gb else []
-    return [f"{what} cannot be had in a container of the pipeline; set pipeline.steps.{verb}.launch to vertex" for what in asked]
+    asked += [
+        f"launch.machine.{way}"
+        for way in ("spot", "flex_start", "reservation")
+        if machine is not None and getattr(machine, way)
+    ]
+    asked += (
+        ["launch.machine.disk_gb"]
+        if machine is not None and machine.disk_gb != Machine().disk_gb
+        else []
+    )
+    return [
+        f"{what} cannot be had in a container of the pipeline; set pipeline.steps.{verb}.launch to"
+        " vertex"
+        for what in asked
+    ]
 
 
 def _is_here(source: str) -> bool:
@@ -144,14 +198,24 @@ def _planned(recipe: Recipe, verb: Verb) -> Planned:
     kind, machine = _kind(recipe, verb), _machine(recipe, verb)
     image = given.image or (recipe.launch.image if _is_shared(verb) else None)
     if kind == "local":
-        return Planned(verb, image or image_of(recipe.cloud, "train"), (), _resources(machine, verb))
+        return Planned(
+            verb, image or image_of(recipe.cloud, "train"), (), _resources(machine, verb)
+        )
     if kind not in REACHED:
-        raise WrongInput(f"{verb} cannot run with launch.kind {kind} from a container of the pipeline; set pipeline.steps.{verb}.launch to vertex or gce")
-    place = [f"launch.kind={kind}", f"launch.nodes={given.nodes or (recipe.launch.nodes if _is_shared(verb) else 1)}"]
+        raise WrongInput(
+            f"{verb} cannot run with launch.kind {kind} from a container of the pipeline; set"
+            f" pipeline.steps.{verb}.launch to vertex or gce"
+        )
+    place = [
+        f"launch.kind={kind}",
+        f"launch.nodes={given.nodes or (recipe.launch.nodes if _is_shared(verb) else 1)}",
+    ]
     if given.processes is not None:
         place.append(f"launch.processes={given.processes}")
     if machine is not None:
-        place.append(f"launch.machine={json.dumps(machine.model_dump(mode='json', exclude_defaults=True), sort_keys=True)}")
+        place.append(
+            f"launch.machine={json.dumps(machine.model_dump(mode='json', exclude_defaults=True), sort_keys=True)}"
+        )
     if image is not None:
         place.append(f"launch.image={image}")
     # What submits and waits is ingot as well.
@@ -159,7 +223,9 @@ def _planned(recipe: Recipe, verb: Verb) -> Planned:
 
 
 def _kind(recipe: Recipe, verb: Verb) -> str:
-    """Where a step runs. `local` is its own container, a machine of Vertex AI that nothing shares and whose time nobody bounds."""
+    """Where a step runs. `local` is its own container, a machine of Vertex AI that nothing shares
+    and whose time nobody bounds.
+    """
     given = recipe.pipeline.steps.get(verb, StepPlace())
     return given.launch or (recipe.launch.kind if _is_shared(verb) else "local")
 
@@ -180,6 +246,11 @@ def _resources(machine: Machine | None, verb: Verb) -> Resources | None:
         return None
     name, count = accelerators_of(machine)
     try:
-        return Resources(known.vcpus, known.memory_gb, vertex_accelerator(name) if name else None, count)
+        return Resources(
+            known.vcpus, known.memory_gb, vertex_accelerator(name) if name else None, count
+        )
     except KeyError:
-        raise WrongInput(f"{verb}: accelerator {name} cannot be had in a container of the pipeline; set pipeline.steps.{verb}.launch to vertex") from None
+        raise WrongInput(
+            f"{verb}: accelerator {name} cannot be had in a container of the pipeline; set"
+            f" pipeline.steps.{verb}.launch to vertex"
+        ) from None

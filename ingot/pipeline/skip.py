@@ -1,4 +1,6 @@
-"""Is a step done and unchanged? Compares what it would read now with the record that it left; says in words what differs."""
+"""Is a step done and unchanged? Compares what it would read now with the record that it left; says
+in words what differs.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ DATA = ("ingest", "prepare")
 NOT_DONE = "not done yet"
 
 Stamps = Mapping[str, Callable[[Recipe], Any]]
-"""Verb -> what tells whether the things that it reads outside the run folder changed: the files behind sources, the live
-model. Handed in by the command line, since the rooms that know these things are not this room's to import."""
+"""Verb -> what tells whether the things that it reads outside the run folder changed: the files
+behind sources, the live model. Handed in by the command line, since the rooms that know these
+things are not this room's to import.
+"""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`record` is the step's own record when nothing changed, else None and `reasons` say why it must run."""
+    """`record` is the step's own record when nothing changed, else None and `reasons` say why it
+    must run.
+    """
 
     record: StepRecord | None
     reasons: tuple[str, ...]
@@ -73,7 +79,10 @@ def _stamped(folder: str) -> str:
     except Exception as error:  # each storage client raises its own kinds
         if not is_remote(folder):
             raise
-        raise Failed(f"{folder} cannot be reached ({type(error).__name__}: {error}); check the network and your credentials") from error
+        raise Failed(
+            f"{folder} cannot be reached ({type(error).__name__}: {error}); check the network and"
+            " your credentials"
+        ) from error
 
 
 def describe(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -85,36 +94,49 @@ def describe(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if key.startswith("from "):
             found.append(f"{key.removeprefix('from ')} made something else")
         elif key == "folders":
-            found += [f"{folder} changed" for folder in new.get(key) or {} if (old.get(key) or {}).get(folder) != new[key][folder]]
+            found += [
+                f"{folder} changed"
+                for folder in new.get(key) or {}
+                if (old.get(key) or {}).get(folder) != new[key][folder]
+            ]
         elif key == "outside":
             found += _outside(old.get(key), new.get(key))
         else:
-            found.append(f"{'its code' if key == 'revision' else key} {old.get(key)} -> {new.get(key)}")
+            found.append(
+                f"{'its code' if key == 'revision' else key} {old.get(key)} -> {new.get(key)}"
+            )
     return found or ["its record is of another version"]
 
 
 def _outside(old: Any, new: Any) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
-        return [f"{key} changed" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+        return [
+            f"{key} changed"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key)
+        ]
     return [f"{old} -> {new}"]
 
 
 def refuse_stale_data(step: Step, recipe: Recipe) -> None:
-    """Before a single verb: data that was made with other knobs than the recipe's must not be used unseen.
+    """Before a single verb: data that was made with other knobs than the recipe's must not be used
+    unseen.
 
-    Only knobs are compared: a source that has moved since does not spoil what was made from it. Steps after the data
-    (a model trained otherwise, say) are pointed out and not refused.
+    Only knobs are compared: a source that has moved since does not spoil what was made from it.
+    Steps after the data (a model trained otherwise, say) are pointed out and not refused.
 
     Raises:
         WrongInput: names the knob, both values, and the command that makes the data anew.
     """
     for item in before(step, recipe):
         record = read_record(recipe.folder.steps, item.verb)
-        if record is None or not (changed := changes(record.knobs.get("knobs", {}), item.knobs(recipe))):
+        if record is None or not (
+            changed := changes(record.knobs.get("knobs", {}), item.knobs(recipe))
+        ):
             continue
         if item.verb in DATA:
             raise WrongInput(
-                f"{recipe.folder.root} holds what `{item.verb}` made with another recipe ({'; '.join(changed)}); "
-                f"run `ingot {item.verb}` again, or `ingot run`"
+                f"{recipe.folder.root} holds what `{item.verb}` made with another recipe"
+                f" ({'; '.join(changed)}); run `ingot {item.verb}` again, or `ingot run`"
             )
         say(f"note: `{item.verb}` was done with another recipe ({'; '.join(changed)})")

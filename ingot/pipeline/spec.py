@@ -1,10 +1,12 @@
-"""The pipeline in the language of Kubeflow Pipelines (KFP v2), compiled by its own compiler. The same recipe gives the same bytes.
+"""The pipeline in the language of Kubeflow Pipelines (KFP v2), compiled by its own compiler. The
+same recipe gives the same bytes.
 
-A lightweight component for each step, strings between them, a condition on what the gate decided. Kubeflow's cache is off: each step knows by
-its record in the run folder whether anything changed.
+A lightweight component for each step, strings between them, a condition on what the gate decided.
+Kubeflow's cache is off: each step knows by its record in the run folder whether anything changed.
 """
 
-# No `from __future__ import annotations`: kfp reads the types of the pipeline's parameters as they are.
+# No `from __future__ import annotations`: kfp reads the types of the pipeline's parameters as they
+# are.
 import os
 from typing import Any
 
@@ -46,7 +48,9 @@ def compiled(plan: Plan) -> dict[str, Any]:
                     where, after = task.outputs["replica"], task.outputs["fingerprint"]
 
     made = dsl.pipeline(name=name_of(f"ingot-{plan.name}"))(pipeline)
-    found: dict[str, Any] = messages("google.protobuf.json_format").MessageToDict(made.pipeline_spec)
+    found: dict[str, Any] = messages("google.protobuf.json_format").MessageToDict(
+        made.pipeline_spec
+    )
     return found
 
 
@@ -56,23 +60,36 @@ def text_of(spec: dict[str, Any]) -> str:
 
 
 def _task(dsl: Any, plan: Plan, planned: Planned, recipe: Any, replica: Any, after: Any) -> Any:
-    component = dsl.component(func=gate if planned.verb == "gate" else step, base_image=planned.image, install_kfp_package=False)
+    component = dsl.component(
+        func=gate if planned.verb == "gate" else step,
+        base_image=planned.image,
+        install_kfp_package=False,
+    )
     component.name = component.component_spec.name = planned.verb
     task = component(
-        verb=planned.verb, recipe=recipe, replica=replica, after=after, place="\n".join(planned.place), submission=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
+        verb=planned.verb,
+        recipe=recipe,
+        replica=replica,
+        after=after,
+        place="\n".join(planned.place),
+        submission=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
     )
     task.set_caching_options(False)
     if plan.retries:
         task.set_retry(plan.retries, PAUSE, FACTOR, LONGEST)
     if (wanted := planned.resources) is not None:
-        task.set_cpu_limit(str(wanted.cpus)).set_memory_limit(f"{int(wanted.memory_gb * 1000)}M")  # kfp takes whole numbers alone
+        task.set_cpu_limit(str(wanted.cpus)).set_memory_limit(
+            f"{int(wanted.memory_gb * 1000)}M"
+        )  # kfp takes whole numbers alone
         if wanted.accelerator is not None:
             task.set_accelerator_type(wanted.accelerator).set_accelerator_limit(wanted.accelerators)
     return task
 
 
 def _dsl() -> Any:
-    """kfp's language, without its client, which brings that of Kubernetes and a second and a half: in its containers kfp leaves both out."""
+    """kfp's language, without its client, which brings that of Kubernetes and a second and a half:
+    in its containers kfp leaves both out.
+    """
     before = os.environ.get(INSIDE)
     os.environ[INSIDE] = "true"
     try:

@@ -1,7 +1,8 @@
-"""The table of steps: what each one reads and whose results it takes. Steps are skipped by this table and nothing else.
+"""The table of steps: what each one reads and whose results it takes. Steps are skipped by this
+table and nothing else.
 
-A knob belongs to a step only if it can change what the step makes. How the work is dealt (workers, micro_batch, ranks),
-saved or logged is in no step's list, so that changing it runs nothing again.
+A knob belongs to a step only if it can change what the step makes. How the work is dealt (workers,
+micro_batch, ranks), saved or logged is in no step's list, so that changing it runs nothing again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Knobs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One verb of `ingot run`. `revision` counts up when what the step makes changes though its knobs do not."""
+    """One verb of `ingot run`. `revision` counts up when what the step makes changes though its
+    knobs do not.
+    """
 
     verb: str
     knobs: Callable[[Recipe], Knobs]
@@ -28,29 +31,46 @@ class Step:
     after: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
     """The steps whose outputs it takes."""
     folders: Callable[[Recipe], list[str]] = lambda recipe: []
-    """What lies outside the run folder and is read (models, tokenizers, items): folders, files, globs, addresses in a bucket."""
+    """What lies outside the run folder and is read (models, tokenizers, items): folders, files,
+    globs, addresses in a bucket.
+    """
     distributed: bool = False
     """Whether several processes can share it (`launch.processes`)."""
     revision: int = 1
 
 
 def _ingest(recipe: Recipe) -> Knobs:
-    held_out = {"data.validation": _sources(recipe.data.validation)} if isinstance(recipe.data.validation, list) else {}
-    return {"data.train": _sources(recipe.data.train), **held_out, "data.on_bad": recipe.data.on_bad, **_documents(recipe)}
+    held_out = (
+        {"data.validation": _sources(recipe.data.validation)}
+        if isinstance(recipe.data.validation, list)
+        else {}
+    )
+    return {
+        "data.train": _sources(recipe.data.train),
+        **held_out,
+        "data.on_bad": recipe.data.on_bad,
+        **_documents(recipe),
+    }
 
 
 def _documents(recipe: Recipe) -> Knobs:
     """What is read as a document."""
-    return {"objective.kind": recipe.objective.kind, "documents": recipe.documents} | ({"objective.labels": recipe.labels} if recipe.labels else {})
+    return {"objective.kind": recipe.objective.kind, "documents": recipe.documents} | (
+        {"objective.labels": recipe.labels} if recipe.labels else {}
+    )
 
 
 def _sources(sources: list[Source]) -> Knobs:
     """By number, without weights: those only matter to the order of training rows."""
-    return {str(number): source.model_dump(exclude={"weight"}) for number, source in enumerate(sources)}
+    return {
+        str(number): source.model_dump(exclude={"weight"}) for number, source in enumerate(sources)
+    }
 
 
 def _prepare(recipe: Recipe) -> Knobs:
-    knobs = recipe.select(("objective.kind", "tokenizer.source", "tokenizer.template", "data.fraction", "data.clean"))
+    knobs = recipe.select(
+        ("objective.kind", "tokenizer.source", "tokenizer.template", "data.fraction", "data.clean")
+    )
     if recipe.documents == "pair":
         knobs |= recipe.select(("objective.prefix", "data.target_len"))
     if recipe.pack != "cut":
@@ -70,7 +90,16 @@ def _train(recipe: Recipe) -> Knobs:
 
 def _evaluate(recipe: Recipe) -> Knobs:
     tasks = {task.name: task.model_dump(mode="json") for task in recipe.tasks}
-    knobs = recipe.select(("data.seq_len", "precision.compute", "evaluate.model", "evaluate.base", "evaluate.any_template", "evaluate.prompts"))
+    knobs = recipe.select(
+        (
+            "data.seq_len",
+            "precision.compute",
+            "evaluate.model",
+            "evaluate.base",
+            "evaluate.any_template",
+            "evaluate.prompts",
+        )
+    )
     if recipe.documents == "pair":
         knobs |= recipe.select(("data.target_len",))
     knobs |= {"data.pack": recipe.pack_held_out}
@@ -112,10 +141,23 @@ def _register(recipe: Recipe) -> Knobs:
 
 
 def _container(recipe: Recipe) -> Knobs:
-    """A version in Vertex AI is its container too: the image, and what that is started with (`config/serving.py`)."""
-    told = ("cloud.repository", "cloud.images.serve", "serve.engine", "serve.image", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue",
-            "serve.max_batch", "serve.any_template")
-    return recipe.select((*told, "serve.machine") if recipe.serve.engine in ("vllm", "triton") else told)
+    """A version in Vertex AI is its container too: the image, and what that is started with
+    (`config/serving.py`).
+    """
+    told = (
+        "cloud.repository",
+        "cloud.images.serve",
+        "serve.engine",
+        "serve.image",
+        "serve.max_body_bytes",
+        "serve.max_tokens",
+        "serve.max_queue",
+        "serve.max_batch",
+        "serve.any_template",
+    )
+    return recipe.select(
+        (*told, "serve.machine") if recipe.serve.engine in ("vllm", "triton") else told
+    )
 
 
 def _serve(recipe: Recipe) -> Knobs:
@@ -124,7 +166,16 @@ def _serve(recipe: Recipe) -> Knobs:
 
 
 def _deploy(recipe: Recipe) -> Knobs:
-    return _register(recipe) | recipe.select(("serve.engine", "serve.image", "serve.machine", "serve.replicas", "serve.verify", "serve.canary"))
+    return _register(recipe) | recipe.select(
+        (
+            "serve.engine",
+            "serve.image",
+            "serve.machine",
+            "serve.replicas",
+            "serve.verify",
+            "serve.canary",
+        )
+    )
 
 
 def _takes(*verbs: str) -> Callable[[Recipe], tuple[str, ...]]:
@@ -141,9 +192,15 @@ def _local(source: str | None) -> list[str]:
 
 
 def _training_folders(recipe: Recipe) -> list[str]:
-    """Every model that training starts from or learns from. That of `train.start_from` may itself go on meanwhile, and is not among them."""
+    """Every model that training starts from or learns from. That of `train.start_from` may itself
+    go on meanwhile, and is not among them.
+    """
     objective, lora = recipe.objective, recipe.model.lora
-    others = (getattr(objective, "teacher", None), getattr(objective, "reference", None), lora.adapter if lora else None)
+    others = (
+        getattr(objective, "teacher", None),
+        getattr(objective, "reference", None),
+        lora.adapter if lora else None,
+    )
     return [folder for source in (recipe.model.source, *others) for folder in _local(source)]
 
 
@@ -158,7 +215,9 @@ STEPS = (
 )
 
 DEPLOY = Step("deploy", _deploy, _takes("register"))
-"""The last step of the compiled pipeline, which serves nothing by itself; `ingot run` ends in serve."""
+"""The last step of the compiled pipeline, which serves nothing by itself; `ingot run` ends in
+serve.
+"""
 
 
 def step_of(verb: str) -> Step:

@@ -1,6 +1,8 @@
-"""`ingot submit`: the whole pipeline on Vertex AI. Checks what can be wrong before anything is spent, sends recipe and specification, and follows.
+"""`ingot submit`: the whole pipeline on Vertex AI. Checks what can be wrong before anything is
+spent, sends recipe and specification, and follows.
 
-Nothing here remembers a submission but a note in the run folder: the same command again finds the pipeline that runs, and follows it.
+Nothing here remembers a submission but a note in the run folder: the same command again finds the
+pipeline that runs, and follows it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ _FIELDS = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 
 @dataclass(frozen=True)
 class Submission:
-    """What is sent: the plan, the specification, and the pipeline job that is asked for, as the REST interface takes it."""
+    """What is sent: the plan, the specification, and the pipeline job that is asked for, as the
+    REST interface takes it.
+    """
 
     google: Google
     plan: Plan
@@ -72,17 +76,26 @@ def prepared(recipe: Recipe) -> Submission:
     wanted = plan(recipe)
     spec = compiled(wanted)
     job: dict[str, Any] = {
-        "displayName": name_of(f"ingot-{recipe.name}"), "pipelineSpec": spec,
-        "labels": {**{label(key): label(value) for key, value in cloud.labels.items()}, **_labels(recipe)},
+        "displayName": name_of(f"ingot-{recipe.name}"),
+        "pipelineSpec": spec,
+        "labels": {
+            **{label(key): label(value) for key, value in cloud.labels.items()},
+            **_labels(recipe),
+        },
         "runtimeConfig": {
-            "gcsOutputDirectory": wanted.root, "parameterValues": {"recipe": wanted.address, "replica": wanted.replica},
+            "gcsOutputDirectory": wanted.root,
+            "parameterValues": {"recipe": wanted.address, "replica": wanted.replica},
             "failurePolicy": "PIPELINE_FAILURE_POLICY_FAIL_FAST",
         },
     }
     if cloud.service_account:
         job["serviceAccount"] = cloud.service_account
     if cloud.network:
-        job |= {"pscInterfaceConfig": {"networkAttachment": cloud.network}} if "/networkAttachments/" in cloud.network else {"network": cloud.network}
+        job |= (
+            {"pscInterfaceConfig": {"networkAttachment": cloud.network}}
+            if "/networkAttachments/" in cloud.network
+            else {"network": cloud.network}
+        )
     return Submission(google, wanted, spec, job)
 
 
@@ -91,8 +104,15 @@ def rendered(submission: Submission, cron: str | None = None) -> str:
     shown = {**submission.job, "pipelineSpec": f"(above, {submission.spec_address})"}
     google = submission.google
     address = google.address(f"{google.cloud.region}-aiplatform.googleapis.com")
-    what, body = ("pipelineJobs", shown) if cron is None else ("schedules", _schedule(submission, checked(cron), shown))
-    return f"{text_of(submission.spec)}---\n# POST {address}/v1/{google.parent}/{what}\n{json.dumps(body, indent=2, sort_keys=True)}\n"
+    what, body = (
+        ("pipelineJobs", shown)
+        if cron is None
+        else ("schedules", _schedule(submission, checked(cron), shown))
+    )
+    return (
+        f"{text_of(submission.spec)}---\n# POST"
+        f" {address}/v1/{google.parent}/{what}\n{json.dumps(body, indent=2, sort_keys=True)}\n"
+    )
 
 
 def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
@@ -108,11 +128,16 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
         standing = pipelines.get(google, last["id"])
         if standing is not None and standing.is_alive:
             return last["id"], True
-        id = last["id"] if standing is None else _new_id(submission)  # one that never came to be gets its name now
+        id = (
+            last["id"] if standing is None else _new_id(submission)
+        )  # one that never came to be gets its name now
     else:
         id = _new_id(submission)
     if others := [other for other in pipelines.alive(google, _labels(recipe)) if other != id]:
-        raise Failed(f"the pipeline {others[0]} of {recipe.name} goes on, and two would write one run: wait for it or cancel it, {submission.link(others[0])}")
+        raise Failed(
+            f"the pipeline {others[0]} of {recipe.name} goes on, and two would write one run: wait"
+            f" for it or cancel it, {submission.link(others[0])}"
+        )
     _send(recipe, submission)
     write_atomic(note, json.dumps({"schema": 1, "id": id, "mark": submission.mark}) + "\n")
     pipelines.create(google, id, submission.job)
@@ -120,7 +145,9 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
 
 
 def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.Scheduled:
-    """Start the pipeline again and again at the times of `cron`; in the place of what was scheduled for this run before."""
+    """Start the pipeline again and again at the times of `cron`; in the place of what was scheduled
+    for this run before.
+    """
     wanted = _schedule(submission, checked(cron), submission.job)
     _look(recipe, submission.google)
     _send(recipe, submission)
@@ -128,8 +155,9 @@ def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.Sch
 
 
 def follow(submission: Submission, id: str, root: Path | None = None) -> None:
-    """Tell each step as it begins and ends, until the pipeline is over. A gate that keeps the live model is a good end. What there is to look at then
-    comes to the run folder `root`, if one is given.
+    """Tell each step as it begins and ends, until the pipeline is over. A gate that keeps the live
+    model is a good end. What there is to look at then comes to the run folder `root`, if one is
+    given.
 
     Raises:
         Failed: a step failed, with its name and its error, or somebody cancelled the pipeline.
@@ -150,7 +178,10 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
         for task in standing.tasks:
             if task.name in VERBS and told.get(task.id) != task.state:
                 told[task.id] = task.state
-                say(f"{task.name}: {task.state.lower().replace('_', ' ')}{f' ({task.error})' if task.error else ''}")
+                say(
+                    f"{task.name}:"
+                    f" {task.state.lower().replace('_', ' ')}{f' ({task.error})' if task.error else ''}"
+                )
         if not standing.is_alive:
             if root is not None:
                 _bring_back(submission.plan.replica, root)
@@ -161,13 +192,18 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
 def _bring_back(replica: str, root: Path) -> None:
     try:
         bring_back(replica, root, parts=SHOWN)
-        say(f"its metrics and reports are in {root} (`ingot show run {root}`); model and data stay in {replica}")
+        say(
+            f"its metrics and reports are in {root} (`ingot show run {root}`); model and data stay"
+            f" in {replica}"
+        )
     except IngotError as error:
         say(f"warning: {error}; what the pipeline made lies in {replica}")
 
 
 def cancel(recipe: Recipe) -> list[str]:
-    """End what runs of this recipe's pipeline; the ids. What its jobs elsewhere do ends with their containers."""
+    """End what runs of this recipe's pipeline; the ids. What its jobs elsewhere do ends with their
+    containers.
+    """
     google = Google(recipe.cloud)
     found = pipelines.alive(google, _labels(recipe))
     for id in found:
@@ -176,24 +212,35 @@ def cancel(recipe: Recipe) -> list[str]:
 
 
 def checked(cron: str) -> str:
-    """Five fields, with a time zone before them if one is wanted: `TZ=Europe/Berlin 0 3 * * 1`. Raises WrongInput when it is none."""
+    """Five fields, with a time zone before them if one is wanted: `TZ=Europe/Berlin 0 3 * * 1`.
+    Raises WrongInput when it is none.
+    """
     found = re.fullmatch(r"((?:CRON_)?TZ=[\w/+-]+ )?(\S+) (\S+) (\S+) (\S+) (\S+)", cron.strip())
-    if found is None or not all(_in_range(field, *bounds) for field, bounds in zip(found.groups()[1:], _FIELDS, strict=True)):
-        raise WrongInput(f"--schedule {cron!r} is no time; give minute, hour, day, month and day of the week, such as \"0 3 * * 1\" for Mondays at three")
+    if found is None or not all(
+        _in_range(field, *bounds) for field, bounds in zip(found.groups()[1:], _FIELDS, strict=True)
+    ):
+        raise WrongInput(
+            f"--schedule {cron!r} is no time; give minute, hour, day, month and day of the week,"
+            ' such as "0 3 * * 1" for Mondays at three'
+        )
     return cron.strip()
 
 
 def _in_range(field: str, least: int, most: int) -> bool:
     for part in field.split(","):
         found = re.fullmatch(r"(?:\*|(\d+)(?:-(\d+))?)(?:/([1-9]\d*))?", part)
-        if found is None or not all(least <= int(number) <= most for number in found.groups()[:2] if number):
+        if found is None or not all(
+            least <= int(number) <= most for number in found.groups()[:2] if number
+        ):
             return False
     return True
 
 
 def _schedule(submission: Submission, cron: str, job: dict[str, Any]) -> dict[str, Any]:
     return {
-        "displayName": submission.job["displayName"], "cron": cron, "maxConcurrentRunCount": "1",
+        "displayName": submission.job["displayName"],
+        "cron": cron,
+        "maxConcurrentRunCount": "1",
         "createPipelineJobRequest": {"parent": submission.google.parent, "pipelineJob": job},
     }
 
@@ -210,9 +257,14 @@ def _look(recipe: Recipe, google: Google) -> None:
 
 
 def _send(recipe: Recipe, submission: Submission) -> None:
-    """The recipe and the specification by their content, and the run folder where the bucket has none of this run: what lies there is newer."""
+    """The recipe and the specification by their content, and the run folder where the bucket has
+    none of this run: what lies there is newer.
+    """
     wanted = submission.plan
-    for address, text in ((wanted.address, wanted.recipe), (submission.spec_address, text_of(submission.spec))):
+    for address, text in (
+        (wanted.address, wanted.recipe),
+        (submission.spec_address, text_of(submission.spec)),
+    ):
         folder, _, name = address.rpartition("/")
         open_bucket(folder).put(name, text.encode())
     if open_bucket(wanted.replica).stat(INDEX) is not None:
@@ -222,18 +274,26 @@ def _send(recipe: Recipe, submission: Submission) -> None:
 
 
 def _judge(submission: Submission, standing: pipelines.Standing) -> None:
-    failed = next((task for task in standing.tasks if task.name in VERBS and task.state == "FAILED"), None)
+    failed = next(
+        (task for task in standing.tasks if task.name in VERBS and task.state == "FAILED"), None
+    )
     link = submission.link(standing.id)
     if standing.state == "SUCCEEDED":
         ran = {task.name for task in standing.tasks if task.state == "SUCCEEDED"}
-        say("the gate passed the model, and the step deploy is done; its log says what it changed" if "deploy" in ran else
-            "the gate keeps the live model; nothing was registered")
+        say(
+            "the gate passed the model, and the step deploy is done; its log says what it changed"
+            if "deploy" in ran
+            else "the gate keeps the live model; nothing was registered"
+        )
     elif standing.state == "CANCELLED":
         raise Failed(f"the pipeline {standing.id} was cancelled; submit it again to go on: {link}")
     elif failed is not None:
         raise Failed(f"{failed.name} failed: {failed.error or standing.error}; see its log, {link}")
     else:
-        raise Failed(f"the pipeline {standing.id} is {standing.state.lower()}: {standing.error or 'no reason is given'}; see {link}")
+        raise Failed(
+            f"the pipeline {standing.id} is {standing.state.lower()}:"
+            f" {standing.error or 'no reason is given'}; see {link}"
+        )
 
 
 def _new_id(submission: Submission) -> str:

@@ -1,4 +1,6 @@
-"""What `ingot run` shows at its end, on stdout: the served model's answer, one table of the steps, where the page lies."""
+"""What `ingot run` shows at its end, on stdout: the served model's answer, one table of the steps,
+where the page lies.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def show_summary(recipe: Recipe, done: Done) -> None:
     console.print(_table(recipe, done))
     if len(done.skipped) == len(done.records):
         console.print(f"Nothing changed: all {len(done.records)} steps were skipped.")
-    console.print(f"The whole run on one page: {recipe.folder.reports / 'index.html'}", soft_wrap=True, highlight=False)
+    console.print(
+        f"The whole run on one page: {recipe.folder.reports / 'index.html'}",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def _answer(path: Path) -> Panel:
@@ -35,7 +41,18 @@ def _answer(path: Path) -> Panel:
     said = json.loads(path.read_bytes())
     lines = said["completion"].rstrip().split("\n")
     shown = "\n".join(lines[:MOST_LINES])
-    answer = Text.assemble((said["prompt"], "bold"), shown, (f"\n... {len(lines) - MOST_LINES} lines more in {path}" if len(lines) > MOST_LINES else "", "dim"))
+    answer = Text.assemble(
+        (said["prompt"], "bold"),
+        shown,
+        (
+            (
+                f"\n... {len(lines) - MOST_LINES} lines more in {path}"
+                if len(lines) > MOST_LINES
+                else ""
+            ),
+            "dim",
+        ),
+    )
     return Panel(answer, title="the served model's answer", title_align="left", expand=False)
 
 
@@ -48,6 +65,6 @@ def _table(recipe: Recipe, done: Done) -> Table:
     for record in done.records:
         seconds = "unchanged" if record.step in done.skipped else f"{record.seconds:.1f}"
         table.add_row(record.step, seconds, Text(record.result), Text(record.where))
-    for step in STEPS[len(done.records):]:
+    for step in STEPS[len(done.records) :]:
         table.add_row(step.verb, "", "not done: the gate keeps the live model", "")
     return table

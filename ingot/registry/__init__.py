@@ -1,1 +1,3 @@
-"""Which model is good, and which one is live: the gate, the versions, the live pointer. Never imports torch."""
+"""Which model is good, and which one is live: the gate, the versions, the live pointer. Never
+imports torch.
+"""

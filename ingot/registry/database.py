@@ -1,4 +1,6 @@
-"""Opening the registry's SQLite file: tables, transactions, and SQLite's refusals in words. Knows nothing of models."""
+"""Opening the registry's SQLite file: tables, transactions, and SQLite's refusals in words. Knows
+nothing of models.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _TABLES = (
         name TEXT NOT NULL, version INTEGER NOT NULL, model_hash TEXT NOT NULL, tokenizer_hash TEXT NOT NULL, folder TEXT NOT NULL,
         report TEXT NOT NULL, lineage TEXT NOT NULL, created REAL NOT NULL,
         PRIMARY KEY (name, version), UNIQUE (name, model_hash, tokenizer_hash))""",
-    # Moves of the live pointer, only ever appended. `before` is the row that a rollback goes back to.
+    # Moves of the live pointer, only ever appended. `before` is the row that a rollback goes back
+    # to.
     """CREATE TABLE turns (
         id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, version INTEGER NOT NULL, before INTEGER REFERENCES turns (id),
         time REAL NOT NULL, reason TEXT NOT NULL, FOREIGN KEY (name, version) REFERENCES versions (name, version))""",
@@ -29,7 +32,8 @@ _TABLES = (
 
 @contextlib.contextmanager
 def opened(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Connection]:
-    """A connection with the tables in it. With `writing`, one transaction that no other writer shares, committed at the end.
+    """A connection with the tables in it. With `writing`, one transaction that no other writer
+    shares, committed at the end.
 
     A file that does not exist is created only for writing; for reading it is an empty registry.
 
@@ -41,7 +45,9 @@ def opened(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Connection]
         if writing:
             with disk_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-        db = sqlite3.connect(path if writing or path.exists() else ":memory:", timeout=WAIT_S, isolation_level=None)
+        db = sqlite3.connect(
+            path if writing or path.exists() else ":memory:", timeout=WAIT_S, isolation_level=None
+        )
         try:
             _prepare(db, path)
             if writing:
@@ -54,13 +60,17 @@ def opened(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Connection]
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Write-ahead log, and the tables in a new file. Several processes may come to a new file at once."""
+    """Write-ahead log, and the tables in a new file. Several processes may come to a new file at
+    once.
+    """
     if db.execute("PRAGMA user_version").fetchone()[0] == 0:
         _use_log(db)
         db.execute("BEGIN IMMEDIATE")
         if db.execute("PRAGMA user_version").fetchone()[0] == 0:
             if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise WrongInput(f"{path} is a database of something else; set registry.path to another file")
+                raise WrongInput(
+                    f"{path} is a database of something else; set registry.path to another file"
+                )
             for table in _TABLES:
                 db.execute(table)
             db.execute("INSERT INTO registry VALUES (?)", (uuid.uuid4().hex,))
@@ -68,7 +78,9 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         db.execute("COMMIT")
     found = db.execute("PRAGMA user_version").fetchone()[0]
     if found > SCHEMA:
-        raise WrongInput(f"{path} has schema {found}, newer than this ingot's {SCHEMA}; upgrade ingot")
+        raise WrongInput(
+            f"{path} has schema {found}, newer than this ingot's {SCHEMA}; upgrade ingot"
+        )
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA synchronous = FULL")
 
@@ -93,11 +105,22 @@ def _refusals(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         code = error.sqlite_errorcode & 0xFF  # the extended code's family
         if code == sqlite3.SQLITE_FULL:
-            raise Failed(f"disk full while writing {path}; make space and run the same command again") from error
+            raise Failed(
+                f"disk full while writing {path}; make space and run the same command again"
+            ) from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise Failed(f"{path} was in use by another process for {WAIT_S:g} s; run the same command again") from error
-        raise WrongInput(f"{path} cannot be used as a registry ({error}); check its permissions, or set registry.path") from error
+            raise Failed(
+                f"{path} was in use by another process for {WAIT_S:g} s; run the same command again"
+            ) from error
+        raise WrongInput(
+            f"{path} cannot be used as a registry ({error}); check its permissions, or set"
+            " registry.path"
+        ) from error
     except sqlite3.IntegrityError as error:
-        raise Failed(f"{path} refused what was written ({error}); run the same command again") from error
+        raise Failed(
+            f"{path} refused what was written ({error}); run the same command again"
+        ) from error
     except sqlite3.DatabaseError as error:
-        raise WrongInput(f"{path} is damaged or no registry ({error}); move it away, or set registry.path") from error
+        raise WrongInput(
+            f"{path} is damaged or no registry ({error}); move it away, or set registry.path"
+        ) from error

@@ -1,7 +1,10 @@
-"""A new version behind an endpoint without an outage: beside the old one, a share of the traffic, all of it, and only then the old one goes.
+"""A new version behind an endpoint without an outage: beside the old one, a share of the traffic,
+all of it, and only then the old one goes.
 
-At each moment either the old or the new version serves. One command at a time: a lease in the bucket. What a command left that died is found in
-the endpoint itself, by the next one: traffic goes back to the version that is live, and what gets none is taken away or gone on with.
+At each moment either the old or the new version serves. One command at a time: a lease in the
+bucket. What a command left that died is found in
+the endpoint itself, by the next one: traffic goes back to the version that is live, and what gets
+none is taken away or gone on with.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from ingot.registry.vertex import VertexVersion
 LEASE_S = 60.0
 """How long a command that died keeps the next one waiting, where it ran on another machine."""
 TRIES, PAUSE_S = 5, 2.0
-"""How often a change of the endpoint is tried that did not come off, and how long is waited between two tries."""
+"""How often a change of the endpoint is tried that did not come off, and how long is waited between
+two tries.
+"""
 _OURS = ("ingot-verb", "deploy")
 """The label of an endpoint that was made here, and that may be deleted here again."""
 _AT_IT = "other operation"
@@ -37,7 +42,9 @@ _AT_IT = "other operation"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to serve, on what, and how it gets there. `share`: percent that it gets first, None for all at once; `check`: what it is asked then."""
+    """What is to serve, on what, and how it gets there. `share`: percent that it gets first, None
+    for all at once; `check`: what it is asked then.
+    """
 
     version: VertexVersion
     resources: Resources
@@ -54,28 +61,44 @@ class Plan:
         return f"{self.name} v{self.version.number}"
 
     def check_ours(self, there: Endpoint) -> None:
-        """Raises WrongInput where the endpoint serves a model that is not a version of this name: no other's traffic is taken away."""
+        """Raises WrongInput where the endpoint serves a model that is not a version of this name:
+        no other's traffic is taken away.
+        """
         ours = _in_project(self.version.resource)
         for deployed in there.deployed:
             if _in_project(deployed.model) != ours:
                 raise WrongInput(
-                    f"the endpoint {there.name} serves {deployed.model} too, which is no version of {self.name}; take it away there, "
-                    "rename the endpoint, or set registry.name to another name"
+                    f"the endpoint {there.name} serves {deployed.model} too, which is no version of"
+                    f" {self.name}; take it away there, rename the endpoint, or set registry.name"
+                    " to another name"
                 )
 
     def runs(self, deployed: Deployed) -> bool:
         """Is it this version on these machines?"""
-        return f"{deployed.model}@{deployed.number}" == self.version.resource and deployed.resources == self.resources
+        return (
+            f"{deployed.model}@{deployed.number}" == self.version.resource
+            and deployed.resources == self.resources
+        )
 
 
-def roll_out(google: Google, plan: Plan, live: Callable[[], int | None], allow: Callable[[int | None], None], commit: Callable[[], None]) -> None:
-    """Make `plan` serve all of the traffic; `live` says which version should until then, `commit` makes it the live one once it does.
+def roll_out(
+    google: Google,
+    plan: Plan,
+    live: Callable[[], int | None],
+    allow: Callable[[int | None], None],
+    commit: Callable[[], None],
+) -> None:
+    """Make `plan` serve all of the traffic; `live` says which version should until then, `commit`
+    makes it the live one once it does.
 
-    `allow` raises where that is not wanted any more: it is told what is live while nobody else can change it, before anything is touched.
+    `allow` raises where that is not wanted any more: it is told what is live while nobody else can
+    change it, before anything is touched.
 
     Raises:
-        WrongInput: there are two endpoints of the name, it serves what is not ours, or the service refuses machine, image or rights.
-        Failed: another command deploys this name, or the new version does not come up or does not answer as it should. The old one then serves.
+        WrongInput: there are two endpoints of the name, it serves what is not ours, or the service
+            refuses machine, image or rights.
+        Failed: another command deploys this name, or the new version does not come up or does not
+            answer as it should. The old one then serves.
     """
     bucket = open_bucket(f"{google.bucket}/ingot/endpoints/{plan.name}")
     with lease(bucket, f"ingot deploy {plan.name}", life_s=LEASE_S, wait=True) as held:
@@ -89,7 +112,10 @@ def find(google: Google, name: str) -> Endpoint | None:
     found = endpoints.find(google, name)
     if len(found) > 1:
         names = " and ".join(endpoint.name for endpoint in found)
-        raise WrongInput(f"two endpoints are called {name}: {names}; delete or rename the one that is not ingot's")
+        raise WrongInput(
+            f"two endpoints are called {name}: {names}; delete or rename the one that is not"
+            " ingot's"
+        )
     return found[0] if found else None
 
 
@@ -107,7 +133,9 @@ def render(google: Google, plan: Plan) -> str:
     if old and plan.share is not None:
         parts.append(f"UpdateEndpoint: {plan.share} % of the traffic to {plan.called}")
     if plan.check is not None:
-        parts.append(f"{'RawPredict' if plan.check.engine in RAW else 'Predict'}: {plan.check.prompt!r}")
+        parts.append(
+            f"{'RawPredict' if plan.check.engine in RAW else 'Predict'}: {plan.check.prompt!r}"
+        )
     parts.append(f"UpdateEndpoint: 100 % of the traffic to {plan.called}")
     parts += [f"UndeployModel: {deployed.id} (v{deployed.number})" for deployed in old]
     return "\n".join(parts) + "\n"
@@ -125,10 +153,16 @@ class _RollOut:
 
     def run(self, live: Callable[[], int | None], commit: Callable[[], None]) -> None:
         there, has_begun = find(self._google, self._plan.name), False
-        finish = f"`ingot deploy {self._plan.name} --version {self._plan.version.number}` finishes it"
+        finish = (
+            f"`ingot deploy {self._plan.name} --version {self._plan.version.number}` finishes it"
+        )
         try:
             self._created = there is None
-            self._name = there.name if there else endpoints.create(self._google, _creation(self._google, self._plan))
+            self._name = (
+                there.name
+                if there
+                else endpoints.create(self._google, _creation(self._google, self._plan))
+            )
             new = self._put_right()
             if new is None:
                 new = self._deploy()
@@ -137,49 +171,91 @@ class _RollOut:
             has_begun = True
             commit()
         except BaseException as error:
-            if has_begun and self._is_live(live):  # back again would leave an endpoint that serves another version than the live one
+            if has_begun and self._is_live(
+                live
+            ):  # back again would leave an endpoint that serves another version than the live one
                 if isinstance(error, IngotError):
-                    raise Failed(f"{self._plan.called} serves all of the traffic, but {error}; {finish}") from error
+                    raise Failed(
+                        f"{self._plan.called} serves all of the traffic, but {error}; {finish}"
+                    ) from error
                 raise
             self._undo(error)
             if isinstance(error, Failed | WrongInput) and self._name:
-                undone = "nothing is deployed" if self._is_right or self._created else "nothing was changed"
+                undone = (
+                    "nothing is deployed"
+                    if self._is_right or self._created
+                    else "nothing was changed"
+                )
                 state = "the version before serves on" if self._stable else undone
-                raise type(error)(f"{self._plan.called} is not deployed, {state}: {error}") from error
+                raise type(error)(
+                    f"{self._plan.called} is not deployed, {state}: {error}"
+                ) from error
             raise
         try:
             self._keep_only(new)
         except IngotError as error:
-            raise Failed(f"{self._plan.called} is live, but the one before could not be taken away: {error}; {finish}") from error
+            raise Failed(
+                f"{self._plan.called} is live, but the one before could not be taken away: {error};"
+                f" {finish}"
+            ) from error
 
     def _is_live(self, live: Callable[[], int | None]) -> bool:
-        """Whether the pointer moved before `commit` broke off; where nobody can say, too: what serves now may stay so."""
+        """Whether the pointer moved before `commit` broke off; where nobody can say, too: what
+        serves now may stay so.
+        """
         try:
             return live() == self._plan.version.number
         except IngotError:
             return True
 
     def _put_right(self) -> str | None:
-        """Undo or keep what a command left that died: one version serves all of the traffic afterwards, and beside it is at most the new one.
+        """Undo or keep what a command left that died: one version serves all of the traffic
+        afterwards, and beside it is at most the new one.
 
         Returns the id of the new one where it is deployed already.
         """
         there = self._settled()
-        serving = [deployed for deployed in there.deployed if there.traffic.get(deployed.id) or deployed.number == self._live]
-        # The live version goes first, then whichever serves most; the new one of a name of which nothing is live yet has proved nothing.
-        proved = [deployed for deployed in serving if self._live is not None or not self._plan.runs(deployed)]
-        best = max(proved, key=lambda deployed: (deployed.number == self._live, there.traffic.get(deployed.id, 0), deployed.id), default=None)
+        serving = [
+            deployed
+            for deployed in there.deployed
+            if there.traffic.get(deployed.id) or deployed.number == self._live
+        ]
+        # The live version goes first, then whichever serves most; the new one of a name of which
+        # nothing is live yet has proved nothing.
+        proved = [
+            deployed
+            for deployed in serving
+            if self._live is not None or not self._plan.runs(deployed)
+        ]
+        best = max(
+            proved,
+            key=lambda deployed: (
+                deployed.number == self._live,
+                there.traffic.get(deployed.id, 0),
+                deployed.id,
+            ),
+            default=None,
+        )
         self._stable, self._is_right = best.id if best else None, True
         if self._stable is not None:
             self._set_traffic({self._stable: 100})
-        new = next((deployed.id for deployed in sorted(there.deployed, key=lambda one: one.id != self._stable) if self._plan.runs(deployed)), None)
+        new = next(
+            (
+                deployed.id
+                for deployed in sorted(there.deployed, key=lambda one: one.id != self._stable)
+                if self._plan.runs(deployed)
+            ),
+            None,
+        )
         for deployed in there.deployed:
             if deployed.id not in (self._stable, new):
                 self._undeploy(deployed.id)
         return new
 
     def _deploy(self) -> str:
-        """Put the new version behind the endpoint, without traffic; its id is ours, so that a lost answer is found out about."""
+        """Put the new version behind the endpoint, without traffic; its id is ours, so that a lost
+        answer is found out about.
+        """
         own_id = str(random.SystemRandom().randrange(10**8, 10**9))
         request = _deployment(self._google, self._plan, self._name, own_id)
         self._held.check()
@@ -194,7 +270,9 @@ class _RollOut:
         return own_id
 
     def _move_traffic(self, new: str) -> None:
-        """A share, an answer, all of it. Where nothing serves yet, nobody asks but us: it gets all at once."""
+        """A share, an answer, all of it. Where nothing serves yet, nobody asks but us: it gets all
+        at once.
+        """
         share, check = self._plan.share, self._plan.check
         if new == self._stable:
             share = 100
@@ -209,11 +287,15 @@ class _RollOut:
         self._set_traffic({new: 100})
 
     def _undo(self, error: BaseException) -> None:
-        """The traffic back to what served before, nothing else left, and no endpoint of our making that never served."""
+        """The traffic back to what served before, nothing else left, and no endpoint of our making
+        that never served.
+        """
         if not self._name:
             return
         try:
-            if self._operation is not None and not isinstance(error, Exception):  # stopped by a signal: do not wait for what nobody wants
+            if self._operation is not None and not isinstance(
+                error, Exception
+            ):  # stopped by a signal: do not wait for what nobody wants
                 endpoints.give_up(self._google, self._operation)
             if self._stable is not None:
                 self._keep_only(self._stable)
@@ -224,10 +306,17 @@ class _RollOut:
             elif not self._created:
                 return  # it was not looked at, and nothing was done to it
             there = endpoints.get(self._google, self._name)
-            if (self._created or self._live is None) and _OURS in there.labels.items() and not there.deployed:
+            if (
+                (self._created or self._live is None)
+                and _OURS in there.labels.items()
+                and not there.deployed
+            ):
                 endpoints.delete(self._google, self._name)
         except IngotError as wrong:
-            say(f"warning: {self._name} could not be put back ({wrong}); the next `ingot deploy {self._plan.name}` does it")
+            say(
+                f"warning: {self._name} could not be put back ({wrong}); the next `ingot deploy"
+                f" {self._plan.name}` does it"
+            )
 
     def _keep_only(self, one: str) -> None:
         self._set_traffic({one: 100})
@@ -241,7 +330,9 @@ class _RollOut:
         return self._seen()
 
     def _seen(self) -> Endpoint:
-        """The endpoint, if all that it serves is ours: looked at before each change, since others may use it."""
+        """The endpoint, if all that it serves is ours: looked at before each change, since others
+        may use it.
+        """
         there = endpoints.get(self._google, self._name)
         self._plan.check_ours(there)
         return there
@@ -269,32 +360,53 @@ class _RollOut:
 
 
 def _insist(act: Callable[[], bool]) -> None:
-    """Again where an answer was lost or the endpoint changed meanwhile: `act` looks first whether anything is to do."""
+    """Again where an answer was lost or the endpoint changed meanwhile: `act` looks first whether
+    anything is to do.
+    """
     for left in reversed(range(TRIES)):
         try:
             act()
             return
         except (Failed, WrongInput) as error:
-            passes = isinstance(error, Failed) or code_of(error) in (409, 412) or _AT_IT in str(error)
+            passes = (
+                isinstance(error, Failed) or code_of(error) in (409, 412) or _AT_IT in str(error)
+            )
             if not (left and passes):
                 raise
         time.sleep(PAUSE_S)
 
 
 def _in_project(model: str) -> str:
-    """A model without its version and its project, which the service writes by name here and by number there."""
+    """A model without its version and its project, which the service writes by name here and by
+    number there.
+    """
     return model.partition("@")[0].partition("/locations/")[2]
 
 
 def _creation(google: Google, plan: Plan) -> Any:
-    return endpoints.create_request(google, resource_id(plan.name), plan.name, {**plan.labels, "ingot-verb": "deploy"})
+    return endpoints.create_request(
+        google, resource_id(plan.name), plan.name, {**plan.labels, "ingot-verb": "deploy"}
+    )
 
 
 def _deployment(google: Google, plan: Plan, endpoint: str, own_id: str) -> Any:
     return endpoints.deploy_request(
-        google, endpoint, own_id=own_id, model=plan.version.resource, display_name=label(f"{plan.name}-v{plan.version.number}"), resources=plan.resources
+        google,
+        endpoint,
+        own_id=own_id,
+        model=plan.version.resource,
+        display_name=label(f"{plan.name}-v{plan.version.number}"),
+        resources=plan.resources,
     )
 
 
 def _text(request: Any) -> str:
-    return str(type(request).to_json(request, use_integers_for_enums=False, always_print_fields_with_no_presence=False, sort_keys=True, indent=1))
+    return str(
+        type(request).to_json(
+            request,
+            use_integers_for_enums=False,
+            always_print_fields_with_no_presence=False,
+            sort_keys=True,
+            indent=1,
+        )
+    )

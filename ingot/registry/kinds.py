@@ -1,4 +1,6 @@
-"""The two kinds of registry behind one face: a file and folders on this disk, or the Model Registry of Vertex AI."""
+"""The two kinds of registry behind one face: a file and folders on this disk, or the Model Registry
+of Vertex AI.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ AnyVersion = TypeVar("AnyVersion", bound=Registered)
 
 
 class VersionStore(Protocol[AnyVersion]):
-    """Versions of models by name, their reports, and which is live. The methods mean and raise what those of `store.Registry` do."""
+    """Versions of models by name, their reports, and which is live. The methods mean and raise what
+    those of `store.Registry` do.
+    """
 
     @property
     def place(self) -> str:
@@ -49,8 +53,12 @@ class VersionStore(Protocol[AnyVersion]):
     def live(self, name: str) -> AnyVersion | None: ...
     def find(self, name: str, report: EvaluationReport) -> AnyVersion | None: ...
     def history(self, name: str) -> Sequence[Turn]: ...
-    def add(self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]) -> AnyVersion: ...
-    def point(self, name: str, number: int, reason: str, *, instead_of: int | None = -1) -> None: ...
+    def add(
+        self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]
+    ) -> AnyVersion: ...
+    def point(
+        self, name: str, number: int, reason: str, *, instead_of: int | None = -1
+    ) -> None: ...
     def rollback(self, name: str, reason: str) -> AnyVersion: ...
     def check(self, version: AnyVersion, *, checksums: bool = False) -> None: ...
     def fetch(self, version: AnyVersion) -> Path:
@@ -59,4 +67,8 @@ class VersionStore(Protocol[AnyVersion]):
 
 def registry_of(recipe: Recipe) -> VersionStore[Any]:
     """The registry that `registry.kind` names. Nothing is asked of it yet."""
-    return VertexRegistry(recipe) if recipe.registry.kind == "vertex" else Registry(recipe.registry_path)
+    return (
+        VertexRegistry(recipe)
+        if recipe.registry.kind == "vertex"
+        else Registry(recipe.registry_path)
+    )

@@ -1,7 +1,8 @@
-"""Which version is live, and was before: one object of the bucket, written anew under a condition on its generation.
+"""Which version is live, and was before: one object of the bucket, written anew under a condition
+on its generation.
 
-Of two writers that saw the same state one is refused, which no alias of a model version could do: aliases are set blindly. So this object alone
-decides, and the alias `live` follows it.
+Of two writers that saw the same state one is refused, which no alias of a model version could do:
+aliases are set blindly. So this object alone decides, and the alias `live` follows it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ NAME = "live.json"
 
 @dataclass(frozen=True)
 class Pointer:
-    """All turns of the pointer, each `{version, before, time, reason}`; `before` is the index of the turn that a rollback returns to."""
+    """All turns of the pointer, each `{version, before, time, reason}`; `before` is the index of
+    the turn that a rollback returns to.
+    """
 
     turns: tuple[dict[str, Any], ...]
     generation: int
@@ -53,20 +56,35 @@ def read(bucket: Bucket) -> Pointer:
         except Missing:
             continue
         except ValueError:
-            raise WrongInput(f"{bucket.url_of(NAME)} is damaged; restore an older version of the object") from None
+            raise WrongInput(
+                f"{bucket.url_of(NAME)} is damaged; restore an older version of the object"
+            ) from None
         if value.get("schema", 0) > SCHEMA:
-            raise WrongInput(f"{bucket.url_of(NAME)} has schema {value['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot")
+            raise WrongInput(
+                f"{bucket.url_of(NAME)} has schema {value['schema']}, newer than this ingot's"
+                f" {SCHEMA}; upgrade ingot"
+            )
         again = bucket.stat(NAME)
         if again is not None and again.generation == found.generation:
             return Pointer(tuple(value["turns"]), found.generation)
-    raise Failed(f"{bucket.url_of(NAME)} does not stand still; see who else deploys, and run the same command again")
+    raise Failed(
+        f"{bucket.url_of(NAME)} does not stand still; see who else deploys, and run the same"
+        " command again"
+    )
 
 
 def check(name: str, live: int | None, instead_of: int | None) -> None:
-    """Raises WrongInput where another version is live than the one that was compared with; -1: any will do."""
+    """Raises WrongInput where another version is live than the one that was compared with; -1: any
+    will do.
+    """
     if instead_of not in (-1, live):
-        now, then = (f"{name} v{version}" if version is not None else f"nothing as {name}" for version in (live, instead_of))
-        raise WrongInput(f"{now} went live while {then} was compared with the new model; run `ingot gate` again")
+        now, then = (
+            f"{name} v{version}" if version is not None else f"nothing as {name}"
+            for version in (live, instead_of)
+        )
+        raise WrongInput(
+            f"{now} went live while {then} was compared with the new model; run `ingot gate` again"
+        )
 
 
 def move(bucket: Bucket, pointer: Pointer, number: int, reason: str, *, back: bool = False) -> None:
@@ -76,10 +94,21 @@ def move(bucket: Bucket, pointer: Pointer, number: int, reason: str, *, back: bo
         Failed: somebody else moved it since it was read.
     """
     last = len(pointer.turns) - 1
-    before = None if last < 0 else pointer.turns[pointer.turns[last]["before"]]["before"] if back else last
+    before = (
+        None
+        if last < 0
+        else pointer.turns[pointer.turns[last]["before"]]["before"]
+        if back
+        else last
+    )
     turn = {"version": number, "before": before, "time": time.time(), "reason": reason}
-    text = json.dumps({"schema": SCHEMA, "turns": [*pointer.turns, turn]}, indent=1, ensure_ascii=False)
+    text = json.dumps(
+        {"schema": SCHEMA, "turns": [*pointer.turns, turn]}, indent=1, ensure_ascii=False
+    )
     try:
         bucket.put(NAME, text.encode(), generation=pointer.generation)
     except Conflict:
-        raise Failed(f"another version went live at the same time ({bucket.url_of(NAME)} changed); run the same command again") from None
+        raise Failed(
+            f"another version went live at the same time ({bucket.url_of(NAME)} changed); run the"
+            " same command again"
+        ) from None

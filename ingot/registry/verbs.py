@@ -1,7 +1,8 @@
-"""`ingot gate`, `register`: from run folders to the registry. Reads reports, decides, writes down what was decided and why.
+"""`ingot gate`, `register`: from run folders to the registry. Reads reports, decides, writes down
+what was decided and why.
 
-In the local registry a version is live that is pointed at, so `register` makes it so. In Vertex AI's it is live once an endpoint serves it, so that
-is left to `ingot deploy` (`deploying.py`).
+In the local registry a version is live that is pointed at, so `register` makes it so. In Vertex
+AI's it is live once an endpoint serves it, so that is left to `ingot deploy` (`deploying.py`).
 """
 
 from __future__ import annotations
@@ -29,58 +30,90 @@ GATE, REGISTERED, LINEAGE = "gate.json", "registered.json", "ingot.json"
 
 
 def gate(recipe: Recipe) -> Outcome:
-    """Compare the run's model with the live one; the decision goes to `reports/gate.json` and into `events.jsonl`.
+    """Compare the run's model with the live one; the decision goes to `reports/gate.json` and into
+    `events.jsonl`.
 
     Exit code 0 for deploy, 3 for keep.
 
     Raises:
-        WrongInput: no report, or one about another model, or about one that could not be registered; see also `decide`.
+        WrongInput: no report, or one about another model, or about one that could not be
+            registered; see also `decide`.
     """
     run = recipe.folder
     report = _report(recipe)
     _folder(recipe)
     live = registry_of(recipe).live(recipe.registry_name)
-    decision = decide(report, None if live is None else live.report, recipe.gate.model_copy(update={"metric": recipe.gate_metric}))
-    written = _written(decision, report, live) | {"registry": _registry(recipe), "live": _compared(recipe, report, live)}
+    decision = decide(
+        report,
+        None if live is None else live.report,
+        recipe.gate.model_copy(update={"metric": recipe.gate_metric}),
+    )
+    written = _written(decision, report, live) | {
+        "registry": _registry(recipe),
+        "live": _compared(recipe, report, live),
+    }
     path = run.reports / GATE
     write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
-    record_event(run.events, "gate", cause=decision.reason, decision=decision.decision, live=written["live"])
+    record_event(
+        run.events, "gate", cause=decision.reason, decision=decision.decision, live=written["live"]
+    )
     outputs = fingerprint({key: written[key] for key in ("decision", "candidate", "metrics")})
     code = EXIT_DONE if decision.decision == "deploy" else EXIT_KEEP
-    return Outcome(f"{decision.decision}: {decision.reason}", str(path), outputs, sizes(run.root, [path]), code)
+    return Outcome(
+        f"{decision.decision}: {decision.reason}", str(path), outputs, sizes(run.root, [path]), code
+    )
 
 
 def gate_stamp(recipe: Recipe) -> dict[str, Any] | None:
-    """The registry and its live model that the gate would compare with, as far as they decide whether the gate must run again.
+    """The registry and its live model that the gate would compare with, as far as they decide
+    whether the gate must run again.
 
-    Once the run's own model is live, that is still the one that it was compared with: registering it undoes no decision.
+    Once the run's own model is live, that is still the one that it was compared with: registering
+    it undoes no decision.
     """
     try:
         report = _report(recipe)
     except WrongInput:
         return None  # nothing to compare yet; the gate itself will say so
-    # With the registry, since a decision that was made against another one, or by an ingot that did not write down which, does not count.
-    return {"registry": _registry(recipe), "live": _compared(recipe, report, registry_of(recipe).live(recipe.registry_name))}
+    # With the registry, since a decision that was made against another one, or by an ingot that did
+    # not write down which, does not count.
+    return {
+        "registry": _registry(recipe),
+        "live": _compared(recipe, report, registry_of(recipe).live(recipe.registry_name)),
+    }
 
 
-def _compared(recipe: Recipe, report: EvaluationReport, live: Registered | None) -> dict[str, Any] | None:
+def _compared(
+    recipe: Recipe, report: EvaluationReport, live: Registered | None
+) -> dict[str, Any] | None:
     """The live model that stands, or stood when it was decided, against the one of `report`."""
     decided = _decided(recipe)
     if live is None:
         return None
-    if decided is not None and _is_about(report, decided["candidate"]) and _is_about(report, _identity(live.report)):
+    if (
+        decided is not None
+        and _is_about(report, decided["candidate"])
+        and _is_about(report, _identity(live.report))
+    ):
         before: dict[str, Any] | None = decided["live"]
         return before
-    return {"version": live.number, **_identity(live.report), "report": fingerprint(asdict(live.report)["metrics"])}
+    return {
+        "version": live.number,
+        **_identity(live.report),
+        "report": fingerprint(asdict(live.report)["metrics"]),
+    }
 
 
 def register(recipe: Recipe) -> Outcome:
-    """Keep the run's model as a version, and make it live if the gate said so. The same model again makes no new version.
+    """Keep the run's model as a version, and make it live if the gate said so. The same model again
+    makes no new version.
 
-    A version that was live once and is not any more was replaced or rolled back on purpose: it stays as it is.
+    A version that was live once and is not any more was replaced or rolled back on purpose: it
+    stays as it is.
 
     Raises:
-        WrongInput: no report or decision about this model, no local model folder, or another model went live since the gate.
+        WrongInput: no report or decision about this model, no local model folder, or another model
+            went live since the gate.
     """
     run, name, registry = recipe.folder, recipe.registry_name, registry_of(recipe)
     report = _report(recipe)
@@ -90,17 +123,37 @@ def register(recipe: Recipe) -> Outcome:
         raise _undecided(recipe)
     version = registry.add(name, _folder(recipe), report, _lineage(recipe))
     was_live = any(turn.version == version.number for turn in registry.history(name))
-    says_deploy = decided is not None and _is_about(report, decided["candidate"]) and decided["decision"] == "deploy" and not was_live
+    says_deploy = (
+        decided is not None
+        and _is_about(report, decided["candidate"])
+        and decided["decision"] == "deploy"
+        and not was_live
+    )
     if decided is not None and says_deploy and recipe.registry.kind == "local":
-        registry.point(name, version.number, f"gate: {decided['reason']}", instead_of=compared_with(registry, name, decided))
+        registry.point(
+            name,
+            version.number,
+            f"gate: {decided['reason']}",
+            instead_of=compared_with(registry, name, decided),
+        )
     live = registry.live(name)
     is_live = live is not None and live.number == version.number
-    state = "live" if is_live else f"v{live.number} stays live" if live is not None else "nothing is live"
+    state = (
+        "live"
+        if is_live
+        else f"v{live.number} stays live"
+        if live is not None
+        else "nothing is live"
+    )
     if says_deploy and recipe.registry.kind == "vertex":
         state += " until `ingot deploy`"
-    record_event(run.events, "register", cause=f"{name} v{version.number}, {state}", version=version.number)
+    record_event(
+        run.events, "register", cause=f"{name} v{version.number}, {state}", version=version.number
+    )
     outputs = fingerprint([name, version.number, _identity(report), is_live])
-    return Outcome(f"{name} v{version.number}, {state}", version.where, outputs, _kept(recipe, version))
+    return Outcome(
+        f"{name} v{version.number}, {state}", version.where, outputs, _kept(recipe, version)
+    )
 
 
 def resolve(registry: VersionStore[Any], name: str, number: int | None = None) -> Path:
@@ -112,32 +165,45 @@ def resolve(registry: VersionStore[Any], name: str, number: int | None = None) -
     version = registry.live(name) if number is None else registry.version(name, number)
     if version is None:
         number = newest(registry, name).number
-        raise WrongInput(f"nothing is live as {name} in {registry.place}; `ingot deploy {name} --version {number}` makes the newest version live")
+        raise WrongInput(
+            f"nothing is live as {name} in {registry.place}; `ingot deploy {name} --version"
+            f" {number}` makes the newest version live"
+        )
     return registry.fetch(version)
 
 
 def approved(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:
-    """The run's report, and the decision to deploy its model. Raises WrongInput when there is none, or it is another one."""
+    """The run's report, and the decision to deploy its model. Raises WrongInput when there is none,
+    or it is another one.
+    """
     report, decided = _report(recipe), _decided(recipe)
     if decided is None or not _is_about(report, decided["candidate"]):
         raise _undecided(recipe)
     if decided["decision"] != "deploy":
-        raise WrongInput(f"the gate says keep ({decided['reason']}); `--version V` deploys a version all the same")
+        raise WrongInput(
+            f"the gate says keep ({decided['reason']}); `--version V` deploys a version all the"
+            " same"
+        )
     return report, decided
 
 
 def compared_with(registry: VersionStore[Any], name: str, decided: dict[str, Any]) -> int | None:
-    """The version that must be live still for a decision to hold (None: nothing), for `point(instead_of=...)`.
+    """The version that must be live still for a decision to hold (None: nothing), for
+    `point(instead_of=...)`.
 
     Raises:
-        WrongInput: a model is live under that number which is another one, as in a registry that a run folder was copied to.
+        WrongInput: a model is live under that number which is another one, as in a registry that a
+            run folder was copied to.
     """
     before: dict[str, Any] | None = decided["live"]
     if before is None:
         return None
     live = registry.live(name)
     if live is not None and live.number == before["version"] and not _is_about(live.report, before):
-        raise WrongInput(f"{name} v{live.number} in {registry.place} is not the model that the gate compared with; run `ingot gate` again")
+        raise WrongInput(
+            f"{name} v{live.number} in {registry.place} is not the model that the gate compared"
+            " with; run `ingot gate` again"
+        )
     return int(before["version"])
 
 
@@ -149,39 +215,59 @@ def lies_in(recipe: Recipe, model_hash: str) -> Path | None:
 
 def newest(registry: VersionStore[Any], name: str) -> Any:
     known = registry.versions(name)
-    return known[-1] if known else registry.version(name, 1)  # which says in words that there is none
+    return (
+        known[-1] if known else registry.version(name, 1)
+    )  # which says in words that there is none
 
 
 def _folder(recipe: Recipe) -> Path:
     """The model folder that is registered: `evaluate.model`, else the run's own."""
     folder = _place(recipe)
     if not (folder / "config.json").is_file():
-        action = "set evaluate.model to a local model folder" if recipe.evaluate.model else "run `ingot train` first"
+        action = (
+            "set evaluate.model to a local model folder"
+            if recipe.evaluate.model
+            else "run `ingot train` first"
+        )
         raise WrongInput(f"{folder} is not a model folder (it has no config.json); {action}")
     return folder
 
 
 def _place(recipe: Recipe) -> Path:
-    """The folder that was measured; of another run, the model that it exported, as `ingot evaluate` takes it."""
+    """The folder that was measured; of another run, the model that it exported, as `ingot evaluate`
+    takes it.
+    """
     if not recipe.evaluate.model:
         return recipe.folder.model
     given = Path(recipe.evaluate.model)
     exported = RunFolder(given).model
-    return exported if not (given / "config.json").exists() and (exported / "config.json").exists() else given
+    return (
+        exported
+        if not (given / "config.json").exists() and (exported / "config.json").exists()
+        else given
+    )
 
 
 def _report(recipe: Recipe) -> EvaluationReport:
-    """The run's evaluation report; refused when it is about another model than the one in the model folder."""
+    """The run's evaluation report; refused when it is about another model than the one in the model
+    folder.
+    """
     path = recipe.folder.reports / "evaluate.json"
     report = read_report(path)
     made = _read_json(_place(recipe) / LINEAGE) or {}
     if made.get("model_hash", report.model_hash) != report.model_hash:
-        raise WrongInput(f"{path} is about model {report.model_hash}, {made['model_hash']} lies in {_place(recipe)} now; run `ingot evaluate` again")
+        raise WrongInput(
+            f"{path} is about model {report.model_hash}, {made['model_hash']} lies in"
+            f" {_place(recipe)} now; run `ingot evaluate` again"
+        )
     return report
 
 
 def _lineage(recipe: Recipe) -> dict[str, Any]:
-    return {**(_read_json(_folder(recipe) / LINEAGE) or {}), "registered_from": str(_folder(recipe))}
+    return {
+        **(_read_json(_folder(recipe) / LINEAGE) or {}),
+        "registered_from": str(_folder(recipe)),
+    }
 
 
 def _identity(report: EvaluationReport) -> dict[str, str]:
@@ -193,33 +279,61 @@ def _is_about(report: EvaluationReport, model: dict[str, Any]) -> bool:
     return _identity(report).items() <= model.items()
 
 
-def _written(decision: Decision, report: EvaluationReport, live: Registered | None) -> dict[str, Any]:
-    where = f" (the live model lies in {live.where})" if live is not None and "ITS FOLDER" in decision.reason else ""
+def _written(
+    decision: Decision, report: EvaluationReport, live: Registered | None
+) -> dict[str, Any]:
+    where = (
+        f" (the live model lies in {live.where})"
+        if live is not None and "ITS FOLDER" in decision.reason
+        else ""
+    )
     return {
-        "schema": SCHEMA, "decision": decision.decision, "reason": decision.reason + where,
-        "metrics": [asdict(comparison) for comparison in decision.comparisons], "rule": decision.rule.model_dump(mode="json"),
-        "candidate": _identity(report), "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "schema": SCHEMA,
+        "decision": decision.decision,
+        "reason": decision.reason + where,
+        "metrics": [asdict(comparison) for comparison in decision.comparisons],
+        "rule": decision.rule.model_dump(mode="json"),
+        "candidate": _identity(report),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
 def _registry(recipe: Recipe) -> dict[str, Any]:
-    """What a decision is about: a name in a registry. A file as seen from the run folder, so that both may be moved together."""
+    """What a decision is about: a name in a registry. A file as seen from the run folder, so that
+    both may be moved together.
+    """
     if recipe.registry.kind == "vertex":
-        return {"name": recipe.registry_name, "place": registry_of(recipe).place, "bucket": recipe.cloud.bucket}
-    return {"name": recipe.registry_name, "place": os.path.relpath(recipe.registry_path, recipe.folder.root)}
+        return {
+            "name": recipe.registry_name,
+            "place": registry_of(recipe).place,
+            "bucket": recipe.cloud.bucket,
+        }
+    return {
+        "name": recipe.registry_name,
+        "place": os.path.relpath(recipe.registry_path, recipe.folder.root),
+    }
 
 
 def _decided(recipe: Recipe) -> dict[str, Any] | None:
-    """`reports/gate.json`; None where there is none that this version can read, or it is about another name or registry."""
+    """`reports/gate.json`; None where there is none that this version can read, or it is about
+    another name or registry.
+    """
     value = _read_json(recipe.folder.reports / GATE)
-    if value is None or value.get("schema") != SCHEMA or not {"decision", "reason", "candidate", "live", "registry"} <= value.keys():
+    if (
+        value is None
+        or value.get("schema") != SCHEMA
+        or not {"decision", "reason", "candidate", "live", "registry"} <= value.keys()
+    ):
         return None
     return value if value["registry"] == _registry(recipe) else None
 
 
 def _undecided(recipe: Recipe) -> WrongInput:
     run, place = recipe.folder, registry_of(recipe).place
-    return WrongInput(f"{run.reports / GATE} holds no decision about the model of {run.root} for {recipe.registry_name} in {place}; run `ingot gate` first")
+    return WrongInput(
+        f"{run.reports / GATE} holds no decision about the model of {run.root} for"
+        f" {recipe.registry_name} in {place}; run `ingot gate` first"
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -231,11 +345,23 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _kept(recipe: Recipe, version: Any) -> dict[str, int]:
-    """The files that must stay for the step to count as done: the version's own, as seen from the run folder, or a note of what lies in the cloud."""
+    """The files that must stay for the step to count as done: the version's own, as seen from the
+    run folder, or a note of what lies in the cloud.
+    """
     root = recipe.folder.root
     if recipe.registry.kind == "local":
-        return {os.path.relpath(path, root): path.stat().st_size for path in sorted(version.folder.rglob("*")) if path.is_file()}
+        return {
+            os.path.relpath(path, root): path.stat().st_size
+            for path in sorted(version.folder.rglob("*"))
+            if path.is_file()
+        }
     note = recipe.folder.reports / REGISTERED
-    about = {"schema": SCHEMA, "name": version.name, "version": version.number, "resource": version.resource, "where": version.where}
+    about = {
+        "schema": SCHEMA,
+        "name": version.name,
+        "version": version.number,
+        "resource": version.resource,
+        "where": version.where,
+    }
     write_atomic(note, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
     return sizes(root, [note])

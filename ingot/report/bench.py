@@ -1,4 +1,6 @@
-"""What `ingot bench` measured, as a table in the terminal and as `reports/bench.html`. Reads `reports/bench.json` only."""
+"""What `ingot bench` measured, as a table in the terminal and as `reports/bench.html`. Reads
+`reports/bench.json` only.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,17 @@ from ingot.report.plots import Line, Panel, bars, curves
 COLOURS = ("c0", "c1", "c2", "c3", "c4", "c5")
 GB = 1e9
 ASKED = ("processes", "format", "micro-batch")
-MEASURED = ("tokens/s", "examples/s", "share of peak", "peak TFLOP/s", "CPU", "host memory", "GPU", "GPU memory", "process memory")
+MEASURED = (
+    "tokens/s",
+    "examples/s",
+    "share of peak",
+    "peak TFLOP/s",
+    "CPU",
+    "host memory",
+    "GPU",
+    "GPU memory",
+    "process memory",
+)
 Row = Mapping[str, Any]
 
 
@@ -39,7 +51,9 @@ def read_bench(run: RunFolder) -> dict[str, Any]:
     except ValueError:
         raise WrongInput(f"{path} is no JSON; run `ingot bench` again") from None
     if report.get("schema", 0) > 1:
-        raise WrongInput(f"{path} has schema {report['schema']}, newer than this ingot's 1; upgrade ingot")
+        raise WrongInput(
+            f"{path} has schema {report['schema']}, newer than this ingot's 1; upgrade ingot"
+        )
     return report
 
 
@@ -53,8 +67,17 @@ def show_bench(report: Row, out: Console) -> None:
         best = "bold" if _is_best(report, number) else ""
         cells = [*_asked(row), *_measured(report, row)]
         if row["status"] != "measured":
-            cells = [*_asked(row), f"{row['status']}", *[""] * (len(table.columns) - len(ASKED) - 1)]
-            reasons.append(Text(f"{', '.join(f'{name} {value}' for name, value in zip(ASKED, _asked(row), strict=True))}: {row['status']}: {row['reason']}"))
+            cells = [
+                *_asked(row),
+                f"{row['status']}",
+                *[""] * (len(table.columns) - len(ASKED) - 1),
+            ]
+            reasons.append(
+                Text(
+                    f"{', '.join(f'{name} {value}' for name, value in zip(ASKED, _asked(row), strict=True))}:"
+                    f" {row['status']}: {row['reason']}"
+                )
+            )
         table.add_row(*(Text(cell, best) for cell in cells))
     out.print(table)
     for reason in reasons:
@@ -64,7 +87,10 @@ def show_bench(report: Row, out: Console) -> None:
     if best is None:
         out.print(Text("not one row could be measured", "red"))
     else:
-        rate = f", {best['tokens_per_s']:,.0f} tokens a second; in the recipe: {' '.join(best['knobs'])}"
+        rate = (
+            f", {best['tokens_per_s']:,.0f} tokens a second; in the recipe:"
+            f" {' '.join(best['knobs'])}"
+        )
         out.print(Text.assemble("fastest: ", (best["told"], "bold"), rate), soft_wrap=True)
 
 
@@ -79,27 +105,54 @@ def render_bench(report: Row, root: Path) -> str:
     """The page as HTML, with nothing fetched."""
     lines, legend = _lines(report["rows"])
     columns = _columns(report)
-    rows = [{"cells": [*_asked(row), *_measured(report, row)], "best": _is_best(report, number), "why": _why(row)} for number, row in enumerate(report["rows"])]
+    rows = [
+        {
+            "cells": [*_asked(row), *_measured(report, row)],
+            "best": _is_best(report, number),
+            "why": _why(row),
+        }
+        for number, row in enumerate(report["rows"])
+    ]
     return _template().render(
-        name=report["name"], root=str(root), sentence=_sentence(report), lines=lines, legend=legend, bars=_bars(report), columns=[*ASKED, *columns], rows=rows,
-        formula=report["formula"], about=_title(report), version=report["ingot"], measured=time.strftime("%Y-%m-%d %H:%M", time.localtime(report["time"])),
+        name=report["name"],
+        root=str(root),
+        sentence=_sentence(report),
+        lines=lines,
+        legend=legend,
+        bars=_bars(report),
+        columns=[*ASKED, *columns],
+        rows=rows,
+        formula=report["formula"],
+        about=_title(report),
+        version=report["ingot"],
+        measured=time.strftime("%Y-%m-%d %H:%M", time.localtime(report["time"])),
     )
 
 
 @functools.cache
 def _template() -> Template:
     loader = PackageLoader("ingot.report", ".")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).get_template("bench.html")
+    return Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template("bench.html")
 
 
 def _title(report: Row) -> str:
     """What was measured, on what."""
     measured = next((row for row in report["rows"] if row["status"] == "measured"), None)
-    on = f", {count(measured['parameters'])} parameters, on {measured['device']}" if measured else ""
+    on = (
+        f", {count(measured['parameters'])} parameters, on {measured['device']}" if measured else ""
+    )
     rows = "made-up rows" if report["synthetic"] else "the recipe's data"
     batch = f"{report['global_batch']:,} rows of {report['seq_len']:,} tokens a step"
-    return (f"{report['name']}: {report['objective']} of {report['model']}{on}; {batch}, {rows}, "
-            f"{report['steps']} steps a row, {duration(report['seconds'])} in all")
+    return (
+        f"{report['name']}: {report['objective']} of {report['model']}{on}; {batch}, {rows}, "
+        f"{report['steps']} steps a row, {duration(report['seconds'])} in all"
+    )
 
 
 def _sentence(report: Row) -> str:
@@ -108,7 +161,10 @@ def _sentence(report: Row) -> str:
         return "Not one row could be measured."
     share = report["rows"][best["row"]]["share_of_peak"]
     of_peak = "" if share is None else f", {_percent(share)} of what a large matrix product reaches"
-    return f"Fastest with {best['told']}: {best['tokens_per_s']:,.0f} tokens a second{of_peak}. In the recipe: {' '.join(best['knobs'])}"
+    return (
+        f"Fastest with {best['told']}: {best['tokens_per_s']:,.0f} tokens a second{of_peak}. In the"
+        f" recipe: {' '.join(best['knobs'])}"
+    )
 
 
 def _columns(report: Row) -> list[str]:
@@ -125,9 +181,15 @@ def _measured(report: Row, row: Row) -> list[str]:
     if row["status"] != "measured":
         return []
     figures = {
-        "tokens/s": f"{row['tokens_per_s']:,.0f}", "examples/s": short(row["examples_per_s"], 3), "share of peak": _percent(row["share_of_peak"]),
-        "peak TFLOP/s": short(row["peak_flops"] / 1e12, 3), "CPU": _percent(row["cpu"]), "host memory": _percent(row["host_memory"]),
-        "GPU": _percent(row["gpu"]), "GPU memory": _percent(row["gpu_memory"]), "process memory": f"{row['process_memory_bytes'] / GB:.2f} GB",
+        "tokens/s": f"{row['tokens_per_s']:,.0f}",
+        "examples/s": short(row["examples_per_s"], 3),
+        "share of peak": _percent(row["share_of_peak"]),
+        "peak TFLOP/s": short(row["peak_flops"] / 1e12, 3),
+        "CPU": _percent(row["cpu"]),
+        "host memory": _percent(row["host_memory"]),
+        "GPU": _percent(row["gpu"]),
+        "GPU memory": _percent(row["gpu_memory"]),
+        "process memory": f"{row['process_memory_bytes'] / GB:.2f} GB",
     }
     return [figures[name] for name in _columns(report)]
 
@@ -149,23 +211,47 @@ def _bars(report: Row) -> Markup:
     for number, row in enumerate(report["rows"]):
         if row["status"] == "measured":
             name = " × ".join(_asked(row))
-            drawn.append((name, float(row["tokens_per_s"]), f"{row['tokens_per_s']:,.0f}", "own" if _is_best(report, number) else "other"))
+            drawn.append(
+                (
+                    name,
+                    float(row["tokens_per_s"]),
+                    f"{row['tokens_per_s']:,.0f}",
+                    "own" if _is_best(report, number) else "other",
+                )
+            )
     return bars(drawn)
 
 
 def _lines(rows: Sequence[Row]) -> tuple[Markup, list[dict[str, str]]]:
-    """Speed and memory over the micro-batch, a curve for each number of processes and format; none where there is but one size."""
+    """Speed and memory over the micro-batch, a curve for each number of processes and format; none
+    where there is but one size.
+    """
     kinds: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         if row["status"] == "measured":
             kinds.setdefault((row["devices"], row["precision"]), []).append(row)
-    kinds = {kind: sorted(of_kind, key=lambda row: row["micro_batch"]) for kind, of_kind in kinds.items() if len(of_kind) > 1}
+    kinds = {
+        kind: sorted(of_kind, key=lambda row: row["micro_batch"])
+        for kind, of_kind in kinds.items()
+        if len(of_kind) > 1
+    }
     speed, memory, legend = [], [], []
     for number, ((devices, precision), of_kind) in enumerate(kinds.items()):
         name, colour = f"{devices} × {precision}", COLOURS[number % len(COLOURS)]
         xs = [float(row["micro_batch"]) for row in of_kind]
         speed.append(Line(name, colour, xs, [row["tokens_per_s"] for row in of_kind], "dots"))
-        memory.append(Line(f"{name}, GB", colour, xs, [row["process_memory_bytes"] / GB for row in of_kind], "dots"))
+        memory.append(
+            Line(
+                f"{name}, GB",
+                colour,
+                xs,
+                [row["process_memory_bytes"] / GB for row in of_kind],
+                "dots",
+            )
+        )
         legend.append({"name": name, "colour": colour})
-    panels = [Panel(speed, 260, floor=True), Panel(memory, 120, wanted=3, floor=True, title="peak memory of a process, GB")]
+    panels = [
+        Panel(speed, 260, floor=True),
+        Panel(memory, 120, wanted=3, floor=True, title="peak memory of a process, GB"),
+    ]
     return curves(panels, "Tokens a second and memory by micro-batch", "micro-batch"), legend

@@ -1,4 +1,6 @@
-"""Numbers as people read them, and points as a plot needs them: short, rounded, few enough, nothing lost that the eye would see."""
+"""Numbers as people read them, and points as a plot needs them: short, rounded, few enough, nothing
+lost that the eye would see.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ def count(number: float) -> str:
     """`2.8 M`, `640 k`, `950`; three digits at most."""
     for size, unit in _UNITS:
         if abs(number) >= 0.9995 * size:
-            return f"{number / size:.3g} {unit}" if abs(number) < 999.5 * size else f"{number / size:,.0f} {unit}"
+            return (
+                f"{number / size:.3g} {unit}"
+                if abs(number) < 999.5 * size
+                else f"{number / size:,.0f} {unit}"
+            )
     return f"{number:.0f}"
 
 
@@ -36,13 +42,17 @@ def percent(share: float) -> str:
 def moment(seconds: float | None) -> str:
     """Seconds since the epoch as a local date and time; empty where that is none."""
     try:
-        return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+        return (
+            "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+        )
     except (OverflowError, ValueError, OSError):
         return ""
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers within [low, high], about `wanted` of them, 1, 2 or 5 times a power of ten apart."""
+    """Round numbers within [low, high], about `wanted` of them, 1, 2 or 5 times a power of ten
+    apart.
+    """
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
     rough = high / max(wanted, 1) - low / max(wanted, 1)
@@ -63,7 +73,9 @@ def rounded(number: float, apart: float) -> str:
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and its neighbours up to `reach` away, fewer but on both sides near the ends, so that it lags behind nothing."""
+    """The mean of each value and its neighbours up to `reach` away, fewer but on both sides near
+    the ends, so that it lags behind nothing.
+    """
     sums = [0.0, *itertools.accumulate(values)]
     out = []
     for index in range(len(values)):
@@ -74,7 +86,9 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], most: int) -> tuple[list[float], list[float]]:
-    """At most about `most` points that look like all of them: of each stretch its lowest and highest, and both ends."""
+    """At most about `most` points that look like all of them: of each stretch its lowest and
+    highest, and both ends.
+    """
     if len(xs) <= most:
         return list(xs), list(ys)
     stretches = max(most // 2, 1)

@@ -1,10 +1,13 @@
-"""Where the wall time of a training went, and what each loss cost: counted from its events, and from the heartbeat of one that runs.
+"""Where the wall time of a training went, and what each loss cost: counted from its events, and
+from the heartbeat of one that runs.
 
-The clock of an account starts when the first process of the training is made, and ends with the last event (or beat). It stands from a finish
-or a stop until the process of the next start is made: nobody wanted to train. After a death it runs. Events count in the order of the file: an
-attempt's own by its monotonic clock, others by the wall clock, and where that was set back by the seconds that they tell. What no event accounts
-for is, of an attempt that ended well, its last step and last checkpoint; of one that died, it is lost. An attempt that dies before its first step
-counts as down.
+The clock of an account starts when the first process of the training is made, and ends with the
+last event (or beat). It stands from a finish
+or a stop until the process of the next start is made: nobody wanted to train. After a death it
+runs. Events count in the order of the file: an attempt's own by its monotonic clock, others by the
+wall clock, and where that was set back by the seconds that they tell. What no event accounts for
+is, of an attempt that ended well, its last step and last checkpoint; of one that died, it is lost.
+An attempt that dies before its first step counts as down.
 """
 
 from __future__ import annotations
@@ -14,20 +17,37 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ingot.base.heartbeat import SPENDINGS, Beat, Spending
-from ingot.report.losses import DEADLY, Death, Event, Kind, Loss, add_skip, hear_of_death, number, seconds, whole
+from ingot.report.losses import (
+    DEADLY,
+    Death,
+    Event,
+    Kind,
+    Loss,
+    add_skip,
+    hear_of_death,
+    number,
+    seconds,
+    whole,
+)
 
 Part = Literal["productive", "waiting", "evaluating", "saving", "starting", "lost", "down"]
 PARTS: tuple[Part, ...] = (*SPENDINGS, "starting", "lost", "down")
-"""What wall time goes to: that of SPENDINGS; loading and compiling; what was done again or broken off; dead until started again."""
+"""What wall time goes to: that of SPENDINGS; loading and compiling; what was done again or broken
+off; dead until started again.
+"""
 End = Literal["finished", "stopped", "running"] | Kind
 _KINDS = {"start", "save", "stop", "finish", "straggler", "skip", "changed", *DEADLY}
 _OWN = {"save", "skip", "roll_back", "stop", "finish"}
-"""Events that rank 0 of an attempt records once it turns: their monotonic clock is that of its start."""
+"""Events that rank 0 of an attempt records once it turns: their monotonic clock is that of its
+start.
+"""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One attempt, on the clock of the account: its process was made, its first step began, it ended."""
+    """One attempt, on the clock of the account: its process was made, its first step began, it
+    ended.
+    """
 
     number: int
     made: float
@@ -68,16 +88,24 @@ class Goodput:
         return sorted(self.losses, key=lambda loss: (-loss.cost_s, loss.at))
 
 
-def goodput(events: Iterable[Event], beat: Beat | None = None, *, alive: bool = True) -> Goodput | None:
-    """The account of the last training among `events`, None where none has begun. Never raises, whatever stands in them.
+def goodput(
+    events: Iterable[Event], beat: Beat | None = None, *, alive: bool = True
+) -> Goodput | None:
+    """The account of the last training among `events`, None where none has begun. Never raises,
+    whatever stands in them.
 
-    `beat` is what rank 0 said last. Where the training is not `alive`, what it had spent since the last commit is lost.
+    `beat` is what rank 0 said last. Where the training is not `alive`, what it had spent since the
+    last commit is lost.
     """
     ledger: _Ledger | None = None
     for event in events:
         kind = event.get("kind")
         # Other verbs fail, too.
-        if not isinstance(kind, str) or kind not in _KINDS or (kind == "failure" and not str(event.get("cause")).startswith("train:")):
+        if (
+            not isinstance(kind, str)
+            or kind not in _KINDS
+            or (kind == "failure" and not str(event.get("cause")).startswith("train:"))
+        ):
             continue
         if kind == "start" and (ledger is None or ledger.is_another(event)):
             ledger = _Ledger(0 if ledger is None else ledger.earlier + 1)
@@ -113,7 +141,9 @@ class _Turning:
 
 
 class _Ledger:
-    """One training, while its events are read. All seconds of its clock up to `_entered` stand in one part or another."""
+    """One training, while its events are read. All seconds of its clock up to `_entered` stand in
+    one part or another.
+    """
 
     def __init__(self, earlier: int) -> None:
         self.earlier = earlier
@@ -128,16 +158,22 @@ class _Ledger:
         self._stands, self._finished, self._saved = True, False, False
 
     def is_another(self, start: Event) -> bool:
-        """Whether a start begins another training: at the first step, and not because this one died or was stopped before it had saved anything."""
+        """Whether a start begins another training: at the first step, and not because this one died
+        or was stopped before it had saved anything.
+        """
         again = any({"restart", "lost"} & death.words.keys() for death in self._deaths)
-        return start.get("cause") == "first step" and (self._finished or (self._saved and not again))
+        return start.get("cause") == "first step" and (
+            self._finished or (self._saved and not again)
+        )
 
     def take(self, kind: str, event: Event) -> None:
         attempt = self._turning
         own = attempt is not None and kind in _OWN and whole(event.get("attempt")) == attempt.number
         if not self._stands:
             self._now += self._since(event, attempt if own else None)
-        self._wall = number(event.get("t_wall")) if number(event.get("t_wall")) is not None else self._wall
+        self._wall = (
+            number(event.get("t_wall")) if number(event.get("t_wall")) is not None else self._wall
+        )
         if attempt is not None and own:
             attempt.heard = self._now
             attempt.last = max(whole(event.get("step")) or 0, attempt.last)
@@ -155,14 +191,23 @@ class _Ledger:
     def close(self, beat: Beat | None, *, alive: bool) -> Goodput:
         attempt, mono = self._turning, None if beat is None else number(beat.mono)
         running = alive and not self._stands
-        later = running and attempt is not None and beat is not None and beat.attempt > attempt.number
+        later = (
+            running and attempt is not None and beat is not None and beat.attempt > attempt.number
+        )
         own = attempt is not None and beat is not None and beat.attempt == attempt.number
         if attempt is not None and beat is not None and own:
             if attempt.zero is not None and mono is not None:
                 self._now = max(self._now, mono - attempt.zero)
             attempt.last = max(attempt.last, beat.step)
             if not alive and not self._deaths:
-                self._deaths.append(Death(self._now, number(beat.wall), step=beat.step, words={"lost": f"ended in phase {beat.phase}"}))
+                self._deaths.append(
+                    Death(
+                        self._now,
+                        number(beat.wall),
+                        step=beat.step,
+                        words={"lost": f"ended in phase {beat.phase}"},
+                    )
+                )
         if attempt is not None and alive and not later and not self._deaths:
             self._runs_on(attempt, beat if own else None)
         elif not self._stands:
@@ -172,7 +217,9 @@ class _Ledger:
         return Goodput(self._seconds, self._spans, self._losses, running, self.earlier)
 
     def _since(self, event: Event, owner: _Turning | None) -> float:
-        """Seconds from now to an event, by the monotonic clock of its owner. Below 0 where others, by the wall clock, had come too far."""
+        """Seconds from now to an event, by the monotonic clock of its owner. Below 0 where others,
+        by the wall clock, had come too far.
+        """
         wall, mono = number(event.get("t_wall")), number(event.get("t_mono"))
         if owner is not None and owner.zero is not None and mono is not None:
             return max(mono - owner.zero, owner.heard) - self._now
@@ -201,22 +248,41 @@ class _Ledger:
             self._losses[-1] = replace(self._losses[-1], starting_s=starting)
         mono, step = number(event.get("t_mono")), whole(event.get("step")) or 0
         zero = None if mono is None else mono - self._now
-        self._turning = _Turning(whole(event.get("attempt")) or 0, made, self._now, step, zero, self._wall, step, self._now)
+        self._turning = _Turning(
+            whole(event.get("attempt")) or 0,
+            made,
+            self._now,
+            step,
+            zero,
+            self._wall,
+            step,
+            self._now,
+        )
         self._deaths, self._stands, self._finished = [], False, False
 
     def _save(self, event: Event, attempt: _Turning) -> None:
         self._saved = True
         for what, amount in _spent(event.get("spent")).items():
             attempt.spent[what] += amount
-        attempt.newest = whole(event.get("step")), max(number(event.get("total_s")) or 0.0, seconds(event))
+        attempt.newest = (
+            whole(event.get("step")),
+            max(number(event.get("total_s")) or 0.0, seconds(event)),
+        )
 
     def _over(self, event: Event, end: End, *, own: bool) -> None:
-        """A finish or a stop; a stop may be that of an attempt that had not come to its first step."""
+        """A finish or a stop; a stop may be that of an attempt that had not come to its first
+        step.
+        """
         attempt = self._turning
         if attempt is not None and own:
             step, took = attempt.newest
             saving = took if step == whole(event.get("step")) else 0.0
-            self._end(attempt, self._now, end, {"productive": max(self._now - attempt.kept - saving, 0.0), "saving": saving})
+            self._end(
+                attempt,
+                self._now,
+                end,
+                {"productive": max(self._now - attempt.kept - saving, 0.0), "saving": saving},
+            )
         elif not self._stands:
             self._settle(self._now)
             self._deaths = []
@@ -225,13 +291,18 @@ class _Ledger:
     def _runs_on(self, attempt: _Turning, beat: Beat | None) -> None:
         """What a living attempt has spent since its last commit, and is spending now."""
         spent = _spent(None if beat is None else beat.spent)
-        now: Spending = beat.phase if beat is not None and (beat.phase == "evaluating" or beat.phase == "saving") else "productive"
+        now: Spending = (
+            beat.phase
+            if beat is not None and (beat.phase == "evaluating" or beat.phase == "saving")
+            else "productive"
+        )
         spent[now] += max(self._now - attempt.kept - sum(spent.values()), 0.0)
         self._end(attempt, self._now, "running", spent)
 
     def _settle(self, until: float) -> float:
-        """Close what has died: the attempt that turned, if one did, and those after it that did not come to turn. Gives when that is: at `until`, or
-        later where something is known from later."""
+        """Close what has died: the attempt that turned, if one did, and those after it that did not
+        come to turn. Gives when that is: at `until`, or later where something is known from later.
+        """
         attempt = self._turning
         until = max(until, self._entered if attempt is None else attempt.heard)
         if attempt is not None and not self._deaths:
@@ -245,12 +316,18 @@ class _Ledger:
                 lost = self._end(attempt, at, death.kind, {}, death.cause)
                 wall = None if attempt.wall is None else attempt.wall + at - attempt.began
             following = self._deaths[index + 1].at if index + 1 < len(self._deaths) else until
-            down = self._enter("down", min(self._entered if following is None else following, until))
+            down = self._enter(
+                "down", min(self._entered if following is None else following, until)
+            )
             self._losses.append(death.loss(lost if index == 0 else 0.0, down, at, wall))
         return until
 
-    def _end(self, attempt: _Turning, at: float, end: End, more: dict[Spending, float], cause: str = "") -> float:
-        """The attempt ends: what it kept and `more`, shortened where that is longer than it turned; what is left is lost."""
+    def _end(
+        self, attempt: _Turning, at: float, end: End, more: dict[Spending, float], cause: str = ""
+    ) -> float:
+        """The attempt ends: what it kept and `more`, shortened where that is longer than it turned;
+        what is left is lost.
+        """
         spent = {what: attempt.spent[what] + more.get(what, 0.0) for what in SPENDINGS}
         whole_s = max(at - attempt.began, 0.0)
         scale = min(whole_s / total, 1.0) if (total := sum(spent.values())) > 0 else 0.0
@@ -259,7 +336,18 @@ class _Ledger:
         if end in ("finished", "stopped", "running"):
             self._enter("productive", at)  # but for rounding, nothing
         lost = self._enter("lost", at)
-        self._spans.append(Span(attempt.number, attempt.made, attempt.began, at, end, attempt.first, attempt.last, cause))
+        self._spans.append(
+            Span(
+                attempt.number,
+                attempt.made,
+                attempt.began,
+                at,
+                end,
+                attempt.first,
+                attempt.last,
+                cause,
+            )
+        )
         self._turning = None
         return lost
 

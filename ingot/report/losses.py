@@ -1,4 +1,6 @@
-"""What went wrong in a training: deaths, put together from the events that tell of one, and steps that were not taken."""
+"""What went wrong in a training: deaths, put together from the events that tell of one, and steps
+that were not taken.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,15 @@ from typing import Any, Literal
 Event = Mapping[str, Any]
 Kind = Literal["died", "killed", "hung", "rolled back", "skipped"]
 DEADLY = ("killed", "hang", "failure", "roll_back", "restart", "lost", "give_up")
-"""Events that tell of a death, the best word for its cause first. `restart` and `lost` come when it is over, from the supervisor and the next attempt."""
-_AFTER = {"killed": {"killed", "restart", "lost"}, "restart": {"restart", "lost"}, "lost": {"lost"}, "give_up": set[str]()}
+"""Events that tell of a death, the best word for its cause first. `restart` and `lost` come when it
+is over, from the supervisor and the next attempt.
+"""
+_AFTER = {
+    "killed": {"killed", "restart", "lost"},
+    "restart": {"restart", "lost"},
+    "lost": {"lost"},
+    "give_up": set[str](),
+}
 _AFTER |= {kind: {"restart", "lost"} for kind in ("hang", "failure", "roll_back")}
 """What an event of a kind cannot come after within one death: it tells of the next one."""
 _KINDS: dict[str, Kind] = {"killed": "killed", "hang": "hung", "roll_back": "rolled back"}
@@ -20,7 +29,9 @@ _MOST = 1e11
 
 @dataclass(frozen=True)
 class Loss:
-    """A death and what it cost, or steps in a row that were not taken, which cost nothing but themselves."""
+    """A death and what it cost, or steps in a row that were not taken, which cost nothing but
+    themselves.
+    """
 
     kind: Kind
     at: float
@@ -76,7 +87,9 @@ class Death:
         if kind not in ("lost", "give_up"):
             self.at = noticed if self.at is None else min(self.at, noticed)
             wall = number(event.get("t_wall"))
-            self.wall = wall - (now - noticed) if self.wall is None and wall is not None else self.wall
+            self.wall = (
+                wall - (now - noticed) if self.wall is None and wall is not None else self.wall
+            )
         self.kind = _KINDS.get(kind, self.kind)
         if kind in ("killed", "hang") and (rank := whole(event.get("rank"))) is not None:
             self.ranks.add(rank)
@@ -94,11 +107,24 @@ class Death:
 
     def loss(self, lost_s: float, down_s: float, at: float, wall: float | None) -> Loss:
         """`wall` is when it must have been, where no event tells."""
-        return Loss(self.kind, at, wall if self.wall is None else self.wall, tuple(sorted(self.ranks)), self.step, self.steps, lost_s, down_s, 0.0, self.cause)
+        return Loss(
+            self.kind,
+            at,
+            wall if self.wall is None else self.wall,
+            tuple(sorted(self.ranks)),
+            self.step,
+            self.steps,
+            lost_s,
+            down_s,
+            0.0,
+            self.cause,
+        )
 
 
 def hear_of_death(deaths: list[Death], kind: str, event: Event, now: float) -> None:
-    """Add what an event of a kind of DEADLY tells to the last of `deaths`, or begin another. `now`: when it was recorded, by the account's clock."""
+    """Add what an event of a kind of DEADLY tells to the last of `deaths`, or begin another. `now`:
+    when it was recorded, by the account's clock.
+    """
     if not deaths or _AFTER[kind] & deaths[-1].words.keys():
         deaths.append(Death())
     deaths[-1].hear(kind, event, now)
@@ -108,15 +134,26 @@ def add_skip(losses: list[Loss], event: Event, now: float) -> None:
     """Add a step that was not taken, to those before it where it comes next for the same reason."""
     cause, step = " ".join(str(event.get("cause") or "").split()), whole(event.get("step"))
     last = losses[-1] if losses else None
-    if last and last.kind == "skipped" and step is not None and last.step is not None and step == last.step + last.steps and _same(last.cause, cause):
+    if (
+        last
+        and last.kind == "skipped"
+        and step is not None
+        and last.step is not None
+        and step == last.step + last.steps
+        and _same(last.cause, cause)
+    ):
         losses[-1] = replace(last, steps=last.steps + 1)
     else:
-        losses.append(Loss("skipped", now, number(event.get("t_wall")), (), step, 1, 0.0, 0.0, 0.0, cause))
+        losses.append(
+            Loss("skipped", now, number(event.get("t_wall")), (), step, 1, 0.0, 0.0, 0.0, cause)
+        )
 
 
 def number(value: Any) -> float | None:
     """A figure that can be reckoned with, or None."""
-    is_figure = isinstance(value, int | float) and not isinstance(value, bool) and -_MOST <= value <= _MOST
+    is_figure = (
+        isinstance(value, int | float) and not isinstance(value, bool) and -_MOST <= value <= _MOST
+    )
     return float(value) if is_figure and math.isfinite(value) else None
 
 

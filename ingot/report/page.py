@@ -1,4 +1,6 @@
-"""`reports/index.html`: one run on one self-contained page. No script, nothing fetched; whatever is missing is left out."""
+"""`reports/index.html`: one run on one self-contained page. No script, nothing fetched; whatever is
+missing is left out.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _BASELINES = {"gzip": "gzip -9", "xz": "xz -9", "bigram": "bigram"}
 
 
 def write_page(run: RunFolder) -> Path:
-    """Write the page of `run` and return its path. Reads the run folder only; missing and broken files are never an error."""
+    """Write the page of `run` and return its path. Reads the run folder only; missing and broken
+    files are never an error.
+    """
     path = run.reports / "index.html"
     write_atomic(path, render(read_run(run)))
     return path
@@ -39,18 +43,40 @@ def render(view: RunView) -> str:
     """The page as HTML."""
     told = headline(view)
     return _template().render(
-        view=view, headline=told, tiles=_tiles(view), bars=_bars(view, told), gate=_gate(view), loss=_loss(view), minis=_minis(view),
+        view=view,
+        headline=told,
+        tiles=_tiles(view),
+        bars=_bars(view, told),
+        gate=_gate(view),
+        loss=_loss(view),
+        minis=_minis(view),
         goodput=where_time_went(view.goodput) if view.goodput else None,
-        metrics=_metrics(view), base=bool(view.evaluation and view.evaluation.base), simple=_simple(view), examples=_examples(view),
-        samples=_samples(view), steps=_steps(view), events=_events(view.events), chosen=chosen(view),
-        recipe=highlighted(view.recipe_text), lineage=_lineage(view), version=ingot.__version__, written=moment(time.time()), root=str(view.root),
+        metrics=_metrics(view),
+        base=bool(view.evaluation and view.evaluation.base),
+        simple=_simple(view),
+        examples=_examples(view),
+        samples=_samples(view),
+        steps=_steps(view),
+        events=_events(view.events),
+        chosen=chosen(view),
+        recipe=highlighted(view.recipe_text),
+        lineage=_lineage(view),
+        version=ingot.__version__,
+        written=moment(time.time()),
+        root=str(view.root),
     )
 
 
 @functools.cache
 def _template() -> Template:
     loader = PackageLoader("ingot.report", ".")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).get_template("page.html")
+    return Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template("page.html")
 
 
 def _tiles(view: RunView) -> list[dict[str, str]]:
@@ -64,7 +90,11 @@ def _tiles(view: RunView) -> list[dict[str, str]]:
         add(count(view.parameters), "parameters", str(view.knob("model.source") or ""))
     bits, perplexity = view.metric("bits_per_byte"), view.metric("perplexity")
     if bits is not None:
-        add(short(bits.value, 3), "bits per byte", f"{short(bits.ci_low, 3)} to {short(bits.ci_high, 3)} with 95 %")
+        add(
+            short(bits.value, 3),
+            "bits per byte",
+            f"{short(bits.ci_low, 3)} to {short(bits.ci_high, 3)} with 95 %",
+        )
     if perplexity is not None:
         add(short(perplexity.value, 3), "perplexity", "per token, held-out text")
     tokens = trained_tokens(view)
@@ -75,16 +105,28 @@ def _tiles(view: RunView) -> list[dict[str, str]]:
         add(count(_middle(speed.values)), "tokens a second", "median")
     train = view.record("train")
     if train is not None:
-        add(duration(train.seconds), "training", f"of {duration(sum(record.seconds for record in view.records))} in all")
+        add(
+            duration(train.seconds),
+            "training",
+            f"of {duration(sum(record.seconds for record in view.records))} in all",
+        )
     if view.goodput is not None and view.goodput.losses:
-        add(percent(view.goodput.share()), "goodput", f"of {duration(view.goodput.wall_s)}, starts and losses included")
+        add(
+            percent(view.goodput.share()),
+            "goodput",
+            f"of {duration(view.goodput.wall_s)}, starts and losses included",
+        )
     return tiles
 
 
 def trained_tokens(view: RunView) -> int:
     """Tokens of all steps, padding included; 0 where that is not known."""
     batch, seq_len = view.knob("train.global_batch"), view.knob("data.seq_len")
-    return view.steps_done * batch * seq_len if isinstance(batch, int) and isinstance(seq_len, int) else 0
+    return (
+        view.steps_done * batch * seq_len
+        if isinstance(batch, int) and isinstance(seq_len, int)
+        else 0
+    )
 
 
 def _bars(view: RunView, told: Headline) -> Markup:
@@ -92,27 +134,60 @@ def _bars(view: RunView, told: Headline) -> Markup:
     if bits is None or view.evaluation is None:
         return Markup("")
     rows = [("this model", bits.value, short(bits.value, 3), "own")]
-    rows += [(_BASELINES.get(name, name), value, short(value, 3), "other") for name, value in view.evaluation.bits_per_byte.items()]
-    return bars(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high)) if told.compared else Markup("")
+    rows += [
+        (_BASELINES.get(name, name), value, short(value, 3), "other")
+        for name, value in view.evaluation.bits_per_byte.items()
+    ]
+    return (
+        bars(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high))
+        if told.compared
+        else Markup("")
+    )
 
 
 def _gate(view: RunView) -> dict[str, Any] | None:
     if view.gate is None or not isinstance(view.gate.get("decision"), str):
         return None
-    metrics = [item for item in view.gate.get("metrics") or [] if isinstance(item, dict)] if isinstance(view.gate.get("metrics"), list) else []
+    metrics = (
+        [item for item in view.gate.get("metrics") or [] if isinstance(item, dict)]
+        if isinstance(view.gate.get("metrics"), list)
+        else []
+    )
     live = view.gate.get("live")
     return {
-        "decision": view.gate["decision"], "reason": str(view.gate.get("reason") or ""), "time": str(view.gate.get("time") or ""),
+        "decision": view.gate["decision"],
+        "reason": str(view.gate.get("reason") or ""),
+        "time": str(view.gate.get("time") or ""),
         "live": f"v{live['version']}" if isinstance(live, dict) and "version" in live else "",
-        "metrics": [{"name": str(item.get("metric")), "candidate": _figure(item.get("candidate")), "live": _figure(item.get("live")),
-                     "better": bool(item.get("better")), "direction": str(item.get("direction") or "")} for item in metrics],
+        "metrics": [
+            {
+                "name": str(item.get("metric")),
+                "candidate": _figure(item.get("candidate")),
+                "live": _figure(item.get("live")),
+                "better": bool(item.get("better")),
+                "direction": str(item.get("direction") or ""),
+            }
+            for item in metrics
+        ],
     }
 
 
 def _loss(view: RunView) -> Markup:
     validation, rate = view.curves["validation/loss"], view.curves["train/lr"]
-    loss = Panel([*_drawn("train", "train", view.curves["train/loss"]), Line("validation", "validation", validation.steps, validation.values, "dots")], 280)
-    lr = Panel([Line("learning rate", "rate", rate.steps, rate.values, "area")], 64, wanted=2, floor=True, title="learning rate")
+    loss = Panel(
+        [
+            *_drawn("train", "train", view.curves["train/loss"]),
+            Line("validation", "validation", validation.steps, validation.values, "dots"),
+        ],
+        280,
+    )
+    lr = Panel(
+        [Line("learning rate", "rate", rate.steps, rate.values, "area")],
+        64,
+        wanted=2,
+        floor=True,
+        title="learning rate",
+    )
     return curves([loss, lr], "Loss in nats per token and learning rate over the training steps")
 
 
@@ -121,7 +196,10 @@ def _drawn(name: str, colour: str, series: Series) -> list[Line]:
     if len(series.steps) <= MANY_POINTS:
         return [Line(name, colour, series.steps, series.values)]
     calm = smooth(series.values, len(series.values) // 50)
-    return [Line(name, colour, series.steps, series.values, "faint", told=False), Line(f"{name}, smoothed", colour, series.steps, calm)]
+    return [
+        Line(name, colour, series.steps, series.values, "faint", told=False),
+        Line(f"{name}, smoothed", colour, series.steps, calm),
+    ]
 
 
 def _minis(view: RunView) -> list[dict[str, Any]]:
@@ -130,14 +208,31 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
     shown = []
 
     def add(title: str, figure: str, panel: Panel) -> None:
-        shown.append({"title": title, "figure": figure, "plot": curves([panel], f"{title} over the training steps", wanted=3)})
+        shown.append(
+            {
+                "title": title,
+                "figure": figure,
+                "plot": curves([panel], f"{title} over the training steps", wanted=3),
+            }
+        )
 
     if speed:
         lines = _drawn("tokens/s", "speed", speed)
-        add("Tokens per second", f"{count(_middle(speed.values))} median", Panel(lines, 120, count, lambda value, apart: count(value), 3, floor=True))
+        add(
+            "Tokens per second",
+            f"{count(_middle(speed.values))} median",
+            Panel(lines, 120, count, lambda value, apart: count(value), 3, floor=True),
+        )
     if use:
         lines = _drawn("MFU", "use", use)
-        panel = Panel(lines, 120, _percent, lambda value, apart: f"{rounded(100 * value, 100 * apart)} %", 3, floor=True)
+        panel = Panel(
+            lines,
+            120,
+            _percent,
+            lambda value, apart: f"{rounded(100 * value, 100 * apart)} %",
+            3,
+            floor=True,
+        )
         add("Model FLOPs utilisation", f"{_percent(_middle(use.values))} median", panel)
     if norm:
         lines = _drawn("norm", "norm", norm)
@@ -151,8 +246,16 @@ def _metrics(view: RunView) -> list[dict[str, str]]:
         return []
     base = view.evaluation.base
     rows = [
-        {"name": key, "value": short(metric.value), "low": short(metric.ci_low), "high": short(metric.ci_high), "direction": metric.direction,
-         "n": f"{metric.n:,}", "set": metric.set_fingerprint, "base": short(base[key].value) if key in base else ""}
+        {
+            "name": key,
+            "value": short(metric.value),
+            "low": short(metric.ci_low),
+            "high": short(metric.ci_high),
+            "direction": metric.direction,
+            "n": f"{metric.n:,}",
+            "set": metric.set_fingerprint,
+            "base": short(base[key].value) if key in base else "",
+        }
         for key, metric in view.evaluation.metrics.items()
     ]
     return sorted(rows, key=lambda row: row["name"])
@@ -163,7 +266,11 @@ def _simple(view: RunView) -> list[tuple[str, str]]:
     if view.evaluation is None:
         return []
     bits = view.evaluation.bits_per_byte
-    return [(name, short(value)) for name, value in sorted(view.evaluation.baselines.items()) if name not in bits]
+    return [
+        (name, short(value))
+        for name, value in sorted(view.evaluation.baselines.items())
+        if name not in bits
+    ]
 
 
 def _examples(view: RunView) -> list[tuple[str, str]]:
@@ -176,17 +283,34 @@ def _samples(view: RunView) -> list[dict[str, str]]:
     samples = []
     if view.answer is not None and isinstance(view.answer.get("completion"), str):
         prompt = str(view.answer.get("prompt") or "")
-        samples.append({"prompt": prompt, "completion": view.answer["completion"], "by": "answered over HTTP by the served model"})
+        samples.append(
+            {
+                "prompt": prompt,
+                "completion": view.answer["completion"],
+                "by": "answered over HTTP by the served model",
+            }
+        )
     for sample in view.evaluation.samples if view.evaluation else []:
-        samples.append({"prompt": sample.get("prompt", ""), "completion": sample.get("completion", ""), "by": "written greedily at evaluation"})
+        samples.append(
+            {
+                "prompt": sample.get("prompt", ""),
+                "completion": sample.get("completion", ""),
+                "by": "written greedily at evaluation",
+            }
+        )
     return samples
 
 
 def _steps(view: RunView) -> list[dict[str, Any]]:
     longest = max((record.seconds for record in view.records), default=0.0) or 1.0
     return [
-        {"name": str(record.step), "seconds": f"{record.seconds:,.1f}", "share": share_bar(record.seconds / longest), "result": str(record.result),
-         "where": view.within(record.where)}
+        {
+            "name": str(record.step),
+            "seconds": f"{record.seconds:,.1f}",
+            "share": share_bar(record.seconds / longest),
+            "result": str(record.result),
+            "where": view.within(record.where),
+        }
         for record in view.records
     ]
 
@@ -194,14 +318,24 @@ def _steps(view: RunView) -> list[dict[str, Any]]:
 def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The last events, those of one kind in a row as one."""
     rows: list[dict[str, str]] = []
-    began = next((event["t_wall"] for event in events if isinstance(event.get("t_wall"), int | float)), None)
+    began = next(
+        (event["t_wall"] for event in events if isinstance(event.get("t_wall"), int | float)), None
+    )
     for event in events:
         kind, step, cause = str(event.get("kind") or "?"), event.get("step"), event.get("cause")
         when = event.get("t_wall")
         row = {
-            "kind": kind, "first": "" if step is None else str(step), "last": "" if step is None else str(step), "times": "1", "cause": str(cause or ""),
+            "kind": kind,
+            "first": "" if step is None else str(step),
+            "last": "" if step is None else str(step),
+            "times": "1",
+            "cause": str(cause or ""),
             "clock": moment(when) if isinstance(when, int | float) else "",
-            "after": f"+{duration(when - began)}" if isinstance(when, int | float) and began is not None else "",
+            "after": (
+                f"+{duration(when - began)}"
+                if isinstance(when, int | float) and began is not None
+                else ""
+            ),
         }
         if rows and kind == "save" and rows[-1]["kind"] == kind:
             rows[-1] |= {"last": row["last"], "times": str(int(rows[-1]["times"]) + 1)}
@@ -209,7 +343,15 @@ def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
             rows.append(row)
     left_out = len(rows) - MOST_EVENTS
     if left_out > 0:
-        more = {"kind": "…", "first": "", "last": "", "times": "1", "cause": f"{left_out:,} earlier ones are in events.jsonl", "clock": "", "after": ""}
+        more = {
+            "kind": "…",
+            "first": "",
+            "last": "",
+            "times": "1",
+            "cause": f"{left_out:,} earlier ones are in events.jsonl",
+            "clock": "",
+            "after": "",
+        }
         rows = [more, *rows[left_out:]]
     return rows
 
@@ -219,11 +361,21 @@ def _lineage(view: RunView) -> list[tuple[str, str]]:
 
     def flat(value: Any, path: str) -> list[tuple[str, str]]:
         if isinstance(value, dict):
-            return [pair for key, inner in value.items() for pair in flat(inner, f"{path}.{key}" if path else str(key))]
+            return [
+                pair
+                for key, inner in value.items()
+                for pair in flat(inner, f"{path}.{key}" if path else str(key))
+            ]
         return [(path, "" if value is None else str(value))]
 
     identity = asdict(view.evaluation) if view.evaluation else {}
-    return flat({**{key: identity[key] for key in ("model_hash", "tokenizer_hash") if key in identity}, **view.lineage}, "")
+    return flat(
+        {
+            **{key: identity[key] for key in ("model_hash", "tokenizer_hash") if key in identity},
+            **view.lineage,
+        },
+        "",
+    )
 
 
 def _middle(values: list[float]) -> float:

@@ -1,4 +1,5 @@
-"""Plots as inline SVG that stretches with the page: marks in the SVG, words beside it as HTML, so that text never stretches.
+"""Plots as inline SVG that stretches with the page: marks in the SVG, words beside it as HTML, so
+that text never stretches.
 
 Values under the pointer are shown by CSS alone. Colours are classes of the page's style sheet.
 """
@@ -25,7 +26,9 @@ NARROWEST = 1 / 2000
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. `look`: `line`, `faint` (behind the others), `area` (filled down to the axis) or `dots` (joined)."""
+    """One curve. `look`: `line`, `faint` (behind the others), `area` (filled down to the axis) or
+    `dots` (joined).
+    """
 
     name: str
     colour: str
@@ -53,7 +56,9 @@ class Panel:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a strip, or a pin at its `low`. `words` are shown under the pointer, the first as a title."""
+    """A stretch of a strip, or a pin at its `low`. `words` are shown under the pointer, the first
+    as a title.
+    """
 
     low: float
     high: float
@@ -67,12 +72,18 @@ class _Scale:
     high: float
 
     def at(self, value: float) -> float:
-        """0 at `low`, SIDE at `high`. In halves, so that no difference of large numbers is infinite."""
-        return SIDE * min(max((value / 2 - self.low / 2) / (self.high / 2 - self.low / 2), 0.0), 1.0)
+        """0 at `low`, SIDE at `high`. In halves, so that no difference of large numbers is
+        infinite.
+        """
+        return SIDE * min(
+            max((value / 2 - self.low / 2) / (self.high / 2 - self.low / 2), 0.0), 1.0
+        )
 
 
 def curves(panels: Sequence[Panel], label: str, unit: str = "step", *, wanted: int = 6) -> Markup:
-    """Panels one below the other over one horizontal axis with about `wanted` labels; '' when there is no point in any."""
+    """Panels one below the other over one horizontal axis with about `wanted` labels; '' when there
+    is no point in any.
+    """
     panels = [panel for panel in panels if any(len(line.xs) for line in panel.lines)]
     if not panels:
         return Markup("")
@@ -80,13 +91,25 @@ def curves(panels: Sequence[Panel], label: str, unit: str = "step", *, wanted: i
     across = _scale(min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines), room=0.0)
     drawn = Markup("").join(_panel(panel, across) for panel in panels)
     axis = _axis(across, unit, wanted)
-    return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(label, drawn, axis, _probes(panels, across, unit))
+    return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(
+        label, drawn, axis, _probes(panels, across, unit)
+    )
 
 
-def strip(pieces: Sequence[Piece], high: float, height: int, label: str, *, pins: Sequence[Piece] = (), unit: str = "") -> Markup:
-    """Pieces in one row from 0 to `high`, `height` pixels, with `pins` stuck in; an axis below where there is a `unit`. '' when there is nothing to see.
+def strip(
+    pieces: Sequence[Piece],
+    high: float,
+    height: int,
+    label: str,
+    *,
+    pins: Sequence[Piece] = (),
+    unit: str = "",
+) -> Markup:
+    """Pieces in one row from 0 to `high`, `height` pixels, with `pins` stuck in; an axis below
+    where there is a `unit`. '' when there is nothing to see.
 
-    Of very many pieces those too narrow to be seen are left out, and the words of all but the longest; of pins all but the first, which lie on top.
+    Of very many pieces those too narrow to be seen are left out, and the words of all but the
+    longest; of pins all but the first, which lie on top.
     """
     if not (math.isfinite(high) and high > 0):
         return Markup("")
@@ -95,49 +118,90 @@ def strip(pieces: Sequence[Piece], high: float, height: int, label: str, *, pins
     pins = pins[:MOST_PROBES]
     drawn = [
         Markup('<rect class="piece {}" x="{}%" width="{}%" height="100%"/>').format(
-            piece.colour, _percent(across.at(piece.low)), _percent(across.at(piece.high) - across.at(piece.low)))
+            piece.colour,
+            _percent(across.at(piece.low)),
+            _percent(across.at(piece.high) - across.at(piece.low)),
+        )
         for piece in stretches
     ]
     for pin in reversed(pins):
         x = _percent(across.at(pin.low))
-        line = Markup('<line class="pin {0}" x1="{1}%" x2="{1}%" y1="-6" y2="100%"/>').format(pin.colour, x)
-        drawn.append(line + Markup('<circle class="mark {}" cx="{}%" cy="-6" r="5"/>').format(pin.colour, x))
+        line = Markup('<line class="pin {0}" x1="{1}%" x2="{1}%" y1="-6" y2="100%"/>').format(
+            pin.colour, x
+        )
+        drawn.append(
+            line + Markup('<circle class="mark {}" cx="{}%" cy="-6" r="5"/>').format(pin.colour, x)
+        )
     told = [*sorted(stretches, key=lambda piece: piece.low - piece.high)[:MOST_PROBES], *pins]
-    probes = Markup('<div class="probes" aria-hidden="true">{}</div>').format(Markup("").join(_probe(piece, across) for piece in told if piece.words))
-    return Markup('<div class="strip{}" role="img" aria-label="{}"><svg width="100%" height="{}" aria-hidden="true">{}</svg>{}{}</div>').format(
-        " timed" if unit else "", label, height, Markup("").join(drawn), _axis(across, unit, 6) if unit else "", probes)
+    probes = Markup('<div class="probes" aria-hidden="true">{}</div>').format(
+        Markup("").join(_probe(piece, across) for piece in told if piece.words)
+    )
+    return Markup(
+        '<div class="strip{}" role="img" aria-label="{}"><svg width="100%" height="{}"'
+        ' aria-hidden="true">{}</svg>{}{}</div>'
+    ).format(
+        " timed" if unit else "",
+        label,
+        height,
+        Markup("").join(drawn),
+        _axis(across, unit, 6) if unit else "",
+        probes,
+    )
 
 
-def bars(rows: Sequence[tuple[str, float, str, str]], interval: tuple[float, float] | None = None) -> Markup:
-    """Horizontal bars from zero: (name, value, value in words, class). `interval` is drawn on the bar of class `own`."""
-    most = max([value for _, value, _, _ in rows] + ([interval[1]] if interval else []), default=0.0)
+def bars(
+    rows: Sequence[tuple[str, float, str, str]], interval: tuple[float, float] | None = None
+) -> Markup:
+    """Horizontal bars from zero: (name, value, value in words, class). `interval` is drawn on the
+    bar of class `own`.
+    """
+    most = max(
+        [value for _, value, _, _ in rows] + ([interval[1]] if interval else []), default=0.0
+    )
     if most <= 0 or not math.isfinite(most):
         return Markup("")
     drawn = []
     for name, value, words, colour in rows:
         whisker = Markup("")
         if interval and colour == "own":
-            place = (_percent(SIDE * interval[0] / most), _percent(SIDE * (interval[1] - interval[0]) / most))
-            whisker = Markup('<rect class="whisker" x="{}%" width="{}%" height="100%"/>').format(*place)
+            place = (
+                _percent(SIDE * interval[0] / most),
+                _percent(SIDE * (interval[1] - interval[0]) / most),
+            )
+            whisker = Markup('<rect class="whisker" x="{}%" width="{}%" height="100%"/>').format(
+                *place
+            )
         width = _percent(SIDE * max(value, 0.0) / most)
-        mark = Markup('<svg width="100%" height="100%" aria-hidden="true"><rect class="track" width="100%" height="100%" rx="5"/>'
-                      '<rect class="bar" width="{}%" height="100%" rx="5"/>{}</svg>').format(width, whisker)
-        drawn.append(Markup('<div class="row {}"><span class="who">{}</span><span class="mark">{}</span><span class="much">{}</span></div>').format(
-            colour, name, mark, words))
+        mark = Markup(
+            '<svg width="100%" height="100%" aria-hidden="true"><rect class="track" width="100%"'
+            ' height="100%" rx="5"/><rect class="bar" width="{}%" height="100%" rx="5"/>{}</svg>'
+        ).format(width, whisker)
+        drawn.append(
+            Markup(
+                '<div class="row {}"><span class="who">{}</span><span class="mark">{}</span><span'
+                ' class="much">{}</span></div>'
+            ).format(colour, name, mark, words)
+        )
     return Markup('<div class="bars">{}</div>').format(Markup("").join(drawn))
 
 
 def share_bar(share: float) -> Markup:
     """A small bar that is filled to `share` (0 to 1)."""
     width = _percent(SIDE * min(max(share, 0.0), 1.0))
-    return Markup('<svg class="share" width="100%" height="6" aria-hidden="true"><rect class="track" width="100%" height="6" rx="3"/>'
-                  '<rect class="bar" width="{}%" height="6" rx="3"/></svg>').format(width)
+    return Markup(
+        '<svg class="share" width="100%" height="6" aria-hidden="true"><rect class="track"'
+        ' width="100%" height="6" rx="3"/><rect class="bar" width="{}%" height="6" rx="3"/></svg>'
+    ).format(width)
 
 
 def _axis(across: _Scale, unit: str, wanted: int) -> Markup:
     places = [x for x in ticks(across.low, across.high, wanted) if across.low <= x <= across.high]
     words = Markup("").join(
-        Markup('<span style="left:{}%"{}>{}</span>').format(_percent(across.at(x)), Markup(' class="end"') if across.at(x) > 0.95 * SIDE else "", f"{x:,.10g}")
+        Markup('<span style="left:{}%"{}>{}</span>').format(
+            _percent(across.at(x)),
+            Markup(' class="end"') if across.at(x) > 0.95 * SIDE else "",
+            f"{x:,.10g}",
+        )
         for x in places
     )
     return Markup('<div class="across">{}<em>{}</em></div>').format(words, unit)
@@ -146,8 +210,10 @@ def _axis(across: _Scale, unit: str, wanted: int) -> Markup:
 def _probe(piece: Piece, across: _Scale) -> Markup:
     left, right = across.at(piece.low), across.at(piece.high)
     title, *more = piece.words
-    rows = Markup("").join(Markup('<span class="{}">{}</span>').format(piece.colour, line) for line in more)
-    look = Markup('left:{}%;width:{}%;--at:50%').format(_percent(left), _percent(right - left))
+    rows = Markup("").join(
+        Markup('<span class="{}">{}</span>').format(piece.colour, line) for line in more
+    )
+    look = Markup("left:{}%;width:{}%;--at:50%").format(_percent(left), _percent(right - left))
     side = "late" if left + right > SIDE else "early"
     return Markup('<i style="{}" class="{}"><b><u>{}</u>{}</b></i>').format(look, side, title, rows)
 
@@ -157,27 +223,44 @@ def _panel(panel: Panel, across: _Scale) -> Markup:
     low = min(0.0, *ys) if panel.floor else min(ys)
     up = _scale(low, max(ys), room=0.06, from_zero=panel.floor)
     places = [y for y in ticks(up.low, up.high, panel.wanted) if up.low <= y <= up.high]
-    grid = Markup("").join(Markup('<path class="grid" d="M0 {0}H1000"/>').format(_number(SIDE - up.at(y))) for y in places)
+    grid = Markup("").join(
+        Markup('<path class="grid" d="M0 {0}H1000"/>').format(_number(SIDE - up.at(y)))
+        for y in places
+    )
     marks = Markup("").join(_marks(line, across, up) for line in panel.lines if len(line.xs))
     apart = places[1] - places[0] if len(places) > 1 else 0.0
-    words = Markup("").join(Markup('<span style="top:{}%">{}</span>').format(_percent(SIDE - up.at(y)), panel.tick(y, apart)) for y in places)
+    words = Markup("").join(
+        Markup('<span style="top:{}%">{}</span>').format(
+            _percent(SIDE - up.at(y)), panel.tick(y, apart)
+        )
+        for y in places
+    )
     title = Markup("<em>{}</em>").format(panel.title) if panel.title else Markup("")
     return Markup(
-        '<div class="panel{}" style="height:{}px"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{}{}</svg>{}{}</div>'
+        '<div class="panel{}" style="height:{}px"><svg viewBox="0 0 1000 1000"'
+        ' preserveAspectRatio="none" aria-hidden="true">{}{}</svg>{}{}</div>'
     ).format(" under" if title else "", panel.height, grid, marks, words, title)
 
 
 def _marks(line: Line, across: _Scale, up: _Scale) -> Markup:
     xs, ys = thin(line.xs, line.ys, MOST_POINTS)
-    points = [(_number(across.at(x)), _number(SIDE - up.at(y))) for x, y in zip(xs, ys, strict=True)]
+    points = [
+        (_number(across.at(x)), _number(SIDE - up.at(y))) for x, y in zip(xs, ys, strict=True)
+    ]
     path = "M" + "L".join(f"{x} {y}" for x, y in points)
-    drawn = Markup('<path class="{} {}" d="{}"/>').format(line.look if line.look != "dots" else "line", line.colour, path)
+    drawn = Markup('<path class="{} {}" d="{}"/>').format(
+        line.look if line.look != "dots" else "line", line.colour, path
+    )
     if line.look == "area":
         filled = f"{path}L{points[-1][0]} 1000L{points[0][0]} 1000Z"
-        drawn = Markup('<path class="filled {}" d="{}"/>').format(line.colour, filled) + Markup('<path class="line {}" d="{}"/>').format(line.colour, path)
+        drawn = Markup('<path class="filled {}" d="{}"/>').format(line.colour, filled) + Markup(
+            '<path class="line {}" d="{}"/>'
+        ).format(line.colour, path)
     if (line.look == "dots" and len(points) <= MOST_DOTS) or len(points) == 1:
         # A line of no length with round ends is a dot that the stretching does not flatten.
-        drawn += Markup('<path class="dots {}" d="{}"/>').format(line.colour, "".join(f"M{x} {y}h0" for x, y in points))
+        drawn += Markup('<path class="dots {}" d="{}"/>').format(
+            line.colour, "".join(f"M{x} {y}h0" for x, y in points)
+        )
     return drawn
 
 
@@ -194,18 +277,34 @@ def _probes(panels: Sequence[Panel], across: _Scale, unit: str) -> Markup:
         right = (stops[index] + stops[index + 1]) / 2 if index + 1 < len(stops) else SIDE
         hair = 100 * (stops[index] - left) / max(right - left, 1e-9)
         rows = Markup("").join(_told(panel, line, x, across) for panel, line in told)
-        drawn.append(Markup('<i style="left:{}%;width:{}%;--at:{}%" class="{}"><b><u>{} {}</u>{}</b></i>').format(
-            _percent(left), _percent(right - left), _number(hair), "late" if stops[index] > SIDE / 2 else "early", unit, f"{x:,.10g}", rows))
+        drawn.append(
+            Markup(
+                '<i style="left:{}%;width:{}%;--at:{}%" class="{}"><b><u>{} {}</u>{}</b></i>'
+            ).format(
+                _percent(left),
+                _percent(right - left),
+                _number(hair),
+                "late" if stops[index] > SIDE / 2 else "early",
+                unit,
+                f"{x:,.10g}",
+                rows,
+            )
+        )
     return Markup('<div class="probes" aria-hidden="true">{}</div>').format(Markup("").join(drawn))
 
 
 def _told(panel: Panel, line: Line, x: float, across: _Scale) -> Markup:
     """The value of `line` at `x`, or the nearest that is not far off."""
     near = bisect_left(line.xs, x)
-    nearest = min((index for index in (near - 1, near) if 0 <= index < len(line.xs)), key=lambda index: abs(line.xs[index] - x))
+    nearest = min(
+        (index for index in (near - 1, near) if 0 <= index < len(line.xs)),
+        key=lambda index: abs(line.xs[index] - x),
+    )
     if abs(across.at(line.xs[nearest]) - across.at(x)) > SIDE / 12:
         return Markup("")
-    return Markup('<span class="{}">{} <strong>{}</strong></span>').format(line.colour, line.name, panel.show(line.ys[nearest]))
+    return Markup('<span class="{}">{} <strong>{}</strong></span>').format(
+        line.colour, line.name, panel.show(line.ys[nearest])
+    )
 
 
 def _scale(low: float, high: float, room: float, *, from_zero: bool = False) -> _Scale:
@@ -213,7 +312,9 @@ def _scale(low: float, high: float, room: float, *, from_zero: bool = False) -> 
     most = sys.float_info.max
     if high / 2 - low / 2 <= 0:
         apart = max(abs(low) * 0.1, 1e-300) if low else 1.0
-        return _Scale(0.0 if from_zero and low > 0 else max(low - apart, -most), min(high + apart, most))
+        return _Scale(
+            0.0 if from_zero and low > 0 else max(low - apart, -most), min(high + apart, most)
+        )
     apart = (high / 2 - low / 2) * 2 * room if room else 0.0
     return _Scale(low if from_zero else max(low - apart, -most), min(high + apart, most))
 

@@ -1,4 +1,6 @@
-"""Everything that a run folder tells, read gently: what is missing is empty, what is broken is named in `notes`, nothing raises."""
+"""Everything that a run folder tells, read gently: what is missing is empty, what is broken is
+named in `notes`, nothing raises.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from ingot.base.steprecord import StepRecord, read_record
 from ingot.config.shape import parameter_count
 from ingot.report.goodput import Goodput, goodput
 
-CURVES = ("train/loss", "validation/loss", "train/lr", "train/tokens_per_s", "train/mfu", "train/grad_norm")
+CURVES = (
+    "train/loss",
+    "validation/loss",
+    "train/lr",
+    "train/tokens_per_s",
+    "train/mfu",
+    "train/grad_norm",
+)
 ORDER = ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy", "serve", "predict")
 Value = TypeVar("Value")
 
@@ -81,7 +90,14 @@ class RunView:
         """The first metric of the evaluation whose key is `name` or ends in it."""
         if self.evaluation is None:
             return None
-        return next((metric for key, metric in self.evaluation.metrics.items() if key == name or key.endswith(f"/{name}")), None)
+        return next(
+            (
+                metric
+                for key, metric in self.evaluation.metrics.items()
+                if key == name or key.endswith(f"/{name}")
+            ),
+            None,
+        )
 
     def within(self, path: str) -> str:
         """`path` as seen from the run folder, where it lies in it."""
@@ -94,7 +110,14 @@ class RunView:
     @property
     def state(self) -> str:
         """In a few words, what is going on with this run, or what came last."""
-        last: dict[str, Any] = next((event for event in reversed(self.events) if event.get("kind") in ("start", "stop", "finish", "failure")), {})
+        last: dict[str, Any] = next(
+            (
+                event
+                for event in reversed(self.events)
+                if event.get("kind") in ("start", "stop", "finish", "failure")
+            ),
+            {},
+        )
         if self.running:
             return "running"
         cause = str(last.get("cause") or "no reason noted")
@@ -115,24 +138,53 @@ def read_run(run: RunFolder) -> RunView:
             return None
         try:
             return read(path)
-        except (IngotError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
-            notes.append(f"{path.relative_to(run.root)} could not be read: {str(error) or type(error).__name__}")
+        except (
+            IngotError,
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            yaml.YAMLError,
+        ) as error:
+            notes.append(
+                f"{path.relative_to(run.root)} could not be read:"
+                f" {str(error) or type(error).__name__}"
+            )
             return None
 
     recipe_text = gently(run.recipe, lambda path: path.read_text(encoding="utf-8")) or ""
-    recipe = gently(run.recipe, lambda path: _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))) or {}
+    recipe = (
+        gently(run.recipe, lambda path: _mapping(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        or {}
+    )
     evaluation = gently(run.reports / "evaluate.json", lambda path: _plain(read_report(path)))
     curves = gently(run.metrics, _read_curves) or {key: Series() for key in CURVES}
     events = gently(run.events, lambda path: list(read_lines(path))) or []
-    running = any(lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock"))
+    running = any(
+        lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock")
+    )
     return RunView(
-        name=str(recipe.get("name") or run.root.resolve().name), root=run.root, curves=curves, records=_records(run.steps),
-        events=events, goodput=goodput(events, _last_beat(run), alive=running), recipe_text=recipe_text, recipe=recipe, evaluation=evaluation,
+        name=str(recipe.get("name") or run.root.resolve().name),
+        root=run.root,
+        curves=curves,
+        records=_records(run.steps),
+        events=events,
+        goodput=goodput(events, _last_beat(run), alive=running),
+        recipe_text=recipe_text,
+        recipe=recipe,
+        evaluation=evaluation,
         examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
-        gate=gently(run.reports / "gate.json", _read_json), answer=gently(run.reports / "predict.json", _read_json),
+        gate=gently(run.reports / "gate.json", _read_json),
+        answer=gently(run.reports / "predict.json", _read_json),
         lineage=gently(run.model / "ingot.json", _read_json) or {},
-        parameters=gently(run.model / "config.json", lambda path: parameter_count(_read_json(path))),
-        running=running, changed=_changed(run), notes=notes,
+        parameters=gently(
+            run.model / "config.json", lambda path: parameter_count(_read_json(path))
+        ),
+        running=running,
+        changed=_changed(run),
+        notes=notes,
     )
 
 
@@ -148,9 +200,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _plain(report: EvaluationReport) -> EvaluationReport:
     """The report without baselines and samples of other types than they should have."""
-    baselines = {str(name): float(value) for name, value in dict(report.baselines).items() if isinstance(value, int | float) and math.isfinite(value)}
-    samples = [{str(key): str(text) for key, text in sample.items()} for sample in report.samples if isinstance(sample, dict)]
-    return EvaluationReport(report.model_hash, report.tokenizer_hash, report.metrics, baselines, samples, report.base, report.schema)
+    baselines = {
+        str(name): float(value)
+        for name, value in dict(report.baselines).items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+    samples = [
+        {str(key): str(text) for key, text in sample.items()}
+        for sample in report.samples
+        if isinstance(sample, dict)
+    ]
+    return EvaluationReport(
+        report.model_hash,
+        report.tokenizer_hash,
+        report.metrics,
+        baselines,
+        samples,
+        report.base,
+        report.schema,
+    )
 
 
 def _read_curves(path: Path) -> dict[str, Series]:
@@ -164,7 +232,10 @@ def _read_curves(path: Path) -> dict[str, Series]:
             value = line.get(key)
             if _is_number(value):
                 found[float(step)] = float(value)
-    return {key: Series(sorted(found), [found[step] for step in sorted(found)]) for key, found in points.items()}
+    return {
+        key: Series(sorted(found), [found[step] for step in sorted(found)])
+        for key, found in points.items()
+    }
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -172,7 +243,11 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _records(folder: Path) -> list[StepRecord]:
-    found = [read_record(folder, path.stem) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    found = (
+        [read_record(folder, path.stem) for path in sorted(folder.glob("*.json"))]
+        if folder.is_dir()
+        else []
+    )
     place = {step: number for number, step in enumerate(ORDER)}
     whole = [record for record in found if record is not None and _is_number(record.seconds)]
     return sorted(whole, key=lambda record: place.get(str(record.step), len(place)))
@@ -182,9 +257,17 @@ def _last_beat(run: RunFolder) -> Beat | None:
     """What rank 0 of the last attempt said last, on whichever node it was."""
     paths = sorted(run.heartbeats.glob("*")) if run.heartbeats.is_dir() else []
     beats = [beat for path in paths for beat in read_beats(path) if beat.rank == 0]
-    return max(beats, key=lambda beat: (beat.attempt, beat.wall if math.isfinite(beat.wall) else 0.0), default=None)
+    return max(
+        beats,
+        key=lambda beat: (beat.attempt, beat.wall if math.isfinite(beat.wall) else 0.0),
+        default=None,
+    )
 
 
 def _changed(run: RunFolder) -> float:
-    times = [path.stat().st_mtime for path in (run.root, run.recipe, run.metrics, run.events, *run.steps.glob("*.json")) if path.exists()]
+    times = [
+        path.stat().st_mtime
+        for path in (run.root, run.recipe, run.metrics, run.events, *run.steps.glob("*.json"))
+        if path.exists()
+    ]
     return max(times, default=0.0)

@@ -1,4 +1,6 @@
-"""Runs as tables in the terminal: one, all in a folder, or two beside each other. On stdout; reads run folders only."""
+"""Runs as tables in the terminal: one, all in a folder, or two beside each other. On stdout; reads
+run folders only.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,18 @@ BAR = 24
 
 
 def show_run(run: RunFolder) -> None:
-    """Steps with their results, the last metrics, where the time of training went, the last events. Raises WrongInput when it is no run folder."""
+    """Steps with their results, the last metrics, where the time of training went, the last events.
+    Raises WrongInput when it is no run folder.
+    """
     view = _read(run)
     out = _console()
-    out.print(Text.assemble((view.name, "bold"), f"  {view.state}, {_ago(view.changed)}"), soft_wrap=True)
+    out.print(
+        Text.assemble((view.name, "bold"), f"  {view.state}, {_ago(view.changed)}"), soft_wrap=True
+    )
     out.print(_steps(view, run))
-    figures = [f"{name} {short(series.values[-1])}" for name, series in view.curves.items() if series]
+    figures = [
+        f"{name} {short(series.values[-1])}" for name, series in view.curves.items() if series
+    ]
     if figures:
         out.print(f"at step {view.steps_done:,}: {', '.join(figures)}", soft_wrap=True)
     if view.goodput is not None:
@@ -49,21 +57,42 @@ def show_runs(output: Path) -> None:
     """All run folders in `output`, the last changed first. Raises WrongInput when there is none."""
     views = sorted((read_run(run) for run in runs_in(output)), key=lambda view: -view.changed)
     if not views:
-        raise WrongInput(f"{output} holds no run; give the folder that runs lie in, or make one with `ingot run`")
-    table = Table("run", "steps", "loss", "validation", "bits per byte", "gate", "state", "when", title=escape(str(output)), title_justify="left")
+        raise WrongInput(
+            f"{output} holds no run; give the folder that runs lie in, or make one with `ingot run`"
+        )
+    table = Table(
+        "run",
+        "steps",
+        "loss",
+        "validation",
+        "bits per byte",
+        "gate",
+        "state",
+        "when",
+        title=escape(str(output)),
+        title_justify="left",
+    )
     for column in table.columns[1:5]:
         column.justify = "right"
     for view in views:
         bits = view.metric("bits_per_byte")
         table.add_row(
-            Text(view.root.name), f"{view.steps_done:,}" if view.steps_done else "", _last(view, "train/loss"), _last(view, "validation/loss"),
-            short(bits.value) if bits else "", Text(str((view.gate or {}).get("decision", ""))), Text(view.state, _style(view)), _ago(view.changed),
+            Text(view.root.name),
+            f"{view.steps_done:,}" if view.steps_done else "",
+            _last(view, "train/loss"),
+            _last(view, "validation/loss"),
+            short(bits.value) if bits else "",
+            Text(str((view.gate or {}).get("decision", ""))),
+            Text(view.state, _style(view)),
+            _ago(view.changed),
         )
     _console().print(table)
 
 
 def compare(one: RunFolder, other: RunFolder) -> None:
-    """What two runs were told differently, and what came of it. Raises WrongInput when either is no run folder."""
+    """What two runs were told differently, and what came of it. Raises WrongInput when either is no
+    run folder.
+    """
     views = [_read(one), _read(other)]
     names = [escape(view.root.name) for view in views]
     knobs = Table("knob", *names, title="recipes differ in", title_justify="left")
@@ -78,8 +107,16 @@ def compare(one: RunFolder, other: RunFolder) -> None:
     for name in _either(*found):
         values = [figure.get(name) for figure in found]
         both = [value for value in values if value is not None]
-        apart = f"{both[1] - both[0]:+.4g}" if len(both) == 2 and _comparable(views, name) else "not comparable" if len(both) == 2 else ""
-        figures.add_row(Text(name), *("" if value is None else short(value, 5) for value in values), apart)
+        apart = (
+            f"{both[1] - both[0]:+.4g}"
+            if len(both) == 2 and _comparable(views, name)
+            else "not comparable"
+            if len(both) == 2
+            else ""
+        )
+        figures.add_row(
+            Text(name), *("" if value is None else short(value, 5) for value in values), apart
+        )
     out = _console()
     out.print(knobs if knobs.row_count else "the recipes are the same")
     out.print(figures)
@@ -87,12 +124,17 @@ def compare(one: RunFolder, other: RunFolder) -> None:
 
 def runs_in(output: Path) -> list[RunFolder]:
     """The run folders in `output`, by name."""
-    return [RunFolder(path) for path in sorted(output.glob("*")) if (path / "recipe.yaml").is_file()]
+    return [
+        RunFolder(path) for path in sorted(output.glob("*")) if (path / "recipe.yaml").is_file()
+    ]
 
 
 def _read(run: RunFolder) -> RunView:
     if not run.recipe.is_file():
-        raise WrongInput(f"{run.root} is no run folder (no recipe.yaml in it); `ingot run` makes one, `ingot show runs` lists them")
+        raise WrongInput(
+            f"{run.root} is no run folder (no recipe.yaml in it); `ingot run` makes one, `ingot"
+            " show runs` lists them"
+        )
     return read_run(run)
 
 
@@ -112,7 +154,9 @@ def _steps(view: RunView, run: RunFolder) -> Table:
         result = Text(str(record.result))
         if not is_intact(run.root, record):
             result.append(" (its files are missing or were changed)", "red")
-        table.add_row(str(record.step), f"{record.seconds:,.1f}", result, Text(view.within(record.where)))
+        table.add_row(
+            str(record.step), f"{record.seconds:,.1f}", result, Text(view.within(record.where))
+        )
     return table
 
 
@@ -124,7 +168,12 @@ def _show_goodput(account: Goodput, out: Console) -> None:
         column.justify = "right"
     for part in PARTS:
         if account.seconds[part] > 0:
-            spent.add_row(SPENT_ON[part], duration(account.seconds[part]), percent(account.share(part)), _blocks(account.share(part)))
+            spent.add_row(
+                SPENT_ON[part],
+                duration(account.seconds[part]),
+                percent(account.share(part)),
+                _blocks(account.share(part)),
+            )
     out.print(spent)
     if not account.losses:
         return
@@ -133,11 +182,23 @@ def _show_goodput(account: Goodput, out: Console) -> None:
         column.justify = "right"
     for loss in account.dearest[:MOST_LOSSES]:
         cost = duration(loss.cost_s) if loss.cost_s else ""
-        causes.add_row(loss.kind, moment(loss.wall), by_ranks(loss), at_steps(loss), cost, duration(loss.lost_s) if loss.lost_s else "", Text(loss.cause))
+        causes.add_row(
+            loss.kind,
+            moment(loss.wall),
+            by_ranks(loss),
+            at_steps(loss),
+            cost,
+            duration(loss.lost_s) if loss.lost_s else "",
+            Text(loss.cause),
+        )
     out.print(causes)
     more = account.dearest[MOST_LOSSES:]
     if more:
-        out.print(f"and {len(more):,} more that cost {duration(sum(loss.cost_s for loss in more))} together; they are in events.jsonl", soft_wrap=True)
+        out.print(
+            f"and {len(more):,} more that cost {duration(sum(loss.cost_s for loss in more))}"
+            " together; they are in events.jsonl",
+            soft_wrap=True,
+        )
 
 
 def _blocks(share: float) -> str:
@@ -155,8 +216,14 @@ def _event(event: dict[str, object]) -> str:
 
 
 def _figures(view: RunView) -> dict[str, float]:
-    """All that can be compared, by name: metrics of the evaluation, the end of the curves, the time."""
-    metrics = {name: metric.value for name, metric in view.evaluation.metrics.items()} if view.evaluation else {}
+    """All that can be compared, by name: metrics of the evaluation, the end of the curves, the
+    time.
+    """
+    metrics = (
+        {name: metric.value for name, metric in view.evaluation.metrics.items()}
+        if view.evaluation
+        else {}
+    )
     ends = {f"{name} (last)": series.values[-1] for name, series in view.curves.items() if series}
     seconds = {f"{record.step} (seconds)": record.seconds for record in view.records}
     return {**metrics, **ends, **seconds}
@@ -164,7 +231,11 @@ def _figures(view: RunView) -> dict[str, float]:
 
 def _comparable(views: Iterable[RunView], name: str) -> bool:
     """Two metrics of other evaluation sets never are."""
-    sets = {view.evaluation.metrics[name].set_fingerprint for view in views if view.evaluation and name in view.evaluation.metrics}
+    sets = {
+        view.evaluation.metrics[name].set_fingerprint
+        for view in views
+        if view.evaluation and name in view.evaluation.metrics
+    }
     return len(sets) <= 1
 
 

@@ -1,4 +1,6 @@
-"""Where the time of a training went, for its page: one bar of all parts, the attempts one after the other, and what was lost."""
+"""Where the time of a training went, for its page: one bar of all parts, the attempts one after the
+other, and what was lost.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from ingot.report.plots import Piece, strip
 from ingot.report.words import SPENT_ON, at_steps, by_ranks, share_of_time
 
 MOST_LOSSES = 20
-_UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+_UNITS = (
+    (2 * 86400.0, 86400.0, "days"),
+    (2 * 3600.0, 3600.0, "hours"),
+    (120.0, 60.0, "minutes"),
+    (0.0, 1.0, "seconds"),
+)
 
 
 def where_time_went(account: Goodput) -> dict[str, Any]:
@@ -23,19 +30,50 @@ def where_time_went(account: Goodput) -> dict[str, Any]:
     dearest, wall = account.dearest, account.wall_s
     remarks = []
     if more := dearest[MOST_LOSSES:]:
-        remarks.append(f"And {len(more):,} more that cost {duration(sum(loss.cost_s for loss in more))} together; they are in events.jsonl.")
+        remarks.append(
+            f"And {len(more):,} more that cost {duration(sum(loss.cost_s for loss in more))}"
+            " together; they are in events.jsonl."
+        )
     if account.earlier:
-        remarks.append(f"Not counted: {account.earlier:,} earlier {'training' if account.earlier == 1 else 'trainings'} in this folder.")
+        remarks.append(
+            f"Not counted: {account.earlier:,} earlier"
+            f" {'training' if account.earlier == 1 else 'trainings'} in this folder."
+        )
     return {
-        "sentence": f"{share_of_time(account).capitalize()}{', and it runs' if account.running else ''}.", "bar": _bar(account),
-        "parts": [{"name": SPENT_ON[part], "colour": part, "share": percent(account.share(part))} for part in PARTS if account.seconds[part] > 0],
-        "timeline": _timeline(account) if account.losses or len(account.attempts) > 1 else "", "attempts": _attempts(account),
-        "marks": [{"name": kind, "colour": _colour(kind)} for kind in dict.fromkeys(loss.kind for loss in account.losses)],
-        "losses": [
-            {"kind": loss.kind, "colour": _colour(loss.kind), "when": moment(loss.wall), "ranks": by_ranks(loss), "steps": at_steps(loss), "cause": loss.cause,
-             "cost": _took(loss.cost_s), "lost": _took(loss.lost_s), "down": _took(loss.down_s), "starting": _took(loss.starting_s)}
-            for loss in dearest[:MOST_LOSSES]
-        ] if wall > 0 else [],
+        "sentence": (
+            f"{share_of_time(account).capitalize()}{', and it runs' if account.running else ''}."
+        ),
+        "bar": _bar(account),
+        "parts": [
+            {"name": SPENT_ON[part], "colour": part, "share": percent(account.share(part))}
+            for part in PARTS
+            if account.seconds[part] > 0
+        ],
+        "timeline": _timeline(account) if account.losses or len(account.attempts) > 1 else "",
+        "attempts": _attempts(account),
+        "marks": [
+            {"name": kind, "colour": _colour(kind)}
+            for kind in dict.fromkeys(loss.kind for loss in account.losses)
+        ],
+        "losses": (
+            [
+                {
+                    "kind": loss.kind,
+                    "colour": _colour(loss.kind),
+                    "when": moment(loss.wall),
+                    "ranks": by_ranks(loss),
+                    "steps": at_steps(loss),
+                    "cause": loss.cause,
+                    "cost": _took(loss.cost_s),
+                    "lost": _took(loss.lost_s),
+                    "down": _took(loss.down_s),
+                    "starting": _took(loss.starting_s),
+                }
+                for loss in dearest[:MOST_LOSSES]
+            ]
+            if wall > 0
+            else []
+        ),
         "remarks": remarks,
     }
 
@@ -44,33 +82,86 @@ def _bar(account: Goodput) -> Markup:
     pieces, low = [], 0.0
     for part in PARTS:
         high = low + account.seconds[part]
-        pieces.append(Piece(low, high, part, (SPENT_ON[part], f"{duration(account.seconds[part])}, {percent(account.share(part))}")))
+        pieces.append(
+            Piece(
+                low,
+                high,
+                part,
+                (
+                    SPENT_ON[part],
+                    f"{duration(account.seconds[part])}, {percent(account.share(part))}",
+                ),
+            )
+        )
         low = high
     return strip(pieces, low, 28, "What the wall time of the training went to")
 
 
 def _timeline(account: Goodput) -> Markup:
-    """Each attempt from the making of its process to its end, what of it was lost, and the time between them; a pin at each loss."""
+    """Each attempt from the making of its process to its end, what of it was lost, and the time
+    between them; a pin at each loss.
+    """
     _, unit_s, unit = next(found for found in _UNITS if account.wall_s >= found[0])
     pieces = []
     for span in account.attempts:
         name = f"attempt {span.number}"
-        pieces.append(Piece(span.made / unit_s, span.began / unit_s, "starting", (name, f"starting, {duration(span.began - span.made)}")))
+        pieces.append(
+            Piece(
+                span.made / unit_s,
+                span.began / unit_s,
+                "starting",
+                (name, f"starting, {duration(span.began - span.made)}"),
+            )
+        )
         last = f" to {span.last:,}" if span.last is not None and span.last > span.first else ""
-        words = (name, f"from step {span.first:,}{last}, {duration(span.ended - span.began)}", f"{span.end}{f': {span.cause}' if span.cause else ''}")
+        words = (
+            name,
+            f"from step {span.first:,}{last}, {duration(span.ended - span.began)}",
+            f"{span.end}{f': {span.cause}' if span.cause else ''}",
+        )
         pieces.append(Piece(span.began / unit_s, span.ended / unit_s, "productive", words))
     deaths = [loss for loss in account.losses if loss.kind != "skipped"]
     for loss in deaths:
-        pieces.append(Piece((loss.at - loss.lost_s) / unit_s, loss.at / unit_s, "lost", (f"lost, {duration(loss.lost_s)}", loss.cause)))
-        pieces.append(Piece(loss.at / unit_s, (loss.at + loss.down_s) / unit_s, "down", (f"down, {duration(loss.down_s)}", loss.cause)))
-    pins = [Piece(loss.at / unit_s, loss.at / unit_s, _colour(loss.kind), (_title(loss), loss.cause)) for loss in account.dearest]
-    return strip(pieces, account.wall_s / unit_s, 28, "The attempts one after the other, and where each ended", pins=pins, unit=unit)
+        pieces.append(
+            Piece(
+                (loss.at - loss.lost_s) / unit_s,
+                loss.at / unit_s,
+                "lost",
+                (f"lost, {duration(loss.lost_s)}", loss.cause),
+            )
+        )
+        pieces.append(
+            Piece(
+                loss.at / unit_s,
+                (loss.at + loss.down_s) / unit_s,
+                "down",
+                (f"down, {duration(loss.down_s)}", loss.cause),
+            )
+        )
+    pins = [
+        Piece(loss.at / unit_s, loss.at / unit_s, _colour(loss.kind), (_title(loss), loss.cause))
+        for loss in account.dearest
+    ]
+    return strip(
+        pieces,
+        account.wall_s / unit_s,
+        28,
+        "The attempts one after the other, and where each ended",
+        pins=pins,
+        unit=unit,
+    )
 
 
 def _attempts(account: Goodput) -> str:
     """`5 attempts: 3 killed, 1 hung, 1 finished`."""
-    ends = ", ".join(f"{count:,} {end}" for end, count in Counter(span.end for span in account.attempts).most_common())
-    return f"{len(account.attempts):,} {'attempt' if len(account.attempts) == 1 else 'attempts'}: {ends}"
+    ends = ", ".join(
+        f"{count:,} {end}"
+        for end, count in Counter(span.end for span in account.attempts).most_common()
+    )
+    return (
+        f"{len(account.attempts):,} {'attempt' if len(account.attempts) == 1 else 'attempts'}:"
+        f" {ends}"
+    )
 
 
 def _title(loss: Loss) -> str:

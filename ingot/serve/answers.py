@@ -24,7 +24,8 @@ async def completions(ticket: Ticket, request: Request) -> list[Completion]:
 
 
 async def awaited(ticket: Ticket, request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """What `work` makes of a ticket's pieces. When the client goes away first, the ticket is cancelled.
+    """What `work` makes of a ticket's pieces. When the client goes away first, the ticket is
+    cancelled.
 
     Raises:
         Refused: 499 for a client that went away, or what the engine says.
@@ -41,7 +42,9 @@ async def awaited(ticket: Ticket, request: Request, work: Coroutine[Any, Any, An
 
 
 class EventStream(Response):
-    """Server-sent events: each chunk one `data:` line of JSON, `[DONE]` at the end, an error as a chunk of its own."""
+    """Server-sent events: each chunk one `data:` line of JSON, `[DONE]` at the end, an error as a
+    chunk of its own.
+    """
 
     media_type = "text/event-stream"
 
@@ -61,7 +64,9 @@ class EventStream(Response):
             await _end(self._ticket, writing, gone)
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         try:
             async for chunk in self._chunks():
                 await self._send(send, json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
@@ -71,7 +76,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: str) -> None:
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+        await send(
+            {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+        )
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -16,7 +16,9 @@ from ingot.serve.metrics import Metrics
 from ingot.serve.service import Service
 
 
-def create_app(service: Service, metrics: Metrics, *, key: str | None, environ: Mapping[str, str]) -> FastAPI:
+def create_app(
+    service: Service, metrics: Metrics, *, key: str | None, environ: Mapping[str, str]
+) -> FastAPI:
     """All routes of one served model. `key`: what clients must send, None when nobody is asked."""
     app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
     refused.install(app)
@@ -37,8 +39,18 @@ def create_app(service: Service, metrics: Metrics, *, key: str | None, environ: 
     async def scrape() -> Response:
         return Response(metrics.text(), media_type=metrics.content_type)
 
-    # Paths with a name in them are left out of the counting: clients could make up any number of those.
-    routes = [*open_routes, "/metrics", *(route.path for router in routers for route in router.routes if isinstance(route, APIRoute))]
+    # Paths with a name in them are left out of the counting: clients could make up any number of
+    # those.
+    routes = [
+        *open_routes,
+        "/metrics",
+        *(
+            route.path
+            for router in routers
+            for route in router.routes
+            if isinstance(route, APIRoute)
+        ),
+    ]
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
     if key is not None:

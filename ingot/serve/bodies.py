@@ -1,4 +1,6 @@
-"""What clients may send. Unknown fields are refused by name; what exists elsewhere but not here is taken at its neutral value only."""
+"""What clients may send. Unknown fields are refused by name; what exists elsewhere but not here is
+taken at its neutral value only.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 # Fields of OpenAI's API that this server has no use for, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "parallel_tool_calls": (True, False), "modalities": (["text"],),
-    "response_format": ({"type": "text"},), "store": (False,), "service_tier": ("auto", "default"),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
 }
 # Fields that describe the caller and change no answer.
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -50,7 +64,11 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 def _stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(stop, str) and 0 < len(stop) <= 256 for stop in stops):
+    if (
+        not isinstance(stops, list)
+        or len(stops) > 16
+        or not all(isinstance(stop, str) and 0 < len(stop) <= 256 for stop in stops)
+    ):
         raise ValueError("give a text or a list of up to 16, each of 1 to 256 characters")
     return [_clean_text(stop) for stop in stops]
 
@@ -131,12 +149,22 @@ class Message(Body):
     @classmethod
     def _without_empty(cls, values: Any) -> Any:
         """Answers that clients send back carry empty lists of what they did not hold."""
-        return {name: value for name, value in values.items() if value != []} if isinstance(values, dict) else values
+        return (
+            {name: value for name, value in values.items() if value != []}
+            if isinstance(values, dict)
+            else values
+        )
 
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        return {"role": self.role, "content": content} | (
+            {} if self.name is None else {"name": self.name}
+        )
 
 
 class ChatBody(OpenAIOptions):

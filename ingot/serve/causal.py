@@ -1,7 +1,9 @@
-"""Any causal model through transformers' generate, behind the face of a `Generator`: the same sampling, stop strings, streams and log-probabilities.
+"""Any causal model through transformers' generate, behind the face of a `Generator`: the same
+sampling, stop strings, streams and log-probabilities.
 
-transformers runs the model and its cache; which token comes next is chosen here, as for our own decoder. A batch is taken
-together and runs until its last answer ends; who comes meanwhile waits for the next one.
+transformers runs the model and its cache; which token comes next is chosen here, as for our own
+decoder. A batch is taken together and runs until its last answer ends; who comes meanwhile waits
+for the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ingot.models.generate import Completion, Job, Piece, Request, check, join
 from ingot.models.sampling import choose
 from ingot.models.textstream import Decode
 
-# Positions of models that do not say how many they have: they tell them by distance, or keep a state.
+# Positions of models that do not say how many they have: they tell them by distance, or keep a
+# state.
 UNSAID_POSITIONS = 8192
 
 
@@ -55,18 +58,34 @@ def load_causal(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Ca
     library.utils.logging.disable_progress_bar()
     try:
         inner, told = library.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # each model complains in its own way
         reason = " ".join(str(error).split())[:300]
-        raise WrongInput(f"{folder} does not open in transformers as a causal model ({reason}); give another model, or another serve.engine") from None
+        raise WrongInput(
+            f"{folder} does not open in transformers as a causal model ({reason}); give another"
+            " model, or another serve.engine"
+        ) from None
     if wrong := sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]])):
-        raise WrongInput(f"{folder}: {', '.join(wrong[:4])} missing, or of another shape than its config.json says; fetch the model again")
+        raise WrongInput(
+            f"{folder}: {', '.join(wrong[:4])} missing, or of another shape than its config.json"
+            " says; fetch the model again"
+        )
     inner = inner.to(device).eval()
     # Lengths, sampling and ends come from each request, and nothing from the folder.
     inner.generation_config = type(inner.generation_config)()
     config = inner.config.get_text_config()
-    return Causal(inner, Sizes(int(config.vocab_size), int(getattr(config, "max_position_embeddings", None) or UNSAID_POSITIONS)))
+    return Causal(
+        inner,
+        Sizes(
+            int(config.vocab_size),
+            int(getattr(config, "max_position_embeddings", None) or UNSAID_POSITIONS),
+        ),
+    )
 
 
 class CausalWriter:
@@ -77,8 +96,15 @@ class CausalWriter:
         decode: ids to text.
     """
 
-    def __init__(self, model: Causal, *, eos: Collection[int], decode: Decode, max_rows: int = 8) -> None:
-        self._model, self._eos, self._decode, self._max_rows = model, frozenset(eos), decode, max_rows
+    def __init__(
+        self, model: Causal, *, eos: Collection[int], decode: Decode, max_rows: int = 8
+    ) -> None:
+        self._model, self._eos, self._decode, self._max_rows = (
+            model,
+            frozenset(eos),
+            decode,
+            max_rows,
+        )
         self._pending: deque[Job] = deque()
         self._group: _Group | None = None
 
@@ -111,7 +137,9 @@ class CausalWriter:
             self._group = None
 
     def step(self) -> list[tuple[Job, Piece]]:
-        """The next token of each request of the running batch; where none runs, a new one begins."""
+        """The next token of each request of the running batch; where none runs, a new one
+        begins.
+        """
         if self._group is None and self._pending:
             jobs = [self._pending.popleft() for _ in range(min(self._max_rows, len(self._pending)))]
             self._group = _Group(self._model, jobs, self._eos)
@@ -136,13 +164,16 @@ class CausalWriter:
 class _Group:
     """One call of `generate`, in a thread of its own, so that its tokens can be had one by one.
 
-    The thread runs ahead of who reads: `left` are the jobs whose end is not read yet, `_growing` those that the thread still goes on with.
+    The thread runs ahead of who reads: `left` are the jobs whose end is not read yet, `_growing`
+    those that the thread still goes on with.
     """
 
     def __init__(self, model: Causal, jobs: Sequence[Job], eos: Collection[int]) -> None:
         self._model, self._jobs, self._eos = model, jobs, eos
         self.left, self._growing = set(jobs), set(jobs)
-        self._said: queue.SimpleQueue[list[tuple[Job, Piece]] | Exception | None] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[list[tuple[Job, Piece]] | Exception | None] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._work, name="ingot-generate", daemon=True).start()
 
     def next(self) -> list[tuple[Job, Piece]] | None:
@@ -174,20 +205,39 @@ class _Group:
         prompts = [list(job.request.prompt) for job in self._jobs]
         longest = max(map(len, prompts))
         # Shorter prompts are padded in front, so that all go on at the same place.
-        tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        tokens = torch.tensor(
+            [[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
+        )
         self._model.inner.generate(
-            tokens, attention_mask=mask, max_new_tokens=max(job.request.max_tokens for job in self._jobs), do_sample=False, pad_token_id=0,
-            eos_token_id=None, logits_processor=[self._choose], stopping_criteria=[self._done],
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=max(job.request.max_tokens for job in self._jobs),
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            logits_processor=[self._choose],
+            stopping_criteria=[self._done],
         )
 
     def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Scores `[B, V]`; all but the chosen token's become -inf."""
-        choices = choose(scores.float(), [job.request.sampling for job in self._jobs], [job.dice.roll() for job in self._jobs])
+        choices = choose(
+            scores.float(),
+            [job.request.sampling for job in self._jobs],
+            [job.dice.roll() for job in self._jobs],
+        )
         pieces = []
         for job, choice in zip(self._jobs, choices, strict=True):
             if job in self._growing:
-                room = self._model.config.max_position_embeddings - len(job.request.prompt) - job.generated - 1
+                room = (
+                    self._model.config.max_position_embeddings
+                    - len(job.request.prompt)
+                    - job.generated
+                    - 1
+                )
                 piece = job.accept(choice, self._eos, room)
                 pieces.append((job, piece))
                 if piece.finish:

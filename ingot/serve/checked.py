@@ -1,6 +1,8 @@
-"""A model folder before anything heavy is opened: what kind of model, its tokenizer, and that the two belong together.
+"""A model folder before anything heavy is opened: what kind of model, its tokenizer, and that the
+two belong together.
 
-Every engine passes through here, so that vLLM and Triton refuse what our own server refuses, and as early.
+Every engine passes through here, so that vLLM and Triton refuse what our own server refuses, and as
+early.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def check_folder(folder: Path, *, any_template: bool = False) -> Checked:
     """Look at a model folder.
 
     Raises:
-        WrongInput: not a model folder, no tokenizer in it, or, unless `any_template`, another chat template than the model was trained with.
+        WrongInput: not a model folder, no tokenizer in it, or, unless `any_template`, another chat
+            template than the model was trained with.
     """
     kind = kind_of_folder(folder)
     base = base_folder(folder) if is_adapter(folder) else folder
@@ -45,8 +48,9 @@ def check_vocabulary(checked: Checked, vocabulary: int) -> None:
     """Raises WrongInput when the tokenizer can give ids that the model does not have."""
     if checked.tokenizer.vocab_size > vocabulary:
         raise WrongInput(
-            f"{checked.folder}: the tokenizer has {checked.tokenizer.vocab_size:,} tokens, the model's vocabulary {vocabulary:,}; "
-            "put the tokenizer beside it that the model was trained with"
+            f"{checked.folder}: the tokenizer has {checked.tokenizer.vocab_size:,} tokens, the"
+            f" model's vocabulary {vocabulary:,}; put the tokenizer beside it that the model was"
+            " trained with"
         )
 
 
@@ -59,9 +63,15 @@ def check_causal(folder: Path, engine: str, *, any_template: bool = False) -> Ch
     checked = check_folder(folder, any_template=any_template)
     if checked.kind != "decoder":
         what = "a classifier" if checked.kind == "encoder" else "a sequence-to-sequence model"
-        raise WrongInput(f"{folder} is {what}, and serve.engine {engine} answers with decoders alone; set serve.engine=native")
+        raise WrongInput(
+            f"{folder} is {what}, and serve.engine {engine} answers with decoders alone; set"
+            " serve.engine=native"
+        )
     if is_adapter(folder):
-        raise WrongInput(f"{folder} is an adapter, and serve.engine {engine} opens whole models; give the merged one (`ingot export {folder} NEW`)")
+        raise WrongInput(
+            f"{folder} is an adapter, and serve.engine {engine} opens whole models; give the merged"
+            f" one (`ingot export {folder} NEW`)"
+        )
     weight_files(folder)
     check_vocabulary(checked, vocabulary_of(model_config(folder)))
     return checked
@@ -70,4 +80,6 @@ def check_causal(folder: Path, engine: str, *, any_template: bool = False) -> Ch
 def vocabulary_of(config: dict[str, Any]) -> int:
     """The size that a configuration says, its text part's where it has parts."""
     part = config.get("text_config")
-    return int(config.get("vocab_size") or (part.get("vocab_size", 0) if isinstance(part, dict) else 0))
+    return int(
+        config.get("vocab_size") or (part.get("vocab_size", 0) if isinstance(part, dict) else 0)
+    )

@@ -1,7 +1,8 @@
-"""Another engine's server as a process of ours: started, waited for until it answers, told signals, ended. None outlives this one.
+"""Another engine's server as a process of ours: started, waited for until it answers, told signals,
+ended. None outlives this one.
 
-While it loads its log is held back; a server that dies then is one line with its last words, and its log lies in a file. Once it
-answers, what it says goes on to stderr.
+While it loads its log is held back; a server that dies then is one line with its last words, and
+its log lies in a file. Once it answers, what it says goes on to stderr.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ import psutil
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 
-# Seconds between two looks at a server that loads, and between two lines that tell that it still does.
+# Seconds between two looks at a server that loads, and between two lines that tell that it still
+# does.
 LOOK_S, TELL_S = 0.2, 30.0
-# Seconds that a server gets to end in once it is told to, before it is killed with all that it started.
+# Seconds that a server gets to end in once it is told to, before it is killed with all that it
+# started.
 GRACE_S = 12.0
 _KEPT_LINES = 4000
-# Reads the group, then waits until the other end of the pipe is closed, which the kernel does when we are gone.
+# Reads the group, then waits until the other end of the pipe is closed, which the kernel does when
+# we are gone.
 _GUARD = """
 read -r group || exit
 read -r nothing
@@ -41,17 +45,22 @@ for second in $(seq "$1"); do kill -s 0 -- "-$group" || exit; sleep 1; done
 kill -s KILL -- "-$group"
 """
 # What stands before the words of a line in the logs of vLLM and Triton.
-_HEAD = re.compile(r"^(?:\((?:APIServer|EngineCore|VllmWorker|Worker)[^)]*\)\s*)?(?:(?:INFO|WARNING|ERROR)\s+\d\d-\d\d [\d:]+ \[[^\]]+\]\s?)?"
-                   r"(?:[EWI]\d{4} [\d:.]+ \d+ [\w.]+:\d+\] )?")
+_HEAD = re.compile(
+    r"^(?:\((?:APIServer|EngineCore|VllmWorker|Worker)[^)]*\)\s*)?(?:(?:INFO|WARNING|ERROR)\s+\d\d-\d\d"
+    r" [\d:]+ \[[^\]]+\]\s?)?"
+    r"(?:[EWI]\d{4} [\d:.]+ \d+ [\w.]+:\d+\] )?"
+)
 _ERROR = re.compile(
-    r"^(?:[\w.]*(?:Error|Exception|Interrupt)\b: .+|[\w./-]+: error: .+|\"?(?:ERROR|failed to)\b.+|error: .+|.*: error while loading shared libraries: .+)"
+    r"^(?:[\w.]*(?:Error|Exception|Interrupt)\b: .+|[\w./-]+: error: .+|\"?(?:ERROR|failed"
+    r" to)\b.+|error: .+|.*: error while loading shared libraries: .+)"
 )
 _ONWARDS = ("See root cause above", "initialization failed due to")
 
 
 @dataclass(frozen=True)
 class Command:
-    """How a server is started. `environment` is set beside our own; of `secrets` (by their variables) no value is ever shown.
+    """How a server is started. `environment` is set beside our own; of `secrets` (by their
+    variables) no value is ever shown.
 
     `health`: the address that answers 200 once it serves.
     """
@@ -63,8 +72,13 @@ class Command:
     secrets: Mapping[str, str] = field(default_factory=dict)
 
 
-def serve_child(command: Command, greeting: str, meanwhile: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-    """Start the server, say `greeting` once it answers, and return when SIGTERM or SIGINT has ended it.
+def serve_child(
+    command: Command,
+    greeting: str,
+    meanwhile: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> None:
+    """Start the server, say `greeting` once it answers, and return when SIGTERM or SIGINT has ended
+    it.
 
     `meanwhile`: what runs beside it from then on.
 
@@ -80,7 +94,10 @@ def serve_child(command: Command, greeting: str, meanwhile: Callable[[], context
             while not stop.wait(LOOK_S):
                 if process.poll() is not None:
                     log.join()
-                    raise Failed(f"{command.engine} died ({_code(process)}): {log.last_words()}; its log stands above, start it again")
+                    raise Failed(
+                        f"{command.engine} died ({_code(process)}): {log.last_words()}; its log"
+                        " stands above, start it again"
+                    )
             log.hold()
 
 
@@ -90,8 +107,12 @@ def _started(command: Command) -> Iterator[tuple[subprocess.Popen[bytes], _Log]]
     with _guard() as watch:
         try:
             process = subprocess.Popen(
-                command.argv, env={**os.environ, **command.environment, **command.secrets}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, process_group=0,
+                command.argv,
+                env={**os.environ, **command.environment, **command.secrets},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
             )
         except OSError as error:
             what = f"{command.engine} cannot be started: {command.argv[0]}: {error.strerror}"
@@ -107,13 +128,19 @@ def _started(command: Command) -> Iterator[tuple[subprocess.Popen[bytes], _Log]]
 
 @contextlib.contextmanager
 def _guard() -> Iterator[Callable[[int], None]]:
-    """What the block gets takes a process group, which is ended should this process die inside the block, however it dies.
+    """What the block gets takes a process group, which is ended should this process die inside the
+    block, however it dies.
 
-    A process of its own waits for that: vLLM that is only told to stop, with nobody left who reads its log, hangs with all its processes.
+    A process of its own waits for that: vLLM that is only told to stop, with nobody left who reads
+    its log, hangs with all its processes.
     """
     with subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, "guard", str(math.ceil(GRACE_S))], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        process_group=0, text=True,
+        ["/bin/sh", "-c", _GUARD, "guard", str(math.ceil(GRACE_S))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+        text=True,
     ) as process:
         assert process.stdin is not None
         try:
@@ -141,9 +168,14 @@ def _wait(command: Command, process: subprocess.Popen[bytes], log: _Log) -> None
         while True:
             if process.poll() is not None:
                 log.join()
-                raise Failed(f"{command.engine} ended while loading ({_code(process)}): {log.last_words()}; its whole log is {log.keep(command.engine)}")
+                raise Failed(
+                    f"{command.engine} ended while loading ({_code(process)}): {log.last_words()};"
+                    f" its whole log is {log.keep(command.engine)}"
+                )
             with contextlib.suppress(httpx.HTTPError):
-                if client.get(command.health).status_code == httpx.codes.OK and _listens(process.pid, httpx.URL(command.health).port):
+                if client.get(command.health).status_code == httpx.codes.OK and _listens(
+                    process.pid, httpx.URL(command.health).port
+                ):
                     return
             if time.monotonic() - told > TELL_S:
                 told = time.monotonic()
@@ -152,13 +184,21 @@ def _wait(command: Command, process: subprocess.Popen[bytes], log: _Log) -> None
 
 
 def _listens(pid: int, port: int | None) -> bool:
-    """Whether it is this process, or one that it started, that has the port: while it loads, a stranger may have taken it and answer."""
+    """Whether it is this process, or one that it started, that has the port: while it loads, a
+    stranger may have taken it and answer.
+    """
     try:
         process = psutil.Process(pid)
-        sockets = [socket for one in (process, *process.children(recursive=True)) for socket in one.net_connections("tcp")]
+        sockets = [
+            socket
+            for one in (process, *process.children(recursive=True))
+            for socket in one.net_connections("tcp")
+        ]
     except psutil.NoSuchProcess:
         return False
-    return any(socket.status == psutil.CONN_LISTEN and socket.laddr.port == port for socket in sockets)
+    return any(
+        socket.status == psutil.CONN_LISTEN and socket.laddr.port == port for socket in sockets
+    )
 
 
 @contextlib.contextmanager
@@ -205,7 +245,9 @@ class _Log:
                 print(line, file=sys.stderr, flush=True)
 
     def let_through(self) -> None:
-        """From here on lines go to stderr, and what went wrong before, and was got over, is forgotten."""
+        """From here on lines go to stderr, and what went wrong before, and was got over, is
+        forgotten.
+        """
         self._through, self._first_error = True, None
 
     def hold(self) -> None:
@@ -226,6 +268,8 @@ class _Log:
 
     def keep(self, engine: str) -> str:
         """A file with all that it said."""
-        with tempfile.NamedTemporaryFile("w", prefix=f"ingot-{engine.lower()}-", suffix=".log", delete=False, encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix=f"ingot-{engine.lower()}-", suffix=".log", delete=False, encoding="utf-8"
+        ) as file:
             file.write("\n".join(self._lines) + "\n")
         return file.name

@@ -1,6 +1,8 @@
-"""Between asyncio and the model: a bounded queue in front of one thread that alone touches the model and its batch.
+"""Between asyncio and the model: a bounded queue in front of one thread that alone touches the
+model and its batch.
 
-Routes submit requests and read pieces; the thread takes waiting requests into the running batch between two steps.
+Routes submit requests and read pieces; the thread takes waiting requests into the running batch
+between two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ingot.serve.metrics import Metrics
 from ingot.serve.refused import Refused
 from ingot.serve.worker import Interruptible, Worker
 
-# After this many failed steps in a row the server calls itself unhealthy, so that whoever runs it may restart it.
+# After this many failed steps in a row the server calls itself unhealthy, so that whoever runs it
+# may restart it.
 FAILURES = 3
 
 
@@ -54,14 +57,20 @@ class Ticket:
         self._arrived.put_nowait((index, item))
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(index of the request, piece) as they come, until all are finished. Raises Refused when one cannot be."""
+        """(index of the request, piece) as they come, until all are finished. Raises Refused when
+        one cannot be.
+        """
         left = len(self.entries)
         while left:
             index, item = await self._arrived.get()
             if isinstance(item, Refused):
                 raise item
             if item.finish == "error":
-                raise Refused(500, "the model's numbers are not finite on this prompt; try another prompt or model")
+                raise Refused(
+                    500,
+                    "the model's numbers are not finite on this prompt; try another prompt or"
+                    " model",
+                )
             left -= item.finish is not None
             yield index, item
 
@@ -103,21 +112,32 @@ class Engine:
         return self._thread.is_alive() and self._failures < FAILURES
 
     def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Queue requests, all or none; call it in an event loop. They must have passed `Loaded.check`.
+        """Queue requests, all or none; call it in an event loop. They must have passed
+        `Loaded.check`.
 
         Raises:
-            Refused: 429 when the queue is full, 400 when so many never fit, 503 when the server is stopping.
+            Refused: 429 when the queue is full, 400 when so many never fit, 503 when the server is
+                stopping.
         """
         if len(requests) > self._capacity:
-            raise Refused(400, f"{len(requests)} prompts in one request; this server takes at most {self._capacity}, send them in parts")
+            raise Refused(
+                400,
+                f"{len(requests)} prompts in one request; this server takes at most"
+                f" {self._capacity}, send them in parts",
+            )
         ticket = Ticket(self, requests)
         with self._changed:
             if self._stopping:
                 raise _stopping()
             busy = len(self._waiting) + len(self._running)
             if busy + len(requests) > self._capacity:
-                wait = min(60, math.ceil(self._mean_s * max(1.0, len(self._waiting) / self._max_batch)))
-                message = f"{busy} requests are running or waiting, {self._capacity} fit; try again in {wait} s"
+                wait = min(
+                    60, math.ceil(self._mean_s * max(1.0, len(self._waiting) / self._max_batch))
+                )
+                message = (
+                    f"{busy} requests are running or waiting, {self._capacity} fit; try again in"
+                    f" {wait} s"
+                )
                 raise Refused(429, message, code="queue_full", headers={"Retry-After": str(wait)})
             self._waiting.extend(ticket.entries)
             self._metrics.waiting.set(len(self._waiting))
@@ -162,14 +182,19 @@ class Engine:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._running or self._stopping)
-                if self._stopping and not self._waiting and all(entry.cancelled for entry in self._running.values()):
+                if (
+                    self._stopping
+                    and not self._waiting
+                    and all(entry.cancelled for entry in self._running.values())
+                ):
                     return
                 self._take()
             try:
                 self._deliver(self._turn())
                 self._failures = 0
             except Exception:
-                # Whatever it was (out of memory, a broken device), the requests must be answered and the next ones tried.
+                # Whatever it was (out of memory, a broken device), the requests must be answered
+                # and the next ones tried.
                 self._failures += 1
                 self._metrics.failures.inc()
                 say(f"a step of the model failed:\n{traceback.format_exc()}")
@@ -220,7 +245,9 @@ class Engine:
                 entry.done = True
             self._running.clear()
             self._worker.clear()
-        failed = Refused(500, "the model failed on this batch of requests; the server's log has the reason")
+        failed = Refused(
+            500, "the model failed on this batch of requests; the server's log has the reason"
+        )
         self._deliver([(entry, failed) for entry in lost if not entry.cancelled])
 
     def _deliver(self, deliveries: Sequence[tuple[_Entry, Piece | Refused]]) -> None:
@@ -229,12 +256,18 @@ class Engine:
         for entry, item in deliveries:
             by_loop.setdefault(entry.ticket.loop, []).append((entry, item))
         for loop, items in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop is closed, and with it whoever waited
                 loop.call_soon_threadsafe(_put_all, items)
 
 
 def _stopping() -> Refused:
-    return Refused(503, "the server is stopping; send the request again to another one", headers={"Retry-After": "5"})
+    return Refused(
+        503,
+        "the server is stopping; send the request again to another one",
+        headers={"Retry-After": "5"},
+    )
 
 
 def _put_all(items: Sequence[tuple[_Entry, Piece | Refused]]) -> None:

@@ -11,13 +11,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ingot.serve.metrics import Metrics
 from ingot.serve.refused import Refused
 
-# A body over the limit is still read up to this many times the limit: a client that is answered while it sends may
-# lose the answer with the connection.
+# A body over the limit is still read up to this many times the limit: a client that is answered
+# while it sends may lose the answer with the connection.
 DRAIN = 16
 
 
 class Counted:
-    """Counts requests and the seconds until their answers' end, by route; unknown paths count as one."""
+    """Counts requests and the seconds until their answers' end, by route; unknown paths count as
+    one.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, frozenset(routes)
@@ -49,16 +51,26 @@ class KeyRequired:
     """Refuses requests without `Authorization: Bearer KEY`, but for reading the `open_routes`."""
 
     def __init__(self, app: ASGIApp, key: str, open_routes: Collection[str]) -> None:
-        self._app, self._expected, self._open = app, f"bearer {key}".encode(), frozenset(open_routes)
+        self._app, self._expected, self._open = (
+            app,
+            f"bearer {key}".encode(),
+            frozenset(open_routes),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
+        if scope["type"] == "http" and not (
+            scope["path"] in self._open and scope["method"] in ("GET", "HEAD")
+        ):
             given = dict(scope["headers"]).get(b"authorization", b"")
             scheme, _, key = given.partition(b" ")
             if not hmac.compare_digest(scheme.lower() + b" " + key.strip(), self._expected):
                 what = "is wrong" if given else "is missing"
-                refused = Refused(401, f"the API key {what}; send it as `Authorization: Bearer KEY`", code="invalid_api_key",
-                                  headers={"WWW-Authenticate": "Bearer"})
+                refused = Refused(
+                    401,
+                    f"the API key {what}; send it as `Authorization: Bearer KEY`",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
                 await refused.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -80,8 +92,12 @@ class BodyLimit:
         # Who asks first whether to send gets the answer without sending.
         body = None if too_long and b"expect" in headers else await self._read(receive)
         if body is None:
-            refused = Refused(413, f"the body is larger than this server's limit of {self._max_bytes:,} bytes; send less, or raise serve.max_body_bytes",
-                              code="body_too_large")
+            refused = Refused(
+                413,
+                f"the body is larger than this server's limit of {self._max_bytes:,} bytes; send"
+                " less, or raise serve.max_body_bytes",
+                code="body_too_large",
+            )
             await refused.response()(scope, receive, send)
             return
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -92,7 +108,9 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None when it is too long. A client that hangs up on the way leaves what it sent."""
+        """The body; None when it is too long. A client that hangs up on the way leaves what it
+        sent.
+        """
         chunks: list[bytes] = []
         size = 0
         while True:

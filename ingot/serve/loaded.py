@@ -1,4 +1,6 @@
-"""A model folder, opened for answering: weights, tokenizer and the tokens that end an answer, checked against each other."""
+"""A model folder, opened for answering: weights, tokenizer and the tokens that end an answer,
+checked against each other.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from ingot.serve.causal import Causal, CausalWriter, load_causal
 from ingot.serve.checked import Checked, check_causal, check_folder, check_vocabulary
 from ingot.tokenizers.tokenizer import Tokenizer
 
-# A matrix of a model smaller than this is multiplied before a second thread has woken up; on a machine that others use,
-# too, waiting for that thread takes many times longer than the product.
+# A matrix of a model smaller than this is multiplied before a second thread has woken up; on a
+# machine that others use, too, waiting for that thread takes many times longer than the product.
 ONE_THREAD_WEIGHTS = 20_000_000
 # How transformers calls the classes of causal models.
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -36,7 +38,8 @@ Engine = Literal["native", "transformers"]
 class Loaded:
     """What a server or a single prediction works with.
 
-    `created`: when the folder was made, seconds since the epoch. `prefix` stands before every source, as it did in training.
+    `created`: when the folder was made, seconds since the epoch. `prefix` stands before every
+    source, as it did in training.
     """
 
     model: Model | Causal
@@ -59,11 +62,15 @@ class Loaded:
     def worker(self, max_rows: int) -> Generator | CausalWriter | Summarizer | Classifier:
         """What answers requests, up to `max_rows` together."""
         if isinstance(self.model, Causal):
-            return CausalWriter(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
+            return CausalWriter(
+                self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
+            )
         if isinstance(self.model, Decoder):
             return self.generator(max_rows)
         if isinstance(self.model, Seq2Seq):
-            return Summarizer(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
+            return Summarizer(
+                self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
+            )
         return Classifier(self.model, max_rows=max_rows)
 
     def encode(self, text: str) -> list[int]:
@@ -84,29 +91,48 @@ class Loaded:
 
 
 def load(folder: Path, *, any_template: bool = False, engine: Engine = "native") -> Loaded:
-    """Open `folder` on this machine's accelerator, in bfloat16 where it has that, else on the CPU in float32.
+    """Open `folder` on this machine's accelerator, in bfloat16 where it has that, else on the CPU
+    in float32.
 
-    `native`: our own decoder where it knows the model, and transformers for the rest. `transformers`: causal models always by its generate.
+    `native`: our own decoder where it knows the model, and transformers for the rest.
+    `transformers`: causal models always by its generate.
 
     Raises:
-        WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or, unless `any_template`,
-            another chat template than the model was trained with.
+        WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or,
+            unless `any_template`, another chat template than the model was trained with.
     """
-    # The tokenizer comes first: that it is missing should not take the minutes that weights may take.
+    # The tokenizer comes first: that it is missing should not take the minutes that weights may
+    # take.
     checked = check_folder(folder, any_template=any_template)
     device = pick_device()
     dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
-    model = load_causal(folder, device=device, dtype=dtype) if _by_transformers(checked, engine) else open_model(folder, device=device, dtype=dtype)
+    model = (
+        load_causal(folder, device=device, dtype=dtype)
+        if _by_transformers(checked, engine)
+        else open_model(folder, device=device, dtype=dtype)
+    )
     check_vocabulary(checked, model.config.vocab_size)
-    if device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD_WEIGHTS:
+    if (
+        device.type == "cpu"
+        and sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD_WEIGHTS
+    ):
         torch.set_num_threads(1)
     prefix = str((read_lineage(folder) or {}).get("prefix", ""))
     base = checked.base
-    return Loaded(model, checked.tokenizer, _eos(base, checked.tokenizer, model), int((base / CONFIG).stat().st_mtime), checked.kind, prefix)
+    return Loaded(
+        model,
+        checked.tokenizer,
+        _eos(base, checked.tokenizer, model),
+        int((base / CONFIG).stat().st_mtime),
+        checked.kind,
+        prefix,
+    )
 
 
 def _by_transformers(checked: Checked, engine: Engine) -> bool:
-    """Whether a decoder is transformers' to run. Raises WrongInput for an adapter, which only our own takes in."""
+    """Whether a decoder is transformers' to run. Raises WrongInput for an adapter, which only our
+    own takes in.
+    """
     if checked.kind != "decoder":
         return False
     config = model_config(checked.base)
@@ -114,7 +140,10 @@ def _by_transformers(checked: Checked, engine: Engine) -> bool:
         causal = any(str(name).endswith(CAUSAL) for name in config.get("architectures") or ())
         if config.get("model_type") in NATIVE or not causal:
             return False
-        say(f"{checked.folder}: model_type {config.get('model_type')} is not one of ingot's own decoders, so transformers generates")
+        say(
+            f"{checked.folder}: model_type {config.get('model_type')} is not one of ingot's own"
+            " decoders, so transformers generates"
+        )
     check_causal(checked.folder, "transformers", any_template=True)
     return True
 
@@ -126,6 +155,7 @@ def _eos(folder: Path, tokenizer: Tokenizer, model: Model | Causal) -> frozenset
     named = eos_ids(folder, tokenizer.special.eos)
     if isinstance(model, Decoder | Causal):
         return named
-    # Targets end as the tokenizer frames them. An id that only the configuration names may be an ordinary token of a tokenizer trained here.
+    # Targets end as the tokenizer frames them. An id that only the configuration names may be an
+    # ordinary token of a tokenizer trained here.
     special = set(tokenizer.special_ids.values())
     return frozenset([*(token for token in named if token in special), *tokenizer.frame[1][-1:]])

@@ -10,13 +10,17 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 
 class LogprobWriter:
-    """Spells the tokens of one completion, in order; each is shown as it reads after the one before it."""
+    """Spells the tokens of one completion, in order; each is shown as it reads after the one before
+    it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._before = tokenizer, list(prompt[-1:])
 
     def completions(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """`logprobs` of a choice of `/v1/completions`: parallel lists. `text_offset` counts from the start of the completion."""
+        """`logprobs` of a choice of `/v1/completions`: parallel lists. `text_offset` counts from
+        the start of the completion.
+        """
         texts, tops = [], []
         for token in tokens:
             texts.append(self._text(token.id))
@@ -29,8 +33,10 @@ class LogprobWriter:
             tops.append(top)
             self._before = [token.id]
         return {
-            "tokens": texts, "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": tops, "text_offset": [token.offset for token in tokens],
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": tops,
+            "text_offset": [token.offset for token in tokens],
         }
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
@@ -44,10 +50,20 @@ class LogprobWriter:
 
     def _item(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
 
     def _text(self, token: int) -> str:
-        """A token's own text, special ones included, with the space that SentencePiece drops at the start of a text."""
+        """A token's own text, special ones included, with the space that SentencePiece drops at the
+        start of a text.
+        """
         before = self._tokenizer.decode(self._before, skip_special=False)
         both = self._tokenizer.decode([*self._before, token], skip_special=False)
-        return both[len(before):] if both.startswith(before) else self._tokenizer.decode([token], skip_special=False)
+        return (
+            both[len(before) :]
+            if both.startswith(before)
+            else self._tokenizer.decode([token], skip_special=False)
+        )

@@ -39,28 +39,51 @@ def router(service: Service) -> APIRouter:
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check_writer(body.model)
         prompts = await service.encode(body.prompt)
-        ticket = service.submit(prompts, body, max_tokens=body.max_tokens or service.limit(COMPLETION_TOKENS), logprobs=body.logprobs)
+        ticket = service.submit(
+            prompts,
+            body,
+            max_tokens=body.max_tokens or service.limit(COMPLETION_TOKENS),
+            logprobs=body.logprobs,
+        )
         head = _head("cmpl", "text_completion", service.name)
         writers = [LogprobWriter(service.loaded.tokenizer, prompt) for prompt in prompts]
 
         def choice(index: int, part: Piece | Completion) -> dict[str, Any]:
             logprobs = None if body.logprobs is None else writers[index].completions(part.tokens)
-            return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish}
+            return {
+                "index": index,
+                "text": part.text,
+                "logprobs": logprobs,
+                "finish_reason": part.finish,
+            }
 
         if body.stream:
-            return EventStream(ticket, lambda: _chunks(ticket, head, choice, prompts, body.stream_options.include_usage))
+            return EventStream(
+                ticket,
+                lambda: _chunks(ticket, head, choice, prompts, body.stream_options.include_usage),
+            )
         answers = await completions(ticket, request)
         choices = [choice(index, answer) for index, answer in enumerate(answers)]
-        return JSONResponse({**head, "choices": choices, "usage": _usage(prompts, [answer.generated for answer in answers])})
+        return JSONResponse(
+            {
+                **head,
+                "choices": choices,
+                "usage": _usage(prompts, [answer.generated for answer in answers]),
+            }
+        )
 
     @routes.post("/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_writer(body.model)
         if body.top_logprobs and not body.logprobs:
-            raise Refused(400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs")
+            raise Refused(
+                400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs"
+            )
         prompt = await service.encode_chat([message.plain() for message in body.messages])
         count = body.top_logprobs if body.logprobs else None
-        ticket = service.submit([prompt], body, max_tokens=body.max_completion_tokens or body.max_tokens, logprobs=count)
+        ticket = service.submit(
+            [prompt], body, max_tokens=body.max_completion_tokens or body.max_tokens, logprobs=count
+        )
         writer = LogprobWriter(service.loaded.tokenizer, prompt)
 
         def logprobs(part: Piece | Completion) -> dict[str, Any] | None:
@@ -68,26 +91,54 @@ def router(service: Service) -> APIRouter:
 
         def delta(index: int, part: Piece | Completion) -> dict[str, Any]:
             content = {"content": part.text} if part.text else {}
-            return {"index": index, "delta": content, "logprobs": logprobs(part), "finish_reason": part.finish}
+            return {
+                "index": index,
+                "delta": content,
+                "logprobs": logprobs(part),
+                "finish_reason": part.finish,
+            }
 
         if body.stream:
             head = _head("chatcmpl", "chat.completion.chunk", service.name)
-            first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            return EventStream(ticket, lambda: _chunks(ticket, head, delta, [prompt], body.stream_options.include_usage, first))
+            first = {
+                "index": 0,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            return EventStream(
+                ticket,
+                lambda: _chunks(
+                    ticket, head, delta, [prompt], body.stream_options.include_usage, first
+                ),
+            )
         (answer,) = await completions(ticket, request)
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": logprobs(answer), "finish_reason": answer.finish}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": logprobs(answer),
+            "finish_reason": answer.finish,
+        }
         head = _head("chatcmpl", "chat.completion", service.name)
-        return JSONResponse({**head, "choices": [choice], "usage": _usage([prompt], [answer.generated])})
+        return JSONResponse(
+            {**head, "choices": [choice], "usage": _usage([prompt], [answer.generated])}
+        )
 
     return routes
 
 
 async def _chunks(
-    ticket: Ticket, head: dict[str, Any], choice: Callable[[int, Piece], dict[str, Any]], prompts: Sequence[Sequence[int]], with_usage: bool,
+    ticket: Ticket,
+    head: dict[str, Any],
+    choice: Callable[[int, Piece], dict[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    with_usage: bool,
     first: dict[str, Any] | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a stream: one for each piece that says something, then the usage where it was asked for."""
+    """The chunks of a stream: one for each piece that says something, then the usage where it was
+    asked for.
+    """
     generated = [0] * len(prompts)
     if first:
         yield {**head, "choices": [first]}
@@ -100,12 +151,21 @@ async def _chunks(
 
 
 def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
 
 
 def _usage(prompts: Sequence[Sequence[int]], generated: Sequence[int]) -> dict[str, int]:
     read = sum(len(prompt) for prompt in prompts)
-    return {"prompt_tokens": read, "completion_tokens": sum(generated), "total_tokens": read + sum(generated)}
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": sum(generated),
+        "total_tokens": read + sum(generated),
+    }
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -16,18 +16,36 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class Refused(Exception):
-    """A request that gets `status` and `message` (the thing, its value, the next action) instead of an answer."""
+    """A request that gets `status` and `message` (the thing, its value, the next action) instead of
+    an answer.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, dict(headers or {})
+        self.status, self.message, self.param, self.code, self.headers = (
+            status,
+            message,
+            param,
+            code,
+            dict(headers or {}),
+        )
 
     def body(self) -> dict[str, Any]:
-        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = _KINDS.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
         # What the client sent may stand in the message, and JSON can carry what UTF-8 cannot.
-        message, param = (text and text.encode(errors="replace").decode() for text in (self.message, self.param))
+        message, param = (
+            text and text.encode(errors="replace").decode() for text in (self.message, self.param)
+        )
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -48,12 +66,17 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         if error.body and "json" not in request.headers.get("content-type", ""):
-            return Refused(400, "the body must be JSON; send it with the header Content-Type: application/json").response()
+            return Refused(
+                400, "the body must be JSON; send it with the header Content-Type: application/json"
+            ).response()
         return explain(error.errors()).response()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {str(error.detail).lower()}; see GET /openapi.json for what is served"
+        message = (
+            f"{request.method} {request.url.path}: {str(error.detail).lower()}; see GET"
+            " /openapi.json for what is served"
+        )
         return Refused(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(Exception)
@@ -68,17 +91,29 @@ def explain(faults: Sequence[Mapping[str, Any]]) -> Refused:
         place = ".".join(str(part) for part in fault["loc"] if part != "body")
         match fault["type"]:
             case "json_invalid":
-                place, line = "", f"the body is not JSON ({fault.get('ctx', {}).get('error', 'broken')} at byte {fault['loc'][-1]}); mend it"
+                place, line = (
+                    "",
+                    (
+                        f"the body is not JSON ({fault.get('ctx', {}).get('error', 'broken')} at"
+                        f" byte {fault['loc'][-1]}); mend it"
+                    ),
+                )
             case "extra_forbidden":
                 line = f"`{place}` is not known to this server; remove it"
             case "missing" if place:
                 line = f"`{place}` is missing; give it"
             case "value_error":
-                line = f"`{place}`: {fault['ctx']['error']}" if place else str(fault["ctx"]["error"])
+                line = (
+                    f"`{place}`: {fault['ctx']['error']}" if place else str(fault["ctx"]["error"])
+                )
             case _ if not place:
                 line = "the body is not a JSON object; send one"
             case _:
-                given = "" if isinstance(fault.get("input"), dict | list) else f" is {fault.get('input')!r:.60}"
+                given = (
+                    ""
+                    if isinstance(fault.get("input"), dict | list)
+                    else f" is {fault.get('input')!r:.60}"
+                )
                 line = f"`{place}`{given}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
         param = param or place or None
         lines.append(line)

@@ -1,4 +1,6 @@
-"""`ingot serve`: open the model, listen, answer until SIGTERM or Ctrl-C, finish what runs, leave. Other engines run as processes of their own."""
+"""`ingot serve`: open the model, listen, answer until SIGTERM or Ctrl-C, finish what runs, leave.
+Other engines run as processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ GRACE_S = 10.0
 
 
 def serve(target_folder: Path, settings: Serve, name: str) -> None:
-    """Serve the model in `target_folder` under `name`; blocks until SIGTERM or SIGINT, then returns.
+    """Serve the model in `target_folder` under `name`; blocks until SIGTERM or SIGINT, then
+    returns.
 
     Raises:
-        WrongInput: no model or no tokenizer there, an address that is not this machine's, a key that is not set, no such engine in `serve.python`.
+        WrongInput: no model or no tokenizer there, an address that is not this machine's, a key
+            that is not set, no such engine in `serve.python`.
         Failed: the port is taken, or the engine died.
     """
     if settings.engine == "vllm":
@@ -49,13 +53,23 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
     with bound(host, port) as listener, model_folder(target_folder, os.environ) as folder:
         loaded = load(folder, any_template=settings.any_template, engine=settings.engine)
         metrics = Metrics()
-        engine = Engine(loaded.worker(settings.max_batch), metrics, max_batch=settings.max_batch, max_queue=settings.max_queue)
-        app = create_app(Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ)
-        Server(app, engine, f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}").run(sockets=[listener])
+        engine = Engine(
+            loaded.worker(settings.max_batch),
+            metrics,
+            max_batch=settings.max_batch,
+            max_queue=settings.max_queue,
+        )
+        app = create_app(
+            Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ
+        )
+        Server(
+            app, engine, f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}"
+        ).run(sockets=[listener])
 
 
 def render(folder: Path, settings: Serve, name: str) -> str:
-    """What `serve` would start, as text: another engine's files and command, or that this process answers itself. No secret is in it.
+    """What `serve` would start, as text: another engine's files and command, or that this process
+    answers itself. No secret is in it.
 
     Raises:
         WrongInput: a folder that the engine cannot serve.
@@ -65,16 +79,28 @@ def render(folder: Path, settings: Serve, name: str) -> str:
     if settings.engine == "triton":
         return render_triton(folder, settings, name)
     kind = check_folder(folder, any_template=settings.any_template).kind
-    return f"# nothing is started: this process would serve {name}, a {kind} in {folder}, at http://{shown(settings.host)}:{settings.port}\n"
+    return (
+        f"# nothing is started: this process would serve {name}, a {kind} in {folder}, at"
+        f" http://{shown(settings.host)}:{settings.port}\n"
+    )
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our end: running requests get GRACE_S, what is left then is answered with 503, and the exit is clean."""
+    """uvicorn with our end: running requests get GRACE_S, what is left then is answered with 503,
+    and the exit is clean.
+    """
 
     def __init__(self, app: FastAPI, engine: Engine, greeting: str) -> None:
-        super().__init__(uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=int(GRACE_S) + 2
-        ))
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=int(GRACE_S) + 2,
+            )
+        )
         self._engine, self._greeting = engine, greeting
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -95,8 +121,13 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's own, but the signal is not raised again afterwards: to be stopped is how a server ends well."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        """As uvicorn's own, but the signal is not raised again afterwards: to be stopped is how a
+        server ends well.
+        """
+        before = {
+            number: signal.signal(number, self.handle_exit)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:

@@ -1,4 +1,6 @@
-"""What the routes share: from a checked body to a ticket of the engine, and the limits on the way."""
+"""What the routes share: from a checked body to a ticket of the engine, and the limits on the
+way.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +30,61 @@ class Service:
     def check_model(self, asked: str | None) -> None:
         """Clients name the model; another name is more likely a mistake than a wish."""
         if asked is not None and asked != self.name:
-            raise Refused(404, f"model `{asked}` is not served here, only `{self.name}`; see GET /v1/models", param="model", code="model_not_found")
+            raise Refused(
+                404,
+                f"model `{asked}` is not served here, only `{self.name}`; see GET /v1/models",
+                param="model",
+                code="model_not_found",
+            )
 
     def check_writer(self, asked: str | None) -> None:
         """The same on routes for texts, where classifiers have nothing to say."""
         self.check_model(asked)
         if self.loaded.kind == "encoder":
-            raise Refused(400, f"model `{self.name}` is a classifier and writes no text; send texts as `instances` to the prediction route (/predict)")
+            raise Refused(
+                400,
+                f"model `{self.name}` is a classifier and writes no text; send texts as `instances`"
+                " to the prediction route (/predict)",
+            )
 
     def limit(self, default: int) -> int | None:
-        """The tokens that are meant where a request does not say how many: a sequence-to-sequence model writes to the end of its text."""
+        """The tokens that are meant where a request does not say how many: a sequence-to-sequence
+        model writes to the end of its text.
+        """
         return min(default, self.settings.max_tokens) if self.loaded.kind == "decoder" else None
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Ids of prompts; in a thread, since a long text takes a while and others wait for the event loop."""
+        """Ids of prompts; in a thread, since a long text takes a while and others wait for the
+        event loop.
+        """
         encode = self.loaded.encode
-        return await asyncio.to_thread(lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts])
+        return await asyncio.to_thread(
+            lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        )
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a chat by the model's template."""
         if self.loaded.kind != "decoder" or self.loaded.tokenizer.template is None:
-            raise Refused(400, f"model `{self.name}` has no chat template; send a prompt to /v1/completions", param="messages")
-        return await asyncio.to_thread(self.loaded.tokenizer.encode_chat, [dict(message) for message in messages])
+            raise Refused(
+                400,
+                f"model `{self.name}` has no chat template; send a prompt to /v1/completions",
+                param="messages",
+            )
+        return await asyncio.to_thread(
+            self.loaded.tokenizer.encode_chat, [dict(message) for message in messages]
+        )
 
     def submit(
-        self, prompts: Sequence[list[int]], options: Options, *, max_tokens: int | None, logprobs: int | None = None, beams: int = 1
+        self,
+        prompts: Sequence[list[int]],
+        options: Options,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        beams: int = 1,
     ) -> Ticket:
-        """Queue one completion for each prompt. `max_tokens` None: as many as the server allows and the model can write.
+        """Queue one completion for each prompt. `max_tokens` None: as many as the server allows and
+        the model can write.
 
         Raises:
             Refused: more tokens asked for than the server allows, or no room in the queue.
@@ -62,14 +92,30 @@ class Service:
         """
         limit = self.settings.max_tokens
         if max_tokens is not None and max_tokens > limit:
-            raise Refused(400, f"max_tokens {max_tokens} is over this server's limit of {limit}; lower it, or raise serve.max_tokens", param="max_tokens")
-        sampling, stop = Sampling(options.temperature, options.top_p, options.seed, logprobs), tuple(options.stop)
+            raise Refused(
+                400,
+                f"max_tokens {max_tokens} is over this server's limit of {limit}; lower it, or"
+                " raise serve.max_tokens",
+                param="max_tokens",
+            )
+        sampling, stop = (
+            Sampling(options.temperature, options.top_p, options.seed, logprobs),
+            tuple(options.stop),
+        )
         if self.loaded.kind == "seq2seq":
             if logprobs is not None:
-                raise Refused(400, f"model `{self.name}` gives no log-probabilities; leave `logprobs` out", param="logprobs")
+                raise Refused(
+                    400,
+                    f"model `{self.name}` gives no log-probabilities; leave `logprobs` out",
+                    param="logprobs",
+                )
             whole = min(limit, self.loaded.model.config.max_position_embeddings)
-            return self._queue([Summary(prompt, max_tokens or whole, sampling, stop, beams) for prompt in prompts])
-        return self._queue([Request(prompt, max_tokens or limit, sampling, stop) for prompt in prompts])
+            return self._queue(
+                [Summary(prompt, max_tokens or whole, sampling, stop, beams) for prompt in prompts]
+            )
+        return self._queue(
+            [Request(prompt, max_tokens or limit, sampling, stop) for prompt in prompts]
+        )
 
     def judge(self, texts: Sequence[list[int]]) -> Ticket:
         """Queue texts to be classified. Raises as `submit` does."""

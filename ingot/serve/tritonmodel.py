@@ -1,6 +1,8 @@
-"""Our own generation behind Triton's Python backend: one thread runs the batch, requests join it while it runs, answers stream.
+"""Our own generation behind Triton's Python backend: one thread runs the batch, requests join it
+while it runs, answers stream.
 
-Runs inside Triton, which hands in its own module (`utils`); the repository's `model.py` is three lines. The tensors are those of Triton's
+Runs inside Triton, which hands in its own module (`utils`); the repository's `model.py` is three
+lines. The tensors are those of Triton's
 vLLM backend: `text_input`, `sampling_parameters` (JSON), `stream`; `text_output`.
 """
 
@@ -50,8 +52,13 @@ class Answering:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Open the model that the configuration names."""
-        told = {key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()}
-        self._loaded: Loaded = load(Path(told["folder"]), any_template=told["any_template"] == "true")
+        told = {
+            key: value["string_value"]
+            for key, value in json.loads(args["model_config"])["parameters"].items()
+        }
+        self._loaded: Loaded = load(
+            Path(told["folder"]), any_template=told["any_template"] == "true"
+        )
         self._worker: Worker = self._loaded.worker(int(told["max_batch"]))
         self._limit, self._rows = int(told["max_tokens"]), int(told["max_batch"])
         self._most = self._rows + int(told["max_queue"])
@@ -70,7 +77,11 @@ class Answering:
                 row = self._read(request, sender)
                 with self._changed:
                     if len(self._waiting) + len(self._running) >= self._most:
-                        raise Refused(429, f"{self._most} requests are running or waiting, and no more fit; try again")
+                        raise Refused(
+                            429,
+                            f"{self._most} requests are running or waiting, and no more fit; try"
+                            " again",
+                        )
                     self._waiting.append(row)
                     self._changed.notify()
             except (Refused, IngotError) as error:
@@ -86,15 +97,30 @@ class Answering:
     def _read(self, request: Any, sender: Any) -> _Row:
         text = self._text(request, "text_input") or ""
         try:
-            wishes = PredictParameters.model_validate(json.loads(self._text(request, "sampling_parameters") or "{}"))
+            wishes = PredictParameters.model_validate(
+                json.loads(self._text(request, "sampling_parameters") or "{}")
+            )
         except ValidationError as error:
-            raise Refused(400, f"sampling_parameters: {explain([dict(fault) for fault in error.errors()]).message}") from None
+            raise Refused(
+                400,
+                "sampling_parameters:"
+                f" {explain([dict(fault) for fault in error.errors()]).message}",
+            ) from None
         except ValueError as error:
             raise Refused(400, f"sampling_parameters is not JSON ({error}); mend it") from None
         tokens = wishes.max_tokens or min(PROMPT_TOKENS, self._limit)
         if tokens > self._limit:
-            raise Refused(400, f"max_tokens {tokens} is over this server's limit of {self._limit}; lower it, or raise serve.max_tokens")
-        made = Request(self._loaded.encode(text), tokens, Sampling(wishes.temperature, wishes.top_p, wishes.seed), tuple(wishes.stop))
+            raise Refused(
+                400,
+                f"max_tokens {tokens} is over this server's limit of {self._limit}; lower it, or"
+                " raise serve.max_tokens",
+            )
+        made = Request(
+            self._loaded.encode(text),
+            tokens,
+            Sampling(wishes.temperature, wishes.top_p, wishes.seed),
+            tuple(wishes.stop),
+        )
         self._loaded.check(made)
         stream = self.utils.get_input_tensor_by_name(request, "stream")
         return _Row(made, sender, stream is not None and bool(stream.as_numpy().reshape(-1)[0]))
@@ -122,7 +148,11 @@ class Answering:
                 say(f"a step of the model failed:\n{traceback.format_exc()}")
                 self._worker.clear()
                 for row in self._drop_all():
-                    self._refuse(row.sender, "the model failed on this batch of requests; the server's log has the reason")
+                    self._refuse(
+                        row.sender,
+                        "the model failed on this batch of requests; the server's log has the"
+                        " reason",
+                    )
 
     def _drop_all(self) -> list[_Row]:
         with self._changed:
@@ -137,7 +167,10 @@ class Answering:
         if piece.finish:
             del self._running[job]
         if piece.finish == "error":
-            self._refuse(row.sender, "the model's numbers are not finite on this prompt; try another prompt or model")
+            self._refuse(
+                row.sender,
+                "the model's numbers are not finite on this prompt; try another prompt or model",
+            )
         elif piece.finish:
             self._send(row.sender, piece.text if row.stream else "".join(row.texts), last=True)
         elif row.stream and piece.text:
@@ -149,7 +182,10 @@ class Answering:
 
     def _send(self, sender: Any, text: str, *, last: bool = False) -> None:
         tensor = self.utils.Tensor("text_output", np.array([text.encode()], dtype=np.object_))
-        sender.send(self.utils.InferenceResponse([tensor]), flags=self.utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
+        sender.send(
+            self.utils.InferenceResponse([tensor]),
+            flags=self.utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0,
+        )
 
     def _refuse(self, sender: Any, message: str) -> None:
         failed = self.utils.InferenceResponse(error=self.utils.TritonError(message))

@@ -1,8 +1,10 @@
-"""Vertex AI's contract for custom containers: where to listen, health, predictions, and where the model's files lie.
+"""Vertex AI's contract for custom containers: where to listen, health, predictions, and where the
+model's files lie.
 
-Vertex sets AIP_HTTP_PORT, AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE and AIP_STORAGE_URI in the container's environment; without
-them the routes are /health and /predict. A prediction, in the order of the instances, is the completion as a text, or of a
-classifier the label and the probability of each.
+Vertex sets AIP_HTTP_PORT, AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE and AIP_STORAGE_URI in the
+container's environment; without them the routes are /health and /predict. A prediction, in the
+order of the instances, is the completion as a text, or of a classifier the label and the
+probability of each.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ PREDICT_TOKENS = 64
 
 
 def address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port to listen on. Where Vertex sets the port, its proxy comes from outside, so loopback means everywhere.
+    """Host and port to listen on. Where Vertex sets the port, its proxy comes from outside, so
+    loopback means everywhere.
 
     Raises:
         WrongInput: AIP_HTTP_PORT is not a port.
@@ -40,7 +43,10 @@ def address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
     if not text:
         return settings.host, settings.port
     if not text.isdecimal() or int(text) > 65535:
-        raise WrongInput(f"$AIP_HTTP_PORT is {text!r}, not a port; set it to a number from 0 to 65535 or unset it")
+        raise WrongInput(
+            f"$AIP_HTTP_PORT is {text!r}, not a port; set it to a number from 0 to 65535 or"
+            " unset it"
+        )
     return (ANYWHERE if settings.host == LOOPBACK else settings.host), int(text)
 
 
@@ -53,33 +59,61 @@ def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
     routes = APIRouter()
 
     async def predict(body: PredictBody, request: Request) -> dict[str, Any]:
-        prompts = await service.encode([item if isinstance(item, str) else item.prompt for item in body.instances])
-        ticket = service.submit(prompts, body.parameters, max_tokens=body.parameters.max_tokens or service.limit(PREDICT_TOKENS))
+        prompts = await service.encode(
+            [item if isinstance(item, str) else item.prompt for item in body.instances]
+        )
+        ticket = service.submit(
+            prompts,
+            body.parameters,
+            max_tokens=body.parameters.max_tokens or service.limit(PREDICT_TOKENS),
+        )
         return {"predictions": [answer.text for answer in await completions(ticket, request)]}
 
     async def write(body: SummaryBody, request: Request) -> dict[str, Any]:
-        sources = await service.encode([item if isinstance(item, str) else item.prompt for item in body.instances])
-        ticket = service.submit(sources, body.parameters, max_tokens=body.parameters.max_tokens, beams=body.parameters.beams)
+        sources = await service.encode(
+            [item if isinstance(item, str) else item.prompt for item in body.instances]
+        )
+        ticket = service.submit(
+            sources,
+            body.parameters,
+            max_tokens=body.parameters.max_tokens,
+            beams=body.parameters.beams,
+        )
         return {"predictions": [answer.text for answer in await completions(ticket, request)]}
 
     async def classify(body: ClassifyBody, request: Request) -> dict[str, Any]:
-        texts = await service.encode([item if isinstance(item, str) else item.text for item in body.instances])
+        texts = await service.encode(
+            [item if isinstance(item, str) else item.text for item in body.instances]
+        )
         ticket = service.judge(texts)
-        return {"predictions": await awaited(ticket, request, _verdicts(ticket, service.loaded.labels))}
+        return {
+            "predictions": await awaited(ticket, request, _verdicts(ticket, service.loaded.labels))
+        }
 
-    kinds: dict[Kind, Callable[..., Any]] = {"decoder": predict, "seq2seq": write, "encoder": classify}
-    routes.add_api_route(environ.get("AIP_PREDICT_ROUTE") or "/predict", kinds[service.loaded.kind], methods=["POST"])
+    kinds: dict[Kind, Callable[..., Any]] = {
+        "decoder": predict,
+        "seq2seq": write,
+        "encoder": classify,
+    }
+    routes.add_api_route(
+        environ.get("AIP_PREDICT_ROUTE") or "/predict", kinds[service.loaded.kind], methods=["POST"]
+    )
     return routes
 
 
 async def _verdicts(ticket: Ticket, labels: Sequence[str]) -> list[dict[str, Any]]:
     pieces = [piece for (piece,) in await ticket.parts()]
-    return [{"label": piece.text, "scores": dict(zip(labels, piece.scores, strict=True))} for piece in pieces if isinstance(piece, Scored)]
+    return [
+        {"label": piece.text, "scores": dict(zip(labels, piece.scores, strict=True))}
+        for piece in pieces
+        if isinstance(piece, Scored)
+    ]
 
 
 @contextlib.contextmanager
 def model_folder(target: Path, environ: Mapping[str, str]) -> Iterator[Path]:
-    """The folder to serve: what AIP_STORAGE_URI names, downloaded for as long as the block lasts, else `target`.
+    """The folder to serve: what AIP_STORAGE_URI names, downloaded for as long as the block lasts,
+    else `target`.
 
     Raises:
         WrongInput: nothing lies there.
@@ -101,11 +135,19 @@ def _download(uri: str, folder: Path) -> None:
     try:
         files = find_files(uri)
         for file in files:
-            with open_read(file) as source, atomic_file(folder / PurePosixPath(file).relative_to(root)) as target:
+            with (
+                open_read(file) as source,
+                atomic_file(folder / PurePosixPath(file).relative_to(root)) as target,
+            ):
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
     except IngotError:
         raise
     except Exception as error:  # each storage client raises its own kinds
-        raise Failed(f"$AIP_STORAGE_URI {uri} cannot be read ({type(error).__name__}: {error}); check the bucket and the service account") from error
+        raise Failed(
+            f"$AIP_STORAGE_URI {uri} cannot be read ({type(error).__name__}: {error}); check the"
+            " bucket and the service account"
+        ) from error
     if not files:
-        raise WrongInput(f"$AIP_STORAGE_URI {uri} holds no file; give the folder that the model was uploaded to")
+        raise WrongInput(
+            f"$AIP_STORAGE_URI {uri} holds no file; give the folder that the model was uploaded to"
+        )

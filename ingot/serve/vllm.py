@@ -1,7 +1,9 @@
-"""`serve.engine: vllm`: its own OpenAI server over a model folder, in an environment of its own, as a process of ours.
+"""`serve.engine: vllm`: its own OpenAI server over a model folder, in an environment of its own, as
+a process of ours.
 
-Its sampling, batches and limits are its own; of ours hold `max_tokens`, `max_batch`, the key and the address. Any `VLLM_...` variable that is set
-reaches it. Under Vertex AI's variables our small front stands before it (`front.py`).
+Its sampling, batches and limits are its own; of ours hold `max_tokens`, `max_batch`, the key and
+the address. Any `VLLM_...` variable that is set reaches it. Under Vertex AI's variables our small
+front stands before it (`front.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from ingot.serve.front import fronted
 from ingot.serve.listen import bound, free_port, key_of, shown
 from ingot.serve.vertex import LOOPBACK, address, model_folder
 
-# On a CPU vLLM would take nine tenths of the memory for its cache, and refuse to start where they are not free.
+# On a CPU vLLM would take nine tenths of the memory for its cache, and refuse to start where they
+# are not free.
 MOST_CACHE_BYTES = 4 << 30
 
 
@@ -44,45 +47,77 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
         check_causal(folder, "vllm", any_template=settings.any_template)
         if "AIP_HTTP_PORT" not in os.environ:
             own = free_port(host, port)
-            serve_child(command(python, folder, settings, name, host, own, key), f"serving {name} at http://{shown(host)}:{own}")
+            serve_child(
+                command(python, folder, settings, name, host, own, key),
+                f"serving {name} at http://{shown(host)}:{own}",
+            )
             return
         listener = stack.enter_context(bound(host, port))
         inside = free_port(LOOPBACK, 0)
         serve_child(
-            command(python, folder, settings, name, LOOPBACK, inside, None), f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}",
-            lambda: fronted(listener, f"http://{LOOPBACK}:{inside}", settings, name, key, os.environ),
+            command(python, folder, settings, name, LOOPBACK, inside, None),
+            f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}",
+            lambda: fronted(
+                listener, f"http://{LOOPBACK}:{inside}", settings, name, key, os.environ
+            ),
         )
 
 
 def render_vllm(folder: Path, settings: Serve, name: str) -> str:
     """The command that `serve_vllm` would run; the key is named and not shown."""
     check_causal(folder, "vllm", any_template=settings.any_template)
-    made = command(settings.python or sys.executable, folder, settings, name, settings.host, settings.port, None)
+    made = command(
+        settings.python or sys.executable,
+        folder,
+        settings,
+        name,
+        settings.host,
+        settings.port,
+        None,
+    )
     keys = {"VLLM_API_KEY": f"${settings.api_key.removeprefix('env:')}"} if settings.api_key else {}
     return shell(made.argv, {**made.environment, **keys}) + "\n"
 
 
-def command(python: str, folder: Path, settings: Serve, name: str, host: str, port: int, key: str | None) -> Command:
-    """How vLLM is started here: on a CPU in float32, as our own server computes there, and without compiling first."""
+def command(
+    python: str, folder: Path, settings: Serve, name: str, host: str, port: int, key: str | None
+) -> Command:
+    """How vLLM is started here: on a CPU in float32, as our own server computes there, and without
+    compiling first.
+    """
     accelerated = torch.accelerator.is_available()
     dtype = "auto" if accelerated else "float32"
     more = () if accelerated else ("--enforce-eager", "--kv-cache-memory-bytes", str(cache_bytes()))
-    argv = (python, "-m", VLLM_MODULE, *vllm_arguments(str(folder), name, settings, host=host, port=port, dtype=dtype), *more)
+    argv = (
+        python,
+        "-m",
+        VLLM_MODULE,
+        *vllm_arguments(str(folder), name, settings, host=host, port=port, dtype=dtype),
+        *more,
+    )
     asked = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     secrets: Mapping[str, str] = {"VLLM_API_KEY": key} if key else {}
     return Command("vLLM", argv, f"http://{shown(asked)}:{port}/health", quiet(os.environ), secrets)
 
 
 def quiet(environ: Mapping[str, str]) -> dict[str, str]:
-    """What keeps vLLM from telling every step, and from telling anybody about its use; whoever has set these keeps what was set."""
-    wished = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
+    """What keeps vLLM from telling every step, and from telling anybody about its use; whoever has
+    set these keeps what was set.
+    """
+    wished = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     return {name: value for name, value in wished.items() if name not in environ}
 
 
 def cache_bytes() -> int:
     """A quarter of the free memory in whole quarters of a GiB, MOST_CACHE_BYTES at most."""
     step = 1 << 28
-    return int(max(step, min(MOST_CACHE_BYTES, psutil.virtual_memory().available // 4 // step * step)))
+    return int(
+        max(step, min(MOST_CACHE_BYTES, psutil.virtual_memory().available // 4 // step * step))
+    )
 
 
 def with_module(python: str | None, module: str) -> str:
@@ -90,10 +125,22 @@ def with_module(python: str | None, module: str) -> str:
     chosen = python or sys.executable
     try:
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        found = subprocess.run([chosen, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
+        found = subprocess.run(
+            [chosen, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise WrongInput(f"serve.python {chosen} cannot be run ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an "
-                         f"environment that has {module}") from None
+        raise WrongInput(
+            f"serve.python {chosen} cannot be run"
+            f" ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an"
+            f" environment that has {module}"
+        ) from None
     if found.returncode:
-        raise WrongInput(f"there is no {module} in the environment of {chosen}; set serve.python to the interpreter of one that has it")
+        raise WrongInput(
+            f"there is no {module} in the environment of {chosen}; set serve.python to the"
+            " interpreter of one that has it"
+        )
     return chosen

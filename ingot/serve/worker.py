@@ -1,4 +1,6 @@
-"""What the engine asks of whatever computes answers: a `Generator`, a `Summarizer` or a `Classifier`."""
+"""What the engine asks of whatever computes answers: a `Generator`, a `Summarizer` or a
+`Classifier`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from ingot.models.request import Piece, Request
 
 
 class Worker(Protocol):
-    """Takes requests into a batch and works on it a step at a time; one thread alone calls it. A job is the worker's own name for a request."""
+    """Takes requests into a batch and works on it a step at a time; one thread alone calls it. A
+    job is the worker's own name for a request.
+    """
 
     def add(self, request: Request) -> Any:
         """Take a request in; answers its job."""
@@ -30,7 +34,9 @@ class Worker(Protocol):
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """A worker whose steps are long: it can be told while one runs that nobody waits for a job any more."""
+    """A worker whose steps are long: it can be told while one runs that nobody waits for a job any
+    more.
+    """
 
     def interrupt(self, job: Any) -> None:
         """From any thread."""

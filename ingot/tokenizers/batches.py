@@ -24,9 +24,19 @@ def flatten(lists: Sequence[Sequence[int]]) -> Batch:
 
 def difference(text: str, wanted: Sequence[int], found: Sequence[int]) -> str:
     """Where the ids of one text begin to differ."""
-    at = next((place for place, (one, other) in enumerate(zip(wanted, found, strict=False)) if one != other), min(len(wanted), len(found)))
+    at = next(
+        (
+            place
+            for place, (one, other) in enumerate(zip(wanted, found, strict=False))
+            if one != other
+        ),
+        min(len(wanted), len(found)),
+    )
     shown = text if len(text) <= 40 else text[:37] + "..."
-    return f"differs from the reference on {shown!r} at token {at}: {list(found[at : at + 3])} instead of {list(wanted[at : at + 3])}"
+    return (
+        f"differs from the reference on {shown!r} at token {at}: {list(found[at : at + 3])} instead"
+        f" of {list(wanted[at : at + 3])}"
+    )
 
 
 def first_difference(texts: Sequence[str], wanted: Batch, found: Batch) -> str | None:

@@ -1,7 +1,9 @@
 """Chats to ids, and which of them are trained: what the assistant says and its end-of-turn token.
 
-The ids are those of the rendered chat, with special tokens made by the template alone. All text of many chats goes through
-one call of an encoder: a rendered chat is cut at its special tokens, and the pieces between are plain text.
+The ids are those of the rendered chat, with special tokens made by the template alone. All text of
+many chats goes through
+one call of an encoder: a rendered chat is cut at its special tokens, and the pieces between are
+plain text.
 """
 
 from __future__ import annotations
@@ -23,28 +25,40 @@ from ingot.tokenizers.tokenizer import Tokenizer
 Messages = Sequence[Mapping[str, Any]]
 EncodeBatch = Callable[[Sequence[str]], Batch]
 Ids = npt.NDArray[np.int32]
-PROBE = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}, {"role": "user", "content": "e"}]
+PROBE = [
+    {"role": "user", "content": "a b"},
+    {"role": "assistant", "content": "c d"},
+    {"role": "user", "content": "e"},
+]
 
 
 def encode_chats(
-    tokenizer: Tokenizer, chats: Sequence[Messages], encode_batch: EncodeBatch, trained_from: Sequence[int] | None = None
+    tokenizer: Tokenizer,
+    chats: Sequence[Messages],
+    encode_batch: EncodeBatch,
+    trained_from: Sequence[int] | None = None,
 ) -> tuple[Ids, npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Ids of all chats one after the other; for each id 1 if it is trained, else 0; and how many ids each chat has.
+    """Ids of all chats one after the other; for each id 1 if it is trained, else 0; and how many
+    ids each chat has.
 
     A token that begins before the assistant's turn and ends in it is not trained.
 
     Args:
         encode_batch: ids of texts, the same as the tokenizer's own.
-        trained_from: for each chat the number of its first message that is trained, if the assistant's; None: all are.
+        trained_from: for each chat the number of its first message that is trained, if the
+            assistant's; None: all are.
 
     Raises:
-        WrongInput: there is no template, it refuses a chat, or it cannot be told what of the text the assistant said.
+        WrongInput: there is no template, it refuses a chat, or it cannot be told what of the text
+            the assistant said.
     """
     form = tokenizer.chat_form
     whole = not _cuts(tokenizer, form)
     plan = _Plan(tokenizer, form)
     firsts = [0] * len(chats) if trained_from is None else trained_from
-    layouts = [plan.add(chat, first, whole=whole) for chat, first in zip(chats, firsts, strict=True)]
+    layouts = [
+        plan.add(chat, first, whole=whole) for chat, first in zip(chats, firsts, strict=True)
+    ]
     plan.encode(encode_batch)
     made = [plan.chat(layout) for layout in layouts]
     lengths = np.array([len(ids) for ids, _ in made], np.int64)
@@ -56,12 +70,16 @@ def encode_chats(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> str | None:
-    """The special token that the template writes right after what the assistant says; None where there is none."""
+    """The special token that the template writes right after what the assistant says; None where
+    there is none.
+    """
     return manner(tokenizer.chat_form).end
 
 
 def stop_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What generation must stop at: EOS, and the end-of-turn token of the template where that is another one."""
+    """What generation must stop at: EOS, and the end-of-turn token of the template where that is
+    another one.
+    """
     end = end_of_turn(tokenizer) if tokenizer.template else None
     found = [tokenizer.special.eos, tokenizer.special_ids[end] if end is not None else None]
     return sorted({token for token in found if token is not None})
@@ -69,7 +87,9 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A special token, or a text with the places in it where training begins and ends. Texts are by number in the plan."""
+    """A special token, or a text with the places in it where training begins and ends. Texts are by
+    number in the plan.
+    """
 
     token: int | None
     text: int
@@ -89,14 +109,18 @@ class _Plan:
         self._ids: list[Ids] = []
 
     def add(self, chat: Messages, first: int, *, whole: bool) -> list[_Piece]:
-        """Render a chat, trained from message `first` on. `whole`: its text is encoded in one go by the reference, as long as it has no look-alikes."""
+        """Render a chat, trained from message `first` on. `whole`: its text is encoded in one go by
+        the reference, as long as it has no look-alikes.
+        """
         masked, originals = mask(_checked(chat), list(self._form.special))
         found = written(self._form, masked, first)
         edges = [edge for span in found.spans for edge in span]
         if whole and not originals:
             return [self._text(found.text, 0, edges, {}, control=True)]
         pieces, place = [], 0
-        for number, piece in enumerate(self._special.split(found.text) if self._special else [found.text]):
+        for number, piece in enumerate(
+            self._special.split(found.text) if self._special else [found.text]
+        ):
             if number % 2:
                 pieces.append(_Piece(self._form.special[piece], -1, _inside(place, edges), []))
             elif piece:
@@ -104,34 +128,60 @@ class _Plan:
             place += len(piece)
         return pieces
 
-    def _text(self, text: str, place: int, edges: list[int], originals: Mapping[str, str], *, control: bool) -> _Piece:
+    def _text(
+        self,
+        text: str,
+        place: int,
+        edges: list[int],
+        originals: Mapping[str, str],
+        *,
+        control: bool,
+    ) -> _Piece:
         within = [edge - place for edge in edges if place < edge < place + len(text)]
         prefixes = [self._number(restored(text[:edge], originals), control) for edge in within]
-        return _Piece(None, self._number(restored(text, originals), control), _inside(place, edges), prefixes)
+        return _Piece(
+            None, self._number(restored(text, originals), control), _inside(place, edges), prefixes
+        )
 
     def _number(self, text: str, control: bool) -> int:
         return self._numbers.setdefault((control, text), len(self._numbers))
 
     def encode(self, encode_batch: EncodeBatch) -> None:
         plain = [text for control, text in self._numbers if not control]
-        flat, offsets = encode_batch(plain) if plain else (np.empty(0, np.int32), np.zeros(1, np.int64))
+        flat, offsets = (
+            encode_batch(plain) if plain else (np.empty(0, np.int32), np.zeros(1, np.int64))
+        )
         bounds = itertools.pairwise(offsets)
         for control, text in self._numbers:
             if control:
-                self._ids.append(np.array(self._form.control.encode(text, add_special_tokens=False).ids, np.int32))
+                self._ids.append(
+                    np.array(
+                        self._form.control.encode(text, add_special_tokens=False).ids, np.int32
+                    )
+                )
             else:
                 begin, end = next(bounds)
                 self._ids.append(flat[begin:end])
 
     def chat(self, pieces: list[_Piece]) -> tuple[Ids, npt.NDArray[np.uint8]]:
         """Ids of one chat, and which are trained."""
-        ids = [np.array([piece.token], np.int32) if piece.token is not None else self._ids[piece.text] for piece in pieces]
-        trained = [self._trained(piece, len(tokens)) for piece, tokens in zip(pieces, ids, strict=True)]
-        return np.concatenate(ids) if ids else np.empty(0, np.int32), np.concatenate(trained) if trained else np.empty(0, np.uint8)
+        ids = [
+            np.array([piece.token], np.int32) if piece.token is not None else self._ids[piece.text]
+            for piece in pieces
+        ]
+        trained = [
+            self._trained(piece, len(tokens)) for piece, tokens in zip(pieces, ids, strict=True)
+        ]
+        return np.concatenate(ids) if ids else np.empty(0, np.int32), (
+            np.concatenate(trained) if trained else np.empty(0, np.uint8)
+        )
 
     def _trained(self, piece: _Piece, count: int) -> npt.NDArray[np.uint8]:
         trained, now, place = np.zeros(count, np.uint8), piece.trained, 0
-        for switch in [*(self._first_after(piece.text, prefix) for prefix in piece.switches), count]:
+        for switch in [
+            *(self._first_after(piece.text, prefix) for prefix in piece.switches),
+            count,
+        ]:
             trained[place:switch] = now
             now, place = not now, max(place, switch)
         return trained
@@ -143,10 +193,14 @@ class _Plan:
         differ = np.flatnonzero(ids[:same] != before[:same])
         if not len(differ) and same == len(before):
             return same
-        # A token stands across: the first one behind it begins where as much text is decoded as the prefix has.
+        # A token stands across: the first one behind it begins where as much text is decoded as the
+        # prefix has.
         wanted = len(self._decode(before))
         first = int(differ[0]) if len(differ) else same
-        return next((count for count in range(first, len(ids)) if len(self._decode(ids[:count])) >= wanted), len(ids))
+        return next(
+            (count for count in range(first, len(ids)) if len(self._decode(ids[:count])) >= wanted),
+            len(ids),
+        )
 
     def _decode(self, ids: Ids) -> str:
         return self._tokenizer.decode(ids, skip_special=False)
@@ -159,16 +213,24 @@ def _inside(place: int, edges: list[int]) -> bool:
 
 def _checked(chat: Messages) -> Messages:
     if not chat or any(not isinstance(message.get("role"), str) for message in chat):
-        raise WrongInput("a chat is a list of one or more messages, each with a `role`; give at least one")
+        raise WrongInput(
+            "a chat is a list of one or more messages, each with a `role`; give at least one"
+        )
     return chat
 
 
 def _cuts(tokenizer: Tokenizer, form: ChatForm) -> bool:
-    """Whether a chat may be cut at its special tokens: not where these swallow space, or where only a text's start gets a prefix."""
+    """Whether a chat may be cut at its special tokens: not where these swallow space, or where only
+    a text's start gets a prefix.
+    """
     try:
         text = form.render(PROBE)
     except WrongInput:
         return True
     pieces = any_of(tuple(form.special)).split(text) if form.special else [text]
-    cut = [token for number, piece in enumerate(pieces) for token in ([form.special[piece]] if number % 2 else tokenizer.encode(piece))]
+    cut = [
+        token
+        for number, piece in enumerate(pieces)
+        for token in ([form.special[piece]] if number % 2 else tokenizer.encode(piece))
+    ]
     return cut == form.control.encode(text, add_special_tokens=False).ids

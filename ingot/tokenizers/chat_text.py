@@ -1,7 +1,9 @@
-"""A chat as text, by a Jinja template in the sandbox that Hugging Face's templates are written for. Encodes nothing.
+"""A chat as text, by a Jinja template in the sandbox that Hugging Face's templates are written for.
+Encodes nothing.
 
-Look-alikes of special tokens in messages can be masked before rendering, so that afterwards the template's own special
-tokens are told apart from them. Masks are private characters of plane 15, marks that show where something stands of plane 16.
+Look-alikes of special tokens in messages can be masked before rendering, so that afterwards the
+template's own special tokens are told apart from them. Masks are private characters of plane 15,
+marks that show where something stands of plane 16.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ FIRST_MARK = 0x100010
 
 @dataclass(frozen=True)
 class ChatForm:
-    """What of a tokenizer decides how a chat is written down. `special` -> id are the tokens that only a template makes."""
+    """What of a tokenizer decides how a chat is written down. `special` -> id are the tokens that
+    only a template makes.
+    """
 
     where: str
     template: str
@@ -40,32 +44,60 @@ class ChatForm:
     named: Mapping[str, str]
     control: Control
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False
+    ) -> str:
         return render(self.template, messages, self.named, generation_prompt=generation_prompt)
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str], *, generation_prompt: bool) -> str:
-    """The text of a chat. `special` are the tokens that templates name: `bos_token`, `eos_token` and the like.
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+    *,
+    generation_prompt: bool,
+) -> str:
+    """The text of a chat. `special` are the tokens that templates name: `bos_token`, `eos_token`
+    and the like.
 
     Raises:
         WrongInput: the template is not valid, or refuses these messages; its own reason is given.
     """
-    return render_marked(template, messages, special, generation_prompt=generation_prompt).replace(BEGIN, "").replace(END, "")
+    return (
+        render_marked(template, messages, special, generation_prompt=generation_prompt)
+        .replace(BEGIN, "")
+        .replace(END, "")
+    )
 
 
-def render_marked(template: str, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str], *, generation_prompt: bool = False) -> str:
+def render_marked(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+    *,
+    generation_prompt: bool = False,
+) -> str:
     """`render` with BEGIN and END around what stands in `{% generation %}` blocks."""
     try:
         return _compiled(template).render(
-            messages=list(messages), tools=None, documents=None, add_generation_prompt=generation_prompt, **special
+            messages=list(messages),
+            tools=None,
+            documents=None,
+            add_generation_prompt=generation_prompt,
+            **special,
         )
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise WrongInput(f"the chat template refuses these {len(messages)} messages ({error}); give roles and contents that it knows") from error
+        raise WrongInput(
+            f"the chat template refuses these {len(messages)} messages ({error}); give roles and"
+            " contents that it knows"
+        ) from error
 
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
@@ -80,14 +112,23 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN, END))
+        begin, end = (
+            nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN, END)
+        )
         return [begin, *inside, end]
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-             sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Jinja's own filter escapes HTML, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:
@@ -99,7 +140,9 @@ def _now(pattern: str) -> str:
 
 
 def mask(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
-    """A copy of `messages` in which each look-alike of a special token or mark is one private character, and what each stands for."""
+    """A copy of `messages` in which each look-alike of a special token or mark is one private
+    character, and what each stands for.
+    """
     texts = list(_strings(messages))
     looks, present = any_of(tuple(special)), set[str]()
     for text in texts:
@@ -124,8 +167,12 @@ def mask(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
     return masked(messages), {character: token for token, character in masks.items()}
 
 
-def pieces(text: str, special: Sequence[str], originals: Mapping[str, str]) -> Iterator[tuple[bool, str]]:
-    """A rendered chat cut at its special tokens: (is it a special token, its text), masked look-alikes as they were."""
+def pieces(
+    text: str, special: Sequence[str], originals: Mapping[str, str]
+) -> Iterator[tuple[bool, str]]:
+    """A rendered chat cut at its special tokens: (is it a special token, its text), masked
+    look-alikes as they were.
+    """
     cut = any_of(tuple(special)).split(text)
     for index, piece in enumerate(cut):
         # The pattern has one group, so every second piece is a special token.

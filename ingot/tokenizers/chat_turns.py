@@ -1,8 +1,10 @@
-"""Where in the text of a chat the assistant speaks: from behind the prompt that generation starts from, through the end-of-turn token.
+"""Where in the text of a chat the assistant speaks: from behind the prompt that generation starts
+from, through the end-of-turn token.
 
-Templates that mark it with `{% generation %}` are believed. Otherwise the chat is rendered again with marks around what each
-assistant message says, which shows where that stands; and the first messages alone, which shows where turns begin and end.
-Where neither settles it, the chat is refused.
+Templates that mark it with `{% generation %}` are believed. Otherwise the chat is rendered again
+with marks around what each assistant message says, which shows where that stands; and the first
+messages alone, which shows where turns begin and end. Where neither settles it, the chat is
+refused.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
-from ingot.tokenizers.chat_text import BEGIN, END, FIRST_MARK, ChatForm, any_of, render, render_marked
+from ingot.tokenizers.chat_text import (
+    BEGIN,
+    END,
+    FIRST_MARK,
+    ChatForm,
+    any_of,
+    render,
+    render_marked,
+)
 
 Messages = Sequence[Mapping[str, Any]]
 QUESTION, ANSWER = "\U0010fff0", "\U0010fff1"
@@ -24,7 +34,9 @@ QUESTION, ANSWER = "\U0010fff0", "\U0010fff1"
 
 @dataclass(frozen=True)
 class Written:
-    """A chat as text, with [begin, end) of each assistant turn in it. `ended`: whether that turn has its end-of-turn token."""
+    """A chat as text, with [begin, end) of each assistant turn in it. `ended`: whether that turn
+    has its end-of-turn token.
+    """
 
     text: str
     spans: list[tuple[int, int]]
@@ -33,7 +45,9 @@ class Written:
 
 @dataclass(frozen=True)
 class Manner:
-    """How a template frames what the assistant says: the prompt before it, the special token right after it."""
+    """How a template frames what the assistant says: the prompt before it, the special token right
+    after it.
+    """
 
     prompt: str
     end: str | None
@@ -48,32 +62,53 @@ def manner(form: ChatForm) -> Manner:
 def _manner(template: str, special: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Manner:
     question: Messages = [{"role": "user", "content": QUESTION}]
     try:
-        bare, asked = (render(template, question, dict(named), generation_prompt=asked) for asked in (False, True))
-        whole = render(template, [*question, {"role": "assistant", "content": ANSWER}], dict(named), generation_prompt=False)
+        bare, asked = (
+            render(template, question, dict(named), generation_prompt=asked)
+            for asked in (False, True)
+        )
+        whole = render(
+            template,
+            [*question, {"role": "assistant", "content": ANSWER}],
+            dict(named),
+            generation_prompt=False,
+        )
     except WrongInput:
         return Manner("", None)
-    after = re.match(rf"\s*{any_of(special).pattern}", whole.partition(ANSWER)[2]) if special else None
-    return Manner(asked.removeprefix(bare) if asked.startswith(bare) else "", after[1] if after else None)
+    after = (
+        re.match(rf"\s*{any_of(special).pattern}", whole.partition(ANSWER)[2]) if special else None
+    )
+    return Manner(
+        asked.removeprefix(bare) if asked.startswith(bare) else "", after[1] if after else None
+    )
 
 
 def written(form: ChatForm, messages: Messages, first: int = 0) -> Written:
-    """Render a chat, look-alikes masked already, and find the assistant's turns from message `first` on.
+    """Render a chat, look-alikes masked already, and find the assistant's turns from message
+    `first` on.
 
     Raises:
-        WrongInput: the template refuses the chat, or it cannot be told which part of the text a message became.
+        WrongInput: the template refuses the chat, or it cannot be told which part of the text a
+            message became.
     """
     marked = render_marked(form.template, messages, form.named)
     how = manner(form)
     if BEGIN in marked:
         text, found = _unmarked(marked, (BEGIN, END))
         edges = [place for _, place in found]
-        spans = [_in_block(text, begin, end, how) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+        spans = [
+            _in_block(text, begin, end, how)
+            for begin, end in zip(edges[::2], edges[1::2], strict=True)
+        ]
         spans = spans[_blocks_before(form, messages, first, len(spans)) :]
     else:
         text = marked
         spans = _Search(form, messages, text, how).spans()[_turns(messages[:first]) :]
     spans = [(begin, end) for begin, end in spans if begin < end]
-    return Written(text, spans, [how.end is not None and text.endswith(how.end, begin, end) for begin, end in spans])
+    return Written(
+        text,
+        spans,
+        [how.end is not None and text.endswith(how.end, begin, end) for begin, end in spans],
+    )
 
 
 def _turns(messages: Messages) -> int:
@@ -85,7 +120,8 @@ def _blocks_before(form: ChatForm, messages: Messages, first: int, blocks: int) 
     """How many of a chat's `{% generation %}` blocks are of messages before `first`.
 
     Raises:
-        WrongInput: there is not one for each of the assistant's turns, and the template does not take the first messages alone.
+        WrongInput: there is not one for each of the assistant's turns, and the template does not
+            take the first messages alone.
     """
     if not first or blocks == _turns(messages):
         return _turns(messages[:first])
@@ -93,7 +129,9 @@ def _blocks_before(form: ChatForm, messages: Messages, first: int, blocks: int) 
 
 
 def _in_block(text: str, begin: int, end: int, how: Manner) -> tuple[int, int]:
-    """A `{% generation %}` block, without space after the end-of-turn token in it, or with that token behind it."""
+    """A `{% generation %}` block, without space after the end-of-turn token in it, or with that
+    token behind it.
+    """
     if how.end is None:
         return begin, end
     inside = begin + len(text[begin:end].rstrip())
@@ -119,7 +157,9 @@ class _Search:
     def __init__(self, form: ChatForm, messages: Messages, text: str, how: Manner) -> None:
         self._form, self._messages, self._text, self._how = form, messages, text, how
         self._special = any_of(tuple(form.special)) if form.special else None
-        self._turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        self._turns = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         self._said = self._contents()
         # Such a prompt stands in no message: look-alikes are masked.
         self._prompt_is_special = bool(self._special and self._special.search(how.prompt))
@@ -136,11 +176,16 @@ class _Search:
         return found
 
     def _contents(self) -> dict[int, tuple[int | None, int]]:
-        """Message -> where its content begins and ends, space around it aside; {} where marks change what the template writes.
+        """Message -> where its content begins and ends, space around it aside; {} where marks
+        change what the template writes.
 
         The beginning is None where the template drops it, as Qwen 3's does with thoughts.
         """
-        chat, opened, closed = [dict(message) for message in self._messages], dict[str, int](), dict[str, int]()
+        chat, opened, closed = (
+            [dict(message) for message in self._messages],
+            dict[str, int](),
+            dict[str, int](),
+        )
         for number, index in enumerate(self._turns):
             content = chat[index].get("content")
             if isinstance(content, str) and (core := content.strip()):
@@ -151,14 +196,20 @@ class _Search:
         if not closed:
             return {}
         try:
-            text, places = _unmarked(render_marked(self._form.template, chat, self._form.named), {**opened, **closed})
+            text, places = _unmarked(
+                render_marked(self._form.template, chat, self._form.named), {**opened, **closed}
+            )
         except WrongInput:
             return {}
         marks = [mark for mark, _ in places]
         if text != self._text or len(set(marks)) < len(marks):
             return {}
         begins = {opened[mark]: place for mark, place in places if mark in opened}
-        return {closed[mark]: (begins.get(closed[mark]), place) for mark, place in places if mark in closed}
+        return {
+            closed[mark]: (begins.get(closed[mark]), place)
+            for mark, place in places
+            if mark in closed
+        }
 
     def _begin(self, index: int, lowest: int) -> int:
         prompt, text = self._how.prompt, self._text
@@ -172,12 +223,19 @@ class _Search:
                 if text.endswith(prompt, lowest, max(place, lowest)):
                     return place
         if self._prompt_is_special:
-            # What stands between the prompt and the content is written by the assistant, too: thoughts, for one.
+            # What stands between the prompt and the content is written by the assistant, too:
+            # thoughts, for one.
             place = text.rfind(prompt, lowest, said)
-            if place >= 0 and not (self._special and self._special.search(text, place + len(prompt), said)):
+            if place >= 0 and not (
+                self._special and self._special.search(text, place + len(prompt), said)
+            ):
                 return place + len(prompt)
         before = self._prefix(index, prompt=True)
-        if before is not None and lowest <= before <= said and (prompt or not text[before:said].strip()):
+        if (
+            before is not None
+            and lowest <= before <= said
+            and (prompt or not text[before:said].strip())
+        ):
             return before
         if prompt or opened is None:
             raise self._unsure(index)
@@ -194,7 +252,9 @@ class _Search:
         return before
 
     def _end(self, index: int, begin: int) -> int:
-        """Behind the end-of-turn token; where the template writes none, behind the last character of the turn."""
+        """Behind the end-of-turn token; where the template writes none, behind the last character
+        of the turn.
+        """
         text, end = self._text, self._how.end
         said = self._said.get(index)
         place = said[1] if said else begin
@@ -203,8 +263,14 @@ class _Search:
         whole = self._prefix(index + 1, prompt=False)
         if whole is not None and whole >= place:
             closed = text.find(end, place, whole) if end is not None else -1
-            return closed + len(end or "") if closed >= 0 else max(place, len(text[:whole].rstrip()))
-        closing = self._special.search(text, place) if self._special and self._messages[index].get("tool_calls") else None
+            return (
+                closed + len(end or "") if closed >= 0 else max(place, len(text[:whole].rstrip()))
+            )
+        closing = (
+            self._special.search(text, place)
+            if self._special and self._messages[index].get("tool_calls")
+            else None
+        )
         if closing and closing[0] == end:
             return closing.end()
         if not said:
@@ -224,6 +290,7 @@ class _Search:
     def _unsure(self, index: int) -> WrongInput:
         role = self._messages[index]["role"]
         return WrongInput(
-            f"the chat template of {self._form.where} ({fingerprint(self._form.template)}) does not show where message {index + 1} of "
-            f"{len(self._messages)} ({role}) stands in the chat; put {{% generation %}} blocks into the template, or set tokenizer.template"
+            f"the chat template of {self._form.where} ({fingerprint(self._form.template)}) does not"
+            f" show where message {index + 1} of {len(self._messages)} ({role}) stands in the chat;"
+            " put {% generation %} blocks into the template, or set tokenizer.template"
         )

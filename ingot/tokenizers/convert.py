@@ -1,7 +1,9 @@
-"""Other tokenizer files as a `tokenizer.json`, the one format that everything reads: ranks, SentencePiece models, GPT-2's pair.
+"""Other tokenizer files as a `tokenizer.json`, the one format that everything reads: ranks,
+SentencePiece models, GPT-2's pair.
 
-What comes out is meant to give the same ids. Whether it does is found by trying (`conversion`), never assumed: the libraries
-cut equally good pieces and odd characters in different ways for unigram models.
+What comes out is meant to give the same ids. Whether it does is found by trying (`conversion`),
+never assumed: the libraries cut equally good pieces and odd characters in different ways for
+unigram models.
 """
 
 from __future__ import annotations
@@ -26,91 +28,177 @@ SPACE = "▁"
 
 
 def conversion(reference: RanksReference | PiecesReference) -> tuple[str, str] | None:
-    """A tokenizer.json of a model, and how far it can be trusted: `EXACT` on every nasty text, or the first difference in words.
+    """A tokenizer.json of a model, and how far it can be trusted: `EXACT` on every nasty text, or
+    the first difference in words.
 
     None for a model that no tokenizer.json can say.
     """
-    made = ranks_json(reference) if isinstance(reference, RanksReference) else pieces_json(reference)
+    made = (
+        ranks_json(reference) if isinstance(reference, RanksReference) else pieces_json(reference)
+    )
     if made is None:
         return None
     texts = nasty_texts([*reference.special, *reference.added])
-    return made, first_difference(texts, reference.encode_batch(texts), JsonReference(made, "the conversion").encode_batch(texts)) or EXACT
+    return (
+        made,
+        first_difference(
+            texts,
+            reference.encode_batch(texts),
+            JsonReference(made, "the conversion").encode_batch(texts),
+        )
+        or EXACT,
+    )
 
 
 def ranks_json(reference: RanksReference) -> str:
-    """Tiktoken ranks: every pair of tokens that makes a token is a merge, in the order of what they make."""
+    """Tiktoken ranks: every pair of tokens that makes a token is a merge, in the order of what they
+    make.
+    """
     ranks = reference.ranks
     merges = sorted(
         (rank, left, right, token, cut)
-        for token, rank in ranks.items() for cut in range(1, len(token))
-        if (left := ranks.get(token[:cut])) is not None and (right := ranks.get(token[cut:])) is not None
+        for token, rank in ranks.items()
+        for cut in range(1, len(token))
+        if (left := ranks.get(token[:cut])) is not None
+        and (right := ranks.get(token[cut:])) is not None
     )
     model = {
-        "type": "BPE", "ignore_merges": True, "vocab": {spell(token): rank for token, rank in ranks.items()},
+        "type": "BPE",
+        "ignore_merges": True,
+        "vocab": {spell(token): rank for token, rank in ranks.items()},
         "merges": [[spell(token[:cut]), spell(token[cut:])] for _, _, _, token, cut in merges],
     }
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
-    return _tokenizer_json(model, _specials(reference.ids), (reference.before, reference.after), pre_tokenizer={
-        "type": "Sequence", "pretokenizers": [split, _byte_level(use_regex=False)]
-    }, decoder=_byte_level(use_regex=True))
+    return _tokenizer_json(
+        model,
+        _specials(reference.ids),
+        (reference.before, reference.after),
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [split, _byte_level(use_regex=False)]},
+        decoder=_byte_level(use_regex=True),
+    )
 
 
-def gpt2_json(vocabulary: str, merges: str, config: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """GPT-2's `vocab.json` and `merges.txt`, and what `tokenizer_config.json` should say: as it was, and GPT-2's own token for what it left open.
+def gpt2_json(
+    vocabulary: str, merges: str, config: Mapping[str, Any], where: str
+) -> tuple[str, dict[str, Any]]:
+    """GPT-2's `vocab.json` and `merges.txt`, and what `tokenizer_config.json` should say: as it
+    was, and GPT-2's own token for what it left open.
 
     Raises:
-        WrongInput: they are damaged, or the configuration says that they are of a model that cuts text in another way.
+        WrongInput: they are damaged, or the configuration says that they are of a model that cuts
+            text in another way.
     """
     kind = config.get("tokenizer_class")
     if kind is not None and kind not in GPT2_CLASSES:
-        raise WrongInput(f"{where} has a vocab.json of {kind}, whose way to cut text it does not say; add the tokenizer.json of that model")
+        raise WrongInput(
+            f"{where} has a vocab.json of {kind}, whose way to cut text it does not say; add the"
+            " tokenizer.json of that model"
+        )
     try:
         ids = json.loads(vocabulary)
-        pairs = [line.split(" ") for line in merges.splitlines() if line and not line.startswith("#version")]
-        if not isinstance(ids, dict) or not ids or any(len(pair) != 2 or any(part not in ids for part in (*pair, "".join(pair))) for pair in pairs):
+        pairs = [
+            line.split(" ")
+            for line in merges.splitlines()
+            if line and not line.startswith("#version")
+        ]
+        if (
+            not isinstance(ids, dict)
+            or not ids
+            or any(
+                len(pair) != 2 or any(part not in ids for part in (*pair, "".join(pair)))
+                for pair in pairs
+            )
+        ):
             raise ValueError("a merge has a part that is no token, or there are no tokens")
     except ValueError as error:
-        raise WrongInput(f"{where}: vocab.json and merges.txt do not fit together ({error}); fetch both again") from None
+        raise WrongInput(
+            f"{where}: vocab.json and merges.txt do not fit together ({error}); fetch both again"
+        ) from None
     added = added_tokens(config) or ([Added(ids[GPT2], GPT2, True)] if GPT2 in ids else [])
     prefix = bool(config.get("add_prefix_space"))
     text = _tokenizer_json(
-        {"type": "BPE", "vocab": ids, "merges": pairs}, added, ([], []),
-        pre_tokenizer=_byte_level(use_regex=True, prefix=prefix), decoder=_byte_level(use_regex=True),
+        {"type": "BPE", "vocab": ids, "merges": pairs},
+        added,
+        ([], []),
+        pre_tokenizer=_byte_level(use_regex=True, prefix=prefix),
+        decoder=_byte_level(use_regex=True),
     )
     own = {"bos_token": GPT2, "eos_token": GPT2, "unk_token": GPT2} if GPT2 in ids else {}
-    return text, {"tokenizer_class": "GPT2Tokenizer", "clean_up_tokenization_spaces": False, **own, **config}
+    return text, {
+        "tokenizer_class": "GPT2Tokenizer",
+        "clean_up_tokenization_spaces": False,
+        **own,
+        **config,
+    }
 
 
 def pieces_json(reference: PiecesReference) -> str | None:
     """A SentencePiece model; None for one that splits text in ways of its own."""
     model = reference.model
-    if model.kind not in (UNIGRAM, BPE) or model.whitespace_as_suffix or not model.escape_whitespaces:
+    if (
+        model.kind not in (UNIGRAM, BPE)
+        or model.whitespace_as_suffix
+        or not model.escape_whitespaces
+    ):
         return None
     bytes_too = any(piece.kind == BYTE for piece in model.pieces)
-    unknown = next((index for index, piece in enumerate(model.pieces) if piece.kind == UNKNOWN), None)
+    unknown = next(
+        (index for index, piece in enumerate(model.pieces) if piece.kind == UNKNOWN), None
+    )
     added = [Added(index, text, True) for text, index in reference.ids.items()]
-    added += [Added(index, piece.text, False) for index, piece in enumerate(model.pieces) if piece.kind == USER_DEFINED]
+    added += [
+        Added(index, piece.text, False)
+        for index, piece in enumerate(model.pieces)
+        if piece.kind == USER_DEFINED
+    ]
     if model.kind == UNIGRAM:
         scores = [[piece.text, piece.score] for piece in model.pieces]
-        body: dict[str, Any] = {"type": "Unigram", "unk_id": unknown, "vocab": scores, "byte_fallback": bytes_too}
+        body: dict[str, Any] = {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": scores,
+            "byte_fallback": bytes_too,
+        }
     else:
         spelled = None if unknown is None else model.pieces[unknown].text
         vocabulary = {piece.text: index for index, piece in enumerate(model.pieces)}
         body = {
-            "type": "BPE", "unk_token": spelled, "fuse_unk": True, "byte_fallback": bytes_too, "vocab": vocabulary, "merges": _merges(model, vocabulary),
+            "type": "BPE",
+            "unk_token": spelled,
+            "fuse_unk": True,
+            "byte_fallback": bytes_too,
+            "vocab": vocabulary,
+            "merges": _merges(model, vocabulary),
         }
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if model.add_dummy_prefix else []
-    decoders = [_replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    strip = (
+        [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if model.add_dummy_prefix else []
+    )
+    decoders = [
+        _replace({"String": SPACE}, " "),
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *strip,
+    ]
     around = reference.before, reference.after
-    return _tokenizer_json(body, added, around, normalizer=_normalizer(model), decoder={"type": "Sequence", "decoders": decoders})
+    return _tokenizer_json(
+        body,
+        added,
+        around,
+        normalizer=_normalizer(model),
+        decoder={"type": "Sequence", "decoders": decoders},
+    )
 
 
 def _merges(model: PieceModel, vocabulary: Mapping[str, int]) -> list[list[str]]:
-    """SentencePiece merges the pair whose whole has the best score, and only into pieces of text."""
+    """SentencePiece merges the pair whose whole has the best score, and only into pieces of
+    text.
+    """
     parts = {piece.text for piece in model.pieces if piece.kind in (NORMAL, USER_DEFINED)}
     found = [
         (-piece.score, vocabulary[piece.text[:cut]], vocabulary[piece.text[cut:]], piece.text, cut)
-        for piece in model.pieces if piece.kind == NORMAL for cut in range(1, len(piece.text))
+        for piece in model.pieces
+        if piece.kind == NORMAL
+        for cut in range(1, len(piece.text))
         if piece.text[:cut] in parts and piece.text[cut:] in parts
     ]
     return [[text[:cut], text[cut:]] for _, _, _, text, cut in sorted(found)]
@@ -119,9 +207,17 @@ def _merges(model: PieceModel, vocabulary: Mapping[str, int]) -> list[list[str]]
 def _normalizer(model: PieceModel) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     if model.charsmap:
-        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
+        steps.append(
+            {
+                "type": "Precompiled",
+                "precompiled_charsmap": base64.b64encode(model.charsmap).decode(),
+            }
+        )
     if model.remove_extra_whitespaces:
-        steps += [{"type": "Strip", "strip_left": True, "strip_right": True}, _replace({"Regex": " {2,}"}, " ")]
+        steps += [
+            {"type": "Strip", "strip_left": True, "strip_right": True},
+            _replace({"Regex": " {2,}"}, " "),
+        ]
     if model.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
     return {"type": "Sequence", "normalizers": [*steps, _replace({"String": " "}, SPACE)]}
@@ -132,7 +228,12 @@ def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
 
 
 def _byte_level(*, use_regex: bool, prefix: bool = False) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True, "use_regex": use_regex}
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": prefix,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
 
 
 def _specials(ids: Mapping[str, int]) -> list[Added]:
@@ -145,22 +246,52 @@ def _around(before: Sequence[Added], after: Sequence[Added]) -> dict[str, Any] |
         return None
 
     def framed(text: str, number: int) -> list[dict[str, Any]]:
-        begin, end = ([{"SpecialToken": {"id": token.content, "type_id": number}} for token in tokens] for tokens in (before, after))
+        begin, end = (
+            [{"SpecialToken": {"id": token.content, "type_id": number}} for token in tokens]
+            for tokens in (before, after)
+        )
         return [*begin, {"Sequence": {"id": text, "type_id": number}}, *end]
 
-    special = {token.content: {"id": token.content, "ids": [token.id], "tokens": [token.content]} for token in (*before, *after)}
-    return {"type": "TemplateProcessing", "single": framed("A", 0), "pair": framed("A", 0) + framed("B", 1), "special_tokens": special}
+    special = {
+        token.content: {"id": token.content, "ids": [token.id], "tokens": [token.content]}
+        for token in (*before, *after)
+    }
+    return {
+        "type": "TemplateProcessing",
+        "single": framed("A", 0),
+        "pair": framed("A", 0) + framed("B", 1),
+        "special_tokens": special,
+    }
 
 
-def _tokenizer_json(model: Mapping[str, Any], added: Iterable[Added], around: tuple[Sequence[int], Sequence[int]], **parts: Any) -> str:
+def _tokenizer_json(
+    model: Mapping[str, Any],
+    added: Iterable[Added],
+    around: tuple[Sequence[int], Sequence[int]],
+    **parts: Any,
+) -> str:
     """`around`: the ids of the special tokens that stand before a text and behind it."""
     tokens = {token.id: token for token in added}
     before, after = ([tokens[token] for token in ids] for ids in around)
     state = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None, **parts,
-        "post_processor": _around(before, after), "model": model,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "pre_tokenizer": None,
+        **parts,
+        "post_processor": _around(before, after),
+        "model": model,
         "added_tokens": [
-            {"id": index, "content": token.content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": token.special}
+            {
+                "id": index,
+                "content": token.content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": token.special,
+            }
             for index, token in sorted(tokens.items())
         ],
     }

@@ -1,7 +1,8 @@
-"""Which library encodes many texts: the fastest whose ids are the reference's own, tried on the user's documents and on nasty texts.
+"""Which library encodes many texts: the fastest whose ids are the reference's own, tried on the
+user's documents and on nasty texts.
 
-The ids never depend on the choice. A library that cannot be imported, cannot read this tokenizer or gives one other id is
-not taken, and the reason is kept.
+The ids never depend on the choice. A library that cannot be imported, cannot read this tokenizer or
+gives one other id is not taken, and the reason is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ingot.tokenizers.tokenizer import Tokenizer
 REFERENCE = "reference"
 SAMPLE_BYTES = 2_000_000
 LONGEST = 200_000
-# A later library must be this much faster to be taken: it opens more slowly in every worker, and noise should not choose between equals.
+# A later library must be this much faster to be taken: it opens more slowly in every worker, and
+# noise should not choose between equals.
 LEAD = 1.5
 
 
@@ -51,7 +53,9 @@ class _Encoder:
     tokenizer: Tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> Batch:
-        """A batch that the library fails on, as a text far outside what it was made for may make it, goes to the reference."""
+        """A batch that the library fails on, as a text far outside what it was made for may make
+        it, goes to the reference.
+        """
         try:
             return self.fast(texts)
         except BaseException as error:
@@ -73,29 +77,45 @@ def open_encoder(tokenizer: Tokenizer, name: str) -> Encoder:
     """The encoder that `choose_encoder` named, on this machine: one thread, in any process.
 
     Raises:
-        WrongInput: the library is not installed here in that version, or cannot read this tokenizer.
+        WrongInput: the library is not installed here in that version, or cannot read this
+            tokenizer.
     """
     if name == REFERENCE:
         return _Reference(tokenizer)
     package, _, version = name.partition(" ")
     library = next((library for library in LIBRARIES if library.package == package), None)
     if library is None:
-        raise WrongInput(f"there is no encoder {name!r}; take {REFERENCE!r} or one of {', '.join(library.package for library in LIBRARIES)}")
+        raise WrongInput(
+            f"there is no encoder {name!r}; take {REFERENCE!r} or one of"
+            f" {', '.join(library.package for library in LIBRARIES)}"
+        )
     if library.version != version:
         here = f"version {library.version} is" if library.version else "it is not"
-        raise WrongInput(f"the encoder {name} was chosen and {here} installed here; pip install {package}=={version}, or set tokenizer.encoder=reference")
+        raise WrongInput(
+            f"the encoder {name} was chosen and {here} installed here; pip install"
+            f" {package}=={version}, or set tokenizer.encoder=reference"
+        )
     opened = _open(library, tokenizer.text_json(), tokenizer.library)
     if isinstance(opened, str):
-        raise WrongInput(f"the encoder {name} was chosen and fails here: {opened}; set tokenizer.encoder=reference")
+        raise WrongInput(
+            f"the encoder {name} was chosen and fails here: {opened}; set"
+            " tokenizer.encoder=reference"
+        )
     return _Encoder(name, opened, tokenizer)
 
 
-def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], libraries: Sequence[Library] = LIBRARIES) -> Choice:
-    """Try each library against the reference on `sample`, the first 2 MB of it, and on the nasty texts of this tokenizer."""
+def choose_encoder(
+    tokenizer: Tokenizer, sample: Sequence[str], libraries: Sequence[Library] = LIBRARIES
+) -> Choice:
+    """Try each library against the reference on `sample`, the first 2 MB of it, and on the nasty
+    texts of this tokenizer.
+    """
     texts = _bounded(sample)
     # What is timed is new to the library, as all of a corpus is, but not its first text.
     parts = (texts[::2], texts[1::2]) if len(texts) > 1 else (list(FIXED), texts or list(FIXED))
-    trials = [(part, tokenizer.encode_batch(part)) for part in (nasty_texts(tokenizer.spelled), parts[0])]
+    trials = [
+        (part, tokenizer.encode_batch(part)) for part in (nasty_texts(tokenizer.spelled), parts[0])
+    ]
     began = time.process_time()
     trials.append((parts[1], tokenizer.encode_batch(parts[1])))
     speeds = {REFERENCE: _megabytes(parts[1]) / max(time.process_time() - began, 1e-9)}
@@ -111,7 +131,17 @@ def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], libraries: Seque
             best = library.name
         reasons.append((library.name, f"the same ids at {found:,.0f} MB per CPU second"))
     tried = [(name, _verdict(name, why, best, speeds)) for name, why in reasons]
-    tried.append((REFERENCE, _verdict(REFERENCE, f"{tokenizer.library}, {speeds[REFERENCE]:,.1f} MB per CPU second", best, speeds)))
+    tried.append(
+        (
+            REFERENCE,
+            _verdict(
+                REFERENCE,
+                f"{tokenizer.library}, {speeds[REFERENCE]:,.1f} MB per CPU second",
+                best,
+                speeds,
+            ),
+        )
+    )
     return Choice(best, tried, speeds)
 
 
@@ -126,7 +156,10 @@ def _open(library: Library, text: str | None, reference: str) -> EncodeBatch | s
     if library.version is None:
         return f"not installed; pip install {library.package}"
     if text is None:
-        return f"no tokenizer.json says exactly what {reference} does, and the library reads nothing else"
+        return (
+            f"no tokenizer.json says exactly what {reference} does, and the library reads nothing"
+            " else"
+        )
     try:
         return library.open(text)
     except BaseException as error:
@@ -153,7 +186,9 @@ def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], Batch]]) -
 
 
 def _bounded(sample: Sequence[str]) -> list[str]:
-    """The texts up to `SAMPLE_BYTES`; of a longer one its beginning, since the reference would take minutes over a book."""
+    """The texts up to `SAMPLE_BYTES`; of a longer one its beginning, since the reference would take
+    minutes over a book.
+    """
     texts, size = list[str](), 0
     for text in sample:
         texts.append(text[:LONGEST])

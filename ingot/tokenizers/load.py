@@ -20,23 +20,29 @@ JSON, GPT2 = "tokenizer.json", ("vocab.json", "merges.txt")
 
 
 def load_tokenizer(source: Path) -> Tokenizer:
-    """The tokenizer that lies in a folder, a model's or its own; or the one in a file, with the configuration beside it.
+    """The tokenizer that lies in a folder, a model's or its own; or the one in a file, with the
+    configuration beside it.
 
-    In a folder `tokenizer.json` wins, unless the configuration names the model that it was made from (`Tokenizer.save`); then
-    `tokenizer.model` or `spiece.model` (tiktoken ranks or SentencePiece, by content), then GPT-2's `vocab.json` and `merges.txt`.
+    In a folder `tokenizer.json` wins, unless the configuration names the model that it was made
+    from (`Tokenizer.save`); then `tokenizer.model` or `spiece.model` (tiktoken ranks or
+    SentencePiece, by content), then GPT-2's `vocab.json` and `merges.txt`.
 
-    EOS and padding that only the model's `generation_config.json` names are taken from there. BOS is not: a reference
-    that knows none puts none.
+    EOS and padding that only the model's `generation_config.json` names are taken from there. BOS
+    is not: a reference that knows none puts none.
 
     Raises:
         WrongInput: there is no tokenizer in `source`, or it cannot be read.
     """
     folder, name = (source.parent, source.name) if source.is_file() else (source, None)
-    files: dict[str, str | bytes] = {name: text for name in SETTINGS if (text := _text(folder / name)) is not None}
+    files: dict[str, str | bytes] = {
+        name: text for name in SETTINGS if (text := _text(folder / name)) is not None
+    }
     config = read_config(files, str(folder))
     name = name or _found(folder, config)
     if name in GPT2:
-        files[JSON], settings = gpt2_json(_needed(folder, "vocab.json"), _needed(folder, "merges.txt"), config, str(folder))
+        files[JSON], settings = gpt2_json(
+            _needed(folder, "vocab.json"), _needed(folder, "merges.txt"), config, str(folder)
+        )
         files[CONFIG] = _changed(files, settings)
     elif name.endswith(".json"):
         files[JSON] = _needed(folder, name)
@@ -44,27 +50,45 @@ def load_tokenizer(source: Path) -> Tokenizer:
         files |= _model_files(folder, name, files, config)
     tokenizer = Tokenizer(files, str(source))
     missing = _from_model(folder, tokenizer)
-    return tokenizer if not missing else Tokenizer(files | {CONFIG: _changed(files, missing)}, str(source))
+    return (
+        tokenizer
+        if not missing
+        else Tokenizer(files | {CONFIG: _changed(files, missing)}, str(source))
+    )
 
 
 def _found(folder: Path, config: Mapping[str, Any]) -> str:
     """The file of the folder that says what is right."""
     marked = config.get(MARK)
-    names = [*([marked] if isinstance(marked, str) and Path(marked).name == marked else []), JSON, *MODELS, "vocab.json"]
+    names = [
+        *([marked] if isinstance(marked, str) and Path(marked).name == marked else []),
+        JSON,
+        *MODELS,
+        "vocab.json",
+    ]
     name = next((name for name in names if (folder / name).is_file()), None)
     if name is None:
         raise WrongInput(_why_not(folder))
     return name
 
 
-def _model_files(folder: Path, name: str, files: Files, config: Mapping[str, Any]) -> dict[str, str | bytes]:
-    """A model, the tokenizer.json made of it where that is exact, and a configuration that says so."""
+def _model_files(
+    folder: Path, name: str, files: Files, config: Mapping[str, Any]
+) -> dict[str, str | bytes]:
+    """A model, the tokenizer.json made of it where that is exact, and a configuration that says
+    so.
+    """
     data, kept = (folder / name).read_bytes(), name if name in MODELS else MODELS[0]
     if config.get(MARK) == name:
         return {kept: data} if (made := _text(folder / JSON)) is None else {kept: data, JSON: made}
     reference = open_model(data, config, str(folder / name))
     made, trust = conversion(reference) or (None, "none")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **reference.named, **config}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **reference.named,
+        **config,
+    }
     text = _changed(files, {**settings, MARK: kept, CONVERSION: trust})
     return {kept: data, CONFIG: text} if made is None else {kept: data, CONFIG: text, JSON: made}
 
@@ -78,7 +102,9 @@ def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else None
     except UnicodeDecodeError as error:
-        raise WrongInput(f"{path}: a tokenizer file is not UTF-8 ({error}); fetch or save the tokenizer again") from None
+        raise WrongInput(
+            f"{path}: a tokenizer file is not UTF-8 ({error}); fetch or save the tokenizer again"
+        ) from None
 
 
 def _needed(folder: Path, name: str) -> str:
@@ -89,20 +115,26 @@ def _needed(folder: Path, name: str) -> str:
 
 
 def resolve_tokenizer(recipe: Recipe) -> Path:
-    """The folder or file of the recipe's tokenizer where it is not trained: `tokenizer.source`, or the model's own.
+    """The folder or file of the recipe's tokenizer where it is not trained: `tokenizer.source`, or
+    the model's own.
 
     Raises:
         WrongInput: the folder, file or hub name does not exist.
         Failed: the hub cannot be reached.
     """
     given = recipe.tokenizer.source
-    knob, source = ("model.source", recipe.model.source) if given is None else ("tokenizer.source", given)
+    knob, source = (
+        ("model.source", recipe.model.source) if given is None else ("tokenizer.source", given)
+    )
     if source.startswith("hf:"):
         revision = recipe.model.revision if source == recipe.model.source else None
         return fetch_model(source.removeprefix("hf:"), revision, tokenizer_only=True)
     folder = Path(source)
     if not folder.is_dir() and not (given is not None and folder.is_file()):
-        raise WrongInput(f"{knob} {source} does not exist; give a folder, a tokenizer.model, hf:ORG/NAME, or tokenizer.source=train")
+        raise WrongInput(
+            f"{knob} {source} does not exist; give a folder, a tokenizer.model, hf:ORG/NAME, or"
+            " tokenizer.source=train"
+        )
     return folder
 
 
@@ -110,19 +142,31 @@ def _why_not(folder: Path) -> str:
     if not folder.is_dir():
         return f"tokenizer {folder} does not exist; check the path"
     if (folder / "vocab.txt").is_file():
-        return f"{folder} has vocab.txt but no tokenizer.json; open it with transformers' AutoTokenizer, save_pretrained() it, and give that folder"
-    return f"{folder} has no tokenizer.json; copy the tokenizer's files there, or set tokenizer.source to the folder that has them"
+        return (
+            f"{folder} has vocab.txt but no tokenizer.json; open it with transformers'"
+            " AutoTokenizer, save_pretrained() it, and give that folder"
+        )
+    return (
+        f"{folder} has no tokenizer.json; copy the tokenizer's files there, or set tokenizer.source"
+        " to the folder that has them"
+    )
 
 
 def _from_model(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """`eos_token` and `pad_token` that the tokenizer's own files leave open and the model's name by id."""
+    """`eos_token` and `pad_token` that the tokenizer's own files leave open and the model's name by
+    id.
+    """
     found: dict[str, str] = {}
     for file in ("generation_config.json", "config.json"):
         values = _json_or_empty(folder / file)
         for name in ("eos", "pad"):
             token = values.get(f"{name}_token_id")
             token = token[0] if isinstance(token, list) and token else token
-            if getattr(tokenizer.special, name) is None and isinstance(token, int) and (text := tokenizer.token(token)) is not None:
+            if (
+                getattr(tokenizer.special, name) is None
+                and isinstance(token, int)
+                and (text := tokenizer.token(token)) is not None
+            ):
                 found.setdefault(f"{name}_token", text)
     return found
 

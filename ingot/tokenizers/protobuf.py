@@ -46,7 +46,10 @@ def read_model(data: bytes, where: str) -> PieceModel:
     try:
         return _model(data)
     except (ValueError, IndexError, struct.error) as error:
-        raise WrongInput(f"{where} is neither tiktoken ranks nor a whole SentencePiece model ({error}); fetch the file again") from None
+        raise WrongInput(
+            f"{where} is neither tiktoken ranks nor a whole SentencePiece model ({error}); fetch"
+            " the file again"
+        ) from None
 
 
 def _model(data: bytes) -> PieceModel:
@@ -57,7 +60,13 @@ def _model(data: bytes) -> PieceModel:
         if isinstance(value, bytes) and field == 1:
             entry = dict(_fields(value))
             score = entry.get(2, b"\0\0\0\0")
-            pieces.append(Piece(_bytes(entry.get(1, b"")).decode(), struct.unpack("<f", _bytes(score))[0], _number(entry.get(3, NORMAL))))
+            pieces.append(
+                Piece(
+                    _bytes(entry.get(1, b"")).decode(),
+                    struct.unpack("<f", _bytes(score))[0],
+                    _number(entry.get(3, NORMAL)),
+                )
+            )
         elif isinstance(value, bytes) and field == 2:
             trainer = dict(_fields(value))
         elif isinstance(value, bytes) and field == 3:
@@ -66,7 +75,13 @@ def _model(data: bytes) -> PieceModel:
         raise ValueError("no pieces")
     prefix, extra, escape = (bool(_number(normalizer.get(field, 1))) for field in (3, 4, 5))
     return PieceModel(
-        pieces, _number(trainer.get(3, UNIGRAM)), _bytes(normalizer.get(2, b"")), prefix, extra, escape, whitespace_as_suffix=bool(_number(trainer.get(24, 0)))
+        pieces,
+        _number(trainer.get(3, UNIGRAM)),
+        _bytes(normalizer.get(2, b"")),
+        prefix,
+        extra,
+        escape,
+        whitespace_as_suffix=bool(_number(trainer.get(24, 0))),
     )
 
 
@@ -83,7 +98,9 @@ def _number(value: int | bytes) -> int:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message by number: a number, or bytes (also the four and eight of fixed width)."""
+    """The fields of a message by number: a number, or bytes (also the four and eight of fixed
+    width).
+    """
     place = 0
     while place < len(data):
         key, place = _varint(data, place)

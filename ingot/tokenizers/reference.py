@@ -1,4 +1,6 @@
-"""The reference behind the face: what every one has to say, and the one of the `tokenizers` library, opened without its traps."""
+"""The reference behind the face: what every one has to say, and the one of the `tokenizers`
+library, opened without its traps.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import tokenizers
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.batches import Batch, flatten
 
-# Stands before a vocabulary entry that text must not reach: a space, which every such vocabulary writes in another way, and a
-# character that means nothing.
+# Stands before a vocabulary entry that text must not reach: a space, which every such vocabulary
+# writes in another way, and a character that means nothing.
 UNREACHABLE = " \U0010ffff"
 
 
@@ -31,7 +33,9 @@ class Control(Protocol):
 
 
 class Reference(Protocol):
-    """A library on one tokenizer: what it says is right. Text never becomes a special token, but through `control`."""
+    """A library on one tokenizer: what it says is right. Text never becomes a special token, but
+    through `control`.
+    """
 
     library: str
     """The library with its version."""
@@ -61,7 +65,9 @@ class Reference(Protocol):
         """What decides about ids."""
 
     def text_json(self) -> str | None:
-        """A tokenizer.json that encodes text as this does and knows no special token; None where there is none."""
+        """A tokenizer.json that encodes text as this does and knows no special token; None where
+        there is none.
+        """
 
     @property
     def changes(self) -> str | None:
@@ -83,13 +89,21 @@ class JsonReference:
     def __init__(self, text: str, where: str) -> None:
         self._json, self._where = text, where
         self._reference = parse(text, where)
-        known = [token for token in self._reference.get_added_tokens_decoder().values() if token.content]
+        known = [
+            token for token in self._reference.get_added_tokens_decoder().values() if token.content
+        ]
         self.special = [token.content for token in known if token.special]
         self.added = [token.content for token in known if not token.special]
         self._text = without_leaks(self._reference, self.special)
-        self.vocab_size = max(self._reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = (
+            max(self._reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         self.before, self.after = tokens_around(self._reference)
-        self.named = {"bos_token": str(self._reference.id_to_token(self.before[0]))} if len(self.before) == 1 else {}
+        self.named = (
+            {"bos_token": str(self._reference.id_to_token(self.before[0]))}
+            if len(self.before) == 1
+            else {}
+        )
 
     def encode(self, text: str) -> list[int]:
         return self._text.encode(text, add_special_tokens=False).ids
@@ -148,7 +162,10 @@ def parse(text: str, where: str) -> tokenizers.Tokenizer:
     try:
         reference = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        raise WrongInput(f"{where}/tokenizer.json cannot be read ({str(error)[:120]}); fetch or save the tokenizer again") from error
+        raise WrongInput(
+            f"{where}/tokenizer.json cannot be read ({str(error)[:120]}); fetch or save the"
+            " tokenizer again"
+        ) from error
     reference.no_truncation()
     reference.no_padding()
     return reference
@@ -157,18 +174,25 @@ def parse(text: str, where: str) -> tokenizers.Tokenizer:
 def without_leaks(reference: tokenizers.Tokenizer, special: Sequence[str]) -> tokenizers.Tokenizer:
     """The reference, such that no text becomes a special token.
 
-    The library's own switch keeps added tokens from matching, but where a special token is also a piece of the model's
-    vocabulary (T5's `</s>`) the model finds it in text all the same. Such pieces get a name that no text holds.
+    The library's own switch keeps added tokens from matching, but where a special token is also a
+    piece of the model's vocabulary (T5's `</s>`) the model finds it in text all the same. Such
+    pieces get a name that no text holds.
     """
     reference.encode_special_tokens = True
-    leaks = {text for text in special if reference.token_to_id(text) in reference.encode(text, add_special_tokens=False).ids}
+    leaks = {
+        text
+        for text in special
+        if reference.token_to_id(text) in reference.encode(text, add_special_tokens=False).ids
+    }
     if not leaks:
         return reference
     state = json.loads(reference.to_str())
     rename = {text: UNREACHABLE + text for text in leaks}
     vocabulary = state["model"]["vocab"]
     if isinstance(vocabulary, dict):
-        state["model"]["vocab"] = {rename.get(text, text): token for text, token in vocabulary.items()}
+        state["model"]["vocab"] = {
+            rename.get(text, text): token for text, token in vocabulary.items()
+        }
     else:
         state["model"]["vocab"] = [[rename.get(text, text), score] for text, score in vocabulary]
     if state["model"].get("unk_token") in rename:
@@ -183,7 +207,9 @@ def without_leaks(reference: tokenizers.Tokenizer, special: Sequence[str]) -> to
 
 def tokens_around(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """Ids that the reference by itself puts before and after a text, found by looking."""
-    bare, framed = (reference.encode("a", add_special_tokens=framed).ids for framed in (False, True))
+    bare, framed = (
+        reference.encode("a", add_special_tokens=framed).ids for framed in (False, True)
+    )
     for begin in range(len(framed) - len(bare) + 1):
         if framed[begin : begin + len(bare)] == bare:
             return framed[:begin], framed[begin + len(bare) :]
@@ -191,12 +217,21 @@ def tokens_around(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]
 
 
 def state_of(reference: tokenizers.Tokenizer) -> dict[str, Any]:
-    """What decides about ids, without what is empty or decides about character offsets only: the same after re-saving."""
+    """What decides about ids, without what is empty or decides about character offsets only: the
+    same after re-saving.
+    """
     state = json.loads(reference.to_str())
-    return {name: _bare(state.get(name)) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+    return {
+        name: _bare(state.get(name))
+        for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")
+    }
 
 
 def _bare(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _bare(item) for key, item in value.items() if key != "trim_offsets" and item is not None and item != "" and item is not False}
+        return {
+            key: _bare(item)
+            for key, item in value.items()
+            if key != "trim_offsets" and item is not None and item != "" and item is not False
+        }
     return [_bare(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,6 @@
-"""What the configuration files beside a tokenizer say: named tokens, added tokens, the chat template."""
+"""What the configuration files beside a tokenizer say: named tokens, added tokens, the chat
+template.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,24 @@ def text_of(files: Files, name: str) -> str | None:
 
 
 def read_config(files: Files, where: str) -> dict[str, Any]:
-    """`special_tokens_map.json` and `tokenizer_config.json` as one, without what is null; the latter wins."""
+    """`special_tokens_map.json` and `tokenizer_config.json` as one, without what is null; the
+    latter wins.
+    """
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if (text := text_of(files, name)) is not None:
-            merged |= {key: value for key, value in _json_object(text, f"{where}/{name}").items() if value is not None}
+            merged |= {
+                key: value
+                for key, value in _json_object(text, f"{where}/{name}").items()
+                if value is not None
+            }
     return merged
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like by name; a configuration spells a token as text, or as a mapping with `content`."""
+    """`bos_token` and the like by name; a configuration spells a token as text, or as a mapping
+    with `content`.
+    """
     named = {}
     for name in NAMED:
         value = config.get(name)
@@ -42,12 +52,16 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_template(files: Files, config: Mapping[str, Any]) -> str | None:
-    """The chat template: a file of its own wins over the configuration, where it may be a list of named ones."""
+    """The chat template: a file of its own wins over the configuration, where it may be a list of
+    named ones.
+    """
     if (own := text_of(files, "chat_template.jinja")) is not None:
         return own
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((item["template"] for item in template if item.get("name") == "default"), None)
+        template = next(
+            (item["template"] for item in template if item.get("name") == "default"), None
+        )
     return template if isinstance(template, str) else None
 
 
@@ -55,7 +69,9 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise WrongInput(f"{where} is not JSON ({error}); fetch or save the tokenizer again") from None
+        raise WrongInput(
+            f"{where} is not JSON ({error}); fetch or save the tokenizer again"
+        ) from None
     if not isinstance(value, dict):
         raise WrongInput(f"{where} is not a JSON object; fetch or save the tokenizer again")
     return value
@@ -75,5 +91,8 @@ def added_tokens(config: Mapping[str, Any]) -> list[Added]:
     found = config.get("added_tokens_decoder")
     if not isinstance(found, Mapping):
         return []
-    tokens = [Added(int(index), token["content"], bool(token.get("special"))) for index, token in found.items()]
+    tokens = [
+        Added(int(index), token["content"], bool(token.get("special")))
+        for index, token in found.items()
+    ]
     return sorted(tokens, key=lambda token: token.id)

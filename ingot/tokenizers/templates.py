@@ -13,14 +13,27 @@ from ingot.tokenizers.tokenizer import Tokenizer
 FOLDER = Path(__file__).parent / "templates"
 FILE, MAP = "chat_template.jinja", "special_tokens_map.json"
 TOKENS = {
-    "chatml": ("<|im_start|>", "<|im_end|>"), "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "llama2": (), "mistral": (), "zephyr": (), "alpaca": (),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "llama2": (),
+    "mistral": (),
+    "zephyr": (),
+    "alpaca": (),
 }
-"""What each built-in template writes that must be one token of the vocabulary, beside the tokenizer's own BOS and EOS."""
-NAMED = {"llama3": ("bos_token",), "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"), "zephyr": ("eos_token",)}
+"""What each built-in template writes that must be one token of the vocabulary, beside the
+tokenizer's own BOS and EOS.
+"""
+NAMED = {
+    "llama3": ("bos_token",),
+    "llama2": ("bos_token", "eos_token"),
+    "mistral": ("bos_token", "eos_token"),
+    "zephyr": ("eos_token",),
+}
 """The named tokens that a built-in template cannot do without."""
 ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
-"""The token that ends a turn where it is not the tokenizer's EOS; it becomes that, so that generation stops there."""
+"""The token that ends a turn where it is not the tokenizer's EOS; it becomes that, so that
+generation stops there.
+"""
 
 
 def find_template(name_or_path: str) -> str:
@@ -34,17 +47,21 @@ def find_template(name_or_path: str) -> str:
     try:
         return Path(name_or_path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise WrongInput(f"tokenizer.template {name_or_path} is not UTF-8 ({error}); give a Jinja file") from None
+        raise WrongInput(
+            f"tokenizer.template {name_or_path} is not UTF-8 ({error}); give a Jinja file"
+        ) from None
     except OSError:
         raise WrongInput(
-            f"tokenizer.template {name_or_path} is neither a file nor a built-in template; those are {', '.join(TOKENS)}"
+            f"tokenizer.template {name_or_path} is neither a file nor a built-in template; those"
+            f" are {', '.join(TOKENS)}"
         ) from None
 
 
 def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     """The same tokenizer with another chat template, in its files, too.
 
-    A built-in template makes its end-of-turn token the EOS, and begins with BOS where the tokenizer puts one before any text.
+    A built-in template makes its end-of-turn token the EOS, and begins with BOS where the tokenizer
+    puts one before any text.
 
     Raises:
         WrongInput: a built-in template needs tokens that the vocabulary does not have.
@@ -57,7 +74,14 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
         if name in ENDS:
             config["eos_token"] = ENDS[name]
             if (mapped := text_of(files, MAP)) is not None:
-                files[MAP] = json.dumps({**json.loads(mapped), "eos_token": ENDS[name]}, indent=1, ensure_ascii=False) + "\n"
+                files[MAP] = (
+                    json.dumps(
+                        {**json.loads(mapped), "eos_token": ENDS[name]},
+                        indent=1,
+                        ensure_ascii=False,
+                    )
+                    + "\n"
+                )
         if tokenizer.adds_bos and "bos_token" not in NAMED.get(name, ()):
             template = "{{- bos_token -}}\n" + template
     files[CONFIG] = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
@@ -66,11 +90,16 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 
 def _check_tokens(tokenizer: Tokenizer, name: str) -> None:
     missing = [token for token in TOKENS[name] if token not in tokenizer.special_ids]
-    missing += [token for token in NAMED.get(name, ()) if tokenizer.named.get(token) not in tokenizer.special_ids]
+    missing += [
+        token
+        for token in NAMED.get(name, ())
+        if tokenizer.named.get(token) not in tokenizer.special_ids
+    ]
     if missing:
         raise WrongInput(
-            f"tokenizer.template={name} needs {', '.join(missing)}, which {tokenizer.where} does not have as single tokens; "
-            f"take the template that the tokenizer was made for, or alpaca, which needs none"
+            f"tokenizer.template={name} needs {', '.join(missing)}, which {tokenizer.where} does"
+            " not have as single tokens; take the template that the tokenizer was made for, or"
+            " alpaca, which needs none"
         )
 
 

@@ -1,7 +1,8 @@
 """One face over a reference tokenizer: ids of texts, documents, prompts and chats.
 
-The ids are those of the library that the tokenizer was made for, with one rule on top: text is text. What looks like a special token in it
-stays ordinary characters; only BOS and EOS around a document and the chat template put special tokens in.
+The ids are those of the library that the tokenizer was made for, with one rule on top: text is
+text. What looks like a special token in it stays ordinary characters; only BOS and EOS around a
+document and the chat template put special tokens in.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class Tokenizer:
     """A tokenizer as its files say it. Safe to use from several threads.
 
     Args:
-        files: name -> content of `tokenizer.json`, or of a `tokenizer.model` as bytes, and where there are such of
-            `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`.
+        files: name -> content of `tokenizer.json`, or of a `tokenizer.model` as bytes, and where
+            there are such of `tokenizer_config.json`, `special_tokens_map.json`,
+            `chat_template.jinja`.
         where: what to call it in messages.
 
     Raises:
@@ -57,8 +59,10 @@ class Tokenizer:
     after: list[int]
     """What stands after every document: EOS, or nothing."""
     frame: tuple[list[int], list[int]]
-    """What stands before and behind a text that an encoder reads or a decoder beside one writes: what the tokenizer's own post-processor
-    puts there, `[CLS]` and `[SEP]` for BERT's. Where it puts nothing behind a text EOS stands there, since a target has to end."""
+    """What stands before and behind a text that an encoder reads or a decoder beside one writes:
+    what the tokenizer's own post-processor puts there, `[CLS]` and `[SEP]` for BERT's. Where it
+    puts nothing behind a text EOS stands there, since a target has to end.
+    """
     files: dict[str, str | bytes]
     """The files by name: texts, and models as bytes."""
     library: str
@@ -77,17 +81,28 @@ class Tokenizer:
         self._special, self.library = self._reference.special, self._reference.library
         self.spelled = [*self._special, *self._reference.added]
         self.named = self._reference.named | named_tokens(config)
-        self.special_ids = {text: index for text in self._special if (index := self._reference.token_id(text)) is not None}
+        self.special_ids = {
+            text: index
+            for text in self._special
+            if (index := self._reference.token_id(text)) is not None
+        }
         self.template = chat_template(files, config)
         self.vocab_size, before = self._reference.vocab_size, self._reference.before
         ids = {name: self._reference.token_id(text) for name, text in self.named.items()}
         self.special = Special(ids.get("bos_token"), ids.get("eos_token"), ids.get("pad_token"))
-        # transformers rebuilds what stands around a text where the configuration says so in so many words.
+        # transformers rebuilds what stands around a text where the configuration says so in so many
+        # words.
         asked = config.get("add_bos_token")
-        self.adds_bos = self.special.bos is not None and (asked if isinstance(asked, bool) else before == [self.special.bos])
+        self.adds_bos = self.special.bos is not None and (
+            asked if isinstance(asked, bool) else before == [self.special.bos]
+        )
         self.before = [self.special.bos] if self.adds_bos and self.special.bos is not None else []
         self.after = [] if self.special.eos is None else [self.special.eos]
-        around = before if not isinstance(asked, bool) else [*self.before, *(before[1:] if before[:1] == [self.special.bos] else before)]
+        around = (
+            before
+            if not isinstance(asked, bool)
+            else [*self.before, *(before[1:] if before[:1] == [self.special.bos] else before)]
+        )
         self.frame = around, self._reference.after or self.after
 
     def encode(self, text: str) -> list[int]:
@@ -95,11 +110,15 @@ class Tokenizer:
         return self._reference.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> Batch:
-        """`encode` of many texts: all ids one after the other, and where each text begins, [len(texts) + 1]."""
+        """`encode` of many texts: all ids one after the other, and where each text begins,
+        [len(texts) + 1].
+        """
         return self._reference.encode_batch(texts)
 
     def encode_document(self, text: str) -> list[int]:
-        """Ids of a text to train on: BOS where the reference puts one, the text, EOS where there is one."""
+        """Ids of a text to train on: BOS where the reference puts one, the text, EOS where there is
+        one.
+        """
         return [*self.before, *self.encode(text), *self.after]
 
     def encode_framed(self, text: str) -> list[int]:
@@ -114,7 +133,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a chat by the tokenizer's own template, ready for the assistant's next turn.
 
-        Special tokens come from the template alone, BOS included: look-alikes in a message stay text.
+        Special tokens come from the template alone, BOS included: look-alikes in a message stay
+        text.
 
         Args:
             messages: `{"role": ..., "content": ...}` each, and whatever else the template reads.
@@ -124,7 +144,9 @@ class Tokenizer:
         """
         form = self.chat_form
         if not messages or any(not isinstance(message.get("role"), str) for message in messages):
-            raise WrongInput("a chat is a list of one or more messages, each with a `role`; give at least one")
+            raise WrongInput(
+                "a chat is a list of one or more messages, each with a `role`; give at least one"
+            )
         masked, originals = mask(messages, self._special)
         text = form.render(masked, generation_prompt=True)
         if not originals:
@@ -142,8 +164,13 @@ class Tokenizer:
             WrongInput: there is no template.
         """
         if not self.template:
-            raise WrongInput(f"{self._where} has no chat template; set tokenizer.template, or take a tokenizer that was made for chats")
-        return ChatForm(self._where, self.template, self.special_ids, self.named, self._reference.control)
+            raise WrongInput(
+                f"{self._where} has no chat template; set tokenizer.template, or take a tokenizer"
+                " that was made for chats"
+            )
+        return ChatForm(
+            self._where, self.template, self.special_ids, self.named, self._reference.control
+        )
 
     @property
     def where(self) -> str:
@@ -163,7 +190,9 @@ class Tokenizer:
         return self._reference.token_id(text)
 
     def text_json(self) -> str | None:
-        """A `tokenizer.json` for other libraries, without special tokens; None where none says the same as the reference."""
+        """A `tokenizer.json` for other libraries, without special tokens; None where none says the
+        same as the reference.
+        """
         return self._reference.text_json()
 
     @property
@@ -172,12 +201,18 @@ class Tokenizer:
         return self._reference.changes
 
     def identity(self) -> str:
-        """Fingerprint of what decides about ids: vocabulary, merges, normalisation, special tokens, template. Not of file bytes."""
+        """Fingerprint of what decides about ids: vocabulary, merges, normalisation, special tokens,
+        template. Not of file bytes.
+        """
         return self._identity
 
     @functools.cached_property
     def _identity(self) -> str:
-        about = {"special": asdict(self.special), "adds_bos": self.adds_bos, "template": self.template}
+        about = {
+            "special": asdict(self.special),
+            "adds_bos": self.adds_bos,
+            "template": self.template,
+        }
         return fingerprint({**self._reference.state(), **about})
 
     @property
@@ -188,15 +223,22 @@ class Tokenizer:
     @property
     def files_identity(self) -> str:
         """Fingerprint of the files' bytes: whether what was saved from them is still the same."""
-        contents = {name: content.encode() if isinstance(content, str) else content for name, content in self.files.items()}
-        return fingerprint({name: hashlib.sha256(content).hexdigest() for name, content in contents.items()})
+        contents = {
+            name: content.encode() if isinstance(content, str) else content
+            for name, content in self.files.items()
+        }
+        return fingerprint(
+            {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        )
 
     def save(self, folder: Path) -> None:
-        """Write the files into `folder`, each at once; `load_tokenizer` and transformers' `AutoTokenizer` open it.
+        """Write the files into `folder`, each at once; `load_tokenizer` and transformers'
+        `AutoTokenizer` open it.
 
-        Beside a model (`tokenizer.model`, `spiece.model`) lies a `tokenizer.json` made of it, which is all that other tools read.
-        In `tokenizer_config.json` the key `ingot_reference` then names the model, so that it stays what is right here, and
-        `ingot_conversion` says whether the two gave the same ids on all nasty texts, or where they first differed.
+        Beside a model (`tokenizer.model`, `spiece.model`) lies a `tokenizer.json` made of it, which
+        is all that other tools read. In `tokenizer_config.json` the key `ingot_reference` then
+        names the model, so that it stays what is right here, and `ingot_conversion` says whether
+        the two gave the same ids on all nasty texts, or where they first differed.
         """
         for name, content in self.files.items():
             write_atomic(folder / name, content)

@@ -1,4 +1,6 @@
-"""What the seconds of a training go to, kept so that nothing is forgotten however it dies: in the heartbeat, and at each commit in the events."""
+"""What the seconds of a training go to, kept so that nothing is forgotten however it dies: in the
+heartbeat, and at each commit in the events.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,27 @@ WINDOW = 32
 class Tell(Protocol):
     """Records an event of this run, on rank 0."""
 
-    def __call__(self, kind: str, *, step: int, seconds: float | None = None, cause: str | None = None, **more: Any) -> None: ...
+    def __call__(
+        self,
+        kind: str,
+        *,
+        step: int,
+        seconds: float | None = None,
+        cause: str | None = None,
+        **more: Any,
+    ) -> None: ...
 
 
 def teller(events: Path, heart: Heart, *, silent: bool) -> Tell:
     """Events go to the run folder, from rank 0 alone; `heart` knows which attempt it is."""
 
-    def tell(kind: str, *, step: int, seconds: float | None = None, cause: str | None = None, **more: Any) -> None:
+    def tell(
+        kind: str, *, step: int, seconds: float | None = None, cause: str | None = None, **more: Any
+    ) -> None:
         if not silent:
-            record_event(events, kind, attempt=heart.attempt, step=step, seconds=seconds, cause=cause, **more)
+            record_event(
+                events, kind, attempt=heart.attempt, step=step, seconds=seconds, cause=cause, **more
+            )
 
     return tell
 
@@ -45,23 +59,37 @@ def next_attempt(events: Path) -> int:
 
 
 def note_lost(run: RunFolder, tell: Tell) -> None:
-    """Record what an attempt that died had done beyond its last checkpoint; by rank 0, before this attempt's own first beat.
+    """Record what an attempt that died had done beyond its last checkpoint; by rank 0, before this
+    attempt's own first beat.
 
-    An attempt that ended in good order said so. Whatever machine it ran on: its file is in the run folder.
+    An attempt that ended in good order said so. Whatever machine it ran on: its file is in the run
+    folder.
     """
-    beats = [beat for path in sorted(run.heartbeats.glob("*")) for beat in read_beats(path) if beat.rank == 0]
+    beats = [
+        beat
+        for path in sorted(run.heartbeats.glob("*"))
+        for beat in read_beats(path)
+        if beat.rank == 0
+    ]
     died = max(beats, key=lambda beat: beat.wall, default=None)
     if died is None or died.phase == "over" or not any(died.spent.values()):
         return
     kept = next((found.step for found in committed(run.checkpoints)), 0)
     cause = f"attempt {died.attempt} ended in phase {died.phase}"
-    tell("lost", step=kept, seconds=sum(died.spent.values()), steps=max(died.step - kept, 0), cause=cause)
+    tell(
+        "lost",
+        step=kept,
+        seconds=sum(died.spent.values()),
+        steps=max(died.step - kept, 0),
+        cause=cause,
+    )
 
 
 class Account:
     """Whatever nothing else takes of a step's wall time was the step itself.
 
-    `spent` are the seconds since the last committed checkpoint, which are lost if this process dies now.
+    `spent` are the seconds since the last committed checkpoint, which are lost if this process dies
+    now.
     """
 
     def __init__(self, heart: Heart, tell: Tell) -> None:
@@ -77,7 +105,9 @@ class Account:
 
     @contextmanager
     def spending(self, what: Spending, phase: Phase | None = None) -> Iterator[None]:
-        """What happens within is not the step's own; in a `phase` of its own, where that takes long."""
+        """What happens within is not the step's own; in a `phase` of its own, where that takes
+        long.
+        """
         before, began = self.heart.phase, time.monotonic()
         if phase is not None:
             self.heart.beat(phase)
@@ -103,13 +133,22 @@ class Account:
         return False
 
     def snapshot(self, step: int) -> None:
-        """The state after `step` is being saved: once that is committed, what was spent so far is safe."""
+        """The state after `step` is being saved: once that is committed, what was spent so far is
+        safe.
+        """
         self._kept[step] = dict(self._spent)
 
     def committed(self, saved: Saved) -> None:
         """A checkpoint stands."""
         kept = self._kept.pop(saved.step)
-        self._tell("save", step=saved.step, seconds=saved.blocked_s, total_s=saved.total_s, bytes=saved.bytes, spent=kept)
+        self._tell(
+            "save",
+            step=saved.step,
+            seconds=saved.blocked_s,
+            total_s=saved.total_s,
+            bytes=saved.bytes,
+            spent=kept,
+        )
         for earlier in [self._spent, *self._kept.values()]:
             for what, seconds in kept.items():
                 earlier[what] -= seconds

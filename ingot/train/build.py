@@ -31,7 +31,9 @@ from ingot.train.reference import Tables
 
 @dataclass(frozen=True)
 class Trainee:
-    """The model that owns the weights, the wrapped module that is called, and what moves the weights."""
+    """The model that owns the weights, the wrapped module that is called, and what moves the
+    weights.
+    """
 
     model: Model
     module: nn.Module
@@ -41,9 +43,13 @@ class Trainee:
 
 
 def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: Mesh) -> Trainee:
-    """The model without weights, its adapter, the wrappers, this rank's part of the weights, the optimizer, what a checkpoint brings."""
+    """The model without weights, its adapter, the wrappers, this rank's part of the weights, the
+    optimizer, what a checkpoint brings.
+    """
     recipe = plan.recipe
-    model = wrapped_model(plan, plan.drawing, mesh, filled=start is None or recipe.model.lora is not None)
+    model = wrapped_model(
+        plan, plan.drawing, mesh, filled=start is None or recipe.model.lora is not None
+    )
     if recipe.model.lora is not None and recipe.model.lora.adapter is not None and start is None:
         load_adapter(model, Path(recipe.model.lora.adapter))
     masters = make_masters(model, mesh, plan.wrapping)
@@ -51,13 +57,23 @@ def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: 
     if start is not None:
         load_checkpoint(start, masters, optimizer, mesh)
     elif plan.origin is not None:
-        load_checkpoint(plan.origin, masters, None if recipe.train.reset_optimizer else optimizer, mesh)
+        load_checkpoint(
+            plan.origin, masters, None if recipe.train.reset_optimizer else optimizer, mesh
+        )
     module = finish_wrapping(model.train(), mesh)
-    return Trainee(model, module, make_objectives(recipe, plan.teacher, tables, plan.compute, mesh), masters, optimizer)
+    return Trainee(
+        model,
+        module,
+        make_objectives(recipe, plan.teacher, tables, plan.compute, mesh),
+        masters,
+        optimizer,
+    )
 
 
 def wrapped_model(plan: Plan, drawing: Blueprint, mesh: Mesh, *, filled: bool) -> Model:
-    """The model of a blueprint, with the recipe's adapter, spread over the ranks; not `filled`: with just room for its weights."""
+    """The model of a blueprint, with the recipe's adapter, spread over the ranks; not `filled`:
+    with just room for its weights.
+    """
     recipe = plan.recipe
     model = draft_model(drawing, recipe.seed)
     if recipe.model.lora is not None:
@@ -71,8 +87,17 @@ def wrapped_model(plan: Plan, drawing: Blueprint, mesh: Mesh, *, filled: bool) -
 def lineage(plan: Plan, step: int, parameters: int) -> dict[str, Any]:
     """What `ingot.json` tells about where the model came from."""
     recipe, folder = plan.recipe, plan.drawing.folder
-    base = None if plan.drawing.random or folder is None else {"source": recipe.model.source, "model_hash": model_hash(folder)}
-    about: dict[str, Any] = {"run": recipe.name, "step": step, "seed": recipe.seed, "objective": recipe.objective.kind}
+    base = (
+        None
+        if plan.drawing.random or folder is None
+        else {"source": recipe.model.source, "model_hash": model_hash(folder)}
+    )
+    about: dict[str, Any] = {
+        "run": recipe.name,
+        "step": step,
+        "seed": recipe.seed,
+        "objective": recipe.objective.kind,
+    }
     for name in ("teacher", "reference", "prefix"):
         if value := getattr(recipe.objective, name, None):
             about[name] = value
@@ -81,8 +106,12 @@ def lineage(plan: Plan, step: int, parameters: int) -> dict[str, Any]:
     return {**about, "base": base, "data": plan.rows.fingerprint, "parameters": parameters}
 
 
-def open_sinks(recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]) -> list[JsonLines | Guarded]:
-    """The metric sinks of rank 0; the other ranks have none. What is `owed` at the step that training goes on from is written anew."""
+def open_sinks(
+    recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]
+) -> list[JsonLines | Guarded]:
+    """The metric sinks of rank 0; the other ranks have none. What is `owed` at the step that
+    training goes on from is written anew.
+    """
     if not mesh.is_main:
         return []
     sinks: list[JsonLines | Guarded] = [JsonLines(run.metrics, resume_step, owed)]
@@ -90,5 +119,9 @@ def open_sinks(recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run
         sinks.append(Guarded("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
     if (wandb := recipe.track.wandb) is not None:
         knobs = {"recipe": dump_recipe(recipe)}
-        sinks.append(Guarded("W&B", lambda: WeightsAndBiases(run.root, wandb.project, recipe.name, run_id, knobs)))
+        sinks.append(
+            Guarded(
+                "W&B", lambda: WeightsAndBiases(run.root, wandb.project, recipe.name, run_id, knobs)
+            )
+        )
     return sinks

@@ -1,4 +1,6 @@
-"""Dropout that a resumed run repeats: its masks follow from seed, step and sample, never from what ran before."""
+"""Dropout that a resumed run repeats: its masks follow from seed, step and sample, never from what
+ran before.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from ingot.models.lora import lora_state
 from ingot.parallel.mesh import Mesh
 
 
-def seed_dropout(model: Model, seed: int, step: int, micro_batch: int, batch: Batch, mesh: Mesh) -> None:
+def seed_dropout(
+    model: Model, seed: int, step: int, micro_batch: int, batch: Batch, mesh: Mesh
+) -> None:
     """Say which micro-batch comes next.
 
-    The native model's masks (those of adapters) depend on the sample alone. The models of transformers draw theirs from torch's
-    generator, which is seeded anew here, so that they depend on how the batch was dealt, but not on where the run was resumed.
+    The native model's masks (those of adapters) depend on the sample alone. The models of
+    transformers draw theirs from torch's generator, which is seeded anew here, so that they depend
+    on how the batch was dealt, but not on where the run was resumed.
     """
     if isinstance(model, Decoder):
         if (state := lora_state(model)) is not None:
@@ -27,6 +32,8 @@ def seed_dropout(model: Model, seed: int, step: int, micro_batch: int, batch: Ba
 
 
 def _row_of_each(batch: Batch) -> Tensor:
-    """A number for each row of tensors, `[R]`, the same wherever its sample is computed; a preference has two rows."""
+    """A number for each row of tensors, `[R]`, the same wherever its sample is computed; a
+    preference has two rows.
+    """
     sides = len(batch.tokens) // len(batch.rows)
     return (batch.rows[:, None] * sides + torch.arange(sides)).flatten()

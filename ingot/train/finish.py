@@ -1,4 +1,6 @@
-"""The end of a training: the best checkpoint where that is asked for, and the model folder that all later steps use."""
+"""The end of a training: the best checkpoint where that is asked for, and the model folder that all
+later steps use.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from ingot.train.plan import Plan
 
 
 def take_best(plan: Plan, trainee: Trainee, best: int | None, reached: int, mesh: Mesh) -> int:
-    """Load the weights of the best checkpoint, where one is asked for and is not the last; the step of what the model now is.
+    """Load the weights of the best checkpoint, where one is asked for and is not the last; the step
+    of what the model now is.
 
     Raises:
         Failed: it was deleted or damaged.
@@ -38,7 +41,10 @@ def take_best(plan: Plan, trainee: Trainee, best: int | None, reached: int, mesh
         return reached
     folder = step_folder(plan.recipe.folder.checkpoints, best)
     if not folder.is_dir():
-        raise Failed(f"{folder}, the best checkpoint, is gone; start over with --fresh, or set checkpoint.best=null to export the last one")
+        raise Failed(
+            f"{folder}, the best checkpoint, is gone; start over with --fresh, or set"
+            " checkpoint.best=null to export the last one"
+        )
     found = mesh.from_main(lambda: checkpoint_in(folder))
     load_checkpoint(found, trainee.masters, None, mesh)
     if mesh.is_main:
@@ -47,26 +53,47 @@ def take_best(plan: Plan, trainee: Trainee, best: int | None, reached: int, mesh
 
 
 def export_run(plan: Plan, trainee: Trainee, step: int) -> None:
-    """Write `model/`, and for an adapter `adapter/` beside it, with the weights of `step`, which is committed. One rank calls it."""
+    """Write `model/`, and for an adapter `adapter/` beside it, with the weights of `step`, which is
+    committed. One rank calls it.
+    """
     recipe, run = plan.recipe, plan.recipe.folder
     model, tensors = _to_export(plan, trainee, step)
     about = lineage(plan, step, sum(parameter.numel() for parameter in model.parameters()))
     generation = source_generation(plan.drawing.folder)
-    export_model(model, plan.tokenizer, run.model, export_type=recipe.precision.export, lineage=about, generation=generation, tensors=tensors)
+    export_model(
+        model,
+        plan.tokenizer,
+        run.model,
+        export_type=recipe.precision.export,
+        lineage=about,
+        generation=generation,
+        tensors=tensors,
+    )
     if recipe.model.lora is not None:
         # A name on the hub is found anywhere, a folder from anywhere on this machine.
         source = recipe.model.source
-        base = source if source.startswith("hf:") or plan.drawing.folder is None else str(plan.drawing.folder.resolve())
+        base = (
+            source
+            if source.startswith("hf:") or plan.drawing.folder is None
+            else str(plan.drawing.folder.resolve())
+        )
         save_adapter(model, run.adapter, base=base, kind=plan.drawing.kind)
-        told = {"tokenizer": plan.tokenizer.identity(), "template": plan.tokenizer.template_identity, **about}
+        told = {
+            "tokenizer": plan.tokenizer.identity(),
+            "template": plan.tokenizer.template_identity,
+            **about,
+        }
         write_atomic(run.adapter / LINEAGE, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
 
 
-def _to_export(plan: Plan, trainee: Trainee, step: int) -> tuple[Model, Iterable[tuple[str, Tensor]] | None]:
+def _to_export(
+    plan: Plan, trainee: Trainee, step: int
+) -> tuple[Model, Iterable[tuple[str, Tensor]] | None]:
     """A model and its weights, None where it has them itself.
 
-    A model that is spread over ranks is read back from its checkpoint: a decoder tensor by tensor, so that it is never in memory as a
-    whole; one of transformers, whose names and ties are known to the built model only, is built on this host.
+    A model that is spread over ranks is read back from its checkpoint: a decoder tensor by tensor,
+    so that it is never in memory as a whole; one of transformers, whose names and ties are known to
+    the built model only, is built on this host.
     """
     if _is_whole(trainee):
         trainee.masters.work_in(torch.float32)
@@ -89,13 +116,22 @@ def _to_export(plan: Plan, trainee: Trainee, step: int) -> tuple[Model, Iterable
 
 
 def _is_whole(trainee: Trainee) -> bool:
-    """Whether this rank has all of the model, and nothing of it in a smaller type but what has a master."""
+    """Whether this rank has all of the model, and nothing of it in a smaller type but what has a
+    master.
+    """
     model = trainee.model
-    rounded = any(parameter.dtype != torch.float32 and not parameter.requires_grad for parameter in model.parameters())
+    rounded = any(
+        parameter.dtype != torch.float32 and not parameter.requires_grad
+        for parameter in model.parameters()
+    )
     return not (is_spread(model) or trainee.masters.mesh.pipeline.world > 1 or rounded)
 
 
 def exported_files(folder: Path) -> list[Path]:
     """The files by which one knows whether an export is still what it was."""
-    weights = sorted(folder.glob("adapter_model*.safetensors")) if is_adapter(folder) else weight_files(folder)
+    weights = (
+        sorted(folder.glob("adapter_model*.safetensors"))
+        if is_adapter(folder)
+        else weight_files(folder)
+    )
     return [*weights, folder / LINEAGE]

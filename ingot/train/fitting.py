@@ -1,7 +1,9 @@
-"""`train.micro_batch: auto`: the largest micro-batch that fits, or on a CPU the fastest of those; found by trying, once per run folder.
+"""`train.micro_batch: auto`: the largest micro-batch that fits, or on a CPU the fastest of those;
+found by trying, once per run folder.
 
-What is chosen decides about memory and time, never about results. Sizes rise in powers of two, each a step of the real trainee on
-made-up rows. Activations grow with the rows, so from two sizes follows what the next one would take, and none is tried that would
+What is chosen decides about memory and time, never about results. Sizes rise in powers of two, each
+a step of the real trainee on made-up rows. Activations grow with the rows, so from two sizes
+follows what the next one would take, and none is tried that would
 not fit: a rank that runs out of memory leaves the others waiting.
 """
 
@@ -31,21 +33,31 @@ from ingot.train.room import forget_peak, host_memory, is_out_of_memory, peak_by
 from ingot.train.trial import Trial, let_go, trying
 
 MOST = {"cpu": 0.7}
-"""Share of the memory that may be taken, by type of device. A CPU's is shared with whatever else runs there."""
+"""Share of the memory that may be taken, by type of device. A CPU's is shared with whatever else
+runs there.
+"""
 MOST_ELSEWHERE = 0.9
 TRIED_ROWS = 8
-"""Rows of a trial step, as far as there are so many: the optimizer then weighs alike for small sizes, and speeds compare."""
+"""Rows of a trial step, as far as there are so many: the optimizer then weighs alike for small
+sizes, and speeds compare.
+"""
 AS_FAST = 0.97
-"""A share of the best speed that counts as no slower: clocks differ by so much from one time to the next."""
+"""A share of the best speed that counts as no slower: clocks differ by so much from one time to the
+next.
+"""
 OUT = 1e9
 """The share that stands for memory that ran out."""
 NO_GAIN = 2
-"""Sizes in a row that were no faster than a smaller one, after which larger ones are not tried on a CPU."""
+"""Sizes in a row that were no faster than a smaller one, after which larger ones are not tried on a
+CPU.
+"""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What one size took. `share`: of the memory there is, on the rank where it is tightest; above 1 where it ran out."""
+    """What one size took. `share`: of the memory there is, on the rank where it is tightest; above
+    1 where it ran out.
+    """
 
     micro_batch: int
     share: float
@@ -62,9 +74,11 @@ class Found:
 
 
 def fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> int:
-    """What `train.micro_batch: auto` means for this recipe on these devices; the number itself where it is one. Every rank calls it.
+    """What `train.micro_batch: auto` means for this recipe on these devices; the number itself
+    where it is one. Every rank calls it.
 
-    Kept in `reports/micro_batch.json`: a training that goes on, or one like it, does not search again.
+    Kept in `reports/micro_batch.json`: a training that goes on, or one like it, does not search
+    again.
 
     Raises:
         WrongInput: recipe, data, model and ranks do not fit together.
@@ -85,7 +99,11 @@ def fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> int:
     forget_peak(mesh.device)
     if mesh.is_main:
         say(f"train.micro_batch: auto is {found.micro_batch}: {found.why}")
-    mesh.from_main(lambda: write_atomic(path, json.dumps({"schema": 1, "key": key, **asdict(found)}, indent=1) + "\n"))
+    mesh.from_main(
+        lambda: write_atomic(
+            path, json.dumps({"schema": 1, "key": key, **asdict(found)}, indent=1) + "\n"
+        )
+    )
     return found.micro_batch
 
 
@@ -95,7 +113,8 @@ def with_fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> Recipe:
 
 
 def micro_batches(recipe: Recipe, world: int) -> list[int]:
-    """The sizes to try, rising: powers of two and all rows of a rank, each made smaller where that takes no more micro-batches.
+    """The sizes to try, rising: powers of two and all rows of a rank, each made smaller where that
+    takes no more micro-batches.
 
     Raises:
         WrongInput: the mesh or the batch does not divide, whatever the size.
@@ -104,7 +123,9 @@ def micro_batches(recipe: Recipe, world: int) -> list[int]:
     powers = [2**power for power in range(per_rank.bit_length())]
     sizes: list[int] = []
     refused: WrongInput | None = None
-    for size in sorted({math.ceil(per_rank / math.ceil(per_rank / size)) for size in [*powers, per_rank]}):
+    for size in sorted(
+        {math.ceil(per_rank / math.ceil(per_rank / size)) for size in [*powers, per_rank]}
+    ):
         try:
             batch_plan(_with_size(recipe, size).train, recipe.parallel, world)
             sizes.append(size)
@@ -116,11 +137,16 @@ def micro_batches(recipe: Recipe, world: int) -> list[int]:
 
 
 def _with_size(recipe: Recipe, size: int) -> Recipe:
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch": size})})
+    return recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"micro_batch": size})}
+    )
 
 
-def search(sizes: Sequence[int], probe: Callable[[int], Tried], most: float, *, largest: bool) -> Found:
-    """Try `sizes`, rising, until the next would take more than the share `most` of the memory; the largest, or the fastest.
+def search(
+    sizes: Sequence[int], probe: Callable[[int], Tried], most: float, *, largest: bool
+) -> Found:
+    """Try `sizes`, rising, until the next would take more than the share `most` of the memory; the
+    largest, or the fastest.
 
     Raises:
         Failed: the smallest one ran out of memory.
@@ -133,26 +159,42 @@ def search(sizes: Sequence[int], probe: Callable[[int], Tried], most: float, *, 
             break
         tried.append(probe(size))
         if tried[-1].share > most:
-            end = f"{size} ran out of memory" if tried[-1].share > 1 else f"{size} took {tried[-1].share:.0%} of the memory, and {most:.0%} may be taken"
+            end = (
+                f"{size} ran out of memory"
+                if tried[-1].share > 1
+                else f"{size} took {tried[-1].share:.0%} of the memory, and {most:.0%} may be taken"
+            )
             break
         if not largest and _no_gain(tried):
             end = f"larger ones were not faster, up to {size}"
             break
     if tried[0].share > 1:
-        raise Failed(f"out of memory with {sizes[0]} rows at once; lower data.seq_len, set memory.recompute.kind=full, or share the model (parallel.shard)")
+        raise Failed(
+            f"out of memory with {sizes[0]} rows at once; lower data.seq_len, set"
+            " memory.recompute.kind=full, or share the model (parallel.shard)"
+        )
     fitting = [one for one in tried if one.share <= most] or tried[:1]
     if largest:
         chosen = fitting[-1]
-        return Found(chosen.micro_batch, f"the largest that fits, with {chosen.share:.0%} of the memory; {end}", tried)
+        return Found(
+            chosen.micro_batch,
+            f"the largest that fits, with {chosen.share:.0%} of the memory; {end}",
+            tried,
+        )
     best = max(one.rows_per_s for one in fitting)
     chosen = next(one for one in fitting if one.rows_per_s >= AS_FAST * best)
     speeds = ", ".join(f"{one.rows_per_s:.3g} with {one.micro_batch}" for one in fitting)
-    why = f"the fastest, or the smallest of equals (rows a second of a process: {speeds}), with {chosen.share:.0%} of the memory; {end}"
+    why = (
+        f"the fastest, or the smallest of equals (rows a second of a process: {speeds}), with"
+        f" {chosen.share:.0%} of the memory; {end}"
+    )
     return Found(chosen.micro_batch, why, tried)
 
 
 def _predicted(tried: Sequence[Tried], size: int) -> float:
-    """The share that `size` would take, by the line through the last two; 0 where that is not known yet."""
+    """The share that `size` would take, by the line through the last two; 0 where that is not known
+    yet.
+    """
     if len(tried) < 2:
         return 0.0
     before, last = tried[-2:]
@@ -172,7 +214,12 @@ def _try(recipe: Recipe, sizes: Sequence[int], mesh: Mesh) -> Found:
     on_cpu = mesh.device.type == "cpu"
     with trying(plan, mesh) as trial:
         room = room_bytes(mesh.device, mesh.ranks.local_world)
-        return search(sizes, lambda size: _probe(trial, size, room), MOST.get(mesh.device.type, MOST_ELSEWHERE), largest=not on_cpu)
+        return search(
+            sizes,
+            lambda size: _probe(trial, size, room),
+            MOST.get(mesh.device.type, MOST_ELSEWHERE),
+            largest=not on_cpu,
+        )
 
 
 def _probe(trial: Trial, size: int, room: int) -> Tried:
@@ -189,7 +236,11 @@ def _probe(trial: Trial, size: int, room: int) -> Tried:
     seconds = _seconds(trial, batch)
     peak = OUT if seconds is None else peak_bytes(mesh.device) / room
     ranks = mesh.gather([peak, seconds or math.inf])
-    return Tried(size, max(share for share, _ in ranks), batch.per_rank / max(slowest for _, slowest in ranks))
+    return Tried(
+        size,
+        max(share for share, _ in ranks),
+        batch.per_rank / max(slowest for _, slowest in ranks),
+    )
 
 
 def _seconds(trial: Trial, batch: BatchPlan) -> float | None:
@@ -209,17 +260,41 @@ def _seconds(trial: Trial, batch: BatchPlan) -> float | None:
             raise
         reason = str(error).strip().partition("\n")[0]
     if trial.mesh.world > 1:
-        raise Failed(f"out of memory with {batch.micro_batch} rows at once, while train.micro_batch: auto was tried ({reason}); set a smaller number")
+        raise Failed(
+            f"out of memory with {batch.micro_batch} rows at once, while train.micro_batch: auto"
+            f" was tried ({reason}); set a smaller number"
+        )
     return None
 
 
 def _what_matters(recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
     """What decides how much a micro-batch takes, and how much there is."""
-    knobs = ("model", "objective", "parallel", "memory", "precision", "data.seq_len", "data.target_len", "train.global_batch", "train.compile",
-             "train.optimizer.kind")
-    total = host_memory().total if mesh.device.type == "cpu" else torch.accelerator.get_memory_info(mesh.device)[1]
-    return {**recipe.select(knobs), "pack": recipe.pack, "world": mesh.world, "local_world": mesh.ranks.local_world, "device": device_name(mesh.device),
-            "bytes": total, "torch": torch.__version__}
+    knobs = (
+        "model",
+        "objective",
+        "parallel",
+        "memory",
+        "precision",
+        "data.seq_len",
+        "data.target_len",
+        "train.global_batch",
+        "train.compile",
+        "train.optimizer.kind",
+    )
+    total = (
+        host_memory().total
+        if mesh.device.type == "cpu"
+        else torch.accelerator.get_memory_info(mesh.device)[1]
+    )
+    return {
+        **recipe.select(knobs),
+        "pack": recipe.pack,
+        "world": mesh.world,
+        "local_world": mesh.ranks.local_world,
+        "device": device_name(mesh.device),
+        "bytes": total,
+        "torch": torch.__version__,
+    }
 
 
 def _read(path: Path, key: str) -> int | None:

@@ -1,6 +1,8 @@
-"""Side effects of training: metrics and progress, evaluation with early stopping, checkpoints. Each is handed a StepInfo, never the loop.
+"""Side effects of training: metrics and progress, evaluation with early stopping, checkpoints. Each
+is handed a StepInfo, never the loop.
 
-What a request to stop breaks off (an evaluation, samples) is owed: the checkpoint says so, and the next attempt does it first.
+What a request to stop breaks off (an evaluation, samples) is owed: the checkpoint says so, and the
+next attempt does it first.
 """
 
 from __future__ import annotations
@@ -45,10 +47,27 @@ class LogHook:
     """Writes metrics to the sinks and shows progress, every `every` steps and at the last one."""
 
     def __init__(
-        self, sinks: Sequence[JsonLines | Guarded], progress: Progress, every: int, last: int, work: Workload, mesh: Mesh, *, gpu: bool, skipped: float = 0.0
+        self,
+        sinks: Sequence[JsonLines | Guarded],
+        progress: Progress,
+        every: int,
+        last: int,
+        work: Workload,
+        mesh: Mesh,
+        *,
+        gpu: bool,
+        skipped: float = 0.0,
     ) -> None:
         """`skipped` steps were not taken by earlier attempts."""
-        self.sinks, self.progress, self.every, self.last, self.work, self.mesh, self.gpu = sinks, progress, every, last, work, mesh, gpu
+        self.sinks, self.progress, self.every, self.last, self.work, self.mesh, self.gpu = (
+            sinks,
+            progress,
+            every,
+            last,
+            work,
+            mesh,
+            gpu,
+        )
         self._seconds, self._tokens, self._samples, self._skipped = 0.0, 0, 0, torch.tensor(skipped)
         self._notes: dict[str, str] = {}
         self._best_peak = 0.0
@@ -69,12 +88,19 @@ class LogHook:
         seconds = max(self._seconds, 1e-9)
         rate = self._tokens / seconds
         values: dict[str, float | str] = {
-            "train/loss": loss, "train/lr": info.lr, "train/grad_norm": float(info.outcome.grad_norm),
-            "train/tokens_per_s": rate, "train/examples_per_s": self._samples / seconds, "train/skipped_steps": float(self._skipped), **usage,
+            "train/loss": loss,
+            "train/lr": info.lr,
+            "train/grad_norm": float(info.outcome.grad_norm),
+            "train/tokens_per_s": rate,
+            "train/examples_per_s": self._samples / seconds,
+            "train/skipped_steps": float(self._skipped),
+            **usage,
             **{f"train/{name}": float(value) for name, value in info.outcome.metrics.items()},
         }
         if self.work.flops_per_token is not None:
-            values["train/mfu"] = rate * self.work.flops_per_token / (self._peak() * self.mesh.world)
+            values["train/mfu"] = (
+                rate * self.work.flops_per_token / (self._peak() * self.mesh.world)
+            )
         for sink in self.sinks:
             sink.write(info.step, values)
         self._notes = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}"}
@@ -86,7 +112,9 @@ class LogHook:
         return float(self._skipped)
 
     def _peak(self) -> float:
-        """The maker's figure, or the best that a large product has reached so far: a machine that is shared is slow now and then."""
+        """The maker's figure, or the best that a large product has reached so far: a machine that
+        is shared is slow now and then.
+        """
         if self.work.stated_peak is not None:
             return self.work.stated_peak
         self._best_peak = max(self._best_peak, measured_peak(self.mesh.device, self.work.compute))
@@ -95,10 +123,19 @@ class LogHook:
     def _usage(self) -> dict[str, float]:
         """Memory and GPU use of every rank, `memory/rank0_gb` and so on; collective."""
         here = gpu_usage(self.mesh.device) if self.gpu else {}
-        mine = [peak_memory_bytes(self.mesh.device) / 1e9, here.get("util", math.nan), here.get("memory", math.nan)]
+        mine = [
+            peak_memory_bytes(self.mesh.device) / 1e9,
+            here.get("util", math.nan),
+            here.get("memory", math.nan),
+        ]
         ranks = self.mesh.gather(mine)
         names = ("memory/rank{}_gb", "gpu/rank{}_util", "gpu/rank{}_memory")
-        return {name.format(rank): value for rank, row in enumerate(ranks) for name, value in zip(names, row, strict=True) if not math.isnan(value)}
+        return {
+            name.format(rank): value
+            for rank, row in enumerate(ranks)
+            for name, value in zip(names, row, strict=True)
+            if not math.isnan(value)
+        }
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -106,16 +143,31 @@ class LogHook:
 
 
 class EvaluateHook:
-    """Measures on held-out data every `every` steps, and ends training when `stopping` has seen no improvement for `patience` times.
+    """Measures on held-out data every `every` steps, and ends training when `stopping` has seen no
+    improvement for `patience` times.
 
     `measure` gives None where it was broken off.
     """
 
     def __init__(
-        self, measure: Callable[[], Mapping[str, Measured] | None], every: int | None, stopping: Tracker | None, patience: int, best: Tracker | None,
-        sinks: Sequence[JsonLines | Guarded], account: Account,
+        self,
+        measure: Callable[[], Mapping[str, Measured] | None],
+        every: int | None,
+        stopping: Tracker | None,
+        patience: int,
+        best: Tracker | None,
+        sinks: Sequence[JsonLines | Guarded],
+        account: Account,
     ) -> None:
-        self.measure, self.every, self.stopping, self.patience, self.best, self.sinks, self.account = measure, every, stopping, patience, best, sinks, account
+        (
+            self.measure,
+            self.every,
+            self.stopping,
+            self.patience,
+            self.best,
+            self.sinks,
+            self.account,
+        ) = (measure, every, stopping, patience, best, sinks, account)
         self.owes = False
 
     def after_step(self, info: StepInfo) -> bool:
@@ -133,7 +185,9 @@ class EvaluateHook:
         if measured is None:
             return
         for sink in self.sinks:
-            numbers: dict[str, float | str] = {f"validation/{key}": found.value for key, found in measured.items()}
+            numbers: dict[str, float | str] = {
+                f"validation/{key}": found.value for key, found in measured.items()
+            }
             sink.write(step, {**numbers, "validation/seconds": time.monotonic() - started})
         for tracker in (self.stopping, self.best):
             if tracker is not None:
@@ -150,7 +204,11 @@ class EvaluateHook:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run must know to stop at the same step and to keep the same checkpoint."""
-        return {name: tracker.state() for name, tracker in (("early_stop", self.stopping), ("best", self.best)) if tracker is not None}
+        return {
+            name: tracker.state()
+            for name, tracker in (("early_stop", self.stopping), ("best", self.best))
+            if tracker is not None
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name, tracker in (("early_stop", self.stopping), ("best", self.best)):
@@ -164,15 +222,30 @@ class EvaluateHook:
 class SampleHook:
     """Writes what the model makes of the recipe's prompts, as text, every `every` steps.
 
-    `complete` is called on rank 0 alone, but where the model is spread over ranks: there on all of them, in lockstep. It is not begun where
-    `asked` says that training is to stop.
+    `complete` is called on rank 0 alone, but where the model is spread over ranks: there on all of
+    them, in lockstep. It is not begun where `asked` says that training is to stop.
     """
 
     def __init__(
-        self, complete: Callable[[], list[dict[str, str]]], every: int | None, sinks: Sequence[JsonLines | Guarded], mesh: Mesh, account: Account,
-        asked: Callable[[], bool], *, spread: bool = False,
+        self,
+        complete: Callable[[], list[dict[str, str]]],
+        every: int | None,
+        sinks: Sequence[JsonLines | Guarded],
+        mesh: Mesh,
+        account: Account,
+        asked: Callable[[], bool],
+        *,
+        spread: bool = False,
     ) -> None:
-        self.complete, self.every, self.sinks, self.mesh, self.account, self.asked, self.spread = complete, every, sinks, mesh, account, asked, spread
+        self.complete, self.every, self.sinks, self.mesh, self.account, self.asked, self.spread = (
+            complete,
+            every,
+            sinks,
+            mesh,
+            account,
+            asked,
+            spread,
+        )
         self.owes = False
 
     def after_step(self, info: StepInfo) -> bool:
@@ -188,23 +261,47 @@ class SampleHook:
         with self.account.spending("evaluating", "evaluating"):
             samples = self.complete() if self.spread else self.mesh.from_main(self.complete)
         for sink in self.sinks:
-            sink.write(step, {f"samples/{number}": f"{one['prompt']} -> {one['completion']}" for number, one in enumerate(samples)})
+            sink.write(
+                step,
+                {
+                    f"samples/{number}": f"{one['prompt']} -> {one['completion']}"
+                    for number, one in enumerate(samples)
+                },
+            )
 
     def close(self) -> None:
         pass
 
 
 class CheckpointHook:
-    """Saves every `every` steps and at each best evaluation, at most `keep` of them kept beside the best; `finish` is called after the loop.
+    """Saves every `every` steps and at each best evaluation, at most `keep` of them kept beside the
+    best; `finish` is called after the loop.
 
     `payload` is what else a resumed run must know.
     """
 
     def __init__(
-        self, saver: Saver, trainee: Trainee, run: RunFolder, knobs: Checkpoint, stopper: EvaluateHook, payload: Callable[[int], Mapping[str, Any]],
-        account: Account, first: int, *, is_main: bool,
+        self,
+        saver: Saver,
+        trainee: Trainee,
+        run: RunFolder,
+        knobs: Checkpoint,
+        stopper: EvaluateHook,
+        payload: Callable[[int], Mapping[str, Any]],
+        account: Account,
+        first: int,
+        *,
+        is_main: bool,
     ) -> None:
-        self.saver, self.trainee, self.run, self.knobs, self.stopper, self.payload, self.account = saver, trainee, run, knobs, stopper, payload, account
+        self.saver, self.trainee, self.run, self.knobs, self.stopper, self.payload, self.account = (
+            saver,
+            trainee,
+            run,
+            knobs,
+            stopper,
+            payload,
+            account,
+        )
         self.is_main = is_main
         self.saved = first
         """The step of the newest checkpoint that was begun."""
@@ -212,10 +309,13 @@ class CheckpointHook:
 
     def after_step(self, info: StepInfo) -> bool:
         if not self._prepared:
-            self.saver.prepare(self.trainee.masters, self.trainee.optimizer)  # the optimizer has its state now
+            self.saver.prepare(
+                self.trainee.masters, self.trainee.optimizer
+            )  # the optimizer has its state now
             self._prepared = True
         self._due = self._due or info.step % self.knobs.every == 0
-        # Where steps are not taken for a while, what training may have to go back to is the state before them.
+        # Where steps are not taken for a while, what training may have to go back to is the state
+        # before them.
         if self.stopper.best_step == info.step or (self._due and not float(info.outcome.skipped)):
             self.save(info.step)
         self._tell(self.saver.done())
@@ -228,20 +328,35 @@ class CheckpointHook:
             return
         if self.is_main:
             for lines in (self.run.metrics, self.run.events):
-                flush_lines(lines)  # what is logged must not be younger than the checkpoint, should the whole machine go
+                flush_lines(
+                    lines
+                    # what is logged must not be younger than the checkpoint, should the whole
+                    # machine go
+                )
         self.account.snapshot(step)
         with self.account.spending("saving", "saving"):
-            self.saver.save(step, self.trainee.masters, self.trainee.optimizer, self.payload(step), keep=self.knobs.keep, best=self.stopper.best_step)
+            self.saver.save(
+                step,
+                self.trainee.masters,
+                self.trainee.optimizer,
+                self.payload(step),
+                keep=self.knobs.keep,
+                best=self.stopper.best_step,
+            )
         self.saved = step
         self._tell(self.saver.done())
 
     def finish(self, step: int) -> None:
-        """Save the state after `step` steps, and wait until it is committed and what need not be kept is gone."""
+        """Save the state after `step` steps, and wait until it is committed and what need not be
+        kept is gone.
+        """
         done_before = step == self.saved
         self.save(step)
         self.wait()
         if done_before and self.is_main:
-            retain(self.run.checkpoints, self.knobs.keep, self.stopper.best_step)  # an attempt may have died before it came to that
+            retain(
+                self.run.checkpoints, self.knobs.keep, self.stopper.best_step
+            )  # an attempt may have died before it came to that
 
     def wait(self) -> None:
         """Raises Failed on every rank when a checkpoint could not be written."""
@@ -258,7 +373,9 @@ class CheckpointHook:
 
 
 class KillHook:
-    """Kills this process once `step` steps are done, as by `kill -9`: for proofs that nothing is lost."""
+    """Kills this process once `step` steps are done, as by `kill -9`: for proofs that nothing is
+    lost.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -43,7 +43,9 @@ class Hook(Protocol):
     """A side effect of training."""
 
     def after_step(self, info: StepInfo) -> bool:
-        """Called on every rank after every step; True ends training, and every rank must say the same."""
+        """Called on every rank after every step; True ends training, and every rank must say the
+        same.
+        """
         ...
 
     def close(self) -> None:
@@ -60,12 +62,18 @@ class LoopEnd:
 
 
 def run_loop(
-    first: int, last: int, fetch: Callable[[int], Work], do_step: Callable[[int, Work], StepInfo], hooks: Sequence[Hook],
+    first: int,
+    last: int,
+    fetch: Callable[[int], Work],
+    do_step: Callable[[int, Work], StepInfo],
+    hooks: Sequence[Hook],
     judge: Callable[[int, StepOutcome], None] = lambda step, outcome: None,
 ) -> LoopEnd:
-    """Turn from step `first` (so many are done) until `last` are done, a hook ends it, or a signal came on any rank.
+    """Turn from step `first` (so many are done) until `last` are done, a hook ends it, or a signal
+    came on any rank.
 
-    `judge` hears the number (from 0) and the outcome of each step while the next one runs, so that the device never waits for the host.
+    `judge` hears the number (from 0) and the outcome of each step while the next one runs, so that
+    the device never waits for the host.
     """
     before: StepOutcome | None = None
     for step in range(first, last):
@@ -76,7 +84,9 @@ def run_loop(
         if before is not None:
             judge(step - 1, before)
         before = info.outcome
-        over = [hook.after_step(info) for hook in hooks]  # every hook acts, whatever another one says
+        over = [
+            hook.after_step(info) for hook in hooks
+        ]  # every hook acts, whatever another one says
         if any(over):
             return LoopEnd(info.step, 0)
     return LoopEnd(last, 0)

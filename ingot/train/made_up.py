@@ -1,4 +1,6 @@
-"""Rows of random tokens in the place of prepared data: full, packed as the recipe packs, for measuring what a step takes and never for training."""
+"""Rows of random tokens in the place of prepared data: full, packed as the recipe packs, for
+measuring what a step takes and never for training.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class MadeUpRows(Rows):
 class MadeUpSamples(Samples):
     """Preferences, pairs and labelled texts, all as long as they may be."""
 
-    def __init__(self, kind: Documents, seq_len: int, target_len: int, vocab_size: int, classes: int) -> None:
+    def __init__(
+        self, kind: Documents, seq_len: int, target_len: int, vocab_size: int, classes: int
+    ) -> None:
         _without_files(self, seq_len)
         self.kind, self.target_len = kind, target_len
         self._vocab_size, self._classes = vocab_size, classes
@@ -66,7 +70,9 @@ class MadeUpSamples(Samples):
         live = np.zeros((sides * count, self.seq_len), np.int64)
         live[: sides * len(ids)] = 1
         tokens = np.zeros_like(live)
-        tokens[: sides * len(ids)] = _random(ids, self._vocab_size, sides, self.seq_len).reshape(-1, self.seq_len)
+        tokens[: sides * len(ids)] = _random(ids, self._vocab_size, sides, self.seq_len).reshape(
+            -1, self.seq_len
+        )
         if self.kind == "preference":
             # The first half is what was asked.
             labels = np.full_like(tokens, IGNORE)
@@ -75,15 +81,29 @@ class MadeUpSamples(Samples):
         else:
             shape = (self.target_len,) if self.kind == "pair" else ()
             labels = np.full((count, *shape), IGNORE, np.int64)
-            labels[: len(ids)] = _random(ids, self._vocab_size if self.kind == "pair" else self._classes, *shape)
+            labels[: len(ids)] = _random(
+                ids, self._vocab_size if self.kind == "pair" else self._classes, *shape
+            )
         return Fields(tokens, labels, np.arange(self.seq_len) * live, live)
 
 
 def _without_files(rows: Opened, seq_len: int) -> None:
     """What is known of prepared data, of data that no file holds."""
-    rows.columns, rows.seq_len, rows.markers, rows.touched, rows.later = Path("made up"), seq_len, [], queue.SimpleQueue(), None
+    rows.columns, rows.seq_len, rows.markers, rows.touched, rows.later = (
+        Path("made up"),
+        seq_len,
+        [],
+        queue.SimpleQueue(),
+        None,
+    )
     rows.fingerprint = rows.set_fingerprint = rows.tokenizer = "made up"
-    rows.documents, rows.tokens, rows.bytes, rows.left_out, rows.weights = COUNT, COUNT * seq_len, 0, 0, None
+    rows.documents, rows.tokens, rows.bytes, rows.left_out, rows.weights = (
+        COUNT,
+        COUNT * seq_len,
+        0,
+        0,
+        None,
+    )
     rows._sized([[COUNT]])
 
 
@@ -96,12 +116,17 @@ def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
     """Rows of the kind that the recipe trains on."""
     data = recipe.data
     if recipe.documents in ("text", "chat"):
-        return MadeUpRows(data.seq_len, vocab_size, 1 if recipe.pack == "none" else min(DOCUMENTS, data.seq_len))
-    return MadeUpSamples(recipe.documents, data.seq_len, data.target_len, vocab_size, max(1, len(recipe.labels)))
+        return MadeUpRows(
+            data.seq_len, vocab_size, 1 if recipe.pack == "none" else min(DOCUMENTS, data.seq_len)
+        )
+    return MadeUpSamples(
+        recipe.documents, data.seq_len, data.target_len, vocab_size, max(1, len(recipe.labels))
+    )
 
 
 def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
-    """A plan without prepared data and without weights: the recipe's model, drawn at random, its batch, made-up rows.
+    """A plan without prepared data and without weights: the recipe's model, drawn at random, its
+    batch, made-up rows.
 
     Raises:
         WrongInput: recipe, model and ranks do not fit together.
@@ -110,27 +135,57 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     tokenizer, ids = _tokenizer(recipe)
     asked = recipe.objective
-    teacher = named_folder(asked.teacher, "objective.teacher") if isinstance(asked, knobs.Distill) else None
-    drawing = blueprint(drawn, ids, asdict(tokenizer.special), least=0 if teacher is None else teacher_vocabulary(teacher))
+    teacher = (
+        named_folder(asked.teacher, "objective.teacher")
+        if isinstance(asked, knobs.Distill)
+        else None
+    )
+    drawing = blueprint(
+        drawn,
+        ids,
+        asdict(tokenizer.special),
+        least=0 if teacher is None else teacher_vocabulary(teacher),
+    )
     if teacher is not None:
         check_teacher(teacher, drawing, recipe)
     if drawing.kind == "decoder":
         check_layout(recipe.parallel, mesh.world, drawing.config.to_hf(), recipe.data.seq_len)
     rows = made_up_rows(recipe, drawing.config.vocab_size)
     last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
-    return Plan(drawn, batch, tokenizer, drawing, teacher, rows, rows, None, 0, last, computing_type(recipe, mesh.device), {})
+    return Plan(
+        drawn,
+        batch,
+        tokenizer,
+        drawing,
+        teacher,
+        rows,
+        rows,
+        None,
+        0,
+        last,
+        computing_type(recipe, mesh.device),
+        {},
+    )
 
 
 def with_made_up_rows(plan: Plan) -> Plan:
-    """The same plan over made-up rows; it begins with the model's own weights, not with another run's."""
+    """The same plan over made-up rows; it begins with the model's own weights, not with another
+    run's.
+    """
     rows = made_up_rows(plan.recipe, plan.drawing.config.vocab_size)
     return replace(plan, rows=rows, held_out=rows, origin=None)
 
 
 def _tokenizer(recipe: Recipe) -> tuple[Tokenizer, int]:
-    """The run's tokenizer where it is there, else one that stands for it, and how many ids there will be."""
+    """The run's tokenizer where it is there, else one that stands for it, and how many ids there
+    will be.
+    """
     if recipe.folder.tokenizer.is_dir():
         tokenizer = load_tokenizer(recipe.folder.tokenizer)
         return tokenizer, tokenizer.vocab_size
-    ids = recipe.tokenizer.vocab_size if recipe.trains_tokenizer else source_config(recipe.model, source_folder(recipe.model))["vocab_size"]
+    ids = (
+        recipe.tokenizer.vocab_size
+        if recipe.trains_tokenizer
+        else source_config(recipe.model, source_folder(recipe.model))["vocab_size"]
+    )
     return train_bpe(["made up"], 260), int(ids)

@@ -1,4 +1,6 @@
-"""What is measured while training runs: the objective on held-out rows, tasks, and texts for the eye."""
+"""What is measured while training runs: the objective on held-out rows, tasks, and texts for the
+eye.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,38 @@ def subject_of(plan: Plan, trainee: Trainee, mesh: Mesh) -> Subject:
     """The model in training as evaluation sees it."""
     eos = frozenset(stop_tokens(plan.tokenizer))
     dealt = _dealt_over(trainee, mesh)
-    return Subject(plan.recipe, trainee.model, plan.drawing.kind, plan.tokenizer, eos, plan.compute, dealt, "the model in training", quiet=True)
+    return Subject(
+        plan.recipe,
+        trainee.model,
+        plan.drawing.kind,
+        plan.tokenizer,
+        eos,
+        plan.compute,
+        dealt,
+        "the model in training",
+        quiet=True,
+    )
 
 
 def _dealt_over(trainee: Trainee, mesh: Mesh) -> Mesh:
-    """The ranks that items are dealt over. Where weights are gathered for each use, all ranks must use them equally often, so each does all."""
+    """The ranks that items are dealt over. Where weights are gathered for each use, all ranks must
+    use them equally often, so each does all.
+    """
     return Mesh(Ranks(), mesh.device) if isinstance(trainee.model, FSDPModule) else mesh.data
 
 
 def measuring(
-    plan: Plan, trainee: Trainee, mesh: Mesh, all_asked: Callable[[], bool], asked: Callable[[], bool]
+    plan: Plan,
+    trainee: Trainee,
+    mesh: Mesh,
+    all_asked: Callable[[], bool],
+    asked: Callable[[], bool],
 ) -> Callable[[], dict[str, Measured] | None]:
-    """What every evaluation while training measures, as a function of nothing; every rank calls it. None where it was broken off.
+    """What every evaluation while training measures, as a function of nothing; every rank calls it.
+    None where it was broken off.
 
-    `all_asked` is collective and says the same on all ranks, `asked` knows of this one alone: where items are dealt, ranks do not go in step.
+    `all_asked` is collective and says the same on all ranks, `asked` knows of this one alone: where
+    items are dealt, ranks do not go in step.
 
     Raises:
         WrongInput: a task among `train.evaluate_tasks` cannot be done; before anything is trained.
@@ -51,12 +71,26 @@ def measuring(
     def measure() -> dict[str, Measured] | None:
         try:
             with evaluating(trainee.model):
-                found = held_out_objective(trainee.model, held_out, plan.held_out, knobs.evaluate_rows, micro_batch, plan.compute, mesh, all_asked)
+                found = held_out_objective(
+                    trainee.model,
+                    held_out,
+                    plan.held_out,
+                    knobs.evaluate_rows,
+                    micro_batch,
+                    plan.compute,
+                    mesh,
+                    all_asked,
+                )
                 tasks = watch()
         except Interrupted:
             return None
-        of_objective = {name: Measured(value, "lower" if name == "loss" else "higher") for name, value in found.items()}
-        return of_objective | {key: Measured(value, direction) for key, (value, direction) in tasks.items()}
+        of_objective = {
+            name: Measured(value, "lower" if name == "loss" else "higher")
+            for name, value in found.items()
+        }
+        return of_objective | {
+            key: Measured(value, direction) for key, (value, direction) in tasks.items()
+        }
 
     return measure
 

@@ -1,4 +1,6 @@
-"""Notices that this machine will be taken away: a file that appears, or what Google's metadata server says. Each counts as a SIGTERM."""
+"""Notices that this machine will be taken away: a file that appears, or what Google's metadata
+server says. Each counts as a SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ingot.base.progress import say
 
 POLL_S = 1.0
 WAIT_S = 60.0
-"""How long the metadata server is asked to wait for a change before it answers; other failures are tried again as seldom."""
+"""How long the metadata server is asked to wait for a change before it answers; other failures are
+tried again as seldom.
+"""
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 
 
@@ -33,12 +37,24 @@ class Notice:
 
     def _look(self) -> None:
         assert self._where is not None
-        comes = _told_by_server if self._where == "gce" else lambda over: _appears(Path(str(self._where)), over)
+        comes = (
+            _told_by_server
+            if self._where == "gce"
+            else lambda over: _appears(Path(str(self._where)), over)
+        )
         if comes(self._over) and not self._over.is_set():
-            say(f"notice: this machine will be taken away, as {self._where} says (checkpoint.notice)")
+            say(
+                f"notice: this machine will be taken away, as {self._where} says"
+                " (checkpoint.notice)"
+            )
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._over.set()
 
 
@@ -51,13 +67,20 @@ def _appears(path: Path, over: threading.Event) -> bool:
 
 
 def _told_by_server(over: threading.Event) -> bool:
-    """Waits until the metadata server of Google Compute Engine says that the machine is being pre-empted.
+    """Waits until the metadata server of Google Compute Engine says that the machine is being
+    pre-empted.
 
-    https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption; $GCE_METADATA_HOST is its address elsewhere.
+    https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption;
+    $GCE_METADATA_HOST is its address elsewhere.
     """
     url = f"http://{os.environ.get('GCE_METADATA_HOST', 'metadata.google.internal')}{PREEMPTED}"
-    straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine's own server
-    request = urllib.request.Request(f"{url}?wait_for_change=true&timeout_sec={int(WAIT_S)}", headers={"Metadata-Flavor": "Google"})
+    straight = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # no proxy knows this machine's own server
+    request = urllib.request.Request(
+        f"{url}?wait_for_change=true&timeout_sec={int(WAIT_S)}",
+        headers={"Metadata-Flavor": "Google"},
+    )
     warned = False
     while not over.is_set():
         began = time.monotonic()

@@ -1,4 +1,6 @@
-"""From the recipe's objective to the mathematics, with the other models that it needs: a teacher, a reference."""
+"""From the recipe's objective to the mathematics, with the other models that it needs: a teacher, a
+reference.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,11 @@ def teacher_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
     folder = named_folder(teacher, "objective.teacher")
     own, theirs = (with_template(one, "").identity() for one in (tokenizer, load_tokenizer(folder)))
     if own != theirs:
-        raise WrongInput(f"the tokenizer of objective.teacher {teacher} is not the student's, so their distributions are over other tokens; "
-                         f"set tokenizer.source to {teacher}, or choose another teacher")
+        raise WrongInput(
+            f"the tokenizer of objective.teacher {teacher} is not the student's, so their"
+            f" distributions are over other tokens; set tokenizer.source to {teacher}, or choose"
+            " another teacher"
+        )
     return folder
 
 
@@ -60,23 +65,39 @@ def teacher_vocabulary(folder: Path) -> int:
 
 
 def check_teacher(folder: Path, student: Blueprint, recipe: Recipe) -> None:
-    """Raises WrongInput where teacher and student have vocabularies of other sizes, or the teacher fewer positions than a row has tokens."""
+    """Raises WrongInput where teacher and student have vocabularies of other sizes, or the teacher
+    fewer positions than a row has tokens.
+    """
     config = DecoderConfig.from_hf(model_config(folder), str(folder))
     if config.vocab_size != student.config.vocab_size:
         raise WrongInput(
-            f"the teacher {folder} has a vocabulary of {config.vocab_size:,} tokens, the student {recipe.model.source} one of "
-            f"{student.config.vocab_size:,}; distillation compares them token by token: choose two of the same vocabulary"
+            f"the teacher {folder} has a vocabulary of {config.vocab_size:,} tokens, the student"
+            f" {recipe.model.source} one of {student.config.vocab_size:,}; distillation compares"
+            " them token by token: choose two of the same vocabulary"
         )
     if config.max_position_embeddings < recipe.data.seq_len:
-        raise WrongInput(f"data.seq_len {recipe.data.seq_len} exceeds the {config.max_position_embeddings} positions of the teacher {folder}; lower it")
+        raise WrongInput(
+            f"data.seq_len {recipe.data.seq_len} exceeds the {config.max_position_embeddings}"
+            f" positions of the teacher {folder}; lower it"
+        )
 
 
-def make_objectives(recipe: Recipe, teacher: Path | None, tables: tuple[Tensor, Tensor] | None, compute: Compute, mesh: Mesh) -> Objectives:
-    """The objective of the recipe. `teacher` is what `teacher_folder` gave, `tables` what `reference_tables` did."""
+def make_objectives(
+    recipe: Recipe,
+    teacher: Path | None,
+    tables: tuple[Tensor, Tensor] | None,
+    compute: Compute,
+    mesh: Mesh,
+) -> Objectives:
+    """The objective of the recipe. `teacher` is what `teacher_folder` gave, `tables` what
+    `reference_tables` did.
+    """
     asked = recipe.objective
     if isinstance(asked, knobs.DPO):
         assert tables is not None
-        return Objectives(*(DPO(asked.beta, asked.label_smoothing, table.to(mesh.device)) for table in tables))
+        return Objectives(
+            *(DPO(asked.beta, asked.label_smoothing, table.to(mesh.device)) for table in tables)
+        )
     if isinstance(asked, knobs.Distill):
         assert teacher is not None
         distill = Distill(_frozen(teacher, recipe, compute, mesh), asked.temperature, asked.alpha)
@@ -85,14 +106,18 @@ def make_objectives(recipe: Recipe, teacher: Path | None, tables: tuple[Tensor, 
 
 
 def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decoder:
-    """A model that is only read: in the type that is computed in, without gradients, spread as the student is.
+    """A model that is only read: in the type that is computed in, without gradients, spread as the
+    student is.
 
-    A pipeline's stages are the student's alone: the teacher's hidden states are wanted where its last layers and the head are.
+    A pipeline's stages are the student's alone: the teacher's hidden states are wanted where its
+    last layers and the head are.
     """
     if mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
         return load_model(folder, device=mesh.device, dtype=TYPES[compute]).requires_grad_(False)
     with torch.device("meta"):
-        model = Decoder(DecoderConfig.from_hf(model_config(folder), str(folder / CONFIG))).to(TYPES[compute])
+        model = Decoder(DecoderConfig.from_hf(model_config(folder), str(folder / CONFIG))).to(
+            TYPES[compute]
+        )
     model.requires_grad_(False).eval()
     apply_wrappers(model, _stage_of(mesh), Wrapping(recipe.parallel, compute=compute))
     give_memory(model, mesh.device)

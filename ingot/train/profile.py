@@ -1,4 +1,6 @@
-"""A trace of a few steps by torch's profiler, one file a rank in `profile/`; nothing is asked of any other step."""
+"""A trace of a few steps by torch's profiler, one file a rank in `profile/`; nothing is asked of
+any other step.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ VIEWER = "https://ui.perfetto.dev"
 
 
 class ProfileHook:
-    """Traces the steps `begin` to `end`, counted from 1: what they do on host and device, loading, hooks and checkpoints included.
+    """Traces the steps `begin` to `end`, counted from 1: what they do on host and device, loading,
+    hooks and checkpoints included.
 
-    Make it right before the loop turns: a trace that begins with the first step begins here. The last of the hooks, so that what the
-    others do after step `begin - 1` is not in it. A training that goes on in the midst of these steps traces those that are left.
+    Make it right before the loop turns: a trace that begins with the first step begins here. The
+    last of the hooks, so that what the others do after step `begin - 1` is not in it. A training
+    that goes on in the midst of these steps traces those that are left.
 
     Args:
         knobs: which steps.
@@ -35,7 +39,10 @@ class ProfileHook:
 
     def __init__(self, knobs: Profile, folder: Path, mesh: Mesh, *, done: int, last: int) -> None:
         if knobs.begin > last:
-            raise WrongInput(f"train.profile begins with step {knobs.begin:,}, training ends with step {last:,}; lower train.profile.begin, or set it to null")
+            raise WrongInput(
+                f"train.profile begins with step {knobs.begin:,}, training ends with step {last:,};"
+                " lower train.profile.begin, or set it to null"
+            )
         self.knobs, self.folder, self.mesh = knobs, folder, mesh
         self._trace: profile | None = None
         self._mark: record_function | None = None
@@ -55,7 +62,10 @@ class ProfileHook:
         self._unmark()
         self._finish()
         if self._reached < self.knobs.begin and self.mesh.is_main:
-            say(f"train: no trace, training ended after step {self._reached:,} and train.profile begins with step {self.knobs.begin:,}")
+            say(
+                f"train: no trace, training ended after step {self._reached:,} and train.profile"
+                f" begins with step {self.knobs.begin:,}"
+            )
 
     def _before(self, step: int) -> None:
         """Step `step` comes next."""
@@ -85,14 +95,21 @@ class ProfileHook:
             _write(trace, path)
         except (IngotError, OSError) as error:
             # A picture that could not be kept is no reason to stop training.
-            say(f"warning: the trace of steps {self._first:,} to {self._reached:,} is lost: {error}")
+            say(
+                f"warning: the trace of steps {self._first:,} to {self._reached:,} is lost: {error}"
+            )
             return
         if self.mesh.is_main:
-            say(f"train: the trace of steps {self._first:,} to {self._reached:,} is in {path}; open it at {VIEWER}")
+            say(
+                f"train: the trace of steps {self._first:,} to {self._reached:,} is in {path}; open"
+                f" it at {VIEWER}"
+            )
 
 
 def _write(trace: profile, path: Path) -> None:
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}.gz")  # the ending makes torch compress it
+    partial = path.with_name(
+        f".{path.name}.partial-{os.getpid()}.gz"
+    )  # the ending makes torch compress it
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

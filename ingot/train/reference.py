@@ -1,4 +1,6 @@
-"""What a reference model thinks of preferences: computed once, before the policy is there, and kept beside the prepared columns."""
+"""What a reference model thinks of preferences: computed once, before the policy is there, and kept
+beside the prepared columns.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,20 @@ Floats = npt.NDArray[np.float32]
 
 
 class Tables(NamedTuple):
-    """Summed log-probabilities of (chosen, rejected) by row, float32 `[rows, 2]`; NaN where nobody asked."""
+    """Summed log-probabilities of (chosen, rejected) by row, float32 `[rows, 2]`; NaN where nobody
+    asked.
+    """
 
     training: Tensor
     held_out: Tensor
 
 
 def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
-    """The tables that this training needs, those rows only that it comes to; None unless the objective has a reference.
+    """The tables that this training needs, those rows only that it comes to; None unless the
+    objective has a reference.
 
-    Every rank calls it. What was computed before, by an interrupted or a shorter training, is not computed again.
+    Every rank calls it. What was computed before, by an interrupted or a shorter training, is not
+    computed again.
 
     Raises:
         WrongInput: there is no such reference, or it does not fit the tokenizer or the rows.
@@ -62,8 +68,17 @@ def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
     if not isinstance(recipe.objective, knobs.DPO):
         return None
     drawing = _drawing(plan, recipe.objective.reference)
-    samples = plan.order.rows(plan.begin * plan.batch.global_batch, (plan.last - plan.begin) * plan.batch.global_batch)
-    wanted = (np.unique(samples), np.arange(min(recipe.train.evaluate_rows, len(plan.held_out)) if recipe.train.evaluate_every else 0))
+    samples = plan.order.rows(
+        plan.begin * plan.batch.global_batch, (plan.last - plan.begin) * plan.batch.global_batch
+    )
+    wanted = (
+        np.unique(samples),
+        np.arange(
+            min(recipe.train.evaluate_rows, len(plan.held_out))
+            if recipe.train.evaluate_every
+            else 0
+        ),
+    )
     model: list[Model] = []
 
     def opened() -> Model:
@@ -72,10 +87,15 @@ def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
         return model[0]
 
     rows = (plan.rows, plan.held_out)
-    paths = [recipe.folder.reference / f"{split}-{_identity(plan, drawing)}.npy" for split in ("train", "validation")]
+    paths = [
+        recipe.folder.reference / f"{split}-{_identity(plan, drawing)}.npy"
+        for split in ("train", "validation")
+    ]
     made = [_table(*each, plan, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
     model.clear()
-    gc.collect()  # a sharded model and its hooks hold each other; without this it would lie beside the policy for a while
+    # a sharded model and its hooks hold each other; without this it would lie beside the policy for
+    # a while
+    gc.collect()
     return Tables(*(torch.from_numpy(table) for table in made))
 
 
@@ -84,16 +104,23 @@ def _drawing(plan: Plan, source: str | None) -> Blueprint:
         return plan.drawing
     folder = named_folder(source, "objective.reference")
     config = DecoderConfig.from_hf(model_config(folder), str(folder))
-    if config.vocab_size < plan.tokenizer.vocab_size or config.max_position_embeddings < plan.recipe.data.seq_len:
+    if (
+        config.vocab_size < plan.tokenizer.vocab_size
+        or config.max_position_embeddings < plan.recipe.data.seq_len
+    ):
         raise WrongInput(
-            f"objective.reference {source} has {config.vocab_size:,} ids and {config.max_position_embeddings:,} positions, the data need "
-            f"{plan.tokenizer.vocab_size:,} and {plan.recipe.data.seq_len:,}; choose a reference of the same family"
+            f"objective.reference {source} has {config.vocab_size:,} ids and"
+            f" {config.max_position_embeddings:,} positions, the data need"
+            f" {plan.tokenizer.vocab_size:,} and {plan.recipe.data.seq_len:,}; choose a reference"
+            " of the same family"
         )
     return Blueprint("decoder", config, folder, random=False)
 
 
 def _starts_elsewhere(plan: Plan, drawing: Blueprint) -> bool:
-    """Whether the reference is the policy as another run left it, rather than as its source has it."""
+    """Whether the reference is the policy as another run left it, rather than as its source has
+    it.
+    """
     return drawing is plan.drawing and plan.origin is not None and plan.recipe.model.lora is None
 
 
@@ -107,21 +134,39 @@ def _identity(plan: Plan, drawing: Blueprint) -> str:
     else:
         weights = {"model": model_hash(drawing.folder)}
     # The configuration beside it: `model.config` may have changed what the weights say.
-    about = {"config": drawing.config.to_hf(), "data": plan.rows.fingerprint, "seq_len": plan.recipe.data.seq_len, "compute": plan.compute}
+    about = {
+        "config": drawing.config.to_hf(),
+        "data": plan.rows.fingerprint,
+        "seq_len": plan.recipe.data.seq_len,
+        "compute": plan.compute,
+    }
     return fingerprint({**weights, **about})
 
 
 def _open(plan: Plan, drawing: Blueprint, mesh: Mesh) -> Model:
     """The reference, spread over the ranks as the policy is going to be."""
-    model = apply_wrappers(draft_model(drawing, plan.recipe.seed), mesh, Wrapping(plan.recipe.parallel, compute=plan.compute))
+    model = apply_wrappers(
+        draft_model(drawing, plan.recipe.seed),
+        mesh,
+        Wrapping(plan.recipe.parallel, compute=plan.compute),
+    )
     fill_model(model, drawing, plan.recipe.seed, mesh.device, filled=True)
     if _starts_elsewhere(plan, drawing) and plan.origin is not None:
         load_checkpoint(plan.origin, Masters(model, mesh), None, mesh)
     return model.eval().requires_grad_(False)
 
 
-def _table(rows: Rows | Samples, wanted: npt.NDArray[np.int64], path: Path, plan: Plan, mesh: Mesh, opened: Callable[[], Model]) -> Floats:
-    """The table of one split with all `wanted` rows in it, read or computed; each share of the ranks that share batches computes a share."""
+def _table(
+    rows: Rows | Samples,
+    wanted: npt.NDArray[np.int64],
+    path: Path,
+    plan: Plan,
+    mesh: Mesh,
+    opened: Callable[[], Model],
+) -> Floats:
+    """The table of one split with all `wanted` rows in it, read or computed; each share of the
+    ranks that share batches computes a share.
+    """
     table = mesh.from_main(lambda: _read(path, len(rows)))
     missing = wanted[np.isnan(table[wanted]).any(axis=1)]
     if not len(missing):
@@ -132,21 +177,34 @@ def _table(rows: Rows | Samples, wanted: npt.NDArray[np.int64], path: Path, plan
     looks = math.ceil(math.ceil(len(missing) / data.world) / micro_batch)
     nothing = next(fixed_batches(rows, [0], micro_batch))
     nothing = replace(nothing, rows=torch.full_like(nothing.rows, -1))
-    batches = itertools.islice(itertools.chain(fixed_batches(rows, mine, micro_batch), itertools.repeat(nothing)), looks)
+    batches = itertools.islice(
+        itertools.chain(fixed_batches(rows, mine, micro_batch), itertools.repeat(nothing)), looks
+    )
     found = torch.zeros(len(rows), 2, dtype=torch.float64)
     model, sharing, done = opened(), row_sharing(mesh), 0
-    with torch.no_grad(), computing_in(plan.compute, mesh.device), Progress("reference", len(mine), "pairs", quiet=not mesh.is_main) as progress:
+    with (
+        torch.no_grad(),
+        computing_in(plan.compute, mesh.device),
+        Progress("reference", len(mine), "pairs", quiet=not mesh.is_main) as progress,
+    ):
         for batch in batches:
             there = (batch if sharing is None else cut(batch, sharing)).to(mesh.device)
-            values = -model(there.tokens, there.positions, there.segments, there.labels, CrossEntropy().token)
-            sums = answer_log_probabilities(values.float(), (lambda part: part) if sharing is None else sharing.total)
+            values = -model(
+                there.tokens, there.positions, there.segments, there.labels, CrossEntropy().token
+            )
+            sums = answer_log_probabilities(
+                values.float(), (lambda part: part) if sharing is None else sharing.total
+            )
             live = batch.rows >= 0
             found[batch.rows[live]] = sums.cpu()[live].double()
             done += int(live.sum())
             progress.update(done)
     table[missing] = data.all_sum(found)[missing].float().numpy()
     if not np.isfinite(table[missing]).all():
-        raise WrongInput("the reference gives log-probabilities that are not finite; choose another objective.reference")
+        raise WrongInput(
+            "the reference gives log-probabilities that are not finite; choose another"
+            " objective.reference"
+        )
     mesh.from_main(lambda: _write(path, table))
     return table
 
@@ -157,7 +215,11 @@ def _read(path: Path, rows: int) -> Floats:
         table = np.load(path)
     except (FileNotFoundError, ValueError, EOFError):
         table = np.empty((0, 2))
-    return table if table.shape == (rows, 2) and table.dtype == np.float32 else np.full((rows, 2), np.nan, np.float32)
+    return (
+        table
+        if table.shape == (rows, 2) and table.dtype == np.float32
+        else np.full((rows, 2), np.nan, np.float32)
+    )
 
 
 def _write(path: Path, table: Floats) -> None:

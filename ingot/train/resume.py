@@ -1,4 +1,6 @@
-"""Where training starts: from nothing, from the newest whole checkpoint, or not at all because the recipe has changed."""
+"""Where training starts: from nothing, from the newest whole checkpoint, or not at all because the
+recipe has changed.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,20 @@ LEFT_OUT = "left_out.json"
 
 
 def find_start(
-    run: RunFolder, identity: Mapping[str, Any], *, fresh: bool, allow: Collection[str] = (), tell: Callable[[Found, str], None] = lambda found, changed: None,
+    run: RunFolder,
+    identity: Mapping[str, Any],
+    *,
+    fresh: bool,
+    allow: Collection[str] = (),
+    tell: Callable[[Found, str], None] = lambda found, changed: None,
     before_anew: Callable[[], None] = lambda: None,
 ) -> Found | None:
     """The checkpoint to go on from, or None to start from the first step.
 
-    A finished training with another recipe is set aside under `earlier/`, and brought back when the recipe is. Knobs among `allow` may
-    differ; `tell` then hears what does. `before_anew` is called where no checkpoint is to be gone on from, before anything is set aside: what it
-    raises leaves all as it is.
+    A finished training with another recipe is set aside under `earlier/`, and brought back when the
+    recipe is. Knobs among `allow` may differ; `tell` then hears what does. `before_anew` is called
+    where no checkpoint is to be gone on from, before anything is set aside: what it raises leaves
+    all as it is.
 
     Raises:
         WrongInput: an unfinished training lies here and its recipe differs; names what changed.
@@ -47,7 +55,10 @@ def find_start(
         if not found.commit["finished"]:
             raise _refused(run, found, dict(identity), differ)
     if found is not None:
-        say(f"the recipe changed since the last training ({'; '.join(changes(found.commit['identity'], dict(identity)))})")
+        say(
+            "the recipe changed since the last training"
+            f" ({'; '.join(changes(found.commit['identity'], dict(identity)))})"
+        )
     place = _place_of(run, identity)
     if fresh or not committed(place / "checkpoints"):
         before_anew()
@@ -57,22 +68,37 @@ def find_start(
     return None if fresh else _bring_back(run, identity)
 
 
-def _refused(run: RunFolder, found: Found, identity: dict[str, Any], differ: list[str]) -> WrongInput:
+def _refused(
+    run: RunFolder, found: Found, identity: dict[str, Any], differ: list[str]
+) -> WrongInput:
     """What changed, and the two ways on."""
     changed = "; ".join(changes(found.commit["identity"], identity))
     meant = [knob for knob in MAY_CHANGE if any(key.startswith(knob) for key in differ)]
-    way = f"go on with the change by resume.allow=[{','.join(meant)}]" if all(key.startswith(MAY_CHANGE) for key in differ) else "undo the change to go on"
+    way = (
+        f"go on with the change by resume.allow=[{','.join(meant)}]"
+        if all(key.startswith(MAY_CHANGE) for key in differ)
+        else "undo the change to go on"
+    )
     return WrongInput(
-        f"{run.checkpoints} holds an unfinished training ({found.step} steps) of another recipe: {changed}; "
-        f"{way}, or start over with --fresh (the old checkpoints are set aside, not deleted)"
+        f"{run.checkpoints} holds an unfinished training ({found.step} steps) of another recipe:"
+        f" {changed}; {way}, or start over with --fresh (the old checkpoints are set aside, not"
+        " deleted)"
     )
 
 
 def _so_far(identity: Mapping[str, Any], found: Found) -> dict[str, Any]:
-    """An identity without the ranges of samples to skip that training has not come to yet: those may be another choice now."""
+    """An identity without the ranges of samples to skip that training has not come to yet: those
+    may be another choice now.
+    """
     skipped = found.commit["identity"].get("data.skip", [])
-    place = place_of(found.step * int(identity["train.global_batch"]), [(first, after) for first, after in skipped])
-    return {**identity, "data.skip": [list(span) for span in identity.get("data.skip", []) if span[0] < place]}
+    place = place_of(
+        found.step * int(identity["train.global_batch"]),
+        [(first, after) for first, after in skipped],
+    )
+    return {
+        **identity,
+        "data.skip": [list(span) for span in identity.get("data.skip", []) if span[0] < place],
+    }
 
 
 def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
@@ -81,7 +107,9 @@ def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
         return
     name = fingerprint(dict(identity))
     places = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    place = next(folder for folder in (earlier(run) / name for name in places) if not folder.exists())
+    place = next(
+        folder for folder in (earlier(run) / name for name in places) if not folder.exists()
+    )
     _move(run.root, place)
     say(f"the earlier training is set aside in {place}")
 
@@ -105,7 +133,9 @@ def earlier(run: RunFolder) -> Path:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Checkpoints go last when set aside and come last when brought back: without them the rest is only logs."""
+    """Checkpoints go last when set aside and come last when brought back: without them the rest is
+    only logs.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "tensorboard", LEFT_OUT, "checkpoints"):
         if (source / name).exists():

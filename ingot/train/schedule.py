@@ -14,8 +14,8 @@ def warmup_steps(schedule: Schedule, total: int) -> int:
 def learning_rate(schedule: Schedule, peak: float, step: int, total: int) -> float:
     """The rate of step `step` (from 0) of `total`.
 
-    Warm-up rises linearly and reaches the peak with its last step, never being zero; the decay then ends exactly at
-    `min_ratio * peak` with the last step of all.
+    Warm-up rises linearly and reaches the peak with its last step, never being zero; the decay then
+    ends exactly at `min_ratio * peak` with the last step of all.
     """
     warmup = warmup_steps(schedule, total)
     if step < warmup:

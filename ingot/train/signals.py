@@ -1,8 +1,9 @@
 """Requests to stop: signals, and notices that this machine will be taken away.
 
-While steps are done a request is only noted, and the loop ends at the next boundary. Where nothing is at stake (loading, exporting) it is
-followed at once. A second one leaves at once, wherever it comes. A small process watches that the first is followed in time: it does not
-depend on this one's interpreter, which may be stuck in C.
+While steps are done a request is only noted, and the loop ends at the next boundary. Where nothing
+is at stake (loading, exporting) it is
+followed at once. A second one leaves at once, wherever it comes. A small process watches that the
+first is followed in time: it does not depend on this one's interpreter, which may be stuck in C.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ while True:
 
 @contextlib.contextmanager
 def stacks_on_demand(logs: Path, rank: int) -> Iterator[None]:
-    """While entered, `STACKS` makes this process append the stacks of its threads to `stacks-rankN.txt`, even if it is stuck in C."""
+    """While entered, `STACKS` makes this process append the stacks of its threads to
+    `stacks-rankN.txt`, even if it is stuck in C.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"stacks-rank{rank}.txt").open("a") as file:
         faulthandler.register(STACKS, file=file, all_threads=True)
@@ -65,8 +68,9 @@ def stacks_on_demand(logs: Path, rank: int) -> Iterator[None]:
 
 
 class Leave(BaseException):
-    """Training is left at once, from wherever it is, with a checkpoint committed (its step) or none. Not an Exception, so that nothing on
-    the way takes it for a failure."""
+    """Training is left at once, from wherever it is, with a checkpoint committed (its step) or
+    none. Not an Exception, so that nothing on the way takes it for a failure.
+    """
 
     def __init__(self, signum: int, committed: int | None) -> None:
         super().__init__(signum, committed)
@@ -74,10 +78,12 @@ class Leave(BaseException):
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 ask to stop; `signum` is the first that came, 0 while none has.
+    """While entered, SIGTERM, SIGINT and SIGUSR1 ask to stop; `signum` is the first that came, 0
+    while none has.
 
-    When a stop was followed they stay without effect: the process is about to end with the exit code that says so, and another rank, or whoever
-    hands the request to each node, may have been quicker than the signal.
+    When a stop was followed they stay without effect: the process is about to end with the exit
+    code that says so, and another rank, or whoever hands the request to each node, may have been
+    quicker than the signal.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -87,19 +93,31 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        arguments = [str(os.getpid()), str(self._grace_s), ",".join(str(int(number)) for number in SIGNALS), str(int(STACKS))]
-        self._watchdog = subprocess.Popen([sys.executable, "-I", "-S", "-c", _WATCHDOG, *arguments], stdin=subprocess.PIPE, start_new_session=True)
+        arguments = [
+            str(os.getpid()),
+            str(self._grace_s),
+            ",".join(str(int(number)) for number in SIGNALS),
+            str(int(STACKS)),
+        ]
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _WATCHDOG, *arguments],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         assert self._watchdog.stdin is not None
         told = self._watchdog.stdin.fileno()
         os.set_blocking(told, False)
-        # The number goes to the watchdog from within the handler in C, before the interpreter comes to hear of it.
+        # The number goes to the watchdog from within the handler in C, before the interpreter comes
+        # to hear of it.
         self._fd_before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self
 
     def leave_at_once(self, committed: int | None) -> None:
-        """From here on there is nothing to save beyond the checkpoint `committed`: a signal raises Leave, also one that has come already."""
+        """From here on there is nothing to save beyond the checkpoint `committed`: a signal raises
+        Leave, also one that has come already.
+        """
         self._leaving, self._committed = True, committed
         if self.signum:
             raise Leave(self.signum, committed)
@@ -112,16 +130,25 @@ class StopSignals:
         if self._followed:
             return
         if self.signum and time.monotonic() - self._since > SAME_REQUEST_S:
-            # Whatever is half-written has no marker, so leaving now loses only what was not committed.
+            # Whatever is half-written has no marker, so leaving now loses only what was not
+            # committed.
             os._exit(128 + number)
         if self.signum:
             return
         self.signum, self._since = number, time.monotonic()
         if self._leaving:
             raise Leave(number, self._committed)
-        say(f"{signal.Signals(number).name}: stopping after this step; send it again to leave at once")
+        say(
+            f"{signal.Signals(number).name}: stopping after this step; send it again to leave at"
+            " once"
+        )
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._followed = kind is not None and issubclass(kind, (Leave, Stopped))
         for number, handler in self._before.items() if not self._followed else ():
             signal.signal(number, handler)

@@ -1,4 +1,6 @@
-"""Steps that are not taken: which, what too many of them lead to, and the data that is left out when training goes back."""
+"""Steps that are not taken: which, what too many of them lead to, and the data that is left out
+when training goes back.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class RolledBack(Exception):
 
 
 class Skips:
-    """Counts steps that were not taken, each read one step late, so that the device never waits for the host."""
+    """Counts steps that were not taken, each read one step late, so that the device never waits for
+    the host.
+    """
 
     def __init__(self, in_row: int, tell: Tell) -> None:
         self._in_row, self._tell = in_row, tell
@@ -56,43 +60,73 @@ class Skips:
         self._row += 1
         norm = float(outcome.grad_norm)
         finite = torch.isfinite(outcome.loss) & torch.isfinite(outcome.grad_norm)
-        self._tell("skip", step=step + 1, cause=f"spike, gradient norm {norm:.4g}" if bool(finite) else "not finite")
+        self._tell(
+            "skip",
+            step=step + 1,
+            cause=f"spike, gradient norm {norm:.4g}" if bool(finite) else "not finite",
+        )
         if self._row >= self._in_row:
             raise TooManySkipped(step - self._row + 1, step)
 
 
-def roll_back(bad: TooManySkipped, plan: Plan, checkpoint: CheckpointHook, mesh: Mesh, tell: Tell) -> RolledBack | Failed:
-    """What too many skipped steps lead to, to be raised: the end of training, or going back, the data of the bad steps noted as left out.
+def roll_back(
+    bad: TooManySkipped, plan: Plan, checkpoint: CheckpointHook, mesh: Mesh, tell: Tell
+) -> RolledBack | Failed:
+    """What too many skipped steps lead to, to be raised: the end of training, or going back, the
+    data of the bad steps noted as left out.
 
     Collective, the same on every rank.
     """
     knobs, count = plan.recipe.train.skip, bad.last - bad.first + 1
-    what = "loss or gradient was not finite" if knobs.spike is None else "loss or gradient was not finite, or a spike,"
+    what = (
+        "loss or gradient was not finite"
+        if knobs.spike is None
+        else "loss or gradient was not finite, or a spike,"
+    )
     told = f"{what} in {count} steps in a row, {bad.first + 1:,} to {bad.last + 1:,}"
     if knobs.then == "stop":
-        return Failed(f"{told}; lower train.optimizer.lr, or set train.skip.then=roll_back to leave their data out")
+        return Failed(
+            f"{told}; lower train.optimizer.lr, or set train.skip.then=roll_back to leave their"
+            " data out"
+        )
     checkpoint.wait()
-    # What a checkpoint has behind it cannot be left out any more; it took no harm from steps that were not taken.
+    # What a checkpoint has behind it cannot be left out any more; it took no harm from steps that
+    # were not taken.
     begin = max(bad.first, checkpoint.saved)
     if begin > bad.last:
-        return Failed(f"{told}, and a checkpoint stands behind them; lower train.optimizer.lr, or raise checkpoint.every")
+        return Failed(
+            f"{told}, and a checkpoint stands behind them; lower train.optimizer.lr, or raise"
+            " checkpoint.every"
+        )
     order = plan.order
-    span = order.place(begin * plan.batch.global_batch), order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1
+    span = (
+        order.place(begin * plan.batch.global_batch),
+        order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1,
+    )
     mesh.from_main(lambda: leave_out(plan, span))
     tell("roll_back", step=checkpoint.saved, cause=told, samples=list(span))
     if mesh.is_main:
-        say(f"{told}: going back to step {checkpoint.saved:,}, samples {span[0]:,} to {span[1]:,} of the order are left out from now on")
+        say(
+            f"{told}: going back to step {checkpoint.saved:,}, samples {span[0]:,} to {span[1]:,}"
+            " of the order are left out from now on"
+        )
     return RolledBack()
 
 
 def with_left_out(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan without the data that earlier attempts at this same training have left out. Collective: nodes may have a disk each."""
+    """The plan without the data that earlier attempts at this same training have left out.
+    Collective: nodes may have a disk each.
+    """
     spans = mesh.from_main(lambda: _so_far(plan))
     if not spans:
         return plan
     every = sorted({*map(tuple, plan.recipe.data.skip), *spans})
     data = plan.recipe.data.model_copy(update={"skip": every})
-    return replace(plan, recipe=plan.recipe.model_copy(update={"data": data}), identity={**plan.identity, "data.skip": [list(span) for span in every]})
+    return replace(
+        plan,
+        recipe=plan.recipe.model_copy(update={"data": data}),
+        identity={**plan.identity, "data.skip": [list(span) for span in every]},
+    )
 
 
 def left_out(plan: Plan, recipe: Recipe) -> list[Span]:
@@ -101,7 +135,9 @@ def left_out(plan: Plan, recipe: Recipe) -> list[Span]:
 
 
 def _so_far(plan: Plan) -> list[Span]:
-    """What is noted; where the note was lost with its machine, it is written anew from the newest checkpoint, which knows what it has behind it."""
+    """What is noted; where the note was lost with its machine, it is written anew from the newest
+    checkpoint, which knows what it has behind it.
+    """
     path = _file(plan.recipe.folder)
     spans, newest = _read(path, plan), next(iter(committed(plan.recipe.folder.checkpoints)), None)
     if newest is None or _same_training(newest.commit["identity"]) != _same_training(plan.identity):
@@ -122,12 +158,17 @@ def leave_out(plan: Plan, span: Span) -> None:
     path, most = _file(plan.recipe.folder), plan.recipe.train.skip.rollbacks
     spans = _read(path, plan)
     if len(spans) >= most:
-        raise Failed(f"training went back {len(spans)} times (train.skip.rollbacks) and comes to bad steps again; lower train.optimizer.lr")
+        raise Failed(
+            f"training went back {len(spans)} times (train.skip.rollbacks) and comes to bad steps"
+            " again; lower train.optimizer.lr"
+        )
     _write(path, plan, [*spans, span])
 
 
 def _write(path: Path, plan: Plan, spans: Sequence[Span]) -> None:
-    write_atomic(path, json.dumps({"schema": 1, "of": _same_training(plan.identity), "spans": spans}) + "\n")
+    write_atomic(
+        path, json.dumps({"schema": 1, "of": _same_training(plan.identity), "spans": spans}) + "\n"
+    )
 
 
 def _read(path: Path, plan: Plan) -> list[Span]:
@@ -136,13 +177,26 @@ def _read(path: Path, plan: Plan) -> list[Span]:
     except FileNotFoundError:
         return []
     except ValueError as error:
-        raise Failed(f"{path} says which data is left out and cannot be read ({error}); restore it, or start over with --fresh") from None
+        raise Failed(
+            f"{path} says which data is left out and cannot be read ({error}); restore it, or start"
+            " over with --fresh"
+        ) from None
     # Another training that lies here, of a recipe from before, has left out what is not this one's.
-    return [(int(first), int(after)) for first, after in content["spans"]] if content["of"] == _same_training(plan.identity) else []
+    return (
+        [(int(first), int(after)) for first, after in content["spans"]]
+        if content["of"] == _same_training(plan.identity)
+        else []
+    )
 
 
 def _same_training(identity: Mapping[str, Any]) -> str:
-    return fingerprint({key: value for key, value in identity.items() if key != "data.skip" and not key.startswith(MAY_CHANGE)})
+    return fingerprint(
+        {
+            key: value
+            for key, value in identity.items()
+            if key != "data.skip" and not key.startswith(MAY_CHANGE)
+        }
+    )
 
 
 def _file(run: RunFolder) -> Path:

@@ -17,16 +17,22 @@ FIRST = 20
 class Spikes:
     """Follows the norms of the steps that are taken. `state` makes a resumed run decide alike."""
 
-    def __init__(self, factor: float, device: torch.device, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, factor: float, device: torch.device, state: Mapping[str, Any] | None = None
+    ) -> None:
         self._factor = factor
         self._mean = torch.tensor(state["mean"] if state else 0.0, device=device)
         self._seen = torch.tensor(state["seen"] if state else 0.0, device=device)
 
     def judge(self, norm: Tensor, wrong: Tensor) -> Tensor:
-        """True where this step is not to be taken: because it is `wrong` anyway, or its norm is a spike. The others count for the mean."""
+        """True where this step is not to be taken: because it is `wrong` anyway, or its norm is a
+        spike. The others count for the mean.
+        """
         spike = (self._seen >= FIRST) & (norm > self._factor * self._mean)
         skipped = wrong | spike
-        share = torch.where(self._seen < FIRST, 1 / (self._seen + 1), torch.full_like(norm, 1 - DECAY))  # a plain mean to begin with
+        share = torch.where(
+            self._seen < FIRST, 1 / (self._seen + 1), torch.full_like(norm, 1 - DECAY)
+        )  # a plain mean to begin with
         mean = self._mean + share * (norm - self._mean)
         self._mean = torch.where(skipped, self._mean, mean)
         self._seen = torch.where(skipped, self._seen, self._seen + 1)

@@ -1,7 +1,9 @@
-"""One optimizer step: micro-batches through model, head and objective, one division, clip, finite check, optimizer.
+"""One optimizer step: micro-batches through model, head and objective, one division, clip, finite
+check, optimizer.
 
-The loss is a *sum* over target tokens and its gradient is summed over micro-batches and ranks in float32; both are divided
-once, by the target count of the whole global batch. So the split of a batch, padding and packing never change the result.
+The loss is a *sum* over target tokens and its gradient is summed over micro-batches and ranks in
+float32; both are divided once, by the target count of the whole global batch. So the split of a
+batch, padding and packing never change the result.
 """
 
 from __future__ import annotations
@@ -35,26 +37,45 @@ class StepOutcome:
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
     skipped: Tensor
-    """1.0 when no weight was changed, since loss or gradient were not finite, or the gradient a spike, else 0.0."""
+    """1.0 when no weight was changed, since loss or gradient were not finite, or the gradient a
+    spike, else 0.0.
+    """
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """What else the objective tells, means over the targets of the global batch."""
 
 
-def global_targets(objective: Objective, batches: Sequence[Batch], mesh: Mesh, *mine: bool) -> tuple[int, list[bool]]:
-    """Targets of the global batch, each counted once, and for each vote of `mine` whether any rank says so. Between hosts; the same on all ranks."""
-    total, *votes = mesh.agree(sum(objective.targets(batch) for batch in batches), *map(float, mine))
+def global_targets(
+    objective: Objective, batches: Sequence[Batch], mesh: Mesh, *mine: bool
+) -> tuple[int, list[bool]]:
+    """Targets of the global batch, each counted once, and for each vote of `mine` whether any rank
+    says so. Between hosts; the same on all ranks.
+    """
+    total, *votes = mesh.agree(
+        sum(objective.targets(batch) for batch in batches), *map(float, mine)
+    )
     # Ranks that are no share of the batch of their own have the same rows as others.
     return round(total * mesh.data.world / mesh.world), [count > 0 for count in votes]
 
 
 def train_step(
-    module: nn.Module, objective: Objective, batches: Sequence[Batch], masters: Masters, optimizer: Optimizer, *,
-    targets: int, clip_norm: float | None, compute: Compute, mesh: Mesh, before: Callable[[int, Batch], None] = lambda index, batch: None,
+    module: nn.Module,
+    objective: Objective,
+    batches: Sequence[Batch],
+    masters: Masters,
+    optimizer: Optimizer,
+    *,
+    targets: int,
+    clip_norm: float | None,
+    compute: Compute,
+    mesh: Mesh,
+    before: Callable[[int, Batch], None] = lambda index, batch: None,
     spikes: Spikes | None = None,
 ) -> StepOutcome:
-    """Take one step over `batches`, this rank's micro-batches; `targets` counts the whole global batch, all ranks.
+    """Take one step over `batches`, this rank's micro-batches; `targets` counts the whole global
+    batch, all ranks.
 
-    `before` hears the number of each micro-batch before it is computed: dropout is seeded there. A spike is not taken where `spikes` are watched.
+    `before` hears the number of each micro-batch before it is computed: dropout is seeded there. A
+    spike is not taken where `spikes` are watched.
     """
     total, told = _backward(module, objective, batches, masters, compute, mesh, before)
     loss, *means = (mesh.losses.all_sum(torch.stack([total, *told.values()])) / targets).unbind()
@@ -75,9 +96,17 @@ def train_step(
 
 
 def _backward(
-    module: nn.Module, objective: Objective, batches: Sequence[Batch], masters: Masters, compute: Compute, mesh: Mesh, before: Callable[[int, Batch], None]
+    module: nn.Module,
+    objective: Objective,
+    batches: Sequence[Batch],
+    masters: Masters,
+    compute: Compute,
+    mesh: Mesh,
+    before: Callable[[int, Batch], None],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums of loss and metrics over this rank's micro-batches; their gradients are left with the parameters."""
+    """Sums of loss and metrics over this rank's micro-batches; their gradients are left with the
+    parameters.
+    """
     if isinstance(module, Pipeline):
         work = StagedBatches(objective, batches, compute, mesh.device, row_sharing(mesh), before)
         module.run(work, backward=True)

@@ -1,8 +1,10 @@
-"""Optimizers of bf16 weights without a float32 copy: an update is rounded up or down at random, in proportion to where it lies between.
+"""Optimizers of bf16 weights without a float32 copy: an update is rounded up or down at random, in
+proportion to where it lies between.
 
-So the mean of many roundings is the number itself, and updates far smaller than the distance of two bf16 numbers add up instead of being
-lost (Gupta et al. 2015, arXiv 1502.02551). The random bits are a hash of (seed, parameter name, optimizer step, row, column): a resumed run
-repeats them, and so does any layout, whichever rank has a number.
+So the mean of many roundings is the number itself, and updates far smaller than the distance of two
+bf16 numbers add up instead of being lost (Gupta et al. 2015, arXiv 1502.02551). The random bits are
+a hash of (seed, parameter name, optimizer step, row, column): a resumed run repeats them, and so
+does any layout, whichever rank has a number.
 """
 
 from __future__ import annotations
@@ -27,33 +29,48 @@ _DISCARDED = 16
 
 
 def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Float32 -> bf16, away from zero where the bits that go are more than 2^16 less `noise` (int32, uniform in [0, 2^16)), else towards it.
+    """Float32 -> bf16, away from zero where the bits that go are more than 2^16 less `noise`
+    (int32, uniform in [0, 2^16)), else towards it.
 
     What bf16 can hold exactly stays as it is, infinities included.
     """
-    return ((values.view(torch.int32) + noise) & (-1 << _DISCARDED)).view(torch.float32).to(torch.bfloat16)
+    return (
+        ((values.view(torch.int32) + noise) & (-1 << _DISCARDED))
+        .view(torch.float32)
+        .to(torch.bfloat16)
+    )
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The random bits of one parameter. `first_row` and `first_column` say where this rank's part of it lies in the whole."""
+    """The random bits of one parameter. `first_row` and `first_column` say where this rank's part
+    of it lies in the whole.
+    """
 
     key: int
     first_row: int = 0
     first_column: int = 0
 
     def bits(self, step: Tensor, rows: slice, columns: int) -> Tensor:
-        """int32 `[rows, columns]` in [0, 2^16), for some rows of this rank's part; `step` is one number on the device."""
+        """int32 `[rows, columns]` in [0, 2^16), for some rows of this rank's part; `step` is one
+        number on the device.
+        """
         there = step.device
-        row = torch.arange(self.first_row + rows.start, self.first_row + rows.stop, device=there, dtype=torch.int32)
-        column = torch.arange(self.first_column, self.first_column + columns, device=there, dtype=torch.int32)
+        row = torch.arange(
+            self.first_row + rows.start, self.first_row + rows.stop, device=there, dtype=torch.int32
+        )
+        column = torch.arange(
+            self.first_column, self.first_column + columns, device=there, dtype=torch.int32
+        )
         row = _mix_(_mix_(row * _GOLDEN + self.key) + step.to(torch.int32) * _GOLDEN)
         column = _mix_(column * _GOLDEN - self.key)
         return _mix_(row[:, None] + column).bitwise_and_(2**_DISCARDED - 1)
 
 
 def _mix_(bits: Tensor) -> Tensor:
-    """In place: every bit of the result hangs on every bit of the input (the finaliser of MurmurHash3, with constants of less bias)."""
+    """In place: every bit of the result hangs on every bit of the input (the finaliser of
+    MurmurHash3, with constants of less bias).
+    """
     for shift, factor in ((16, _MIX1), (15, _MIX2)):
         bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)
         bits *= factor
@@ -62,13 +79,23 @@ def _mix_(bits: Tensor) -> Tensor:
 
 
 class Stochastic(optim.Optimizer):
-    """What AdamW and SGD have in common here. State is float32; a step with `found_inf` 1 changes neither weights nor state."""
+    """What AdamW and SGD have in common here. State is float32; a step with `found_inf` 1 changes
+    neither weights nor state.
+    """
 
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any], masters: Masters, seed: int) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        masters: Masters,
+        seed: int,
+    ) -> None:
         super().__init__(groups, defaults)
-        self._noise: dict[Tensor, Noise] = {master.tensor: _noise_of(seed, master.name, master.parameter) for master in masters}
+        self._noise: dict[Tensor, Noise] = {
+            master.tensor: _noise_of(seed, master.name, master.parameter) for master in masters
+        }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -81,12 +108,26 @@ class Stochastic(optim.Optimizer):
         state = self.state[weight]
         for name in ("step", *self.moments(group)):
             if name not in state:
-                state[name] = torch.zeros(() if name == "step" else weight.shape, dtype=torch.float32, device=weight.device)
-        skipped = torch.zeros((), device=weight.device) if self.found_inf is None else self.found_inf.to(weight.device)
+                state[name] = torch.zeros(
+                    () if name == "step" else weight.shape,
+                    dtype=torch.float32,
+                    device=weight.device,
+                )
+        skipped = (
+            torch.zeros((), device=weight.device)
+            if self.found_inf is None
+            else self.found_inf.to(weight.device)
+        )
         moments = [_as_matrix(state[name]) for name in self.moments(group)]
         weights, gradient, count = _as_matrix(weight), _as_matrix(weight.grad), state["step"] + 1  # type: ignore[arg-type]
         for rows in _slices(weights):
-            new = self.rule(group, count, weights[rows].float(), gradient[rows], [moment[rows] for moment in moments])
+            new = self.rule(
+                group,
+                count,
+                weights[rows].float(),
+                gradient[rows],
+                [moment[rows] for moment in moments],
+            )
             rounded = round_to_bf16(new[0], self._noise[weight].bits(count, rows, weights.shape[1]))
             for old, value in zip((weights, *moments), (rounded, *new[1:]), strict=True):
                 old[rows] = torch.where(skipped != 0, old[rows], value)
@@ -96,8 +137,17 @@ class Stochastic(optim.Optimizer):
         """Names of the state that has the shape of the weights."""
         raise NotImplementedError
 
-    def rule(self, group: dict[str, Any], count: Tensor, weight: Tensor, gradient: Tensor, moments: list[Tensor]) -> list[Tensor]:
-        """New weights, not yet rounded, and new moments, all float32; nothing is changed. `count` is the number of this step, from 1."""
+    def rule(
+        self,
+        group: dict[str, Any],
+        count: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        moments: list[Tensor],
+    ) -> list[Tensor]:
+        """New weights, not yet rounded, and new moments, all float32; nothing is changed. `count`
+        is the number of this step, from 1.
+        """
         raise NotImplementedError
 
 
@@ -107,7 +157,14 @@ class StochasticAdamW(Stochastic):
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
-    def rule(self, group: dict[str, Any], count: Tensor, weight: Tensor, gradient: Tensor, moments: list[Tensor]) -> list[Tensor]:
+    def rule(
+        self,
+        group: dict[str, Any],
+        count: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        moments: list[Tensor],
+    ) -> list[Tensor]:
         first, second = group["betas"]
         mean = moments[0].lerp(gradient, 1 - first)
         square = (moments[1] * second).addcmul_(gradient, gradient, value=1 - second)
@@ -122,14 +179,23 @@ class StochasticSGD(Stochastic):
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def rule(self, group: dict[str, Any], count: Tensor, weight: Tensor, gradient: Tensor, moments: list[Tensor]) -> list[Tensor]:
+    def rule(
+        self,
+        group: dict[str, Any],
+        count: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        moments: list[Tensor],
+    ) -> list[Tensor]:
         move = gradient + group["weight_decay"] * weight
         kept = [move := moment * group["momentum"] + move for moment in moments]
         return [weight - group["lr"] * move, *kept]
 
 
 def _noise_of(seed: int, name: str, parameter: Tensor) -> Noise:
-    key = int.from_bytes(hashlib.sha256(f"{seed}/rounding/{name}".encode()).digest()[:4], "little", signed=True)
+    key = int.from_bytes(
+        hashlib.sha256(f"{seed}/rounding/{name}".encode()).digest()[:4], "little", signed=True
+    )
     first = [part.start for part in box(parameter)]
     # A vector is one row.
     return Noise(key, 0, *first) if len(first) == 1 else Noise(key, *first[:2])
@@ -137,7 +203,11 @@ def _noise_of(seed: int, name: str, parameter: Tensor) -> Noise:
 
 def _as_matrix(tensor: Tensor) -> Tensor:
     """`[rows, columns]`, sharing memory."""
-    return tensor.view(1, -1) if tensor.ndim < 2 else tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
+    return (
+        tensor.view(1, -1)
+        if tensor.ndim < 2
+        else tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
+    )
 
 
 def _slices(matrix: Tensor) -> Iterator[slice]:

@@ -35,16 +35,26 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         """The knobs, as they stand on a command line."""
-        knobs = {"train.micro_batch": str(self.micro_batch), "launch.processes": str(self.devices), **PRECISIONS[self.precision]}
+        knobs = {
+            "train.micro_batch": str(self.micro_batch),
+            "launch.processes": str(self.devices),
+            **PRECISIONS[self.precision],
+        }
         return [f"{knob}={value}" for knob, value in knobs.items()]
 
     def told(self) -> str:
         form = "" if self.precision == OWN else f", {self.precision}"
-        return f"{self.devices} {'process' if self.devices == 1 else 'processes'}, micro-batch {self.micro_batch}{form}"
+        return (
+            f"{self.devices} {'process' if self.devices == 1 else 'processes'}, micro-batch"
+            f" {self.micro_batch}{form}"
+        )
 
 
-def cases_of(recipe: Recipe, devices: str | None, micro_batches: str | None, precisions: str | None) -> list[Case]:
-    """The rows that lists such as `1,2,4` ask for; None: what the recipe would run, micro-batches in powers of two.
+def cases_of(
+    recipe: Recipe, devices: str | None, micro_batches: str | None, precisions: str | None
+) -> list[Case]:
+    """The rows that lists such as `1,2,4` ask for; None: what the recipe would run, micro-batches
+    in powers of two.
 
     Raises:
         WrongInput: a list holds what is no positive number, or no known format.
@@ -52,10 +62,14 @@ def cases_of(recipe: Recipe, devices: str | None, micro_batches: str | None, pre
     counts = _numbers("--devices", devices) if devices else [recipe.launch.processes]
     formats = [part.strip() for part in precisions.split(",")] if precisions else [OWN]
     if unknown := [name for name in formats if name not in PRECISIONS]:
-        raise WrongInput(f"--precision {unknown[0]} is not known; choose among {', '.join(PRECISIONS)}")
+        raise WrongInput(
+            f"--precision {unknown[0]} is not known; choose among {', '.join(PRECISIONS)}"
+        )
     found = []
     for count in counts:
-        sizes = _numbers("--micro-batch", micro_batches) if micro_batches else _powers(recipe, count)
+        sizes = (
+            _numbers("--micro-batch", micro_batches) if micro_batches else _powers(recipe, count)
+        )
         found += [Case(count, size, name) for name in formats for size in sizes]
     return list(dict.fromkeys(found))
 
@@ -63,7 +77,9 @@ def cases_of(recipe: Recipe, devices: str | None, micro_batches: str | None, pre
 def _numbers(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if wrong := [part for part in parts if not part.isdecimal() or int(part) == 0]:
-        raise WrongInput(f"{option} {text}: `{wrong[0]}` is no positive whole number; give a list such as 1,2,4")
+        raise WrongInput(
+            f"{option} {text}: `{wrong[0]}` is no positive whole number; give a list such as 1,2,4"
+        )
     return sorted({int(part) for part in parts})
 
 
@@ -81,17 +97,27 @@ def _with(recipe: Recipe, micro_batch: int) -> Train:
 
 
 def refusal(recipe: Recipe, case: Case) -> str:
-    """Why a row cannot be measured, by the arithmetic of the recipe alone; empty where it can be tried."""
+    """Why a row cannot be measured, by the arithmetic of the recipe alone; empty where it can be
+    tried.
+    """
     try:
         plan = batch_plan(_with(recipe, case.micro_batch), recipe.parallel, case.devices)
     except WrongInput as error:
         return str(error)
     if case.micro_batch > plan.per_rank:
-        return f"a process has only {plan.per_rank} rows of train.global_batch {recipe.train.global_batch}"
+        return (
+            f"a process has only {plan.per_rank} rows of train.global_batch"
+            f" {recipe.train.global_batch}"
+        )
     return ""
 
 
 def hopeless(case: Case, ran_out: Sequence[Case]) -> str:
     """Why a row need not be tried: a smaller one, else alike, ran out of memory already."""
-    smaller = [one.micro_batch for one in ran_out if (one.devices, one.precision) == (case.devices, case.precision) and one.micro_batch <= case.micro_batch]
+    smaller = [
+        one.micro_batch
+        for one in ran_out
+        if (one.devices, one.precision) == (case.devices, case.precision)
+        and one.micro_batch <= case.micro_batch
+    ]
     return f"not tried: {min(smaller)} rows at once ran out already" if smaller else ""

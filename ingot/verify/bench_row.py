@@ -1,7 +1,8 @@
-"""One row of `ingot bench`, measured: this process, or all ranks that torchrun started, train a few steps of the recipe and keep nothing.
+"""One row of `ingot bench`, measured: this process, or all ranks that torchrun started, train a few
+steps of the recipe and keep nothing.
 
-What is measured is a step of training as it is, loading, the count of targets and the optimizer included, without logging, evaluation and
-checkpoints. Memory that runs out is an outcome.
+What is measured is a step of training as it is, loading, the count of targets and the optimizer
+included, without logging, evaluation and checkpoints. Memory that runs out is an outcome.
 """
 
 from __future__ import annotations
@@ -35,39 +36,56 @@ from ingot.train.trial import Trial, trying
 from ingot.verify.bench_cases import WARM_UP
 
 PEAK_TIMES = 3
-"""How often the peak is measured before and after the steps; the best counts, since a machine that is shared is slow now and then."""
+"""How often the peak is measured before and after the steps; the best counts, since a machine that
+is shared is slow now and then.
+"""
 SAMPLE_EVERY_S = 0.2
 MOST_WORDS = 200
 KILL_FIRST = Path("/proc/self/oom_score_adj")
 
 
 def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> None:
-    """Measure `steps` steps of the recipe as it stands and write the row to `into`, from rank 0; any rank may write that memory ran out.
+    """Measure `steps` steps of the recipe as it stands and write the row to `into`, from rank 0;
+    any rank may write that memory ran out.
 
     Raises:
-        WrongInput: recipe, data, model and ranks do not fit together, or there are fewer accelerators than processes.
+        WrongInput: recipe, data, model and ranks do not fit together, or there are fewer
+            accelerators than processes.
         Failed: memory ran out.
     """
     here = ranks()
-    if torch.accelerator.is_available() and (there := torch.accelerator.device_count()) < here.local_world:
-        raise WrongInput(f"{here.local_world} processes want a device each, and this machine has {there}; ask for --devices {there}")
+    if (
+        torch.accelerator.is_available()
+        and (there := torch.accelerator.device_count()) < here.local_world
+    ):
+        raise WrongInput(
+            f"{here.local_world} processes want a device each, and this machine has {there}; ask"
+            f" for --devices {there}"
+        )
     try:
         with running_mesh(recipe.parallel) as mesh, _bounded(mesh):
-            row = _measure(made_up_plan(recipe, mesh) if synthetic else plan_run(recipe, mesh), mesh, steps)
+            row = _measure(
+                made_up_plan(recipe, mesh) if synthetic else plan_run(recipe, mesh), mesh, steps
+            )
             if mesh.is_main:
                 write_atomic(into, json.dumps(row))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         # torch puts the place in its own source first.
-        reason = str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2][:MOST_WORDS] or "the system has no more"
+        reason = (
+            str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2][:MOST_WORDS]
+            or "the system has no more"
+        )
         write_atomic(into, json.dumps({"status": "out of memory", "reason": reason}))
         raise Failed(f"out of memory: {reason}") from None
 
 
 @contextlib.contextmanager
 def _bounded(mesh: Mesh) -> Iterator[None]:
-    """On a CPU: an allocation beyond what is free is refused, rather than granted and paid with swapping or somebody's life; ours comes first."""
+    """On a CPU: an allocation beyond what is free is refused, rather than granted and paid with
+    swapping or somebody's life; ours comes first.
+    """
     if mesh.device.type != "cpu" or sys.platform != "linux":
         yield
         return
@@ -84,25 +102,49 @@ def _bounded(mesh: Mesh) -> Iterator[None]:
 
 
 def _measure(plan: Plan, mesh: Mesh, steps: int) -> dict[str, Any]:
-    """The row; collective. Figures of memory and use are those of the rank that has most, GPUs' use the mean."""
+    """The row; collective. Figures of memory and use are those of the rank that has most, GPUs' use
+    the mean.
+    """
     with trying(plan, mesh) as trial:
         best = _peak(mesh, plan)
         with Samples(mesh.device) as samples:
             seconds, cores = _steps(trial, steps)
-        mine = [samples.mean("util"), samples.most("memory"), samples.most("host"), peak_memory_bytes(mesh.device), cores]
+        mine = [
+            samples.mean("util"),
+            samples.most("memory"),
+            samples.most("host"),
+            peak_memory_bytes(mesh.device),
+            cores,
+        ]
         best = max(best, _peak(mesh, plan))
         counted = sum(parameter.numel() for parameter in trial.trainee.model.parameters())
     util, memory, host, process, busy = zip(*mesh.gather(mine), strict=True)
-    config, native, on_gpu = plan.drawing.config.to_hf(), plan.drawing.kind == "decoder", mesh.device.type != "cpu"
+    config, native, on_gpu = (
+        plan.drawing.config.to_hf(),
+        plan.drawing.kind == "decoder",
+        mesh.device.type != "cpu",
+    )
     tokens = plan.batch.global_batch * plan.tokens_per_sample
     cost = flops_per_token(config, plan.recipe.data.seq_len) if native else None
     return {
-        "status": "measured", "compute": plan.compute, "tokens_per_s": tokens / seconds, "examples_per_s": plan.batch.global_batch / seconds,
-        "seconds_per_step": seconds, "tokens_per_step": tokens, "flops_per_token": cost, "peak_flops": best,
-        "stated_peak_flops": peak_flops(mesh.device, plan.compute), "share_of_peak": None if cost is None else tokens / seconds * cost / best,
-        "cpu": sum(busy) / _cores(), "host_memory": max(host), "gpu": statistics.mean(util) if on_gpu else None, "gpu_memory": max(memory) if on_gpu else None,
-        "process_memory_bytes": int(max(process)), "parameters": parameter_count(config) if native else counted,
-        "device": device_name(mesh.device), "device_kind": mesh.device.type,
+        "status": "measured",
+        "compute": plan.compute,
+        "tokens_per_s": tokens / seconds,
+        "examples_per_s": plan.batch.global_batch / seconds,
+        "seconds_per_step": seconds,
+        "tokens_per_step": tokens,
+        "flops_per_token": cost,
+        "peak_flops": best,
+        "stated_peak_flops": peak_flops(mesh.device, plan.compute),
+        "share_of_peak": None if cost is None else tokens / seconds * cost / best,
+        "cpu": sum(busy) / _cores(),
+        "host_memory": max(host),
+        "gpu": statistics.mean(util) if on_gpu else None,
+        "gpu_memory": max(memory) if on_gpu else None,
+        "process_memory_bytes": int(max(process)),
+        "parameters": parameter_count(config) if native else counted,
+        "device": device_name(mesh.device),
+        "device_kind": mesh.device.type,
     }
 
 
@@ -120,7 +162,8 @@ def _steps(trial: Trial, steps: int) -> tuple[float, float]:
         busy = time.process_time()
         for step in range(WARM_UP, WARM_UP + steps):
             outcome = take(step)
-            # As the loop does: the step before is waited for while this one runs, so that the device never waits for the host.
+            # As the loop does: the step before is waited for while this one runs, so that the
+            # device never waits for the host.
             float(before.skipped)
             before = outcome
             now = time.perf_counter()
@@ -133,7 +176,9 @@ def _steps(trial: Trial, steps: int) -> tuple[float, float]:
 
 
 def _typical(times: Sequence[float], device: torch.device) -> float:
-    """On an accelerator the mean, as the host hands out steps before they are done; on a CPU the median, which passing guests disturb less."""
+    """On an accelerator the mean, as the host hands out steps before they are done; on a CPU the
+    median, which passing guests disturb less.
+    """
     return statistics.median(times) if device.type == "cpu" else statistics.mean(times)
 
 
@@ -151,7 +196,9 @@ def _cores() -> int:
 
 
 class Samples:
-    """Shares of 1 seen now and then by a thread: `host`, the host's memory; `util` and `memory`, those of this rank's GPU."""
+    """Shares of 1 seen now and then by a thread: `host`, the host's memory; `util` and `memory`,
+    those of this rank's GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._over = device, threading.Event()

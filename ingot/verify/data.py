@@ -1,4 +1,6 @@
-"""`ingot verify data`: every file and every count of what was ingested and prepared for a recipe. Reads all of it, changes nothing."""
+"""`ingot verify data`: every file and every count of what was ingested and prepared for a recipe.
+Reads all of it, changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,18 @@ Ids = npt.NDArray[np.int64]
 
 
 def verify_data(recipe: Recipe) -> Proof:
-    """Check checksums, indexes, counts, ids, masks, ends, row tables, and that tokenizer and sources are still those of the recipe."""
+    """Check checksums, indexes, counts, ids, masks, ends, row tables, and that tokenizer and
+    sources are still those of the recipe.
+    """
     folder = recipe.folder
     groups = [
-        ("raw documents", folder.raw, raw.MANIFEST, "ingot ingest"), ("tokenizer", folder.tokenizer, vocabulary.MARKER, "ingot prepare"),
+        ("raw documents", folder.raw, raw.MANIFEST, "ingot ingest"),
+        ("tokenizer", folder.tokenizer, vocabulary.MARKER, "ingot prepare"),
         ("columns", folder.columns, manifest.MANIFEST, "ingot prepare"),
     ]
-    size = sum(int(entry["bytes"]) for _, where, name, _ in groups for entry in _entries(where, name))
+    size = sum(
+        int(entry["bytes"]) for _, where, name, _ in groups for entry in _entries(where, name)
+    )
     with Progress("verify", total=-(-2 * size // 10**6), unit="MB") as progress:
         seen = _Seen(progress)
         checks = [_files(*group, seen) for group in groups]
@@ -57,7 +64,10 @@ def verify_data(recipe: Recipe) -> Proof:
         here, of_tokenizer = _tokenizer(recipe, prepared)
         checks += [*of_tokenizer, *_columns(recipe, prepared, here, seen)]
         for name in markers_of(folder.columns, prepared):
-            checks += [_files(name.removesuffix(".json"), folder.columns, name, "ingot prepare", seen), _table(folder.columns, prepared, name, seen)]
+            checks += [
+                _files(name.removesuffix(".json"), folder.columns, name, "ingot prepare", seen),
+                _table(folder.columns, prepared, name, seen),
+            ]
     return Proof("data", checks)
 
 
@@ -86,13 +96,22 @@ def _files(what: str, folder: Path, name: str, again: str, seen: Callable[[int],
         found += problems(folder, {"files": [entry]}, checksums=True)
         seen(int(entry["bytes"]))
     size = sum(int(entry["bytes"]) for entry in entries)
-    return _judged(f"files: {what}", found, f"{len(entries):,} files, {size / 1e6:,.1f} MB, all checksums right", again)
+    return _judged(
+        f"files: {what}",
+        found,
+        f"{len(entries):,} files, {size / 1e6:,.1f} MB, all checksums right",
+        again,
+    )
 
 
 def _judged(what: str, found: Sequence[str], right: str, again: str = "ingot prepare") -> Check:
     """The check of what may have any number of faults; the first of them are named."""
     more = f"; and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
-    return Check(what, not found, "; ".join(found[:NAMED]) + f"{more}; run `{again}` again" if found else right)
+    return Check(
+        what,
+        not found,
+        "; ".join(found[:NAMED]) + f"{more}; run `{again}` again" if found else right,
+    )
 
 
 def _sources(recipe: Recipe) -> Check:
@@ -102,28 +121,55 @@ def _sources(recipe: Recipe) -> Check:
     except WrongInput as error:
         return Check(what, False, str(error))
     sources = [source for sources in ingested.splits.values() for source in sources]
-    return Check(what, True, f"{len(sources)} sources, {sum(source.documents for source in sources):,} documents, those of the recipe, unchanged")
+    return Check(
+        what,
+        True,
+        f"{len(sources)} sources, {sum(source.documents for source in sources):,} documents, those"
+        " of the recipe, unchanged",
+    )
 
 
 def _tokenizer(recipe: Recipe, prepared: Prepared) -> tuple[Tokenizer | None, list[Check]]:
-    """That ids and templates are those of the tokenizer that lies here, and that this is the recipe's. And the tokenizer, if it can be read."""
+    """That ids and templates are those of the tokenizer that lies here, and that this is the
+    recipe's. And the tokenizer, if it can be read.
+    """
     try:
         here = load_tokenizer(recipe.folder.tokenizer)
     except WrongInput as error:
         return None, [Check("tokenizer of the columns", False, str(error))]
-    same = (here.identity(), here.template_identity, here.vocab_size) == (prepared.tokenizer, prepared.template, prepared.vocab_size)
+    same = (here.identity(), here.template_identity, here.vocab_size) == (
+        prepared.tokenizer,
+        prepared.template,
+        prepared.vocab_size,
+    )
     detail = f"{here.vocab_size:,} ids, identity {here.identity()}"
-    other = f"the columns were made with tokenizer {prepared.tokenizer}, {recipe.folder.tokenizer} is {here.identity()}; run `ingot prepare` again"
-    return here, [Check("tokenizer of the columns", same, detail if same else other), _of_recipe(recipe, here)]
+    other = (
+        f"the columns were made with tokenizer {prepared.tokenizer}, {recipe.folder.tokenizer} is"
+        f" {here.identity()}; run `ingot prepare` again"
+    )
+    return here, [
+        Check("tokenizer of the columns", same, detail if same else other),
+        _of_recipe(recipe, here),
+    ]
 
 
 def _of_recipe(recipe: Recipe, here: Tokenizer) -> Check:
     what = "tokenizer of the recipe"
     try:
-        template = None if recipe.tokenizer.template is None else find_template(recipe.tokenizer.template)
+        template = (
+            None if recipe.tokenizer.template is None else find_template(recipe.tokenizer.template)
+        )
         if recipe.trains_tokenizer:
             same = template is None or with_template(here, template).identity() == here.identity()
-            return Check(what, same, "learnt from these documents" if same else "the recipe's tokenizer.template is another one; run `ingot prepare`")
+            return Check(
+                what,
+                same,
+                (
+                    "learnt from these documents"
+                    if same
+                    else "the recipe's tokenizer.template is another one; run `ingot prepare`"
+                ),
+            )
         asked = load_tokenizer(resolve_tokenizer(recipe))
     except Failed as error:
         return Check(what, None, str(error))
@@ -134,7 +180,12 @@ def _of_recipe(recipe: Recipe, here: Tokenizer) -> Check:
         return Check(what, True, f"template {here.template_identity or 'none'}")
     differs = "template" if asked.template != here.template else "vocabulary or special tokens"
     where = f"{recipe.folder.tokenizer} has {here.identity()}"
-    return Check(what, False, f"the recipe's has another {differs}: identity {asked.identity()}, {where}; run `ingot prepare`")
+    return Check(
+        what,
+        False,
+        f"the recipe's has another {differs}: identity {asked.identity()}, {where}; run `ingot"
+        " prepare`",
+    )
 
 
 @dataclass
@@ -149,19 +200,34 @@ class _Found:
     ends: list[str] = field(default_factory=list)
 
 
-def _columns(recipe: Recipe, prepared: Prepared, here: Tokenizer | None, seen: Callable[[int], None]) -> list[Check]:
+def _columns(
+    recipe: Recipe, prepared: Prepared, here: Tokenizer | None, seen: Callable[[int], None]
+) -> list[Check]:
     """Look at every element of every part."""
     found, names = _Found(), prepared.names
-    parts = [(split, source, part) for split, sources in prepared.splits.items() for source, one in enumerate(sources) for part in one.parts]
+    parts = [
+        (split, source, part)
+        for split, sources in prepared.splits.items()
+        for source, one in enumerate(sources)
+        for part in one.parts
+    ]
     ends = _ends(recipe, here)
     for split, _, part in parts:
         try:
             _part(recipe.folder.columns, split, part, prepared, ends, found, seen)
         except WrongInput as error:
             found.index.append(str(error))
-    documents, tokens = (sum(getattr(part, what) for _, _, part in parts) for what in ("documents", "tokens"))
-    totals = [(prepared.total(split, what), sum(getattr(part, what) for of, _, part in parts if of == split)) for split in prepared.splits
-              for what in ("documents", "tokens", "bytes")]
+    documents, tokens = (
+        sum(getattr(part, what) for _, _, part in parts) for what in ("documents", "tokens")
+    )
+    totals = [
+        (
+            prepared.total(split, what),
+            sum(getattr(part, what) for of, _, part in parts if of == split),
+        )
+        for split in prepared.splits
+        for what in ("documents", "tokens", "bytes")
+    ]
     if any(total != counted for total, counted in totals):
         found.counts.append("the totals of manifest.json are not the sums of its parts")
     checks = [
@@ -172,14 +238,20 @@ def _columns(recipe: Recipe, prepared: Prepared, here: Tokenizer | None, seen: C
     if any(map(is_mask, names)):
         checks.append(_judged("columns: masks", found.masks, "0 or 1, one for each token"))
     if LABEL in names:
-        checks.append(_judged("columns: labels", found.labels, f"one of {len(prepared.labels)} for each text"))
+        checks.append(
+            _judged("columns: labels", found.labels, f"one of {len(prepared.labels)} for each text")
+        )
     return [*checks, _ends_check(recipe, ends, found.ends)]
 
 
 def _ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
     """The tokens that every record ends with; [] where none are promised."""
     sources = [source for sources in recipe_sources(recipe).values() for source in sources]
-    if here is None or recipe.documents in TEMPLATED or any(source.source.startswith("megatron:") for source in sources):
+    if (
+        here is None
+        or recipe.documents in TEMPLATED
+        or any(source.source.startswith("megatron:") for source in sources)
+    ):
         return []
     return here.after if recipe.documents == "text" else here.frame[1]
 
@@ -189,30 +261,74 @@ def _ends_check(recipe: Recipe, ends: Sequence[int], found: Sequence[str]) -> Ch
     if ends:
         return _judged(what, found, f"token {', '.join(map(str, ends))}")
     if recipe.documents in TEMPLATED:
-        return Check(what, None, "a chat ends as its template says; look at it with `ingot show mask`")
-    return Check(what, None, "not promised: columns that were made elsewhere, or a tokenizer that has no EOS or cannot be read")
+        return Check(
+            what, None, "a chat ends as its template says; look at it with `ingot show mask`"
+        )
+    return Check(
+        what,
+        None,
+        "not promised: columns that were made elsewhere, or a tokenizer that has no EOS or cannot"
+        " be read",
+    )
 
 
-def _part(folder: Path, split: Split, part: Part, prepared: Prepared, ends: Sequence[int], found: _Found, seen: Callable[[int], None]) -> None:
+def _part(
+    folder: Path,
+    split: Split,
+    part: Part,
+    prepared: Prepared,
+    ends: Sequence[int],
+    found: _Found,
+    seen: Callable[[int], None],
+) -> None:
     """Add what is wrong with one part to `found`. Raises WrongInput where an index is damaged."""
-    columns = {name: Column(column_prefix(folder, split, name, part.number)) for name in prepared.names}
+    columns = {
+        name: Column(column_prefix(folder, split, name, part.number)) for name in prepared.names
+    }
     for name, column in columns.items():
         column.prove()
         path = bin_path(column.prefix)
         counted, wanted = (len(column), column.elements), (part.documents, part.elements(name))
         if counted != wanted:
-            found.counts.append(f"{path} has {counted[0]:,} documents and {counted[1]:,} tokens, manifest.json says {wanted[0]:,} and {wanted[1]:,}")
-        wrongs, below = (found.masks, 2) if is_mask(name) else (found.labels, len(prepared.labels)) if name == LABEL else (found.ids, prepared.vocab_size)
-        wrong = sum(int(((values < 0) | (values >= below)).sum()) for values in _chunks(column, seen))
+            found.counts.append(
+                f"{path} has {counted[0]:,} documents and {counted[1]:,} tokens, manifest.json says"
+                f" {wanted[0]:,} and {wanted[1]:,}"
+            )
+        wrongs, below = (
+            (found.masks, 2)
+            if is_mask(name)
+            else (
+                (found.labels, len(prepared.labels))
+                if name == LABEL
+                else (found.ids, prepared.vocab_size)
+            )
+        )
+        wrong = sum(
+            int(((values < 0) | (values >= below)).sum()) for values in _chunks(column, seen)
+        )
         if wrong:
             wrongs.append(f"{path} has {wrong:,} elements that are not below {below:,}")
         lengths = column.lengths(0, len(column)).astype(np.int64)
         if name == LABEL and (lengths != 1).any():
-            wrongs.append(f"{path} has {int((lengths != 1).sum()):,} records that are not one label")
-        if is_mask(name) and not np.array_equal(lengths, _masked(columns, name).lengths(0, len(_masked(columns, name)))):
-            wrongs.append(f"{path} has records of other lengths than {bin_path(_masked(columns, name).prefix).name}")
-        if ends and name in token_columns(prepared.names) and (missing := _unended(column, lengths, ends)):
-            found.ends.append(f"{path} has {missing:,} records that do not end with token {', '.join(map(str, ends))}")
+            wrongs.append(
+                f"{path} has {int((lengths != 1).sum()):,} records that are not one label"
+            )
+        if is_mask(name) and not np.array_equal(
+            lengths, _masked(columns, name).lengths(0, len(_masked(columns, name)))
+        ):
+            wrongs.append(
+                f"{path} has records of other lengths than"
+                f" {bin_path(_masked(columns, name).prefix).name}"
+            )
+        if (
+            ends
+            and name in token_columns(prepared.names)
+            and (missing := _unended(column, lengths, ends))
+        ):
+            found.ends.append(
+                f"{path} has {missing:,} records that do not end with token"
+                f" {', '.join(map(str, ends))}"
+            )
 
 
 def _masked(columns: Mapping[str, Column], mask: str) -> Column:
@@ -222,7 +338,11 @@ def _masked(columns: Mapping[str, Column], mask: str) -> Column:
 
 def _unended(column: Column, lengths: Ids, ends: Sequence[int]) -> int:
     """How many records do not end with these tokens."""
-    behind, values, wrong = np.cumsum(lengths), column.slice(0, column.elements), lengths < len(ends)
+    behind, values, wrong = (
+        np.cumsum(lengths),
+        column.slice(0, column.elements),
+        lengths < len(ends),
+    )
     for place, token in enumerate(reversed(ends), start=1):
         whole = ~wrong
         wrong[whole] |= values[behind[whole] - place] != token
@@ -237,31 +357,62 @@ def _chunks(column: Column, seen: Callable[[int], None]) -> Iterator[npt.NDArray
 
 
 def _table(folder: Path, prepared: Prepared, name: str, seen: Callable[[int], None]) -> Check:
-    """Rows of one way of packing: none too long, every piece within its record, no token twice, as many as were counted."""
+    """Rows of one way of packing: none too long, every piece within its record, no token twice, as
+    many as were counted.
+    """
     about = read_marker(folder, name) or {}
-    how, seq_len, target_len = str(about.get("pack")), int(about.get("seq_len", 0)), about.get("target_len")
-    what = f"rows: {how}, {seq_len:,} tokens" + (f", targets of {target_len:,}" if target_len is not None else "")
+    how, seq_len, target_len = (
+        str(about.get("pack")),
+        int(about.get("seq_len", 0)),
+        about.get("target_len"),
+    )
+    what = f"rows: {how}, {seq_len:,} tokens" + (
+        f", targets of {target_len:,}" if target_len is not None else ""
+    )
     found, rows, tokens, first = list[str](), 0, 0, prepared.names[0]
     try:
         packed = read_packed(folder, prepared, seq_len, how, target_len)
         for split, sources in packed.rows.items():
             parts = [part.number for source in prepared.splits[split] for part in source.parts]
             for number, count in zip(parts, itertools.chain.from_iterable(sources), strict=True):
-                table = Column(column_prefix(folder, split, table_name(how, seq_len, target_len), number))
+                table = Column(
+                    column_prefix(folder, split, table_name(how, seq_len, target_len), number)
+                )
                 table.prove()
-                if wrong := _rows_of(table, Column(column_prefix(folder, split, first, number)), seq_len, count, picked=prepared.documents in PICKED):
+                if wrong := _rows_of(
+                    table,
+                    Column(column_prefix(folder, split, first, number)),
+                    seq_len,
+                    count,
+                    picked=prepared.documents in PICKED,
+                ):
                     found.append(f"{bin_path(table.prefix)} {wrong}")
-                rows, tokens = rows + len(table), tokens + _tokens_of(folder, split, number, prepared, table, seq_len, target_len)
+                rows, tokens = (
+                    rows + len(table),
+                    tokens
+                    + _tokens_of(folder, split, number, prepared, table, seq_len, target_len),
+                )
                 seen(2 * table.elements * table.dtype.itemsize)
         if not found and (rows, tokens) != (packed.total.rows, packed.total.tokens):
             total = packed.total
-            found.append(f"{folder / name} counts {total.rows:,} rows and {total.tokens:,} tokens, there are {rows:,} and {tokens:,}")
+            found.append(
+                f"{folder / name} counts {total.rows:,} rows and {total.tokens:,} tokens, there are"
+                f" {rows:,} and {tokens:,}"
+            )
     except WrongInput as error:
         found.append(str(error))
     return Check(what, not found, "; ".join(found[:NAMED]) if found else str(packed))
 
 
-def _tokens_of(folder: Path, split: Split, number: int, prepared: Prepared, table: Column, seq_len: int, target_len: int | None) -> int:
+def _tokens_of(
+    folder: Path,
+    split: Split,
+    number: int,
+    prepared: Prepared,
+    table: Column,
+    seq_len: int,
+    target_len: int | None,
+) -> int:
     """How many tokens lie in the rows of a part."""
     if prepared.documents not in PICKED:
         return int(table.slice(2, table.elements)[::3].sum())
@@ -273,8 +424,12 @@ def _tokens_of(folder: Path, split: Split, number: int, prepared: Prepared, tabl
     return total
 
 
-def _rows_of(table: Column, tokens: Column, seq_len: int, count: int, *, picked: bool) -> str | None:
-    """What is wrong with the rows of a part. `picked`: each row is one record, and some may be left out."""
+def _rows_of(
+    table: Column, tokens: Column, seq_len: int, count: int, *, picked: bool
+) -> str | None:
+    """What is wrong with the rows of a part. `picked`: each row is one record, and some may be left
+    out.
+    """
     pieces = table.slice(0, table.elements)
     if len(table) != count or len(pieces) % 3:
         return f"has {len(table):,} rows, {count:,} were planned"

@@ -1,4 +1,6 @@
-"""How far what the ranks of a layout have seen is from one process, and whether each holds but its share."""
+"""How far what the ranks of a layout have seen is from one process, and whether each holds but its
+share.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,30 @@ class Difference:
     """`step 2: model.norm.weight differs most, by 1.2e-03 of its norm`."""
 
 
-def compare(found: Sequence[Measured], alone: Measured, degrees: Degrees, virtual: int) -> Difference:
+def compare(
+    found: Sequence[Measured], alone: Measured, degrees: Degrees, virtual: int
+) -> Difference:
     """The ranks of a layout with one process; `virtual` counts the stages of a rank."""
     loss = max(_far(a, b) for one in found for a, b in zip(one.losses, alone.losses, strict=True))
     norm = max(_far(a, b) / b for one in found for a, b in zip(one.norms, alone.norms, strict=True))
     whole = [{name: piece.values for name, piece in weights.items()} for weights in alone.weights]
-    steps = [_squares([one.weights[step] for one in found], weights) for step, weights in enumerate(whole)]
-    totals = [(sum(squares.values()) / _square(weights.values())) ** 0.5 for squares, weights in zip(steps, whole, strict=True)]
+    steps = [
+        _squares([one.weights[step] for one in found], weights)
+        for step, weights in enumerate(whole)
+    ]
+    totals = [
+        (sum(squares.values()) / _square(weights.values())) ** 0.5
+        for squares, weights in zip(steps, whole, strict=True)
+    ]
     share = max(sum(one.holds.values()) for one in found) / sum(alone.holds.values())
-    return Difference(loss, norm, max(totals), share, share_bound(alone, degrees, virtual), _where(steps, totals, whole))
+    return Difference(
+        loss,
+        norm,
+        max(totals),
+        share,
+        share_bound(alone, degrees, virtual),
+        _where(steps, totals, whole),
+    )
 
 
 def _far(one: float, other: float) -> float:
@@ -56,7 +73,8 @@ def _square(tensors: Iterable[Tensor]) -> float:
 
 
 def _squares(found: Sequence[Mapping[str, Piece]], alone: Mapping[str, Tensor]) -> dict[str, float]:
-    """The square of each parameter's distance, each of its numbers taken from the rank where it is farthest off.
+    """The square of each parameter's distance, each of its numbers taken from the rank where it is
+    farthest off.
 
     Infinite for a parameter of another name or shape, and for one of which a number is on no rank.
     """
@@ -66,27 +84,41 @@ def _squares(found: Sequence[Mapping[str, Piece]], alone: Mapping[str, Tensor]) 
         for piece in (pieces[name] for pieces in found if name in pieces):
             if piece.shape != tensor.shape:
                 return {**squares, name: INFINITE}
-            distance = (piece.values - tensor[piece.box]).double().abs().nan_to_num(INFINITE, INFINITE)
+            distance = (
+                (piece.values - tensor[piece.box]).double().abs().nan_to_num(INFINITE, INFINITE)
+            )
             farthest[piece.box] = torch.maximum(farthest[piece.box], distance)
         squares[name] = float(farthest.square().sum()) if bool((farthest >= 0).all()) else INFINITE
     return squares
 
 
-def _where(steps: Sequence[Mapping[str, float]], totals: Sequence[float], whole: Sequence[Mapping[str, Tensor]]) -> str:
+def _where(
+    steps: Sequence[Mapping[str, float]],
+    totals: Sequence[float],
+    whole: Sequence[Mapping[str, Tensor]],
+) -> str:
     """The first step that differs, and the parameter that differs most in it."""
-    step = next((number for number, total in enumerate(totals) if not total <= NOISE), len(totals) - 1)
+    step = next(
+        (number for number, total in enumerate(totals) if not total <= NOISE), len(totals) - 1
+    )
     name = max(steps[step], key=lambda key: steps[step][key])
     if steps[step][name] == INFINITE:
-        return f"step {step + 1}: {name} is not the same tensor: its name, its shape, a part that no rank has, or a value that is no number"
+        return (
+            f"step {step + 1}: {name} is not the same tensor: its name, its shape, a part that no"
+            " rank has, or a value that is no number"
+        )
     own = _square([whole[step][name]]) ** 0.5
-    return f"step {step + 1}: {name} differs most, by {steps[step][name] ** 0.5 / max(own, 1e-30):.1e} of its norm"
+    return (
+        f"step {step + 1}: {name} differs most, by {steps[step][name] ** 0.5 / max(own, 1e-30):.1e}"
+        " of its norm"
+    )
 
 
 def share_bound(alone: Measured, degrees: Degrees, virtual: int) -> float:
     """The largest share of all numbers that a rank may hold.
 
-    Vectors and the small matrices of adapters may be whole on every rank of `tensor`; of a pipeline a rank has its part of the layers, and
-    an end (with several stages a rank perhaps both).
+    Vectors and the small matrices of adapters may be whole on every rank of `tensor`; of a pipeline
+    a rank has its part of the layers, and an end (with several stages a rank perhaps both).
     """
     shards = degrees.shard * (degrees.context if degrees.shard > 1 else 1)
     shapes = {name: piece.shape for name, piece in alone.weights[-1].items()}
@@ -99,4 +131,6 @@ def share_bound(alone: Measured, degrees: Degrees, virtual: int) -> float:
         else:
             ends.append(mine)
     outer = sum(ends) if degrees.pipeline == 1 or virtual > 1 else max(ends)
-    return min(1.0, (layers / degrees.pipeline + outer) / shards / sum(alone.holds.values()) + SLACK)
+    return min(
+        1.0, (layers / degrees.pipeline + outer) / shards / sum(alone.holds.values()) + SLACK
+    )

@@ -1,6 +1,8 @@
-"""`ingot verify export`: the exported model is the one that was trained, for every tool that reads it: files, weights, logits token by token.
+"""`ingot verify export`: the exported model is the one that was trained, for every tool that reads
+it: files, weights, logits token by token.
 
-The trainer's model is compared with transformers' on the exported folder, and that with PEFT's on the adapter and with the server.
+The trainer's model is compared with transformers' on the exported folder, and that with PEFT's on
+the adapter and with the server.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.chats import WHAT as CHATS
 from ingot.verify.chats import check_chats
-from ingot.verify.logits import LOGPROB, beginnings, bound, computed_bound, difference, merged_bound, ours, theirs
+from ingot.verify.logits import (
+    LOGPROB,
+    beginnings,
+    bound,
+    computed_bound,
+    difference,
+    merged_bound,
+    ours,
+    theirs,
+)
 from ingot.verify.proof import Check, Proof
 from ingot.verify.served import NEW_TOKENS, served_decoder, served_encoder, served_seq2seq, server
 from ingot.verify.served import WHAT as SERVER
@@ -39,7 +50,8 @@ BACK = "put back what was exported, or " + AGAIN
 
 
 def verify_export(recipe: Recipe) -> Proof:
-    """Check a trained run's `model/` (and `adapter/`) against its checkpoint, transformers, PEFT and the server.
+    """Check a trained run's `model/` (and `adapter/`) against its checkpoint, transformers, PEFT
+    and the server.
 
     Raises:
         WrongInput: the run was not trained, or with another recipe.
@@ -47,6 +59,7 @@ def verify_export(recipe: Recipe) -> Proof:
     export = open_export(recipe)
     found: list[Check] = []
     with Progress("verify export", total=None, unit="checks") as progress:
+
         def add(following: str, *checks: Check) -> None:
             found.extend(checks)
             progress.update(len(found), now=following)
@@ -71,7 +84,12 @@ def _hash(export: Export) -> Check:
     except WrongInput as error:
         return Check(what, False, str(error))
     if now != told:
-        return Check(what, False, f"config.json or the weights changed since they were exported: their hash is {now}, ingot.json says {told}; {BACK}")
+        return Check(
+            what,
+            False,
+            f"config.json or the weights changed since they were exported: their hash is {now},"
+            f" ingot.json says {told}; {BACK}",
+        )
     return Check(what, True, f"hash {now}, as in ingot.json")
 
 
@@ -83,12 +101,30 @@ def _tokenizer(export: Export) -> Check:
         return Check(what, False, str(error))
     identity, template = tokenizer.identity(), tokenizer.template_identity
     if template != lineage.get("template"):
-        return Check(what, False, f"the chat template is {template or 'none'}, ingot.json says {lineage.get('template') or 'none'}; {BACK}")
-    told = {"ingot.json": lineage["tokenizer"]} | ({} if export.found is None else {"the checkpoint": export.found.commit["identity"]["tokenizer"]})
+        return Check(
+            what,
+            False,
+            f"the chat template is {template or 'none'}, ingot.json says"
+            f" {lineage.get('template') or 'none'}; {BACK}",
+        )
+    told = {"ingot.json": lineage["tokenizer"]} | (
+        {}
+        if export.found is None
+        else {"the checkpoint": export.found.commit["identity"]["tokenizer"]}
+    )
     for where, other in told.items():
         if identity != other:
-            return Check(what, False, f"the tokenizer is {identity}, {where} says {other}: other vocabulary, merges or special tokens; {BACK}")
-    return Check(what, True, f"tokenizer {identity}, template {template or 'none'}, as in {' and '.join(told)}")
+            return Check(
+                what,
+                False,
+                f"the tokenizer is {identity}, {where} says {other}: other vocabulary, merges or"
+                f" special tokens; {BACK}",
+            )
+    return Check(
+        what,
+        True,
+        f"tokenizer {identity}, template {template or 'none'}, as in {' and '.join(told)}",
+    )
 
 
 def _trained(export: Export) -> tuple[Trained | None, str]:
@@ -108,8 +144,18 @@ def _weights(export: Export, trained: Trained | None, why: str) -> Check:
         return Check(what, None, f"{why}; keep more with checkpoint.keep")
     if compared.wrong:
         return Check(what, False, f"{compared.told}; {BACK}")
-    last = f"; {compared.folded:,} of folded-in layers are off by their last bit, as sums on another device are" if compared.folded else ""
-    return Check(what, True, f"{compared.tensors:,} tensors, {compared.weights:,} weights, each the trained one rounded to {export.type}{last}")
+    last = (
+        f"; {compared.folded:,} of folded-in layers are off by their last bit, as sums on another"
+        " device are"
+        if compared.folded
+        else ""
+    )
+    return Check(
+        what,
+        True,
+        f"{compared.tensors:,} tensors, {compared.weights:,} weights, each the trained one rounded"
+        f" to {export.type}{last}",
+    )
 
 
 @dataclass(frozen=True)
@@ -132,20 +178,39 @@ def _logits(export: Export, trained: Trained | None, why: str) -> tuple[_Read | 
     if trained is None:
         return read, Check(what, False, why)
     if said.shape != trained.logits.shape:
-        return read, Check(what, False, f"transformers has {said.shape[1]:,} logits for each token, the trainer {trained.logits.shape[1]:,}; {BACK}")
+        return read, Check(
+            what,
+            False,
+            f"transformers has {said.shape[1]:,} logits for each token, the trainer"
+            f" {trained.logits.shape[1]:,}; {BACK}",
+        )
     gap = difference(trained.logits, said)
     most = bound(gap.size)
     places = f"{len(said):,} places of {len(held.records)} held-out records"
-    detail = f"{places}: largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to {gap.size:.1f}"
+    detail = (
+        f"{places}: largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to"
+        f" {gap.size:.1f}"
+    )
     if gap.largest > most:
-        return read, Check(what, False, f"{detail}, at {held.place(gap.at, export.plan.tokenizer)}; {BACK}")
-    rounding = "" if trained.unrounded is None else f"; rounding to {export.type} moves them by up to {difference(trained.unrounded, said).largest:.1e}"
+        return read, Check(
+            what, False, f"{detail}, at {held.place(gap.at, export.plan.tokenizer)}; {BACK}"
+        )
+    rounding = (
+        ""
+        if trained.unrounded is None
+        else (
+            f"; rounding to {export.type} moves them by up to"
+            f" {difference(trained.unrounded, said).largest:.1e}"
+        )
+    )
     own = "; weights as exported, since the checkpoint is gone" if trained.compared is None else ""
     return read, Check(what, True, f"{detail}{rounding}{own}")
 
 
 def _adapter(export: Export, trained: Trained | None, read: _Read | None) -> list[Check]:
-    """The adapter's folder on its base: its matrices, what they make of the base, and the same by PEFT."""
+    """The adapter's folder on its base: its matrices, what they make of the base, and the same by
+    PEFT.
+    """
     what, folder = "adapter", export.recipe.folder.adapter
     if trained is None or read is None:
         return [Check(what, False, f"there is no merged model to compare {folder} with; see above")]
@@ -160,29 +225,58 @@ def _adapter(export: Export, trained: Trained | None, read: _Read | None) -> lis
     peft = _peft(export, apart)
     gap, most = difference(apart, read.logits), merged_bound(export.type, trained.products)
     merged = compare_weights(beside, export.recipe.folder.model, export.dtype)
-    detail = f"{len(matrices)} matrices; beside the base and folded into it their logits differ by {gap.relative:.1e} in norm (bound {most:.1e})"
+    detail = (
+        f"{len(matrices)} matrices; beside the base and folded into it their logits differ by"
+        f" {gap.relative:.1e} in norm (bound {most:.1e})"
+    )
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return [Check(what, False, f"{', '.join(wrong[:3])}{more} in {folder} are not as trained; {BACK}"), peft]
+        return [
+            Check(
+                what, False, f"{', '.join(wrong[:3])}{more} in {folder} are not as trained; {BACK}"
+            ),
+            peft,
+        ]
     if merged.wrong or not gap.relative <= most:
-        return [Check(what, False, f"{folder} folded into its base is not {export.recipe.folder.model}: {merged.told or detail}; {BACK}"), peft]
+        return [
+            Check(
+                what,
+                False,
+                f"{folder} folded into its base is not {export.recipe.folder.model}:"
+                f" {merged.told or detail}; {BACK}",
+            ),
+            peft,
+        ]
     return [Check(what, True, detail), peft]
 
 
 def _peft(export: Export, apart: torch.Tensor) -> Check:
     what, drawing = "adapter in PEFT", export.plan.drawing
     if drawing.folder is None or drawing.random:
-        return Check(what, None, "the base is drawn at random, so there is no folder that PEFT could open it from")
+        return Check(
+            what,
+            None,
+            "the base is drawn at random, so there is no folder that PEFT could open it from",
+        )
     try:
-        model = open_adapter(open_theirs(drawing.folder, drawing.kind, labels=export.recipe.labels), export.recipe.folder.adapter)
+        model = open_adapter(
+            open_theirs(drawing.folder, drawing.kind, labels=export.recipe.labels),
+            export.recipe.folder.adapter,
+        )
     except NotOpened as error:
         return Check(what, False, f"{error}; {BACK}")
     if model is None:
         return Check(what, None, "PEFT is not installed; `pip install peft` to have it compared")
     gap = difference(apart, theirs(model, export.held))
     most, where = bound(gap.size), export.held.place(gap.at, export.plan.tokenizer)
-    detail = f"largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to {gap.size:.1f}"
-    return Check(what, gap.largest <= most, detail if gap.largest <= most else f"{detail}, at {where}; {BACK}")
+    detail = (
+        f"largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to {gap.size:.1f}"
+    )
+    return Check(
+        what,
+        gap.largest <= most,
+        detail if gap.largest <= most else f"{detail}, at {where}; {BACK}",
+    )
 
 
 def _served(export: Export, trained: Trained | None, read: _Read | None) -> Check:
@@ -206,13 +300,17 @@ def _answers(export: Export, url: str, model: Theirs, most: float) -> Check:
     recipe, tokenizer = export.recipe, export.plan.tokenizer
     if model.kind == "decoder":
         room = min(LONGEST_PROMPT, export.plan.drawing.config.max_position_embeddings - NEW_TOKENS)
-        return served_decoder(url, model, tokenizer, beginnings(export.held, ASKED, max(1, room)), most)
+        return served_decoder(
+            url, model, tokenizer, beginnings(export.held, ASKED, max(1, room)), most
+        )
     try:
         texts = _texts(recipe, tokenizer)
     except WrongInput as error:
         return Check(SERVER, None, f"there are no held-out texts to ask about: {error}")
     if not texts:
-        return Check(SERVER, None, f"no held-out document fits into data.seq_len={recipe.data.seq_len}")
+        return Check(
+            SERVER, None, f"no held-out document fits into data.seq_len={recipe.data.seq_len}"
+        )
     if model.kind == "seq2seq":
         return served_seq2seq(url, model, tokenizer, texts, prefix_of(recipe))
     return served_encoder(url, model, tokenizer, texts, most)
@@ -228,6 +326,13 @@ def _chats(export: Export) -> Check:
 def _texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
     """Some held-out sources of pairs, or labelled texts, that need not be cut."""
     documents = (document.text for document in read_documents(recipe, "validation"))
-    found = (from_pair(text).source if recipe.documents == "pair" else from_labelled(text).text for text in documents)
+    found = (
+        from_pair(text).source if recipe.documents == "pair" else from_labelled(text).text
+        for text in documents
+    )
     prefix, most = prefix_of(recipe), recipe.data.seq_len
-    return list(itertools.islice((text for text in found if len(tokenizer.encode_framed(prefix + text)) <= most), ASKED))
+    return list(
+        itertools.islice(
+            (text for text in found if len(tokenizer.encode_framed(prefix + text)) <= most), ASKED
+        )
+    )

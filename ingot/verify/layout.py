@@ -1,4 +1,6 @@
-"""`ingot verify layout`: the user's own training, made small, gives in every layout what it gives on one process."""
+"""`ingot verify layout`: the user's own training, made small, gives in every layout what it gives
+on one process.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,28 @@ from ingot.verify.measured import Measured, measure, measure_alone
 from ingot.verify.ranks import LocalRanks, RankFailed
 from ingot.verify.shrunk import BATCH, STEPS, Shrunk, shrunk
 
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.distributed.fsdp", "ingot.verify.measured")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "ingot.verify.measured",
+)
 CASE_S = 120.0
 """A layout that takes longer hangs: each is a few steps of a model of a few thousand weights."""
 START_S = 300.0
 MOVE = 0.3
-"""How far a step may move the weights, in norm: enough to see, too little to make rounding grow (1.0 is not, for an adapter under DPO)."""
+"""How far a step may move the weights, in norm: enough to see, too little to make rounding grow
+(1.0 is not, for an adapter under DPO).
+"""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What two orders of adding the same float32 numbers may differ by, and no fault stays within."""
+    """What two orders of adding the same float32 numbers may differ by, and no fault stays
+    within.
+    """
 
     loss: float = 1e-5
     """Nats."""
@@ -50,7 +63,9 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Finding:
-    """One layout and what it gave. Without a difference there is a reason: it failed, or (`possible` false) cannot be."""
+    """One layout and what it gave. Without a difference there is a reason: it failed, or
+    (`possible` false) cannot be.
+    """
 
     layout: Layout
     difference: Difference | None = None
@@ -74,22 +89,38 @@ class Finding:
         found, bounds = self.difference, self.bounds
         if found is None:
             return []
-        values = {"loss": (found.loss, bounds.loss), "norm": (found.norm, bounds.norm), "weights": (found.weights, bounds.weights),
-                  "share": (found.share, found.share_bound)}
-        return [f"{name} {value:.2g} > {bound:.2g}" for name, (value, bound) in values.items() if not value <= bound]
+        values = {
+            "loss": (found.loss, bounds.loss),
+            "norm": (found.norm, bounds.norm),
+            "weights": (found.weights, bounds.weights),
+            "share": (found.share, found.share_bound),
+        }
+        return [
+            f"{name} {value:.2g} > {bound:.2g}"
+            for name, (value, bound) in values.items()
+            if not value <= bound
+        ]
 
     @property
     def told(self) -> str:
         """One line: where the first difference lies, or why there is none."""
         if self.difference is None:
-            return self.reason if self.reason.startswith(self.layout.name) else f"{self.layout.name}: {self.reason}"
+            return (
+                self.reason
+                if self.reason.startswith(self.layout.name)
+                else f"{self.layout.name}: {self.reason}"
+            )
         return f"{self.layout.name}: {', '.join(self.beyond)}; {self.difference.where}"
 
 
 class Prover:
-    """Compares layouts with one process. The ranks live from case to case; one that fails ends those of its number only."""
+    """Compares layouts with one process. The ranks live from case to case; one that fails ends
+    those of its number only.
+    """
 
-    def __init__(self, preload: Sequence[str] = PRELOAD, case_s: float = CASE_S, bounds: Bounds = Bounds()) -> None:
+    def __init__(
+        self, preload: Sequence[str] = PRELOAD, case_s: float = CASE_S, bounds: Bounds = Bounds()
+    ) -> None:
         self._crews: dict[int, LocalRanks] = {}
         self._preload, self._case_s, self._bounds = tuple(preload), case_s, bounds
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-layouts-")
@@ -98,50 +129,90 @@ class Prover:
     def __enter__(self) -> Prover:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for crew in self._crews.values():
             crew.close()
         self._folder.cleanup()
 
     def reference(self, recipe: Recipe) -> Reference:
-        """The recipe made small, and what one process makes of it. Raises WrongInput where recipe and prepared data do not fit together."""
+        """The recipe made small, and what one process makes of it. Raises WrongInput where recipe
+        and prepared data do not fit together.
+        """
         small = shrunk(recipe, self._next_folder())
         if small.drawing.kind != "decoder":
             name = small.drawing.config.to_hf()["model_type"].replace("-", "_")
             self._preload = (*self._preload, f"transformers.models.{name}.modeling_{name}")
         alone = Layout(small.small.parallel.model_copy(update={"replicate": 1}))
         # All rows at once: accumulation is compared as well.
-        laid_out = small.laid_out(alone.parallel, alone.memory, self._next_folder()).with_train(micro_batch=BATCH)
+        laid_out = small.laid_out(alone.parallel, alone.memory, self._next_folder()).with_train(
+            micro_batch=BATCH
+        )
         still = measure_alone(laid_out.with_train(optimizer=SGD(kind="sgd", lr=1e-6)))
         if not all(math.isfinite(number) and number > 0 for number in still.norms):
-            raise WrongInput(f"the small model of {recipe.name} has gradients of norm {still.norms} on one process; try another seed")
-        # No momentum and no second moment: an update is the gradient times a number, and shows a wrong scale.
-        knobs = {"optimizer": SGD(kind="sgd", lr=min(1.0, MOVE / max(still.norms))), "clip_norm": min(still.norms) / 2}
+            raise WrongInput(
+                f"the small model of {recipe.name} has gradients of norm {still.norms} on one"
+                " process; try another seed"
+            )
+        # No momentum and no second moment: an update is the gradient times a number, and shows a
+        # wrong scale.
+        knobs = {
+            "optimizer": SGD(kind="sgd", lr=min(1.0, MOVE / max(still.norms))),
+            "clip_norm": min(still.norms) / 2,
+        }
         return Reference(small.with_train(**knobs), measure_alone(laid_out.with_train(**knobs)))
 
     def start(self, layouts: Sequence[Layout]) -> None:
-        """Start the processes that these layouts need. Otherwise they start with the first that needs them."""
+        """Start the processes that these layouts need. Otherwise they start with the first that
+        needs them.
+        """
         for processes in sorted({layout.processes for layout in layouts}):
-            self._crew(processes).run_named("starting the processes", START_S, torch.get_num_threads)
+            self._crew(processes).run_named(
+                "starting the processes", START_S, torch.get_num_threads
+            )
 
-    def finding(self, reference: Reference, layout: Layout, how: Callable[..., Measured] = measure, *arguments: Any) -> Finding:
-        """One layout beside one process. `how` is called on each rank with the recipe in this layout and `arguments`."""
+    def finding(
+        self,
+        reference: Reference,
+        layout: Layout,
+        how: Callable[..., Measured] = measure,
+        *arguments: Any,
+    ) -> Finding:
+        """One layout beside one process. `how` is called on each rank with the recipe in this
+        layout and `arguments`.
+        """
         began = time.monotonic()
         try:
-            laid_out = reference.shrunk.laid_out(layout.parallel, layout.memory, self._next_folder())
+            laid_out = reference.shrunk.laid_out(
+                layout.parallel, layout.memory, self._next_folder()
+            )
             _check(laid_out, layout)
         except (WrongInput, ValueError) as error:
             return Finding(layout, reason=_one_line(error), possible=False)
         try:
             found = self._measured(laid_out, layout, how, *arguments)
         except RankFailed as error:
-            return Finding(layout, reason=str(error), trace=error.trace, seconds=time.monotonic() - began, bounds=self._bounds)
+            return Finding(
+                layout,
+                reason=str(error),
+                trace=error.trace,
+                seconds=time.monotonic() - began,
+                bounds=self._bounds,
+            )
         degrees = degrees_of(layout.parallel, layout.processes)
         difference = compare(found, reference.alone, degrees, layout.parallel.virtual)
         return Finding(layout, difference, seconds=time.monotonic() - began, bounds=self._bounds)
 
-    def _measured(self, laid_out: Shrunk, layout: Layout, how: Callable[..., Measured], *arguments: Any) -> list[Measured]:
-        return self._crew(layout.processes).run_named(layout.name, self._case_s, how, laid_out, *arguments)
+    def _measured(
+        self, laid_out: Shrunk, layout: Layout, how: Callable[..., Measured], *arguments: Any
+    ) -> list[Measured]:
+        return self._crew(layout.processes).run_named(
+            layout.name, self._case_s, how, laid_out, *arguments
+        )
 
     def _crew(self, processes: int) -> LocalRanks:
         return self._crews.setdefault(processes, LocalRanks(processes, self._preload))
@@ -164,14 +235,22 @@ def _check(laid_out: Shrunk, layout: Layout) -> None:
     check_pipeline(layout.parallel, layout.memory, compiled=False, dropout=0.0)
     batch_plan(laid_out.small.train, layout.parallel, layout.processes)
     if isinstance(laid_out.drawing.config, DecoderConfig):
-        check_layout(layout.parallel, layout.processes, laid_out.drawing.config.to_hf(), laid_out.seq_len)
+        check_layout(
+            layout.parallel, layout.processes, laid_out.drawing.config.to_hf(), laid_out.seq_len
+        )
 
 
 def _one_line(error: Exception) -> str:
-    """An IngotError is one already; pydantic's says which section, and that a value error is one."""
+    """An IngotError is one already; pydantic's says which section, and that a value error is
+    one.
+    """
     if isinstance(error, IngotError):
         return str(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "further information" not in line]
+    lines = [
+        line.strip()
+        for line in str(error).splitlines()
+        if line.strip() and "further information" not in line
+    ]
     return lines[-1].partition(" [type=")[0].removeprefix("Value error, ")
 
 
@@ -185,11 +264,14 @@ class LayoutProof:
 
     @property
     def holds(self) -> bool:
-        return all(one.holds is not False for one in self.findings) and any(one.holds for one in self.findings)
+        return all(one.holds is not False for one in self.findings) and any(
+            one.holds for one in self.findings
+        )
 
 
 def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
-    """Try `layouts` (see `layouts.parsed`), or the recipe's own, each mode alone and the pairs of those it uses; `reports/layout.json` keeps it.
+    """Try `layouts` (see `layouts.parsed`), or the recipe's own, each mode alone and the pairs of
+    those it uses; `reports/layout.json` keeps it.
 
     Raises:
         WrongInput: recipe, prepared data and model do not fit together, or an unknown layout.
@@ -197,12 +279,18 @@ def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
     tried = for_recipe(recipe) if layouts is None else parsed(layouts)
     prepared_for(recipe)
     if layouts is None and tried[0].name != "one process":
-        say(f"verify layout: the recipe's own layout is tried as {tried[0].name} on {tried[0].processes} processes")
+        say(
+            f"verify layout: the recipe's own layout is tried as {tried[0].name} on"
+            f" {tried[0].processes} processes"
+        )
     findings: list[Finding] = []
     with Prover() as prover:
         reference = prover.reference(recipe)
         weights = sum(reference.alone.holds.values())
-        say(f"verify layout: {len(tried)} layouts of a model of {weights:,} weights, {STEPS} steps each; starting the processes first")
+        say(
+            f"verify layout: {len(tried)} layouts of a model of {weights:,} weights, {STEPS} steps"
+            " each; starting the processes first"
+        )
         prover.start(tried)
         with Progress("verify layout", len(tried), "layouts") as progress:
             for number, layout in enumerate(tried):
@@ -215,11 +303,20 @@ def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
 
 def _report(recipe: Recipe, findings: Sequence[Finding]) -> dict[str, Any]:
     return {
-        "recipe": recipe.name, "objective": recipe.objective.kind, "steps": STEPS, "global_batch": BATCH, "bounds": asdict(Bounds()),
+        "recipe": recipe.name,
+        "objective": recipe.objective.kind,
+        "steps": STEPS,
+        "global_batch": BATCH,
+        "bounds": asdict(Bounds()),
         "layouts": [
             {
-                "layout": one.layout.name, "processes": one.layout.processes, "degrees": {axis: one.layout.degree(axis) for axis in AXES},
-                "holds": one.holds, "reason": one.reason or None, "seconds": round(one.seconds, 2), "difference": one.difference and asdict(one.difference),
+                "layout": one.layout.name,
+                "processes": one.layout.processes,
+                "degrees": {axis: one.layout.degree(axis) for axis in AXES},
+                "holds": one.holds,
+                "reason": one.reason or None,
+                "seconds": round(one.seconds, 2),
+                "difference": one.difference and asdict(one.difference),
             }
             for one in findings
         ],

@@ -1,4 +1,6 @@
-"""The layouts that are proved against one process: every mode alone, every pair of modes, products of three and four."""
+"""The layouts that are proved against one process: every mode alone, every pair of modes, products
+of three and four.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,34 @@ MOST = 8
 """Processes of one layout, at most: more do not show more, and each takes memory."""
 
 MODES: dict[str, dict[str, Any]] = {
-    "replicate":      {"replicate": 2},
-    "shard":          {"shard": 2},
-    "kept":           {"shard": 2, "reshard": False},
-    "hybrid":         {"replicate": 2, "shard": 2},
-    "tensor":         {"tensor": 2},
-    "tensor alone":   {"tensor": 2, "sequence": False},
-    "gpipe":          {"pipeline": 2, "schedule": "gpipe"},
-    "1f1b":           {"pipeline": 2, "schedule": "1f1b"},
-    "interleaved":    {"pipeline": 2, "virtual": 2, "schedule": "interleaved"},
-    "zero bubble":    {"pipeline": 2, "virtual": 2, "schedule": "zero_bubble", "reshard": False},
-    "ring":           {"context": 2},
-    "ulysses":        {"context": 2, "context_by": "ulysses"},
-    "full":           {"recompute": "full"},
-    "selective":      {"recompute": "selective"},
+    "replicate": {"replicate": 2},
+    "shard": {"shard": 2},
+    "kept": {"shard": 2, "reshard": False},
+    "hybrid": {"replicate": 2, "shard": 2},
+    "tensor": {"tensor": 2},
+    "tensor alone": {"tensor": 2, "sequence": False},
+    "gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "1f1b": {"pipeline": 2, "schedule": "1f1b"},
+    "interleaved": {"pipeline": 2, "virtual": 2, "schedule": "interleaved"},
+    "zero bubble": {"pipeline": 2, "virtual": 2, "schedule": "zero_bubble", "reshard": False},
+    "ring": {"context": 2},
+    "ulysses": {"context": 2, "context_by": "ulysses"},
+    "full": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
 }
 """Each way to spread a training, or to save its memory, alone."""
 
-PAIRED = ("replicate", "shard", "tensor", "1f1b", "zero bubble", "ring", "ulysses", "full", "selective")
+PAIRED = (
+    "replicate",
+    "shard",
+    "tensor",
+    "1f1b",
+    "zero bubble",
+    "ring",
+    "ulysses",
+    "full",
+    "selective",
+)
 """The modes of which every two are tried together, but for those about the same knob."""
 
 PRODUCTS: tuple[dict[str, Any], ...] = (
@@ -54,7 +66,14 @@ PRODUCTS: tuple[dict[str, Any], ...] = (
     {"replicate": 2, "shard": 2, "pipeline": 2, "schedule": "gpipe"},
     {"tensor": 2, "context": 2, "pipeline": 2, "schedule": "1f1b"},
     {"shard": 2, "context": 2, "pipeline": 2, "virtual": 2, "schedule": "interleaved"},
-    {"shard": 2, "tensor": 2, "pipeline": 2, "virtual": 2, "schedule": "zero_bubble", "reshard": False},
+    {
+        "shard": 2,
+        "tensor": 2,
+        "pipeline": 2,
+        "virtual": 2,
+        "schedule": "zero_bubble",
+        "reshard": False,
+    },
     {"shard": 2, "reshard": False, "tensor": 2, "sequence": False, "recompute": "selective"},
     {"shard": 2, "tensor": 4},
 )
@@ -82,40 +101,66 @@ class Layout:
     def name(self) -> str:
         """`shard 2 x tensor 2, 1f1b`; `one process` where nothing is spread or recomputed."""
         parallel, recompute = self.parallel, self.memory.recompute
-        degrees = " x ".join(f"{axis} {self.degree(axis)}" for axis in AXES if self.degree(axis) > 1)
+        degrees = " x ".join(
+            f"{axis} {self.degree(axis)}" for axis in AXES if self.degree(axis) > 1
+        )
         words = [
             "kept" if self.degree("shard") > 1 and not parallel.reshard else "",
             "no sequence" if parallel.tensor > 1 and not parallel.sequence else "",
-            parallel.schedule.replace("_", " ") if parallel.pipeline > 1 else "", f"virtual {parallel.virtual}" if parallel.virtual > 1 else "",
-            parallel.context_by if parallel.context > 1 else "", f"{recompute.kind} recompute" if recompute.kind != "none" else "",
-            "offload" if self.memory.offload.activations or self.memory.offload.weights or self.memory.offload.optimizer else "",
+            parallel.schedule.replace("_", " ") if parallel.pipeline > 1 else "",
+            f"virtual {parallel.virtual}" if parallel.virtual > 1 else "",
+            parallel.context_by if parallel.context > 1 else "",
+            f"{recompute.kind} recompute" if recompute.kind != "none" else "",
+            (
+                "offload"
+                if self.memory.offload.activations
+                or self.memory.offload.weights
+                or self.memory.offload.optimizer
+                else ""
+            ),
         ]
         return ", ".join(word for word in (degrees, *words) if word) or "one process"
 
 
 def layout(**knobs: Any) -> Layout:
-    """From flat knobs: those of `parallel`, and `recompute`, the kind of `memory.recompute`. A degree that is not given is 1.
+    """From flat knobs: those of `parallel`, and `recompute`, the kind of `memory.recompute`. A
+    degree that is not given is 1.
 
     Raises:
         ValidationError: the knobs contradict each other.
     """
     recompute = knobs.pop("recompute", "none")
-    return Layout(Parallel.model_validate({"replicate": 1, **knobs}), Memory(recompute=Recompute(kind=recompute)))
+    return Layout(
+        Parallel.model_validate({"replicate": 1, **knobs}),
+        Memory(recompute=Recompute(kind=recompute)),
+    )
 
 
 def pairs(modes: Sequence[str] = PAIRED) -> list[Layout]:
     """Every two of these modes together."""
-    together = [(MODES[one], MODES[other]) for one, other in itertools.combinations(modes, 2) if MODES[one].keys().isdisjoint(MODES[other])]
+    together = [
+        (MODES[one], MODES[other])
+        for one, other in itertools.combinations(modes, 2)
+        if MODES[one].keys().isdisjoint(MODES[other])
+    ]
     return unique(layout(**one, **other) for one, other in together)
 
 
 def table() -> list[Layout]:
     """All of them."""
-    return unique([*(layout(**knobs) for knobs in MODES.values()), *pairs(), *(layout(**knobs) for knobs in PRODUCTS)])
+    return unique(
+        [
+            *(layout(**knobs) for knobs in MODES.values()),
+            *pairs(),
+            *(layout(**knobs) for knobs in PRODUCTS),
+        ]
+    )
 
 
 def for_recipe(recipe: Recipe) -> list[Layout]:
-    """The recipe's own layout, scaled down; then each mode alone, and the pairs of those that the recipe uses."""
+    """The recipe's own layout, scaled down; then each mode alone, and the pairs of those that the
+    recipe uses.
+    """
     native = recipe.documents not in ("pair", "labelled")
     own = scaled(recipe)
     modes = tuple(MODES) if native else OF_TRANSFORMERS
@@ -123,37 +168,64 @@ def for_recipe(recipe: Recipe) -> list[Layout]:
 
 
 def scaled(recipe: Recipe) -> Layout:
-    """The recipe's layout on at most `MOST` processes: `auto` is 2 where there is room; then the largest degree is divided until it fits, and where all
-    are 2 the outermost ones become 1. `auto` alone means copies."""
+    """The recipe's layout on at most `MOST` processes: `auto` is 2 where there is room; then the
+    largest degree is divided until it fits, and where all are 2 the outermost ones become 1. `auto`
+    alone means copies.
+    """
     asked = recipe.parallel
-    degrees = {axis: 1 if value == "auto" else value for axis in AXES if (value := getattr(asked, axis))}
+    degrees = {
+        axis: 1 if value == "auto" else value for axis in AXES if (value := getattr(asked, axis))
+    }
     while math.prod(degrees.values()) > MOST:
         largest = max(degrees, key=lambda axis: degrees[axis])  # the outermost of equals
-        degrees[largest] //= next(factor for factor in range(2, degrees[largest] + 1) if degrees[largest] % factor == 0)
+        degrees[largest] //= next(
+            factor for factor in range(2, degrees[largest] + 1) if degrees[largest] % factor == 0
+        )
     for axis in ("shard", "replicate"):
-        if getattr(asked, axis) == "auto" and math.prod(degrees.values()) * 2 <= (MOST if axis == "shard" else 2):
+        if getattr(asked, axis) == "auto" and math.prod(degrees.values()) * 2 <= (
+            MOST if axis == "shard" else 2
+        ):
             degrees[axis] = 2
     gone = {"virtual": 1, "schedule": "auto"} if degrees["pipeline"] == 1 else {}
-    return Layout(Parallel.model_validate({**asked.model_dump(), **degrees, **gone}), _possible(recipe.memory, degrees))
+    return Layout(
+        Parallel.model_validate({**asked.model_dump(), **degrees, **gone}),
+        _possible(recipe.memory, degrees),
+    )
 
 
 def _possible(memory: Memory, degrees: Mapping[str, int]) -> Memory:
     if memory.offload.weights and degrees["shard"] == 1:
-        return memory.model_copy(update={"offload": memory.offload.model_copy(update={"weights": False})})
+        return memory.model_copy(
+            update={"offload": memory.offload.model_copy(update={"weights": False})}
+        )
     return memory
 
 
 def used(own: Layout) -> list[str]:
     """The modes that a layout uses, one for each of its axes."""
     parallel, recompute = own.parallel, own.memory.recompute.kind
-    staged = "1f1b" if parallel.virtual == 1 else "zero bubble" if parallel.schedule == "zero_bubble" else "interleaved"
-    named = {"replicate": own.degree("replicate"), "shard": own.degree("shard"), "tensor": parallel.tensor, staged: parallel.pipeline,
-             parallel.context_by: parallel.context}
-    return [name for name, degree in named.items() if degree > 1] + ([recompute] if recompute != "none" else [])
+    staged = (
+        "1f1b"
+        if parallel.virtual == 1
+        else "zero bubble"
+        if parallel.schedule == "zero_bubble"
+        else "interleaved"
+    )
+    named = {
+        "replicate": own.degree("replicate"),
+        "shard": own.degree("shard"),
+        "tensor": parallel.tensor,
+        staged: parallel.pipeline,
+        parallel.context_by: parallel.context,
+    }
+    return [name for name, degree in named.items() if degree > 1] + (
+        [recompute] if recompute != "none" else []
+    )
 
 
 def parsed(text: str) -> list[Layout]:
-    """`shard=2,tensor=2;pipeline=2,virtual=2`: layouts apart by `;`, knobs of `parallel` (and `recompute`) by `,`.
+    """`shard=2,tensor=2;pipeline=2,virtual=2`: layouts apart by `;`, knobs of `parallel` (and
+    `recompute`) by `,`.
 
     Raises:
         WrongInput: an unknown knob, or a value that it does not take.
@@ -165,16 +237,25 @@ def parsed(text: str) -> list[Layout]:
         for item in part.split(","):
             name, equals, value = (piece.strip() for piece in item.partition("="))
             if not equals or name not in known:
-                raise WrongInput(f"--layouts: `{item.strip()}` is not KNOB=VALUE with a knob of {', '.join(known)}; write for example shard=2,tensor=2")
+                raise WrongInput(
+                    f"--layouts: `{item.strip()}` is not KNOB=VALUE with a knob of"
+                    f" {', '.join(known)}; write for example shard=2,tensor=2"
+                )
             knobs[name] = yaml.safe_load(value)
         try:
             found.append(layout(**knobs))
         except ValidationError as error:
-            raise WrongInput(f"--layouts: `{part.strip()}`: {error.errors()[0]['msg'].removeprefix('Value error, ')}; change it") from None
+            raise WrongInput(
+                f"--layouts: `{part.strip()}`:"
+                f" {error.errors()[0]['msg'].removeprefix('Value error, ')}; change it"
+            ) from None
         if not all(isinstance(getattr(found[-1].parallel, axis), int) for axis in AXES):
             raise WrongInput(f"--layouts: `{part.strip()}` says auto; give numbers")
         if found[-1].processes > MOST:
-            raise WrongInput(f"--layouts: `{part.strip()}` takes {found[-1].processes} processes, {MOST} at most are tried; lower a degree")
+            raise WrongInput(
+                f"--layouts: `{part.strip()}` takes {found[-1].processes} processes, {MOST} at most"
+                " are tried; lower a degree"
+            )
     return unique(found)
 
 

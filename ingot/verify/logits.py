@@ -1,4 +1,6 @@
-"""Logits on held-out records: as training computes them, and as transformers does, document by document; compared number by number."""
+"""Logits on held-out records: as training computes them, and as transformers does, document by
+document; compared number by number.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,26 @@ MOST_ROWS = 64
 MICRO_BATCH = 4
 
 LOGITS = 1e-4
-"""Largest difference of a logit between two implementations with the same float32 weights, as a share of the largest logit. Sums in
-another order stay some hundred times below it; another rotary base, another epsilon, another mask do not."""
+"""Largest difference of a logit between two implementations with the same float32 weights, as a
+share of the largest logit. Sums in another order stay some hundred times below it; another rotary
+base, another epsilon, another mask do not.
+"""
 LOGPROB = 1e-4
-"""What a log-probability may differ by beside its logits, nats: the sum over the vocabulary, and how servers write numbers."""
+"""What a log-probability may differ by beside its logits, nats: the sum over the vocabulary, and
+how servers write numbers.
+"""
 ROUNDED = {"bf16": 2.0**-8, "fp32": 2.0**-24}
 """By how much of itself a weight moves at most when it is rounded to an export type."""
 MEAN_ROUNDED = 0.4
 """The mean square of those moves, as a share of the largest."""
 MERGED_FP32 = 1e-5
-"""Difference in norm, relative, between an adapter folded into its weights and beside them where both are float32."""
+"""Difference in norm, relative, between an adapter folded into its weights and beside them where
+both are float32.
+"""
 COMPUTED = 6
-"""Roundings on the way through one product where not only the weight but inputs and outputs are bf16 too, in both of two computations."""
+"""Roundings on the way through one product where not only the weight but inputs and outputs are
+bf16 too, in both of two computations.
+"""
 
 
 def bound(size: float) -> float:
@@ -42,22 +52,28 @@ def bound(size: float) -> float:
 
 
 def merged_bound(export_type: str, products: int) -> float:
-    """How far, relative and in norm, logits may be moved by rounding weights that an adapter was folded into, unlike weights and adapter apart.
+    """How far, relative and in norm, logits may be moved by rounding weights that an adapter was
+    folded into, unlike weights and adapter apart.
 
-    Each of the n products that a token passes is off by 0.4 of the rounding in the mean; the errors are independent, so that they add up
-    to sqrt(n) times that. Twice as much is let pass, for what the parts between them add.
+    Each of the n products that a token passes is off by 0.4 of the rounding in the mean; the errors
+    are independent, so that they add up to sqrt(n) times that. Twice as much is let pass, for what
+    the parts between them add.
     """
     return MERGED_FP32 + 2 * MEAN_ROUNDED * ROUNDED[export_type] * math.sqrt(products)
 
 
 def computed_bound(products: int, size: float) -> float:
-    """The same for log-probabilities, in nats, of two computations in bf16 of logits whose root mean square is `size`."""
+    """The same for log-probabilities, in nats, of two computations in bf16 of logits whose root
+    mean square is `size`.
+    """
     return merged_bound("bf16", COMPUTED * products) * max(1.0, size)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What transformers reads at once: a document of a row, one side of a preference, a pair, a text to classify."""
+    """What transformers reads at once: a document of a row, one side of a preference, a pair, a
+    text to classify.
+    """
 
     row: int
     begin: int
@@ -65,12 +81,16 @@ class Record:
     tokens: list[int]
     targets: list[int]
     kept: list[int]
-    """The positions whose logits are compared: of `targets` where there are some; of a text to classify just 0."""
+    """The positions whose logits are compared: of `targets` where there are some; of a text to
+    classify just 0.
+    """
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The first held-out rows as training batches them, which positions are compared, and the same as single records in the same order."""
+    """The first held-out rows as training batches them, which positions are compared, and the same
+    as single records in the same order.
+    """
 
     batches: list[Batch]
     keep: list[Tensor]
@@ -87,7 +107,10 @@ class HeldOut:
             if index < len(record.kept):
                 at = record.kept[index]
                 token = (record.targets or record.tokens)[at]
-                return f"row {record.row}, position {record.begin + at}, token {tokenizer.token(token)!r}"
+                return (
+                    f"row {record.row}, position {record.begin + at}, token"
+                    f" {tokenizer.token(token)!r}"
+                )
             index -= len(record.kept)
         raise IndexError(index)
 
@@ -102,7 +125,11 @@ def held_out(rows: Rows | Samples, kind: Kind) -> HeldOut:
     step = max(1, sum(counts) // TOKENS)
     batches = list(fixed_batches(rows, range(len(counts)), MICRO_BATCH))
     keep = [_kept(_live(batch, kind), step) for batch in batches]
-    records = [record for batch, mask in zip(batches, keep, strict=True) for record in _records(batch, mask, kind)]
+    records = [
+        record
+        for batch, mask in zip(batches, keep, strict=True)
+        for record in _records(batch, mask, kind)
+    ]
     return HeldOut(batches, keep, records)
 
 
@@ -138,7 +165,9 @@ def _records(batch: Batch, keep: Tensor, kind: Kind) -> list[Record]:
 
 
 class _Collected:
-    """An objective's per-token function that keeps the logits of the tokens it is told to; `extras` tells."""
+    """An objective's per-token function that keeps the logits of the tokens it is told to; `extras`
+    tells.
+    """
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -151,17 +180,32 @@ class _Collected:
 
 @torch.no_grad()
 def ours(model: Model, held: HeldOut) -> Tensor:
-    """Float32 `[N, V]`: the logits of the compared positions by the way that training goes, several documents in one row."""
+    """Float32 `[N, V]`: the logits of the compared positions by the way that training goes, several
+    documents in one row.
+    """
     collected = _Collected()
     for batch, keep in zip(held.batches, held.keep, strict=True):
         plain = bool((batch.segments == batch.segments[:, :1]).all())
-        model(batch.tokens, batch.positions, None if plain else batch.segments, batch.labels, collected.token, keep)
+        model(
+            batch.tokens,
+            batch.positions,
+            None if plain else batch.segments,
+            batch.labels,
+            collected.token,
+            keep,
+        )
     return torch.cat(collected.parts)
 
 
 def theirs(model: Theirs, held: HeldOut) -> Tensor:
     """The same positions by transformers, each record alone."""
-    return torch.cat([model.logits(record.tokens, record.targets)[record.kept] for record in held.records if record.kept])
+    return torch.cat(
+        [
+            model.logits(record.tokens, record.targets)[record.kept]
+            for record in held.records
+            if record.kept
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -188,5 +232,7 @@ def difference(one: Tensor, other: Tensor) -> Difference:
 
 def beginnings(held: HeldOut, count: int, longest: int) -> list[Sequence[int]]:
     """The first halves of some held-out documents, as prompts; at most `longest` tokens each."""
-    long_enough = [record.tokens for record in held.records if len(record.tokens) > 1] or [record.tokens for record in held.records]
+    long_enough = [record.tokens for record in held.records if len(record.tokens) > 1] or [
+        record.tokens for record in held.records
+    ]
     return [tokens[: max(1, min(len(tokens) // 2, longest))] for tokens in long_enough[:count]]

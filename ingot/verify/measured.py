@@ -1,4 +1,6 @@
-"""What a few steps of training give in one layout, on each of its ranks, and how far that is from one process."""
+"""What a few steps of training give in one layout, on each of its ranks, and how far that is from
+one process.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Measured:
 
 
 def measure(shrunk: Shrunk) -> Measured:
-    """Train as `ingot train` does: the real trainee, loader and step. Every rank calls it, with the recipe in the layout of these ranks."""
+    """Train as `ingot train` does: the real trainee, loader and step. Every rank calls it, with the
+    recipe in the layout of these ranks.
+    """
     here = ranks()
     mesh = _mesh(here, degrees_of(shrunk.small.parallel, here.world))
     return _steps(shrunk.plan(mesh), mesh)
@@ -75,15 +79,29 @@ def _steps(plan: Plan, mesh: Mesh) -> Measured:
     _wake_adapter(trainee, plan.recipe.seed)
     loader = UnevenLoader(plan.rows, plan.order, plan.batch, mesh.data.rank)
     objective = trainee.objectives.training
-    losses, norms, weights, targets = list[float](), list[float](), list[dict[str, Piece]](), list[int]()
+    losses, norms, weights, targets = (
+        list[float](),
+        list[float](),
+        list[dict[str, Piece]](),
+        list[int](),
+    )
     try:
         for step in range(STEPS):
             batches = loader.step(step)
             targets.append(sum(objective.targets(batch) for batch in batches))
             outcome = train_step(
-                trainee.module, objective, batches, trainee.masters, trainee.optimizer, targets=global_targets(objective, batches, mesh)[0],
-                # Clipping takes a wrong scale away, and is itself wrong where the norm is: with and without it, in turns.
-                clip_norm=plan.recipe.train.clip_norm if step % 2 else None, compute=plan.compute, mesh=mesh, before=_seeding(trainee, plan, step, mesh),
+                trainee.module,
+                objective,
+                batches,
+                trainee.masters,
+                trainee.optimizer,
+                targets=global_targets(objective, batches, mesh)[0],
+                # Clipping takes a wrong scale away, and is itself wrong where the norm is: with and
+                # without it, in turns.
+                clip_norm=plan.recipe.train.clip_norm if step % 2 else None,
+                compute=plan.compute,
+                mesh=mesh,
+                before=_seeding(trainee, plan, step, mesh),
             )
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
@@ -95,7 +113,9 @@ def _steps(plan: Plan, mesh: Mesh) -> Measured:
 
 
 def _seeding(trainee: Trainee, plan: Plan, step: int, mesh: Mesh) -> Any:
-    return lambda index, batch: seed_dropout(trainee.model, plan.recipe.seed, step, index, batch, mesh)
+    return lambda index, batch: seed_dropout(
+        trainee.model, plan.recipe.seed, step, index, batch, mesh
+    )
 
 
 @torch.no_grad()
@@ -105,13 +125,18 @@ def _wake_adapter(trainee: Trainee, seed: int) -> None:
 
 
 def _pieces(trainee: Trainee) -> dict[str, Piece]:
-    return {one.name: Piece(tuple(one.parameter.shape), box(one.parameter), one.tensor.detach().clone()) for one in trainee.masters}
+    return {
+        one.name: Piece(tuple(one.parameter.shape), box(one.parameter), one.tensor.detach().clone())
+        for one in trainee.masters
+    }
 
 
 class UnevenLoader(Loader):
-    """Takes targets away by the place of a sample in its global batch, so that no two ranks have equally many.
+    """Takes targets away by the place of a sample in its global batch, so that no two ranks have
+    equally many.
 
-    In even steps the first sample keeps none and the last one all, the others a share; in odd ones the whole first half has none.
+    In even steps the first sample keeps none and the last one all, the others a share; in odd ones
+    the whole first half has none.
     """
 
     def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
@@ -119,16 +144,40 @@ class UnevenLoader(Loader):
         batches, made = super().step(i, meanwhile), []
         for batch in batches:
             places = [first + place for place in range(self._plan.micro_batch)]
-            made.append(thinned(batch, [0.0 if i % 2 and place < most // 2 else place / (most - 1) for place in places]))
+            made.append(
+                thinned(
+                    batch,
+                    [
+                        0.0 if i % 2 and place < most // 2 else place / (most - 1)
+                        for place in places
+                    ],
+                )
+            )
             first = places[-1] + 1
         return made
 
 
 def thinned(batch: Batch, shares: Sequence[float]) -> Batch:
-    """A copy of the batch with a share of each sample's targets, the first ones; of samples that have but one target, that or none."""
+    """A copy of the batch with a share of each sample's targets, the first ones; of samples that
+    have but one target, that or none.
+    """
     if len(batch.tokens) == 2 * len(batch.rows):  # preferences
-        return Batch(batch.tokens, batch.labels, batch.positions, batch.segments, torch.where(torch.tensor(shares) < 0.5, -1, batch.rows))
+        return Batch(
+            batch.tokens,
+            batch.labels,
+            batch.positions,
+            batch.segments,
+            torch.where(torch.tensor(shares) < 0.5, -1, batch.rows),
+        )
     labels = batch.labels.view(len(batch.rows), -1)
     there = labels != IGNORE
-    kept = there & (there.cumsum(1) <= (torch.tensor(shares)[:, None] * there.sum(1, keepdim=True)).round())
-    return Batch(batch.tokens, torch.where(kept, labels, IGNORE).view_as(batch.labels), batch.positions, batch.segments, batch.rows)
+    kept = there & (
+        there.cumsum(1) <= (torch.tensor(shares)[:, None] * there.sum(1, keepdim=True)).round()
+    )
+    return Batch(
+        batch.tokens,
+        torch.where(kept, labels, IGNORE).view_as(batch.labels),
+        batch.positions,
+        batch.segments,
+        batch.rows,
+    )

@@ -1,4 +1,6 @@
-"""What a proof found: a line for each thing that was checked. How it is shown is the command line's business."""
+"""What a proof found: a line for each thing that was checked. How it is shown is the command line's
+business.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked. `passed` is None where it does not apply; `detail` then says why."""
+    """One thing that was checked. `passed` is None where it does not apply; `detail` then says
+    why.
+    """
 
     what: str
     passed: bool | None

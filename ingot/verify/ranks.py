@@ -1,7 +1,8 @@
-"""Processes of this machine that have met over gloo and run one function after the other together. Starting torch is paid once.
+"""Processes of this machine that have met over gloo and run one function after the other together.
+Starting torch is paid once.
 
-No pool of workers: all ranks do each call, and one that fails or hangs ends them all, since the others wait for it. The next
-call starts new ones.
+No pool of workers: all ranks do each call, and one that fails or hangs ends them all, since the
+others wait for it. The next call starts new ones.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ NAMED = 5
 
 
 class RankFailed(Failed):
-    """A call that did not come to its end on every rank. `trace` is the traceback of the first that failed, and a line for each other one."""
+    """A call that did not come to its end on every rank. `trace` is the traceback of the first that
+    failed, and a line for each other one.
+    """
 
     def __init__(self, message: str, trace: str) -> None:
         super().__init__(message)
@@ -54,7 +57,8 @@ class LocalRanks:
     """`world` ranks, started with the first call.
 
     Args:
-        preload: modules that the calls need; imported once, in the process that all ranks are forked from.
+        preload: modules that the calls need; imported once, in the process that all ranks are
+            forked from.
     """
 
     def __init__(self, world: int, preload: Sequence[str] = ("torch", "torch.distributed")) -> None:
@@ -64,14 +68,24 @@ class LocalRanks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> list[T]:
-        """`function(*arguments)` on every rank (a function of a module, picklable arguments); results in the order of ranks."""
+        """`function(*arguments)` on every rank (a function of a module, picklable arguments);
+        results in the order of ranks.
+        """
         return self.run_named(function.__name__, 60.0, function, *arguments, **named)
 
-    def run_named(self, what: str, timeout_s: float, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> list[T]:
+    def run_named(
+        self,
+        what: str,
+        timeout_s: float,
+        function: Callable[P, T],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> list[T]:
         """The same under a name of its own, in `timeout_s` seconds.
 
         Raises:
-            RankFailed: a rank raised, died, or was not done in time; names `what` and the rank, and holds its stack.
+            RankFailed: a rank raised, died, or was not done in time; names `what` and the rank, and
+                holds its stack.
         """
         if not self._processes:
             self._start()
@@ -106,8 +120,13 @@ class LocalRanks:
         if not failed:
             failed = {rank: self._last_words(rank) for rank in silent.values()}
         if failed:
-            told = [f"rank {rank} of {self.world} {_told(trace, timeout_s)}" for rank, trace in failed.items()]
-            raise RankFailed(f"{what}: {told[0]}", "\n".join([next(iter(failed.values())), *told[1:]]))
+            told = [
+                f"rank {rank} of {self.world} {_told(trace, timeout_s)}"
+                for rank, trace in failed.items()
+            ]
+            raise RankFailed(
+                f"{what}: {told[0]}", "\n".join([next(iter(failed.values())), *told[1:]])
+            )
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-ranks-")
@@ -117,7 +136,11 @@ class LocalRanks:
             forkserver.ensure_running()
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, self.world, port, theirs, str(self._stack(rank))), daemon=True)
+                process = context.Process(
+                    target=_serve,
+                    args=(rank, self.world, port, theirs, str(self._stack(rank))),
+                    daemon=True,
+                )
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -149,7 +172,9 @@ class LocalRanks:
 
 
 def _told(trace: str, timeout_s: float) -> str:
-    """One line on why a rank gave no result: the last line of a traceback, or the innermost frames where it hung."""
+    """One line on why a rank gave no result: the last line of a traceback, or the innermost frames
+    where it hung.
+    """
     if not trace.startswith("Timeout"):
         return f"failed: {trace.strip().splitlines()[-1]}"
     # faulthandler names the thread that called for help last.
@@ -165,10 +190,19 @@ def _free_port() -> int:
 
 def _serve(rank: int, world: int, port: int, pipe: Connection, stack: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
     warnings.simplefilter("ignore")  # each would come from every rank
-    torch.set_num_threads(1)  # the server that this process was forked from had read the environment before
+    torch.set_num_threads(
+        1
+    )  # the server that this process was forked from had read the environment before
     if world > 1:
         dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     with Path(stack).open("w", encoding="utf-8") as file:
@@ -181,7 +215,8 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stack: str) -> No
             try:
                 timeout_s, function, arguments, named = pickle.loads(call)
                 faulthandler.dump_traceback_later(timeout_s, exit=True, file=file)
-                # As bytes: tensors sent as they are would be shared memory that ends with this process.
+                # As bytes: tensors sent as they are would be shared memory that ends with this
+                # process.
                 answer = pickle.dumps((True, function(*arguments, **named)))
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))

@@ -1,6 +1,8 @@
-"""`ingot verify resume`: N steps in one go against the same with kills in between, on the user's own recipe, by the commands that a person types.
+"""`ingot verify resume`: N steps in one go against the same with kills in between, on the user's
+own recipe, by the commands that a person types.
 
-Metrics (without clocks), weights, optimizer state and the exported model must be equal to the last bit; what differs first is told.
+Metrics (without clocks), weights, optimizer state and the exported model must be equal to the last
+bit; what differs first is told.
 """
 
 from __future__ import annotations
@@ -31,20 +33,34 @@ from ingot.verify.proof import Check, Proof
 STEPS, EVERY = 9, 3
 KILLED_AT = (5, 8)
 """Each is beyond a checkpoint, so that steps are lost."""
-CLOCKS = ("t_wall", "train/tokens_per_s", "train/examples_per_s", "train/mfu", "validation/seconds", "memory/", "gpu/")
-"""Keys of what a machine does differently each time; those that end in a slash with all that is below."""
+CLOCKS = (
+    "t_wall",
+    "train/tokens_per_s",
+    "train/examples_per_s",
+    "train/mfu",
+    "validation/seconds",
+    "memory/",
+    "gpu/",
+)
+"""Keys of what a machine does differently each time; those that end in a slash with all that is
+below.
+"""
 INGOT = (sys.executable, "-m", "ingot")
 
 
 def verify_resume(recipe: Recipe, ingot: Sequence[str] = INGOT) -> Proof:
-    """Train `STEPS` steps of the recipe twice, once killed at `KILLED_AT`; needs prepared data. `ingot` is the command that trains.
+    """Train `STEPS` steps of the recipe twice, once killed at `KILLED_AT`; needs prepared data.
+    `ingot` is the command that trains.
 
     Raises:
         WrongInput: the data is not prepared, or the recipe does not fit it.
         Failed: a training ended otherwise than it should.
     """
     if not (recipe.folder.columns / "manifest.json").exists():
-        raise WrongInput(f"{recipe.folder.columns} holds no prepared data; run `ingot prepare` on the recipe first")
+        raise WrongInput(
+            f"{recipe.folder.columns} holds no prepared data; run `ingot prepare` on the recipe"
+            " first"
+        )
     with _side_by_side(recipe) as (straight, broken):
         say(f"verify resume: {STEPS} steps in one go")
         _train(straight, ingot)
@@ -53,14 +69,21 @@ def verify_resume(recipe: Recipe, ingot: Sequence[str] = INGOT) -> Proof:
             _train(broken, ingot, kill_at=step)
         say("verify resume: the rest")
         _train(broken, ingot)
-        title = f"resume of {recipe.name}: {STEPS} steps, a checkpoint every {EVERY}, killed after {' and '.join(map(str, KILLED_AT))}"
+        title = (
+            f"resume of {recipe.name}: {STEPS} steps, a checkpoint every {EVERY}, killed after"
+            f" {' and '.join(map(str, KILLED_AT))}"
+        )
         both = straight.recipe, broken.recipe
-        return Proof(title, [_really_lost(broken.recipe), _metrics(*both), *_states(*both), _export(*both)])
+        return Proof(
+            title, [_really_lost(broken.recipe), _metrics(*both), *_states(*both), _export(*both)]
+        )
 
 
 @dataclass(frozen=True)
 class Run:
-    """A few steps of the recipe in a folder of its own. What is changed for that stands on the command line, which beats any environment."""
+    """A few steps of the recipe in a folder of its own. What is changed for that stands on the
+    command line, which beats any environment.
+    """
 
     file: Path
     changes: list[str]
@@ -81,7 +104,9 @@ def _side_by_side(recipe: Recipe) -> Iterator[tuple[Run, Run]]:
             changes = [f"output={folder / name}", *_few_steps(recipe)]
             run = Run(file, changes, load_recipe([file], changes))
             run.recipe.folder.root.mkdir(parents=True)
-            run.recipe.folder.data.symlink_to(recipe.folder.data.resolve(), target_is_directory=True)
+            run.recipe.folder.data.symlink_to(
+                recipe.folder.data.resolve(), target_is_directory=True
+            )
             runs.append(run)
         yield runs[0], runs[1]
     finally:
@@ -89,22 +114,44 @@ def _side_by_side(recipe: Recipe) -> Iterator[tuple[Run, Run]]:
 
 
 def _few_steps(recipe: Recipe) -> list[str]:
-    often = [f"train.{knob}=2" for knob in ("evaluate_every", "sample_every") if getattr(recipe.train, knob)]
+    often = [
+        f"train.{knob}=2"
+        for knob in ("evaluate_every", "sample_every")
+        if getattr(recipe.train, knob)
+    ]
     return [
-        "train.epochs=null", "train.tokens=null", f"train.steps={STEPS}", "train.profile=null", *often, f"checkpoint.every={EVERY}", "checkpoint.upload=null",
-        "checkpoint.notice=null", "track.every=1", "track.wandb=null", "chaos={}",
+        "train.epochs=null",
+        "train.tokens=null",
+        f"train.steps={STEPS}",
+        "train.profile=null",
+        *often,
+        f"checkpoint.every={EVERY}",
+        "checkpoint.upload=null",
+        "checkpoint.notice=null",
+        "track.every=1",
+        "track.wandb=null",
+        "chaos={}",
     ]
 
 
 def _train(run: Run, ingot: Sequence[str], kill_at: int | None = None) -> None:
     """Train until the end, or until it kills itself."""
     chaos = [] if kill_at is None else [f"chaos.kill_at={kill_at}"]
-    ended = subprocess.run([*ingot, "train", str(run.file), *run.changes, *chaos], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run(
+        [*ingot, "train", str(run.file), *run.changes, *chaos],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     killed = ended.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
     if kill_at is None and ended.returncode:
         raise Failed(f"training ended with {ended.returncode}: {_last_line(ended.stderr)}")
     if kill_at is not None and not killed:
-        raise Failed(f"training ended with {ended.returncode} where it should be killed after step {kill_at}: {_last_line(ended.stderr)}")
+        raise Failed(
+            f"training ended with {ended.returncode} where it should be killed after step"
+            f" {kill_at}: {_last_line(ended.stderr)}"
+        )
 
 
 def _last_line(messages: str) -> str:
@@ -115,45 +162,92 @@ def _really_lost(broken: Recipe) -> Check:
     """Whether there was anything to prove: steps that were done, lost and done again."""
     lost = [event for event in read_lines(broken.folder.events) if event["kind"] == "lost"]
     steps = [int(event["steps"]) for event in lost]
-    told = f"{' and '.join(map(str, steps))} steps were lost and done again, {duration(sum(event['seconds'] for event in lost))}"
-    return Check("steps lost", len(steps) == len(KILLED_AT) and all(steps), told if steps else "the kills cost no step: nothing was proved")
+    told = (
+        f"{' and '.join(map(str, steps))} steps were lost and done again,"
+        f" {duration(sum(event['seconds'] for event in lost))}"
+    )
+    return Check(
+        "steps lost",
+        len(steps) == len(KILLED_AT) and all(steps),
+        told if steps else "the kills cost no step: nothing was proved",
+    )
 
 
 def _metrics(straight: Recipe, broken: Recipe) -> Check:
-    lines = [[_without_clocks(line) for line in read_lines(recipe.folder.metrics)] for recipe in (straight, broken)]
+    lines = [
+        [_without_clocks(line) for line in read_lines(recipe.folder.metrics)]
+        for recipe in (straight, broken)
+    ]
     for one, other in zip_longest(*lines, fillvalue={}):
         differ = [key for key in {**one, **other} if one.get(key) != other.get(key)]
         if differ:
             step, key = one.get("step", other.get("step")), differ[0]
-            return Check("metrics", False, f"first at step {step}: {key} is {one.get(key)} in one go, {other.get(key)} resumed")
+            return Check(
+                "metrics",
+                False,
+                f"first at step {step}: {key} is {one.get(key)} in one go, {other.get(key)}"
+                " resumed",
+            )
     return Check("metrics", True, f"{len(lines[0])} lines equal, clocks aside")
 
 
 def _without_clocks(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in CLOCKS and not key.startswith(tuple(name for name in CLOCKS if name.endswith("/")))}
+    return {
+        key: value
+        for key, value in line.items()
+        if key not in CLOCKS
+        and not key.startswith(tuple(name for name in CLOCKS if name.endswith("/")))
+    }
 
 
 def _states(straight: Recipe, broken: Recipe) -> list[Check]:
     """Weights and optimizer state of the last checkpoints, tensor by tensor."""
     found = [newest_valid(recipe.folder.checkpoints) for recipe in (straight, broken)]
-    one, other = (StoredTensors(checkpoint.folder) for checkpoint in found if checkpoint is not None)
+    one, other = (
+        StoredTensors(checkpoint.folder) for checkpoint in found if checkpoint is not None
+    )
     checks = []
     for what in ("model", "optimizer"):
         names = sorted(name for name in {*one.names, *other.names} if name.startswith(f"{what}."))
-        different = next((name for name in names if name not in one.names or name not in other.names or not torch.equal(one[name], other[name])), None)
+        different = next(
+            (
+                name
+                for name in names
+                if name not in one.names
+                or name not in other.names
+                or not torch.equal(one[name], other[name])
+            ),
+            None,
+        )
         if different is None:
             checks.append(Check(f"{what} state", True, f"{len(names)} tensors equal bit for bit"))
         elif different in one.names and different in other.names:
             largest = float((one[different].double() - other[different].double()).abs().max())
-            checks.append(Check(f"{what} state", False, f"first in {different}, by up to {largest:.3g}"))
+            checks.append(
+                Check(f"{what} state", False, f"first in {different}, by up to {largest:.3g}")
+            )
         else:
             checks.append(Check(f"{what} state", False, f"{different} is in one of the two only"))
     return checks
 
 
 def _export(straight: Recipe, broken: Recipe) -> Check:
-    files = [{file.name: sha256_file(file) for file in weight_files(recipe.folder.model)} for recipe in (straight, broken)]
-    different = next((name for name in sorted({**files[0], **files[1]}) if files[0].get(name) != files[1].get(name)), None)
+    files = [
+        {file.name: sha256_file(file) for file in weight_files(recipe.folder.model)}
+        for recipe in (straight, broken)
+    ]
+    different = next(
+        (
+            name
+            for name in sorted({**files[0], **files[1]})
+            if files[0].get(name) != files[1].get(name)
+        ),
+        None,
+    )
     if different is not None:
         return Check("exported model", False, f"{different} differs")
-    return Check("exported model", True, f"{len(files[0])} {'file' if len(files[0]) == 1 else 'files'} equal byte for byte")
+    return Check(
+        "exported model",
+        True,
+        f"{len(files[0])} {'file' if len(files[0]) == 1 else 'files'} equal byte for byte",
+    )

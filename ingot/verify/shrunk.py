@@ -1,7 +1,9 @@
-"""A recipe made so small that many copies of it train side by side on a CPU: few layers, a narrow model, a short row, few ids.
+"""A recipe made so small that many copies of it train side by side on a CPU: few layers, a narrow
+model, a short row, few ids.
 
-What decides how it may be spread stays: the kind of model, tied or not, biases, norms, windows, the ratio of heads to key/value heads,
-the objective, the adapter. Rows are the prepared ones, cut short, their ids folded into the small vocabulary.
+What decides how it may be spread stays: the kind of model, tied or not, biases, norms, windows, the
+ratio of heads to key/value heads, the objective, the adapter. Rows are the prepared ones, cut
+short, their ids folded into the small vocabulary.
 """
 
 from __future__ import annotations
@@ -46,18 +48,46 @@ _WIDTH, _FEED_FORWARD, _HEAD, _MOST_KV_HEADS = 40, 80, 8, 4
 _STD = 0.1
 """Of the initial weights: large enough that every part of the model matters."""
 _NARROW: dict[str, int | float] = {
-    **dict.fromkeys(("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "num_hidden_layers", "n_layers"), 2),
-    **dict.fromkeys(("num_heads", "encoder_attention_heads", "decoder_attention_heads", "num_attention_heads", "n_heads"), 4),
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "num_decoder_layers",
+            "encoder_layers",
+            "decoder_layers",
+            "num_hidden_layers",
+            "n_layers",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+            "num_attention_heads",
+            "n_heads",
+        ),
+        4,
+    ),
     **dict.fromkeys(("d_model", "hidden_size", "dim", "pooler_hidden_size"), 32),
-    **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size", "hidden_dim"), 48),
-    "d_kv": 8, "embedding_size": 16, "vocab_size": VOCABULARY, "initializer_range": _STD, "init_std": _STD, "initializer_factor": 1.0,
+    **dict.fromkeys(
+        ("d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size", "hidden_dim"), 48
+    ),
+    "d_kv": 8,
+    "embedding_size": 16,
+    "vocab_size": VOCABULARY,
+    "initializer_range": _STD,
+    "init_std": _STD,
+    "initializer_factor": 1.0,
 }
 """Sizes of transformers' models by the names in their configurations."""
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A recipe, and what is trained in its place in every layout; goes to other processes as it is."""
+    """A recipe, and what is trained in its place in every layout; goes to other processes as it
+    is.
+    """
 
     asked: Recipe
     """As the user wrote it, but for one process."""
@@ -67,62 +97,113 @@ class Shrunk:
     seq_len: int
 
     def laid_out(self, parallel: Parallel, memory: Memory, folder: Path) -> Shrunk:
-        """The same in another layout; what it writes goes into `folder`. Raises ValueError for a layout that the recipe rules out."""
+        """The same in another layout; what it writes goes into `folder`. Raises ValueError for a
+        layout that the recipe rules out.
+        """
         values = as_given(self.small)
         data = degrees_of(parallel, _world(parallel)).data
         # Several micro-batches, the last one with dead rows in it, which no pipeline takes.
         size = BATCH // data // 4 or 1 if parallel.pipeline > 1 else {1: 5, 2: 3}.get(data, 1)
-        values |= {"parallel": parallel.model_dump(mode="json"), "memory": memory.model_dump(mode="json"), "output": str(folder), "name": "small"}
+        values |= {
+            "parallel": parallel.model_dump(mode="json"),
+            "memory": memory.model_dump(mode="json"),
+            "output": str(folder),
+            "name": "small",
+        }
         values["train"] |= {"micro_batch": size}
         return replace(self, small=Recipe.model_validate(values))
 
     def with_train(self, **knobs: Any) -> Shrunk:
         """The same with other knobs of `train`."""
-        return replace(self, small=self.small.model_copy(update={"train": self.small.train.model_copy(update=knobs)}))
+        return replace(
+            self,
+            small=self.small.model_copy(
+                update={"train": self.small.train.model_copy(update=knobs)}
+            ),
+        )
 
     def plan(self, mesh: Mesh) -> Plan:
         """What this rank trains."""
         plan = _planned(json.dumps(as_given(self.asked)))
         rows, held_out = (_small_rows(rows, self.seq_len) for rows in (plan.rows, plan.held_out))
         return replace(
-            plan, recipe=self.small, batch=batch_plan(self.small.train, self.small.parallel, mesh.world), drawing=self.drawing, teacher=self.teacher,
-            rows=rows, held_out=held_out, origin=None, begin=0, last=STEPS, compute="fp32",
+            plan,
+            recipe=self.small,
+            batch=batch_plan(self.small.train, self.small.parallel, mesh.world),
+            drawing=self.drawing,
+            teacher=self.teacher,
+            rows=rows,
+            held_out=held_out,
+            origin=None,
+            begin=0,
+            last=STEPS,
+            compute="fp32",
         )
 
 
 def shrunk(recipe: Recipe, folder: Path) -> Shrunk:
-    """Raises WrongInput where recipe, prepared data and model do not fit together. A small teacher is written into `folder`."""
+    """Raises WrongInput where recipe, prepared data and model do not fit together. A small teacher
+    is written into `folder`.
+    """
     asked = recipe.model_copy(update={"parallel": Parallel(), "memory": Memory()})
     plan = _planned(json.dumps(as_given(asked)))
     seq_len = min(SEQ_LEN, recipe.data.seq_len // 16 * 16 or recipe.data.seq_len)
-    teacher = None if plan.teacher is None else _small_teacher(plan.teacher, folder / "teacher", seq_len)
-    return Shrunk(asked, _small_recipe(asked, seq_len, teacher), _small_drawing(plan.drawing, seq_len), teacher, seq_len)
+    teacher = (
+        None if plan.teacher is None else _small_teacher(plan.teacher, folder / "teacher", seq_len)
+    )
+    return Shrunk(
+        asked,
+        _small_recipe(asked, seq_len, teacher),
+        _small_drawing(plan.drawing, seq_len),
+        teacher,
+        seq_len,
+    )
 
 
 @cache
 def _planned(recipe: str) -> Plan:
-    """The plan of the recipe as it is; made once in each process, since a large tokenizer takes a second to read."""
+    """The plan of the recipe as it is; made once in each process, since a large tokenizer takes a
+    second to read.
+    """
     return plan_run(Recipe.model_validate_json(recipe), Mesh(Ranks(), torch.device("cpu")))
 
 
 def as_given(recipe: Recipe) -> dict[str, Any]:
-    """The knobs that are set, those of the sections as they are: whether one was given decides whether some recipes are right."""
+    """The knobs that are set, those of the sections as they are: whether one was given decides
+    whether some recipes are right.
+    """
     values: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
     return {**{section: {} for section in ("train", "precision", "checkpoint", "data")}, **values}
 
 
 def _world(parallel: Parallel) -> int:
     """Processes that a layout without `auto` needs."""
-    return math.prod(int(getattr(parallel, axis)) for axis in ("pipeline", "replicate", "shard", "context", "tensor"))
+    return math.prod(
+        int(getattr(parallel, axis))
+        for axis in ("pipeline", "replicate", "shard", "context", "tensor")
+    )
 
 
 def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     """Float32, plain gradient descent (Adam would hide a wrong scale), no dropout."""
     values = as_given(recipe)
     values["train"] |= {
-        "steps": STEPS, "epochs": None, "tokens": None, "global_batch": BATCH, "micro_batch": BATCH, "optimizer": {"kind": "sgd", "lr": 1.0}, "clip_norm": None,
-        "early_stop": None, "evaluate_every": None, "evaluate_tasks": [], "sample_every": None, "start_from": None, "reset_optimizer": False,
-        "start_step": None, "compile": False, "profile": None,
+        "steps": STEPS,
+        "epochs": None,
+        "tokens": None,
+        "global_batch": BATCH,
+        "micro_batch": BATCH,
+        "optimizer": {"kind": "sgd", "lr": 1.0},
+        "clip_norm": None,
+        "early_stop": None,
+        "evaluate_every": None,
+        "evaluate_tasks": [],
+        "sample_every": None,
+        "start_from": None,
+        "reset_optimizer": False,
+        "start_step": None,
+        "compile": False,
+        "profile": None,
     }
     values["precision"] |= {"compute": "fp32", "master": "fp32", "reduce": "fp32", "float8": "none"}
     values["checkpoint"] |= {"best": None}
@@ -139,18 +220,39 @@ def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
 def _small_drawing(drawing: Blueprint, seq_len: int) -> Blueprint:
     values = drawing.config.to_hf()
     if isinstance(drawing.config, DecoderConfig):
-        return Blueprint("decoder", DecoderConfig.from_hf(small_decoder(values, seq_len)), None, True)
-    return Blueprint(drawing.kind, hub_config(small_hub(values), drawing.config.kind, "the small model", labels=drawing.config.labels), None, True)
+        return Blueprint(
+            "decoder", DecoderConfig.from_hf(small_decoder(values, seq_len)), None, True
+        )
+    return Blueprint(
+        drawing.kind,
+        hub_config(
+            small_hub(values), drawing.config.kind, "the small model", labels=drawing.config.labels
+        ),
+        None,
+        True,
+    )
 
 
 def small_decoder(values: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
     """A configuration of the same family, by Hugging Face's names."""
     config = DecoderConfig.from_hf(values)
-    kv_heads = config.num_key_value_heads if config.num_key_value_heads <= _MOST_KV_HEADS else math.gcd(config.num_key_value_heads, _MOST_KV_HEADS)
+    kv_heads = (
+        config.num_key_value_heads
+        if config.num_key_value_heads <= _MOST_KV_HEADS
+        else math.gcd(config.num_key_value_heads, _MOST_KV_HEADS)
+    )
     sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": _WIDTH, "intermediate_size": _FEED_FORWARD, "num_hidden_layers": LAYERS, "head_dim": _HEAD,
-        "num_key_value_heads": kv_heads, "num_attention_heads": kv_heads * (config.num_attention_heads // config.num_key_value_heads),
-        "initializer_range": _STD, "max_position_embeddings": max(config.max_position_embeddings, seq_len),
+        "vocab_size": VOCABULARY,
+        "hidden_size": _WIDTH,
+        "intermediate_size": _FEED_FORWARD,
+        "num_hidden_layers": LAYERS,
+        "head_dim": _HEAD,
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": (
+            kv_heads * (config.num_attention_heads // config.num_key_value_heads)
+        ),
+        "initializer_range": _STD,
+        "max_position_embeddings": max(config.max_position_embeddings, seq_len),
     }
     windows = [window for window in config.windows if window is not None]
     if windows:
@@ -164,7 +266,9 @@ def small_decoder(values: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
 
 
 def small_hub(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a model of transformers, as far as its sizes are known by name; dropout, which no two layouts draw alike, is off."""
+    """The same for a model of transformers, as far as its sizes are known by name; dropout, which
+    no two layouts draw alike, is off.
+    """
     made = {**values, **_NARROW}
     for name, value in values.items():
         if ("dropout" in name or "layerdrop" in name) and isinstance(value, float):
@@ -190,7 +294,9 @@ def _small_rows(rows: Rows | Samples, seq_len: int) -> Rows | Samples:
 
 
 class SmallRows(Rows):
-    """Of each row the part where its targets begin. A row of one document is made one of two, so that there is something to keep apart."""
+    """Of each row the part where its targets begin. A row of one document is made one of two, so
+    that there is something to keep apart.
+    """
 
     def __init__(self, whole: Rows, seq_len: int) -> None:
         vars(self).update(vars(whole))
@@ -205,7 +311,9 @@ class SmallRows(Rows):
                 positions[place, middle:] -= positions[place, middle]
                 labels[place, middle - 1] = IGNORE
         made = Row(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
-        for target, values in zip(made, (folded(tokens), folded(labels), positions, segments), strict=True):
+        for target, values in zip(
+            made, (folded(tokens), folded(labels), positions, segments), strict=True
+        ):
             target[:] = values
         return made
 
@@ -223,7 +331,9 @@ class SmallSamples(Samples):
             tokens, labels, positions, segments = cut_short(made, self.seq_len)
             return Fields(folded(tokens), folded(labels), positions, segments)
         labels = folded(made.labels[:, : self.seq_len]) if self.kind == "pair" else made.labels
-        tokens, positions, segments = (values[:, : self.seq_len] for values in (made.tokens, made.positions, made.segments))
+        tokens, positions, segments = (
+            values[:, : self.seq_len] for values in (made.tokens, made.positions, made.segments)
+        )
         return Fields(folded(tokens), labels, positions, segments)
 
 
@@ -232,7 +342,9 @@ def cut_short(fields: Row | Fields, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
     length = fields.tokens.shape[1]
     first = (fields.labels != IGNORE).argmax(axis=1) - seq_len // 4
     chosen = first.clip(0, max(0, length - seq_len))[:, None] + np.arange(min(seq_len, length))
-    tokens, labels, positions, segments = (np.take_along_axis(values, chosen, axis=1) for values in fields)
+    tokens, labels, positions, segments = (
+        np.take_along_axis(values, chosen, axis=1) for values in fields
+    )
     return tokens, labels, positions, segments
 
 

@@ -1,4 +1,6 @@
-"""The exported folder as other tools read it: transformers opens model and tokenizer, PEFT the adapter. Both are imported here alone."""
+"""The exported folder as other tools read it: transformers opens model and tokenizer, PEFT the
+adapter. Both are imported here alone.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ from torch import Tensor
 from ingot.models.kinds import Kind
 
 CLASSES: dict[Kind, str] = {
-    "decoder": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM", "encoder": "AutoModelForSequenceClassification",
+    "decoder": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "encoder": "AutoModelForSequenceClassification",
 }
 """What transformers calls the way to open each kind of model."""
 NAMED = 3
 
 
 class NotOpened(Exception):
-    """transformers or PEFT does not open what lies in a folder, or not all of it; the message says why."""
+    """transformers or PEFT does not open what lies in a folder, or not all of it; the message says
+    why.
+    """
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,36 @@ class Theirs:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], targets: Sequence[int] = ()) -> Tensor:
-        """Float32, on the CPU: `[T, V]` of a decoder's `tokens` or of the `targets` behind a source, `[1, C]` of a text to classify."""
+        """Float32, on the CPU: `[T, V]` of a decoder's `tokens` or of the `targets` behind a
+        source, `[1, C]` of a text to classify.
+        """
         ids = torch.tensor([list(tokens)], device=self.inner.device)
-        # Nothing but ids: masks, positions and the shift of targets are left to transformers, as its users leave them.
-        labels = {"labels": torch.tensor([list(targets)], device=self.inner.device)} if self.kind == "seq2seq" else {}
-        logits: Tensor = self.inner(input_ids=ids, attention_mask=torch.ones_like(ids), **labels).logits
+        # Nothing but ids: masks, positions and the shift of targets are left to transformers, as
+        # its users leave them.
+        labels = (
+            {"labels": torch.tensor([list(targets)], device=self.inner.device)}
+            if self.kind == "seq2seq"
+            else {}
+        )
+        logits: Tensor = self.inner(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **labels
+        ).logits
         return (logits if self.kind == "encoder" else logits[0]).float().cpu()
 
     @torch.no_grad()
     def written(self, tokens: Sequence[int], most: int) -> list[int]:
-        """What a decoder writes behind `tokens`, or a sequence-to-sequence model to a source: the likeliest token each time."""
+        """What a decoder writes behind `tokens`, or a sequence-to-sequence model to a source: the
+        likeliest token each time.
+        """
         ids = torch.tensor([list(tokens)], device=self.inner.device)
-        made = self.inner.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_length=None, max_new_tokens=most)
+        made = self.inner.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=1,
+            max_length=None,
+            max_new_tokens=most,
+        )
         # A decoder gives the prompt back, the other kind the token that it starts from.
         found: list[int] = made[0, len(tokens) if self.kind == "decoder" else 1 :].tolist()
         return found
@@ -66,27 +90,39 @@ class Theirs:
 
 
 def open_theirs(folder: Path, kind: Kind, *, labels: Sequence[str] = ()) -> Theirs:
-    """The model in `folder`, in float32 on the CPU, configured as it lies there. `labels`: classes of a head that the folder need not have.
+    """The model in `folder`, in float32 on the CPU, configured as it lies there. `labels`: classes
+    of a head that the folder need not have.
 
     Raises:
-        NotOpened: transformers refuses it, or would fill what it does not find there with random numbers.
+        NotOpened: transformers refuses it, or would fill what it does not find there with random
+            numbers.
     """
     library = _transformers()
     # The base of a classifier's adapter brings no head for its classes: the adapter does.
-    asked: dict[str, Any] = {"num_labels": len(labels), "ignore_mismatched_sizes": True} if labels else {}
+    asked: dict[str, Any] = (
+        {"num_labels": len(labels), "ignore_mismatched_sizes": True} if labels else {}
+    )
     try:
         opener = getattr(library, CLASSES[kind])
-        model, about = opener.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **asked)
+        model, about = opener.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **asked
+        )
     except Exception as error:  # each architecture refuses in its own way
         raise NotOpened(f"transformers does not open {folder} ({_one_line(error)})") from None
-    wrong = [f"{name} is missing" for name in sorted(about["missing_keys"])] + [f"{name} has no place" for name in sorted(about["unexpected_keys"])]
+    wrong = [f"{name} is missing" for name in sorted(about["missing_keys"])] + [
+        f"{name} has no place" for name in sorted(about["unexpected_keys"])
+    ]
     if wrong and not labels:
-        raise NotOpened(f"transformers does not find in {folder} what its config.json describes: {'; '.join(wrong[:NAMED])}{_more(wrong)}")
+        raise NotOpened(
+            f"transformers does not find in {folder} what its config.json describes:"
+            f" {'; '.join(wrong[:NAMED])}{_more(wrong)}"
+        )
     return Theirs(kind, model.eval())
 
 
 def open_adapter(base: Theirs, adapter: Path) -> Theirs | None:
-    """The adapter in a folder, opened by PEFT beside its base, which then is used up; None where PEFT is not installed.
+    """The adapter in a folder, opened by PEFT beside its base, which then is used up; None where
+    PEFT is not installed.
 
     Raises:
         NotOpened: PEFT refuses it.
@@ -98,7 +134,9 @@ def open_adapter(base: Theirs, adapter: Path) -> Theirs | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Theirs(base.kind, peft.PeftModel.from_pretrained(base.inner, str(adapter)).eval())
+            return Theirs(
+                base.kind, peft.PeftModel.from_pretrained(base.inner, str(adapter)).eval()
+            )
     except Exception as error:  # whatever is wrong with an adapter, PEFT has its own way to say it
         raise NotOpened(f"PEFT does not open {adapter} ({_one_line(error)})") from None
 
@@ -112,9 +150,18 @@ def chat_ids(folder: Path, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list
     library = _transformers()
     try:
         tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return [list(tokenizer.apply_chat_template([dict(message) for message in chat], tokenize=True, return_dict=False)) for chat in chats]
+        return [
+            list(
+                tokenizer.apply_chat_template(
+                    [dict(message) for message in chat], tokenize=True, return_dict=False
+                )
+            )
+            for chat in chats
+        ]
     except Exception as error:  # Jinja's errors among them
-        raise NotOpened(f"transformers does not write chats with {folder} ({_one_line(error)})") from None
+        raise NotOpened(
+            f"transformers does not write chats with {folder} ({_one_line(error)})"
+        ) from None
 
 
 def _transformers() -> Any:

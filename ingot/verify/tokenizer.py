@@ -1,4 +1,6 @@
-"""The proof that text becomes the right ids, on the user's own documents: the reference against the fast path, the way back, special tokens."""
+"""The proof that text becomes the right ids, on the user's own documents: the reference against the
+fast path, the way back, special tokens.
+"""
 
 from __future__ import annotations
 
@@ -52,25 +54,47 @@ def verify_tokenizer(recipe: Recipe) -> Proof:
     tokenizer = _tokenizer(recipe)
     documents = list(_documents(recipe))
     if not documents:
-        raise WrongInput("data.train has no document to try the tokenizer on; check the sources, or raise data.fraction")
+        raise WrongInput(
+            "data.train has no document to try the tokenizer on; check the sources, or raise"
+            " data.fraction"
+        )
     texts = [document.text for document in documents]
     wanted = tokenizer.encode_batch(texts)
     choice = choose_encoder(tokenizer, texts)
     name = REFERENCE if recipe.tokenizer.encoder == REFERENCE else choice.name
     checks = [
-        *_encoders(choice), _fast_path(tokenizer, name, documents, wanted), _round_trip(tokenizer, documents, wanted),
-        _look_alikes(tokenizer, name), _special(recipe, tokenizer), _bos(tokenizer, texts), _fits(tokenizer, wanted), *_frame(recipe, tokenizer),
-        _template(recipe, tokenizer), _prepared(recipe, tokenizer), *_conversion(tokenizer),
+        *_encoders(choice),
+        _fast_path(tokenizer, name, documents, wanted),
+        _round_trip(tokenizer, documents, wanted),
+        _look_alikes(tokenizer, name),
+        _special(recipe, tokenizer),
+        _bos(tokenizer, texts),
+        _fits(tokenizer, wanted),
+        *_frame(recipe, tokenizer),
+        _template(recipe, tokenizer),
+        _prepared(recipe, tokenizer),
+        *_conversion(tokenizer),
     ]
-    return Proof(f"Tokenizer of {tokenizer.vocab_size:,} tokens ({tokenizer.library}) on {_amount(texts)}, identity {tokenizer.identity()}", checks)
+    return Proof(
+        f"Tokenizer of {tokenizer.vocab_size:,} tokens ({tokenizer.library}) on {_amount(texts)},"
+        f" identity {tokenizer.identity()}",
+        checks,
+    )
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
     if not recipe.trains_tokenizer:
         tokenizer = load_tokenizer(resolve_tokenizer(recipe))
-        return tokenizer if recipe.tokenizer.template is None else with_template(tokenizer, find_template(recipe.tokenizer.template))
+        return (
+            tokenizer
+            if recipe.tokenizer.template is None
+            else with_template(tokenizer, find_template(recipe.tokenizer.template))
+        )
     if not recipe.folder.tokenizer.is_dir():
-        raise WrongInput(f"{recipe.folder.tokenizer} holds no tokenizer, since none is learnt yet; run `ingot prepare` with this recipe first")
+        raise WrongInput(
+            f"{recipe.folder.tokenizer} holds no tokenizer, since none is learnt yet; run `ingot"
+            " prepare` with this recipe first"
+        )
     return load_tokenizer(recipe.folder.tokenizer)
 
 
@@ -78,17 +102,28 @@ def _documents(recipe: Recipe) -> Iterator[Document]:
     if not (recipe.folder.raw / MANIFEST).is_file():
         yield from _unread(recipe)
         return
-    for document in sample(open_raw(recipe), Cleaned.nothing(), Shares.of(recipe.data), SAMPLE_BYTES):
+    for document in sample(
+        open_raw(recipe), Cleaned.nothing(), Shares.of(recipe.data), SAMPLE_BYTES
+    ):
         yield Document(document.doc_id, plain_text(recipe.documents, document.text))
 
 
 def _unread(recipe: Recipe) -> Iterator[Document]:
     """The beginnings of up to 64 files, evenly spread over all of the sources'."""
     pairs = zip(recipe_sources(recipe)["train"], source_files(recipe)["train"], strict=True)
-    files = [(source, file) for source, found in pairs for file in found if file.format not in REMOTE]
+    files = [
+        (source, file) for source, found in pairs for file in found if file.format not in REMOTE
+    ]
     if not files:
-        raise WrongInput("the sources of data.train are not files that can be read just so; run `ingot ingest` with this recipe first")
-    files = [files[index * len(files) // FILES] for index in range(FILES)] if len(files) > FILES else files
+        raise WrongInput(
+            "the sources of data.train are not files that can be read just so; run `ingot ingest`"
+            " with this recipe first"
+        )
+    files = (
+        [files[index * len(files) // FILES] for index in range(FILES)]
+        if len(files) > FILES
+        else files
+    )
     for source, file in files:
         yield from _beginning(recipe, source, file, SAMPLE_BYTES // len(files))
 
@@ -111,30 +146,57 @@ def _encoders(choice: Choice) -> Iterator[Check]:
         yield Check(f"encoder {name}", True if name in choice.speeds else None, why)
 
 
-def _fast_path(tokenizer: Tokenizer, name: str, documents: Sequence[Document], wanted: Batch) -> Check:
+def _fast_path(
+    tokenizer: Tokenizer, name: str, documents: Sequence[Document], wanted: Batch
+) -> Check:
     what = "fast path against reference"
     if name == REFERENCE:
         return Check(what, None, "documents are encoded with the reference itself")
     found = open_encoder(tokenizer, name).encode_batch([document.text for document in documents])
     for document, ours, theirs in zip(documents, split(wanted), split(found), strict=True):
         if ours != theirs:
-            return Check(what, False, f"{name} on {document.doc_id}: {difference(document.text, ours, theirs)}; set tokenizer.encoder=reference")
-    return Check(what, True, f"{name} gives the same {len(wanted[0]):,} ids for {len(documents):,} documents")
+            return Check(
+                what,
+                False,
+                f"{name} on {document.doc_id}: {difference(document.text, ours, theirs)}; set"
+                " tokenizer.encoder=reference",
+            )
+    return Check(
+        what, True, f"{name} gives the same {len(wanted[0]):,} ids for {len(documents):,} documents"
+    )
 
 
 def _round_trip(tokenizer: Tokenizer, documents: Sequence[Document], wanted: Batch) -> Check:
     other = [
-        (document, back) for document, ids in zip(documents, split(wanted), strict=True)
+        (document, back)
+        for document, ids in zip(documents, split(wanted), strict=True)
         if (back := tokenizer.decode(ids, skip_special=False)) != document.text
     ]
-    share = f"{(1 - len(other) / len(documents)):.2%} of {len(documents):,} documents come back as they were"
+    share = (
+        f"{(1 - len(other) / len(documents)):.2%} of {len(documents):,} documents come back as they"
+        " were"
+    )
     if not other:
         return Check("round trip", True, share)
     document, back = other[0]
-    at = next((place for place, (one, two) in enumerate(zip(document.text, back, strict=False)) if one != two), min(len(document.text), len(back)))
-    example = f"{document.doc_id} has {_part(document.text, at)!r} and comes back with {_part(back, at)!r}"
+    at = next(
+        (
+            place
+            for place, (one, two) in enumerate(zip(document.text, back, strict=False))
+            if one != two
+        ),
+        min(len(document.text), len(back)),
+    )
+    example = (
+        f"{document.doc_id} has {_part(document.text, at)!r} and comes back with"
+        f" {_part(back, at)!r}"
+    )
     by_design = tokenizer.changes
-    return Check("round trip", None if by_design else False, f"{share}; {example}" + (f"; by design: {by_design}" if by_design else ""))
+    return Check(
+        "round trip",
+        None if by_design else False,
+        f"{share}; {example}" + (f"; by design: {by_design}" if by_design else ""),
+    )
 
 
 def _part(text: str, at: int) -> str:
@@ -149,27 +211,60 @@ def _look_alikes(tokenizer: Tokenizer, name: str) -> Check:
     for encode_batch in (tokenizer.encode_batch, open_encoder(tokenizer, name).encode_batch):
         for text, ids in zip(texts, split(encode_batch(texts)), strict=True):
             if found := special.keys() & set(ids):
-                return Check("look-alikes of special tokens", False, f"the text {text!r} becomes the special token {special[min(found)]!r}")
-    return Check("look-alikes of special tokens", True, f"{len(texts):,} special tokens, spelled out in text, stay text")
+                return Check(
+                    "look-alikes of special tokens",
+                    False,
+                    f"the text {text!r} becomes the special token {special[min(found)]!r}",
+                )
+    return Check(
+        "look-alikes of special tokens",
+        True,
+        f"{len(texts):,} special tokens, spelled out in text, stay text",
+    )
 
 
 def _special(recipe: Recipe, tokenizer: Tokenizer) -> Check:
     what, special = "BOS, EOS and padding", tokenizer.special
-    missing = [f"{name} {text!r}" for name, text in tokenizer.named.items() if tokenizer.token_id(text) is None]
+    missing = [
+        f"{name} {text!r}"
+        for name, text in tokenizer.named.items()
+        if tokenizer.token_id(text) is None
+    ]
     if missing:
-        return Check(what, False, f"the configuration names {' and '.join(missing)}, which the vocabulary does not have; mend tokenizer_config.json")
-    words = [f"{name} {'none' if index is None else f'{tokenizer.token(index)} ({index})'}" for name, index in vars(special).items()]
+        return Check(
+            what,
+            False,
+            f"the configuration names {' and '.join(missing)}, which the vocabulary does not have;"
+            " mend tokenizer_config.json",
+        )
+    words = [
+        f"{name} {'none' if index is None else f'{tokenizer.token(index)} ({index})'}"
+        for name, index in vars(special).items()
+    ]
     if special.eos is None and recipe.documents not in FRAMED:
-        return Check(what, None, f"{', '.join(words)}; without EOS a model does not learn where a document ends")
+        return Check(
+            what,
+            None,
+            f"{', '.join(words)}; without EOS a model does not learn where a document ends",
+        )
     return Check(what, True, ", ".join(words))
 
 
 def _frame(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Check]:
-    """What stands around a text that an encoder reads; a target that has no end is one that a model never ends."""
+    """What stands around a text that an encoder reads; a target that has no end is one that a model
+    never ends.
+    """
     if recipe.documents in FRAMED:
-        before, after = ([f"{tokenizer.token(token)} ({token})" for token in tokens] for tokens in tokenizer.frame)
+        before, after = (
+            [f"{tokenizer.token(token)} ({token})" for token in tokens]
+            for tokens in tokenizer.frame
+        )
         passed = bool(after) or recipe.documents == "labelled"
-        yield Check("around each text", passed, f"{' '.join(before) or 'nothing'} before it, {' '.join(after) or 'nothing'} behind it")
+        yield Check(
+            "around each text",
+            passed,
+            f"{' '.join(before) or 'nothing'} before it, {' '.join(after) or 'nothing'} behind it",
+        )
 
 
 def _bos(tokenizer: Tokenizer, texts: Sequence[str]) -> Check:
@@ -177,19 +272,37 @@ def _bos(tokenizer: Tokenizer, texts: Sequence[str]) -> Check:
     if bos is None:
         return Check(what, None, "the tokenizer has none")
     spelled = str(tokenizer.token(bos))
-    count = max(tokenizer.encode_document(text[:SHOWN]).count(bos) for text in (*texts[:100], f"{spelled}a"))
+    count = max(
+        tokenizer.encode_document(text[:SHOWN]).count(bos) for text in (*texts[:100], f"{spelled}a")
+    )
     if count != int(tokenizer.adds_bos) and bos != tokenizer.special.eos:
         return Check(what, False, f"a document has {count} times {spelled}")
     chat = _chat(tokenizer)
     if chat.count(bos) > 1 and bos != tokenizer.special.eos:
-        return Check(what, False, f"the chat template writes {spelled} {chat.count(bos)} times at the beginning of a chat; mend the template")
+        return Check(
+            what,
+            False,
+            f"the chat template writes {spelled} {chat.count(bos)} times at the beginning of a"
+            " chat; mend the template",
+        )
     begun = sum(text.startswith(spelled) for text in texts)
-    also = f"; {begun:,} documents begin with the letters {spelled}, which stay text: take them out of the source" if begun else ""
-    return Check(what, None if begun else True, f"{spelled} stands {'once' if tokenizer.adds_bos else 'not'} before a document{also}")
+    also = (
+        f"; {begun:,} documents begin with the letters {spelled}, which stay text: take them out of"
+        " the source"
+        if begun
+        else ""
+    )
+    return Check(
+        what,
+        None if begun else True,
+        f"{spelled} stands {'once' if tokenizer.adds_bos else 'not'} before a document{also}",
+    )
 
 
 def _chat(tokenizer: Tokenizer) -> list[int]:
-    """A short chat by the template; [] where there is none, or where it wants another kind of chat."""
+    """A short chat by the template; [] where there is none, or where it wants another kind of
+    chat.
+    """
     try:
         return tokenizer.encode_chat([{"role": "user", "content": "a"}])
     except WrongInput:
@@ -199,14 +312,26 @@ def _chat(tokenizer: Tokenizer) -> list[int]:
 def _fits(tokenizer: Tokenizer, wanted: Batch) -> Check:
     dtype, highest = token_dtype(tokenizer.vocab_size), int(wanted[0].max(initial=-1))
     fits = highest < tokenizer.vocab_size <= np.iinfo(dtype).max + 1
-    return Check("ids fit their column", fits, f"{dtype.name} for {tokenizer.vocab_size:,} tokens; the highest id here is {highest:,}")
+    return Check(
+        "ids fit their column",
+        fits,
+        f"{dtype.name} for {tokenizer.vocab_size:,} tokens; the highest id here is {highest:,}",
+    )
 
 
 def _template(recipe: Recipe, tokenizer: Tokenizer) -> Check:
     identity, needed = tokenizer.template_identity, recipe.documents in ("chat", "preference")
     if identity is None:
-        return Check("chat template", False if needed else None, "none" + ("; set tokenizer.template to a built-in name or a file" if needed else ""))
-    return Check("chat template", True, f"identity {identity}, from {recipe.tokenizer.template or 'the tokenizer itself'}")
+        return Check(
+            "chat template",
+            False if needed else None,
+            "none" + ("; set tokenizer.template to a built-in name or a file" if needed else ""),
+        )
+    return Check(
+        "chat template",
+        True,
+        f"identity {identity}, from {recipe.tokenizer.template or 'the tokenizer itself'}",
+    )
 
 
 def _prepared(recipe: Recipe, tokenizer: Tokenizer) -> Check:
@@ -215,7 +340,12 @@ def _prepared(recipe: Recipe, tokenizer: Tokenizer) -> Check:
     if marker is None:
         return Check(what, None, "there are none yet")
     if marker["tokenizer"] != tokenizer.identity():
-        return Check(what, False, f"{folder} was made with tokenizer {marker['tokenizer']}, this is {tokenizer.identity()}; run `ingot prepare` again")
+        return Check(
+            what,
+            False,
+            f"{folder} was made with tokenizer {marker['tokenizer']}, this is"
+            f" {tokenizer.identity()}; run `ingot prepare` again",
+        )
     return Check(what, True, f"{folder} was made with this tokenizer")
 
 
@@ -224,7 +354,11 @@ def _conversion(tokenizer: Tokenizer) -> Iterator[Check]:
     trust = read_config(tokenizer.files, "tokenizer").get(CONVERSION)
     if trust is not None:
         same = "gives the same ids on every nasty text"
-        yield Check("tokenizer.json for other tools", True if trust == EXACT else None, same if trust == EXACT else str(trust))
+        yield Check(
+            "tokenizer.json for other tools",
+            True if trust == EXACT else None,
+            same if trust == EXACT else str(trust),
+        )
 
 
 def _amount(texts: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""A run that was trained, and its trainer's model built again from the checkpoint that was exported: on the CPU, in float32."""
+"""A run that was trained, and its trainer's model built again from the checkpoint that was
+exported: on the CPU, in float32.
+"""
 
 from __future__ import annotations
 
@@ -69,17 +71,29 @@ def open_export(recipe: Recipe) -> Export:
     run = recipe.folder
     lineage = read_lineage(run.model)
     if lineage is None or not (run.model / CONFIG).exists():
-        raise WrongInput(f"{run.root} holds no model that was trained here (no {LINEAGE} in {run.model}); run `ingot train` first")
+        raise WrongInput(
+            f"{run.root} holds no model that was trained here (no {LINEAGE} in {run.model}); run"
+            " `ingot train` first"
+        )
     if missing := [key for key in TOLD if key not in lineage]:
-        raise WrongInput(f"{run.model / LINEAGE} lacks {', '.join(missing)}, so it is not what training wrote; {AGAIN}")
+        raise WrongInput(
+            f"{run.model / LINEAGE} lacks {', '.join(missing)}, so it is not what training wrote;"
+            f" {AGAIN}"
+        )
     # One process rebuilds it, however many trained it.
     alone = recipe.model_copy(update={"parallel": Parallel()})
     plan = plan_run(alone, alone_on_cpu())
     found, gone = _checkpoint(recipe, int(lineage["step"]))
     if found is not None:
-        before, now = ({key: value for key, value in identity.items() if key not in ANYWHERE} for identity in (found.commit["identity"], plan.identity))
+        before, now = (
+            {key: value for key, value in identity.items() if key not in ANYWHERE}
+            for identity in (found.commit["identity"], plan.identity)
+        )
         if changed := changes(before, now):
-            raise WrongInput(f"{found.folder} is of another recipe: {'; '.join(changed)}; give the recipe that was trained, or run `ingot train`")
+            raise WrongInput(
+                f"{found.folder} is of another recipe: {'; '.join(changed)}; give the recipe that"
+                " was trained, or run `ingot train`"
+            )
     return Export(plan, lineage, found, gone, held_out(plan.held_out, plan.drawing.kind))
 
 
@@ -92,7 +106,9 @@ def _checkpoint(recipe: Recipe, step: int) -> tuple[Found | None, str]:
     folder = step_folder(recipe.folder.checkpoints, step)
     commit = read_marker(folder, COMMIT)
     if commit is None:
-        there = ", ".join(f"{found.step:,}" for found in committed(recipe.folder.checkpoints)) or "none"
+        there = (
+            ", ".join(f"{found.step:,}" for found in committed(recipe.folder.checkpoints)) or "none"
+        )
         return None, f"{folder}, which was exported, is gone (steps that are there: {there})"
     if wrong := problems(folder, commit, checksums=True):
         return None, f"{folder} is damaged: {wrong[0]}"
@@ -103,7 +119,8 @@ def _checkpoint(recipe: Recipe, step: int) -> tuple[Found | None, str]:
 class Trained:
     """What the trainer's model was, and what it said on the held-out records.
 
-    `compared`: its weights with those of the folder, and `unrounded` its logits before they were rounded; None where there is no
+    `compared`: its weights with those of the folder, and `unrounded` its logits before they were
+    rounded; None where there is no
     checkpoint to know them from. `adapter`: what was trained of a run with LoRA.
     """
 
@@ -117,7 +134,8 @@ class Trained:
 
 
 def rebuild(export: Export) -> Trained:
-    """The trainer's model. Without its checkpoint: the architecture that the recipe means, with the exported weights.
+    """The trainer's model. Without its checkpoint: the architecture that the recipe means, with the
+    exported weights.
 
     Raises:
         WrongInput: the exported weights cannot be read, or are not those of this architecture.
@@ -126,14 +144,24 @@ def rebuild(export: Export) -> Trained:
     if export.found is None:
         drawing = replace(plan.drawing, folder=export.recipe.folder.model, random=False)
         model = build_model(drawing, plan.recipe.seed, CPU, filled=True).eval()
-        return Trained(ours(model, export.held), None, None, {}, sum(parameter.ndim > 1 for parameter in model.parameters()))
+        return Trained(
+            ours(model, export.held),
+            None,
+            None,
+            {},
+            sum(parameter.ndim > 1 for parameter in model.parameters()),
+        )
     # A checkpoint of an adapter holds no more than that.
     model = build_model(plan.drawing, plan.recipe.seed, CPU, filled=lora is not None)
     if lora is not None:
         add_lora(model, lora, plan.recipe.seed)
     load_checkpoint(export.found, Masters(model, alone_on_cpu()), None, alone_on_cpu())
     unrounded = ours(model.eval(), export.held)
-    adapter = {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()} if lora is not None else {}
+    adapter = (
+        {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
+        if lora is not None
+        else {}
+    )
     compared = compare_weights(model, export.recipe.folder.model, export.dtype)
     round_weights(model, export.dtype)
     return Trained(ours(model, export.held), unrounded, compared, adapter, compared.products)

@@ -1,4 +1,6 @@
-"""Google's own client against a bucket of the tests that fails, delays and returns half: what arrives is whole, or it is told."""
+"""Google's own client against a bucket of the tests that fails, delays and returns half: what
+arrives is whole, or it is told.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,17 @@ def large(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_put_comes_back(server: Server, bucket: Bucket, large: Path, tmp_path: Path) -> None:
+def test_what_is_put_comes_back(
+    server: Server, bucket: Bucket, large: Path, tmp_path: Path
+) -> None:
     small, digest = bucket.put("a/small", b"some bytes"), hashlib.sha256()
     assert bucket.put("a/large", large).bytes == large.stat().st_size
     assert bucket.put("empty", b"").bytes == 0
     assert bucket.get("a/small") == b"some bytes"
     assert bucket.get("empty") == b""
-    assert bucket.get_to_file("a/large", tmp_path / "back", digest=digest).crc32c == crc32c(large.read_bytes())
+    assert bucket.get_to_file("a/large", tmp_path / "back", digest=digest).crc32c == crc32c(
+        large.read_bytes()
+    )
     assert (tmp_path / "back").read_bytes() == large.read_bytes()
     assert digest.hexdigest() == hashlib.sha256(large.read_bytes()).hexdigest()
     assert bucket.stat("a/small") == small
@@ -67,7 +73,13 @@ def test_lists_and_folders_of_many_pages(page: int, server: Server, bucket: Buck
     for name in ("a/1", "a/2", "a-b/1", "b/deep/1", "c"):
         bucket.put(name, name.encode())
     server.page = page
-    assert [(blob.name, blob.bytes) for blob in bucket.list()] == [("a-b/1", 5), ("a/1", 3), ("a/2", 3), ("b/deep/1", 8), ("c", 1)]
+    assert [(blob.name, blob.bytes) for blob in bucket.list()] == [
+        ("a-b/1", 5),
+        ("a/1", 3),
+        ("a/2", 3),
+        ("b/deep/1", 8),
+        ("c", 1),
+    ]
     assert [blob.name for blob in bucket.list("a/")] == ["a/1", "a/2"]
     assert bucket.folders() == ["a", "a-b", "b"]
     bucket.delete("a/1")
@@ -94,7 +106,9 @@ def test_conditions_hold(server: Server, bucket: Bucket) -> None:
     assert bucket.stat("x") is None
 
 
-def test_a_condition_is_asked_of_a_large_file_too(server: Server, bucket: Bucket, large: Path) -> None:
+def test_a_condition_is_asked_of_a_large_file_too(
+    server: Server, bucket: Bucket, large: Path
+) -> None:
     bucket.put("x", b"other")
     with pytest.raises(Conflict):
         bucket.put("x", large, generation=0)
@@ -103,7 +117,9 @@ def test_a_condition_is_asked_of_a_large_file_too(server: Server, bucket: Bucket
 
 
 @pytest.mark.parametrize("kind", ["insert", "start", "chunk", "stat", "media", "list", "delete"])
-def test_a_service_that_fails_for_a_while(kind: str, server: Server, bucket: Bucket, large: Path, tmp_path: Path) -> None:
+def test_a_service_that_fails_for_a_while(
+    kind: str, server: Server, bucket: Bucket, large: Path, tmp_path: Path
+) -> None:
     for code in (408, 429, 500, 502, 503, 504):
         server.fault(kind, code=code)
     bucket.put("small", b"small", generation=0)
@@ -117,7 +133,9 @@ def test_a_service_that_fails_for_a_while(kind: str, server: Server, bucket: Buc
 
 
 @pytest.mark.parametrize("kind", ["insert", "chunk"])
-def test_a_lost_answer_to_a_conditional_put_is_no_conflict(kind: str, server: Server, bucket: Bucket, large: Path) -> None:
+def test_a_lost_answer_to_a_conditional_put_is_no_conflict(
+    kind: str, server: Server, bucket: Bucket, large: Path
+) -> None:
     """The repeated request meets the object that the first one made."""
     for _ in range(4 if kind == "chunk" else 1):
         server.fault(kind, code=503, lose=True)
@@ -130,7 +148,9 @@ def test_a_lost_answer_to_a_conditional_put_is_no_conflict(kind: str, server: Se
     assert not server.objects
 
 
-def test_a_break_in_a_large_upload_costs_only_the_rest(server: Server, bucket: Bucket, large: Path) -> None:
+def test_a_break_in_a_large_upload_costs_only_the_rest(
+    server: Server, bucket: Bucket, large: Path
+) -> None:
     size = large.stat().st_size
     for _ in range(3):
         server.fault("chunk", cut=True)
@@ -140,7 +160,9 @@ def test_a_break_in_a_large_upload_costs_only_the_rest(server: Server, bucket: B
     assert server.received == size, "half of each broken chunk was kept, and nothing is sent twice"
 
 
-def test_what_the_service_did_not_keep_of_a_chunk_is_sent_again(server: Server, bucket: Bucket, large: Path) -> None:
+def test_what_the_service_did_not_keep_of_a_chunk_is_sent_again(
+    server: Server, bucket: Bucket, large: Path
+) -> None:
     server.fault("chunk", code=503)
     bucket.put("x", large)
     assert server.objects["runs/one/x"].data == large.read_bytes()
@@ -156,7 +178,9 @@ bucket.open_bucket("gs://bucket/runs/one").put("x", Path(sys.argv[1]), generatio
 """
 
 
-def test_a_killed_upload_is_gone_on_with_by_another_process(server: Server, bucket: Bucket, large: Path) -> None:
+def test_a_killed_upload_is_gone_on_with_by_another_process(
+    server: Server, bucket: Bucket, large: Path
+) -> None:
     note = Path(f"{large}.note")
     server.fault("chunk")
     server.fault("chunk", delay_s=60)
@@ -176,7 +200,9 @@ def test_a_killed_upload_is_gone_on_with_by_another_process(server: Server, buck
     assert not note.exists()
 
 
-def test_a_note_of_another_file_or_of_an_upload_that_is_forgotten_does_no_harm(server: Server, bucket: Bucket, large: Path) -> None:
+def test_a_note_of_another_file_or_of_an_upload_that_is_forgotten_does_no_harm(
+    server: Server, bucket: Bucket, large: Path
+) -> None:
     note = Path(f"{large}.note")
     patient = bucket.patient(0.2)
     for number in range(2):
@@ -194,7 +220,9 @@ def test_a_note_of_another_file_or_of_an_upload_that_is_forgotten_does_no_harm(s
         assert server.objects.pop("runs/one/x").data == large.read_bytes()
 
 
-def test_an_answer_that_breaks_off_or_is_short_is_completed(server: Server, bucket: Bucket, large: Path, tmp_path: Path) -> None:
+def test_an_answer_that_breaks_off_or_is_short_is_completed(
+    server: Server, bucket: Bucket, large: Path, tmp_path: Path
+) -> None:
     bucket.put("x", large)
     server.fault("media", cut=True)
     server.fault("media", short=True)
@@ -204,7 +232,9 @@ def test_an_answer_that_breaks_off_or_is_short_is_completed(server: Server, buck
     assert server.counts["media"] == 4
 
 
-def test_an_object_that_changes_while_it_is_read_is_not_mixed(server: Server, bucket: Bucket) -> None:
+def test_an_object_that_changes_while_it_is_read_is_not_mixed(
+    server: Server, bucket: Bucket
+) -> None:
     bucket.put("x", b"a" * 1000)
     server.fault("media", cut=True)
     server.fault("media", code=503, delay_s=0.2)
@@ -216,16 +246,22 @@ def test_an_object_that_changes_while_it_is_read_is_not_mixed(server: Server, bu
     assert bucket.get("x") == b"b" * 1000
 
 
-def test_a_bit_that_turned_over_is_named(server: Server, bucket: Bucket, large: Path, tmp_path: Path) -> None:
+def test_a_bit_that_turned_over_is_named(
+    server: Server, bucket: Bucket, large: Path, tmp_path: Path
+) -> None:
     bucket.put("x", large)
     server.flip("runs/one/x", large.stat().st_size // 2)
     with pytest.raises(Corrupt, match=r"gs://bucket/runs/one/x is damaged: it has CRC32C"):
         bucket.get_to_file("x", tmp_path / "back")
 
 
-def test_a_file_that_turns_while_it_is_sent_is_refused_by_the_service(server: Server, bucket: Bucket, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_turns_while_it_is_sent_is_refused_by_the_service(
+    server: Server, bucket: Bucket, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bucket_module, "crc32c", lambda path: crc32c(b"as it was before"))
-    with pytest.raises(Failed, match=r"could not write gs://bucket/runs/one/x \(400: Provided CRC32C"):
+    with pytest.raises(
+        Failed, match=r"could not write gs://bucket/runs/one/x \(400: Provided CRC32C"
+    ):
         bucket.put("x", large)
     assert not server.objects
 
@@ -233,35 +269,63 @@ def test_a_file_that_turns_while_it_is_sent_is_refused_by_the_service(server: Se
 def test_a_service_that_delays_is_not_waited_for_for_ever(server: Server, bucket: Bucket) -> None:
     server.fault("insert", delay_s=1.0)
     began = time.monotonic()
-    with pytest.raises(Failed, match=r"could not write gs://bucket/runs/one/x within 0\.2 s .*[Tt]imed out"):
+    with pytest.raises(
+        Failed, match=r"could not write gs://bucket/runs/one/x within 0\.2 s .*[Tt]imed out"
+    ):
         bucket.patient(0.2).put("x", b"late")
     assert time.monotonic() - began < 0.9
 
 
 def test_patience_ends(server: Server, bucket: Bucket) -> None:
     server.fault("list", 10000, code=503, message="out of order")
-    with pytest.raises(Failed, match=r"could not list gs://bucket/runs/one within 0\.3 s .*out of order.*; see what is wrong there"):
+    with pytest.raises(
+        Failed,
+        match=(
+            r"could not list gs://bucket/runs/one within 0\.3 s .*out of order.*; see what is wrong"
+            r" there"
+        ),
+    ):
         bucket.patient(0.3).list()
     assert server.counts["list"] > 3
 
 
 def test_nobody_there(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EMULATOR, "http://127.0.0.1:9")
-    with pytest.raises(Failed, match=r"could not look at gs://bucket/x/y within 0\.3 s \(.*refused"):
+    with pytest.raises(
+        Failed, match=r"could not look at gs://bucket/x/y within 0\.3 s \(.*refused"
+    ):
         open_bucket("gs://bucket/x", patience_s=0.3).stat("y")
 
 
-def test_what_no_repeating_mends_is_told_at_once(server: Server, bucket: Bucket, large: Path, tmp_path: Path) -> None:
+def test_what_no_repeating_mends_is_told_at_once(
+    server: Server, bucket: Bucket, large: Path, tmp_path: Path
+) -> None:
     nowhere = open_bucket("gs://nowhere/x")
     for act in (lambda: nowhere.put("y", b""), nowhere.list, lambda: nowhere.put("y", large)):
-        with pytest.raises(WrongInput, match=r"there is no bucket nowhere .*The specified bucket does not exist.*create it, or mend the address"):
+        with pytest.raises(
+            WrongInput,
+            match=(
+                r"there is no bucket nowhere .*The specified bucket does not exist.*create it, or"
+                r" mend the address"
+            ),
+        ):
             act()
     for kind, act in {
-        "insert": lambda: bucket.put("y", b""), "start": lambda: bucket.put("y", large), "chunk": lambda: bucket.put("y", large),
-        "stat": lambda: bucket.stat("y"), "list": bucket.folders, "delete": lambda: bucket.delete("y"),
+        "insert": lambda: bucket.put("y", b""),
+        "start": lambda: bucket.put("y", large),
+        "chunk": lambda: bucket.put("y", large),
+        "stat": lambda: bucket.stat("y"),
+        "list": bucket.folders,
+        "delete": lambda: bucket.delete("y"),
     }.items():
         server.fault(kind, code=403, message="run@x does not have storage.objects access")
-        with pytest.raises(WrongInput, match=r"no right to .* gs://bucket/runs/one.*\(403: run@x does not have .*; give this account the role"):
+        with pytest.raises(
+            WrongInput,
+            match=(
+                r"no right to .* gs://bucket/runs/one.*\(403: run@x does not have .*; give this"
+                r" account the role"
+            ),
+        ):
             act()
     with pytest.raises(Missing, match="gs://bucket/runs/one/none is not there"):
         bucket.get_to_file("none", tmp_path / "none")
@@ -280,7 +344,12 @@ def test_a_full_disk_is_told_and_not_repeated(server: Server, bucket: Bucket) ->
 def test_no_credentials_and_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(EMULATOR, raising=False)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
-    with pytest.raises(WrongInput, match=r"no credentials for gs://bucket/x .*key\.json.*gcloud auth application-default login"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"no credentials for gs://bucket/x .*key\.json.*gcloud auth application-default login"
+        ),
+    ):
         open_bucket("gs://bucket/x")
     packages.cache_clear()
     monkeypatch.setitem(sys.modules, "google.cloud.storage", None)

@@ -32,8 +32,14 @@ COMMENTED=value # not this
 URL=https://host/?a=b
 """)
     assert read_dotenv(path) == {
-        "PLAIN": "one two", "EXPORTED": "3", "QUOTED": "with # hash", "SINGLE": "it''s", "EMPTY": "",
-        "COMMENTED": "value", "SPACED": "around", "URL": "https://host/?a=b",
+        "PLAIN": "one two",
+        "EXPORTED": "3",
+        "QUOTED": "with # hash",
+        "SINGLE": "it''s",
+        "EMPTY": "",
+        "COMMENTED": "value",
+        "SPACED": "around",
+        "URL": "https://host/?a=b",
     }
 
 
@@ -52,11 +58,15 @@ def test_a_dotenv_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
         read_dotenv(path)
 
 
-def test_a_secret_is_a_reference_and_its_value_never_stands_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_a_reference_and_its_value_never_stands_in_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MY_KEY", "value")
     assert secret("env:MY_KEY", "serve.api_key") == "value"
     monkeypatch.delenv("MY_KEY")
-    with pytest.raises(WrongInput, match=r"serve\.api_key refers to env:MY_KEY, but \$MY_KEY is not set; export"):
+    with pytest.raises(
+        WrongInput, match=r"serve\.api_key refers to env:MY_KEY, but \$MY_KEY is not set; export"
+    ):
         secret("env:MY_KEY", "serve.api_key")
     with pytest.raises(WrongInput) as error:
         secret("sk-very-secret", "serve.api_key")

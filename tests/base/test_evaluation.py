@@ -14,17 +14,28 @@ LOSS = Metric(2.5, 2.4, 2.6, "lower", 100, "set1")
 
 
 def report(**metrics: Metric) -> EvaluationReport:
-    return EvaluationReport("model", "tokenizer", {key.replace("__", "/"): value for key, value in metrics.items()})
+    return EvaluationReport(
+        "model", "tokenizer", {key.replace("__", "/"): value for key, value in metrics.items()}
+    )
 
 
 def test_a_report_comes_back_equal(tmp_path: Path) -> None:
-    written = EvaluationReport("m", "t", {"loss/loss": LOSS}, {"gzip": 3.0}, [{"prompt": "Größe", "completion": "x"}])
+    written = EvaluationReport(
+        "m", "t", {"loss/loss": LOSS}, {"gzip": 3.0}, [{"prompt": "Größe", "completion": "x"}]
+    )
     write_report(tmp_path / "reports" / "evaluate.json", written)
     assert read_report(tmp_path / "reports" / "evaluate.json") == written
 
 
 def test_the_base_comes_back_and_older_reports_have_none(tmp_path: Path) -> None:
-    written = EvaluationReport("m", "t", {"loss/loss": LOSS}, {"gzip -9": 2.0, "loss/loss/first_line": 0.1}, [], {"loss/loss": LOSS})
+    written = EvaluationReport(
+        "m",
+        "t",
+        {"loss/loss": LOSS},
+        {"gzip -9": 2.0, "loss/loss/first_line": 0.1},
+        [],
+        {"loss/loss": LOSS},
+    )
     write_report(tmp_path / "evaluate.json", written)
     assert read_report(tmp_path / "evaluate.json") == written
     assert written.bits_per_byte == {"gzip -9": 2.0}
@@ -32,7 +43,12 @@ def test_the_base_comes_back_and_older_reports_have_none(tmp_path: Path) -> None
     (tmp_path / "evaluate.json").write_text(json.dumps(older))
     assert read_report(tmp_path / "evaluate.json").base == {}
     with pytest.raises(Failed, match="base loss/loss is inf"):
-        write_report(tmp_path / "evaluate.json", EvaluationReport("m", "t", {}, {}, [], {"loss/loss": Metric(float("inf"), 0, 0, "lower", 1, "s")}))
+        write_report(
+            tmp_path / "evaluate.json",
+            EvaluationReport(
+                "m", "t", {}, {}, [], {"loss/loss": Metric(float("inf"), 0, 0, "lower", 1, "s")}
+            ),
+        )
 
 
 def test_a_metric_is_found_by_key_and_by_its_tail_where_that_is_unique() -> None:
@@ -41,14 +57,26 @@ def test_a_metric_is_found_by_key_and_by_its_tail_where_that_is_unique() -> None
     assert found.metric("perplexity") == ("loss/perplexity", LOSS)
     assert found.metric("rouge1") is None
     assert found.metric("erplexity") is None
-    with pytest.raises(WrongInput, match=r"metric `loss` is one of loss/loss, other/loss; give the whole key"):
+    with pytest.raises(
+        WrongInput, match=r"metric `loss` is one of loss/loss, other/loss; give the whole key"
+    ):
         found.metric("loss")
 
 
-@pytest.mark.parametrize("change", [
-    {"value": float("nan")}, {"ci_low": float("-inf")}, {"value": "2.5"}, {"value": None}, {"direction": "sideways"}, {"unknown": 1},
-])
-def test_a_report_with_an_impossible_metric_is_refused_in_words(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"value": float("nan")},
+        {"ci_low": float("-inf")},
+        {"value": "2.5"},
+        {"value": None},
+        {"direction": "sideways"},
+        {"unknown": 1},
+    ],
+)
+def test_a_report_with_an_impossible_metric_is_refused_in_words(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     value = asdict(report(loss__loss=LOSS))
     value["metrics"]["loss/loss"].update(change)
     (tmp_path / "evaluate.json").write_text(json.dumps(value))
@@ -73,5 +101,8 @@ def test_a_missing_and_a_newer_report_are_refused_in_words(tmp_path: Path) -> No
 
 def test_a_number_that_is_not_finite_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="loss/loss is nan"):
-        write_report(tmp_path / "evaluate.json", report(loss__loss=Metric(float("nan"), 0, 0, "lower", 1, "s")))
+        write_report(
+            tmp_path / "evaluate.json",
+            report(loss__loss=Metric(float("nan"), 0, 0, "lower", 1, "s")),
+        )
     assert not (tmp_path / "evaluate.json").exists()

@@ -15,8 +15,16 @@ def test_an_event_carries_both_clocks_and_what_was_told(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     record_event(path, "save", attempt=2, rank=1, step=30, seconds=0.5, cause="every 10", bytes=7)
     (event,) = read_lines(path)
-    assert {key: event[key] for key in ("kind", "attempt", "rank", "step", "seconds", "cause", "bytes")} == {
-        "kind": "save", "attempt": 2, "rank": 1, "step": 30, "seconds": 0.5, "cause": "every 10", "bytes": 7,
+    assert {
+        key: event[key] for key in ("kind", "attempt", "rank", "step", "seconds", "cause", "bytes")
+    } == {
+        "kind": "save",
+        "attempt": 2,
+        "rank": 1,
+        "step": 30,
+        "seconds": 0.5,
+        "cause": "every 10",
+        "bytes": 7,
     }
     assert event["t_wall"] > 1.6e9
     assert event["t_mono"] >= 0
@@ -32,9 +40,13 @@ def test_a_torn_line_is_left_out_and_swallows_nothing(tmp_path: Path) -> None:
     assert [line["n"] for line in read_lines(path)] == [1, 3]
 
 
-def test_flushing_lines_flushes_the_file_and_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushing_lines_flushes_the_file_and_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr("os.fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(
+        "os.fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
     flush_lines(tmp_path / "lines.jsonl")
     assert flushed == []
     append_line(tmp_path / "lines.jsonl", {"n": 1})

@@ -13,11 +13,15 @@ def test_equal_values_have_equal_fingerprints_whatever_their_order_and_process()
     same = {"a": {"y": 1, "ü": "x"}, "b": [1, 2.5, None, True]}
     assert fingerprint(value) == fingerprint(same)
     code = f"from ingot.base.fingerprint import fingerprint; print(fingerprint({value!r}))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == fingerprint(value)
+    assert subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip() == fingerprint(value)
     assert len(fingerprint(value)) == 16
 
 
-@pytest.mark.parametrize(("one", "other"), [([1, 2], [2, 1]), (1, "1"), ({"a": None}, {}), ("a", "A"), (0.1, 0.2)])
+@pytest.mark.parametrize(
+    ("one", "other"), [([1, 2], [2, 1]), (1, "1"), ({"a": None}, {}), ("a", "A"), (0.1, 0.2)]
+)
 def test_other_values_have_other_fingerprints(one: object, other: object) -> None:
     assert fingerprint(one) != fingerprint(other)
 

@@ -1,4 +1,6 @@
-"""Signs of life: what is written is read, by any process, and a slot that is being written is left out."""
+"""Signs of life: what is written is read, by any process, and a slot that is being written is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ def test_what_was_said_last_is_read(tmp_path: Path) -> None:
     heart.beat("step", step=7, place=2)
     heart.beat(place=3)
     (beat,) = read_beats(heartbeat_file(tmp_path))
-    assert (beat.pid, beat.rank, beat.attempt, beat.step, beat.place, beat.phase) == (os.getpid(), 3, 2, 7, 3, "step")
+    assert (beat.pid, beat.rank, beat.attempt, beat.step, beat.place, beat.phase) == (
+        os.getpid(),
+        3,
+        2,
+        7,
+        3,
+        "step",
+    )
     assert before <= beat.mono <= time.monotonic()
     assert abs(beat.wall - time.time()) < 60
     assert beat.usual_s == 0.25
@@ -38,7 +47,10 @@ def test_ranks_have_slots_of_their_own_whoever_comes_first(tmp_path: Path) -> No
     first = Heart(tmp_path, rank=4, local_rank=0, attempt=1)
     first.beat("step", step=1)
     second.beat("step", step=2)
-    assert [(beat.rank, beat.step) for beat in read_beats(heartbeat_file(tmp_path))] == [(4, 1), (5, 2)]
+    assert [(beat.rank, beat.step) for beat in read_beats(heartbeat_file(tmp_path))] == [
+        (4, 1),
+        (5, 2),
+    ]
 
 
 def test_a_slot_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -59,15 +71,20 @@ def test_no_file_and_garbage_are_no_beats(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_said_stays(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from ingot.base.heartbeat import Heart\n"
-        "Heart(Path(sys.argv[1]), rank=0, local_rank=0, attempt=1).beat('saving', step=9); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from ingot.base.heartbeat import"
+        " Heart\nHeart(Path(sys.argv[1]), rank=0, local_rank=0, attempt=1).beat('saving', step=9);"
+        " os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -9
+    assert (
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -9
+    )
     (beat,) = read_beats(heartbeat_file(tmp_path))
     assert (beat.phase, beat.step) == ("saving", 9)
 
 
-def test_where_no_file_can_be_mapped_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_file_can_be_mapped_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     original = mmap.mmap
 
     def refused(descriptor: int, size: int) -> mmap.mmap:
@@ -77,5 +94,8 @@ def test_where_no_file_can_be_mapped_training_goes_on(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("mmap.mmap", refused)
     Heart(tmp_path, rank=0, local_rank=0, attempt=1).beat("step", step=1)
-    assert "cannot be mapped (No such device): nobody will see whether this rank hangs" in capsys.readouterr().err
+    assert (
+        "cannot be mapped (No such device): nobody will see whether this rank hangs"
+        in capsys.readouterr().err
+    )
     assert read_beats(heartbeat_file(tmp_path)) == []

@@ -23,10 +23,19 @@ except IngotError as error:
 
 def fetch_offline(cache: Path, name: str) -> str:
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, "-c", FETCH, name], env=environment, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", FETCH, name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout.strip()
 
 
-def test_a_model_in_the_cache_is_found_without_a_network_and_another_is_named(tmp_path: Path) -> None:
+def test_a_model_in_the_cache_is_found_without_a_network_and_another_is_named(
+    tmp_path: Path,
+) -> None:
     snapshot = tmp_path / "models--org--tiny" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

@@ -1,4 +1,6 @@
-"""Files of a run folder that come from its replica when they are needed: whole and as they were prepared, or not at all."""
+"""Files of a run folder that come from its replica when they are needed: whole and as they were
+prepared, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_a_file_comes_when_it_is_asked_for_and_goes_again(node: Path, server: gc
     assert not (node / COLUMNS / HIDDEN).exists()
 
 
-def test_what_is_left_there_is_never_taken_for_deleted(node: Path, sent: Path, server: gcs.Server, tmp_path: Path) -> None:
+def test_what_is_left_there_is_never_taken_for_deleted(
+    node: Path, sent: Path, server: gcs.Server, tmp_path: Path
+) -> None:
     """Whatever comes and goes on a node, its pushes leave the columns in the bucket alone."""
     before = dict(server.objects)
     files = those(node)
@@ -92,13 +96,21 @@ def test_what_is_left_there_is_never_taken_for_deleted(node: Path, sent: Path, s
     push(node, URL)
     (node / "metrics.jsonl").write_text("2\n")
     push(node, URL)
-    assert not [name for name in before if name.endswith(".bin") and server.objects.get(name) is not before[name]]
+    assert not [
+        name
+        for name in before
+        if name.endswith(".bin") and server.objects.get(name) is not before[name]
+    ]
     assert pull(URL, tmp_path / "third")
     assert (tmp_path / "third" / COLUMNS / NAME).read_bytes() == bytes(5000)
 
 
-def test_a_folder_that_once_had_them_and_lost_them_deletes_nothing(node: Path, server: gcs.Server) -> None:
-    """An earlier start of this folder fetched all; what is gone since, and left for later now, stays in the bucket."""
+def test_a_folder_that_once_had_them_and_lost_them_deletes_nothing(
+    node: Path, server: gcs.Server
+) -> None:
+    """An earlier start of this folder fetched all; what is gone since, and left for later now,
+    stays in the bucket.
+    """
     pull(URL, node)
     for path in (node / COLUMNS).glob("*.bin"):
         path.unlink()
@@ -120,16 +132,28 @@ def test_other_content_than_was_prepared_is_refused(node: Path, sent: Path) -> N
     files.bring("train.tokens-00001.bin", sha256(1))  # so that it knows the index
     (sent / COLUMNS / NAME).write_bytes(b"prepared anew" * 100)
     push(sent, URL)
-    with pytest.raises(Unusable, match=rf"{NAME} cannot be used: it is not what was prepared for this training; prepare and launch again"):
+    with pytest.raises(
+        Unusable,
+        match=(
+            rf"{NAME} cannot be used: it is not what was prepared for this training; prepare and"
+            r" launch again"
+        ),
+    ):
         files.bring(NAME, sha256())
     (sent / COLUMNS / NAME).unlink()
     push(sent, URL)
     with pytest.raises(Unusable, match="cannot be used"):
         those(node).bring(NAME, sha256())
-    assert not [path for path in files.folder.iterdir() if path.name.startswith(NAME) and path.suffix != ".lock"]
+    assert not [
+        path
+        for path in files.folder.iterdir()
+        if path.name.startswith(NAME) and path.suffix != ".lock"
+    ]
 
 
-def test_the_same_content_under_another_object_is_found(node: Path, sent: Path, server: gcs.Server) -> None:
+def test_the_same_content_under_another_object_is_found(
+    node: Path, sent: Path, server: gcs.Server
+) -> None:
     """A writer has put it elsewhere since the index was read."""
     files = those(node)
     files.bring("train.tokens-00001.bin", sha256(1))
@@ -173,8 +197,12 @@ def test_a_fetch_that_was_killed_is_done_again(node: Path) -> None:
     assert (files.folder / NAME).read_bytes() == bytes(5000)
 
 
-def test_half_a_file_does_not_stay(node: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of an attempt that failed nor, once the file is of no more use, of one that was killed."""
+def test_half_a_file_does_not_stay(
+    node: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of an attempt that failed nor, once the file is of no more use, of one that was
+    killed.
+    """
     files = those(node)
     files.bring("train.tokens-00001.bin", sha256(1))
 

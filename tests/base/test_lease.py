@@ -1,4 +1,6 @@
-"""One run, one writer, on a bucket: a second is refused while the first lives, and need not wait for one that is dead."""
+"""One run, one writer, on a bucket: a second is refused while the first lives, and need not wait
+for one that is dead.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,15 @@ def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_second_run_is_refused_at_once_and_told_who_holds_it(server: Server, bucket: Bucket) -> None:
+def test_a_second_run_is_refused_at_once_and_told_who_holds_it(
+    server: Server, bucket: Bucket
+) -> None:
     with lease(bucket, "run one"):
         began = time.monotonic()
-        told = r"gs://bucket/runs/one is in use by run one \(process \d+ on .*\), which said so [01] s ago; stop it"
+        told = (
+            r"gs://bucket/runs/one is in use by run one \(process \d+ on .*\), which said so [01] s"
+            r" ago; stop it"
+        )
         with pytest.raises(Failed, match=told), lease(bucket, "two"):
             pass
         assert time.monotonic() - began < 1
@@ -61,12 +68,31 @@ def test_it_is_renewed_and_not_lost(server: Server, bucket: Bucket) -> None:
 
 
 @pytest.mark.parametrize("ours_ahead_s", [-1e6, 0.0, 1e6])
-def test_a_holder_of_another_machine_is_outwaited_by_the_services_clock_alone(ours_ahead_s: float, server: Server, bucket: Bucket) -> None:
+def test_a_holder_of_another_machine_is_outwaited_by_the_services_clock_alone(
+    ours_ahead_s: float, server: Server, bucket: Bucket
+) -> None:
     """Whatever the difference between the service's clock and ours."""
     server.ahead_s = ours_ahead_s
-    bucket.put("lease", json.dumps({"owner": "one", "host": "far", "pid": 7, "life_s": 60, "machine": "another", "started": "1"}).encode())
+    bucket.put(
+        "lease",
+        json.dumps(
+            {
+                "owner": "one",
+                "host": "far",
+                "pid": 7,
+                "life_s": 60,
+                "machine": "another",
+                "started": "1",
+            }
+        ).encode(),
+    )
     server.ahead_s += 55
-    with pytest.raises(Failed, match=r"in use by one \(process 7 on far\), which said so 5[45] s ago"), lease(bucket, "two"):
+    with (
+        pytest.raises(
+            Failed, match=r"in use by one \(process 7 on far\), which said so 5[45] s ago"
+        ),
+        lease(bucket, "two"),
+    ):
         pass
     server.ahead_s += 8
     with lease(bucket, "two") as held:
@@ -74,15 +100,25 @@ def test_a_holder_of_another_machine_is_outwaited_by_the_services_clock_alone(ou
         assert not held.lost
 
 
-def test_one_may_wait_for_the_end_of_one_that_may_be_dead(server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_may_wait_for_the_end_of_one_that_may_be_dead(
+    server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease_module, "MARGIN_S", 0.0)
-    bucket.put("lease", json.dumps({"owner": "one", "host": "far", "pid": 7, "life_s": 1.0, "machine": "another"}).encode())
+    bucket.put(
+        "lease",
+        json.dumps(
+            {"owner": "one", "host": "far", "pid": 7, "life_s": 1.0, "machine": "another"}
+        ).encode(),
+    )
     began = time.monotonic()
     with lease(bucket, "two", life_s=1.0, wait=True):
         assert 0.5 < time.monotonic() - began < 5
     with lease(bucket, "one", life_s=1.0):
         began = time.monotonic()
-        with pytest.raises(Failed, match="in use by one"), lease(bucket, "two", life_s=1.0, wait=True):
+        with (
+            pytest.raises(Failed, match="in use by one"),
+            lease(bucket, "two", life_s=1.0, wait=True),
+        ):
             pass
         assert time.monotonic() - began < 5
 
@@ -103,15 +139,25 @@ with lease(open_bucket("gs://bucket/runs/one"), "one", life_s=float(sys.argv[1])
 
 
 def start(life_s: float) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(life_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(life_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
 
 
-def test_a_killed_holder_of_this_machine_need_not_be_outwaited(server: Server, bucket: Bucket) -> None:
+def test_a_killed_holder_of_this_machine_need_not_be_outwaited(
+    server: Server, bucket: Bucket
+) -> None:
     process = start(1000.0)
-    with pytest.raises(Failed, match=f"in use by one .process {process.pid} on"), lease(bucket, "two"):
+    with (
+        pytest.raises(Failed, match=f"in use by one .process {process.pid} on"),
+        lease(bucket, "two"),
+    ):
         pass
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -119,7 +165,9 @@ def test_a_killed_holder_of_this_machine_need_not_be_outwaited(server: Server, b
         held.check()
 
 
-def test_a_holder_that_stood_still_learns_that_it_was_taken_over(server: Server, bucket: Bucket) -> None:
+def test_a_holder_that_stood_still_learns_that_it_was_taken_over(
+    server: Server, bucket: Bucket
+) -> None:
     """And does not take away the lease of the other when it goes."""
     process = start(3.0)
     process.send_signal(signal.SIGSTOP)
@@ -136,7 +184,9 @@ def test_a_holder_that_stood_still_learns_that_it_was_taken_over(server: Server,
     assert not server.objects
 
 
-def test_it_counts_as_lost_when_nobody_can_be_asked_and_is_ours_again_when_nobody_took_it(server: Server, bucket: Bucket) -> None:
+def test_it_counts_as_lost_when_nobody_can_be_asked_and_is_ours_again_when_nobody_took_it(
+    server: Server, bucket: Bucket
+) -> None:
     with lease(bucket, "one", life_s=0.6) as held:
         server.fault("insert", 100000, code=503)
         until(lambda: held.lost)
@@ -147,7 +197,9 @@ def test_it_counts_as_lost_when_nobody_can_be_asked_and_is_ours_again_when_nobod
 
 def test_a_renewal_whose_answer_is_lost_is_still_ours(server: Server, bucket: Bucket) -> None:
     with lease(bucket, "one", life_s=0.9) as held:
-        server.fault("insert", code=400, lose=True)  # given up: the holder knows an older generation than the service
+        server.fault(
+            "insert", code=400, lose=True
+        )  # given up: the holder knows an older generation than the service
         until(lambda: not server.faults["insert"])
         held.check()
         until(lambda: not held.lost)

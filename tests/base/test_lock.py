@@ -20,13 +20,18 @@ with folder_lock(Path(sys.argv[1])):
 """
 
 
-def test_a_second_process_is_refused_and_told_who_holds_the_lock_until_that_one_is_killed(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_and_told_who_holds_the_lock_until_that_one_is_killed(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     try:
-        with pytest.raises(Failed, match=f"in use by process {holder.pid}; wait for it"), folder_lock(folder):
+        with (
+            pytest.raises(Failed, match=f"in use by process {holder.pid}; wait for it"),
+            folder_lock(folder),
+        ):
             pass
         assert lock_holder(folder) == holder.pid
     finally:
@@ -56,7 +61,10 @@ def test_a_file_where_the_folder_should_be_is_named(tmp_path: Path) -> None:
 
 def test_who_comes_alone_may_clear_up_and_nobody_else(tmp_path: Path) -> None:
     cleared: list[str] = []
-    with shared_lock(tmp_path, "writers", lambda: cleared.append("first")), shared_lock(tmp_path, "writers", lambda: cleared.append("second")):
+    with (
+        shared_lock(tmp_path, "writers", lambda: cleared.append("first")),
+        shared_lock(tmp_path, "writers", lambda: cleared.append("second")),
+    ):
         pass
     with shared_lock(tmp_path, "writers", lambda: cleared.append("third")):
         pass

@@ -18,7 +18,12 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "a.bin").write_bytes(b"0123456789")
     (tmp_path / "b.bin").write_bytes(b"x" * 1000)
-    write_marker(tmp_path, "COMMIT.json", {"step": 3}, [entry_of(tmp_path, name) for name in ("inner/a.bin", "b.bin")])
+    write_marker(
+        tmp_path,
+        "COMMIT.json",
+        {"step": 3},
+        [entry_of(tmp_path, name) for name in ("inner/a.bin", "b.bin")],
+    )
     return tmp_path
 
 
@@ -34,17 +39,29 @@ def test_a_truncated_a_missing_and_a_changed_file_are_named(folder: Path) -> Non
     marker = read_marker(folder, "COMMIT.json")
     assert marker is not None
     (folder / "b.bin").write_bytes(b"x" * 999)
-    assert problems(folder, marker, checksums=False) == [f"{folder}/b.bin has 999 bytes, 1000 were written"]
+    assert problems(folder, marker, checksums=False) == [
+        f"{folder}/b.bin has 999 bytes, 1000 were written"
+    ]
     (folder / "b.bin").unlink()
     assert problems(folder, marker, checksums=False) == [f"{folder}/b.bin is missing"]
     (folder / "b.bin").write_bytes(b"x" * 1000)
     (folder / "inner" / "a.bin").write_bytes(b"012345678X")
     assert problems(folder, marker, checksums=False) == []
-    assert problems(folder, marker, checksums=True) == [f"{folder}/inner/a.bin does not match its checksum"]
+    assert problems(folder, marker, checksums=True) == [
+        f"{folder}/inner/a.bin does not match its checksum"
+    ]
 
 
 def test_no_bit_of_a_marker_changes_unseen(tmp_path: Path) -> None:
-    about = {"step": 3, "time": 1.7e9 + 0.30000000000000004, "name": "Zürich", "none": None, "inner": {"a": [1, 2.5, True]}, 7: "number", "share": 0.1 + 0.2}
+    about = {
+        "step": 3,
+        "time": 1.7e9 + 0.30000000000000004,
+        "name": "Zürich",
+        "none": None,
+        "inner": {"a": [1, 2.5, True]},
+        7: "number",
+        "share": 0.1 + 0.2,
+    }
     written = write_marker(tmp_path, "M.json", about, [FileEntry("a", 3, "0" * 64)])
     assert read_marker(tmp_path, "M.json") == written
     content = (tmp_path / "M.json").read_bytes()
@@ -53,7 +70,9 @@ def test_no_bit_of_a_marker_changes_unseen(tmp_path: Path) -> None:
             flipped = bytearray(content)
             flipped[offset] ^= 1 << bit
             (tmp_path / "M.json").write_bytes(flipped)
-            assert read_marker(tmp_path, "M.json") is None, f"bit {bit} of byte {offset}: {flipped[max(offset - 20, 0) : offset + 20]!r}"
+            assert read_marker(tmp_path, "M.json") is None, (
+                f"bit {bit} of byte {offset}: {flipped[max(offset - 20, 0) : offset + 20]!r}"
+            )
     for length in range(len(content)):
         (tmp_path / "M.json").write_bytes(content[:length])
         assert read_marker(tmp_path, "M.json") is None, f"the first {length} bytes"
@@ -71,12 +90,19 @@ def test_markers_without_a_checksum_of_their_own_are_older_and_stand(folder: Pat
 def test_what_is_made_of_a_marker_has_a_checksum_of_its_own(folder: Path) -> None:
     marker = read_marker(folder, "COMMIT.json")
     assert marker is not None
-    again = write_marker(folder, "COMMIT.json", {**{key: value for key, value in marker.items() if key != "files"}, "step": 4}, [])
+    again = write_marker(
+        folder,
+        "COMMIT.json",
+        {**{key: value for key, value in marker.items() if key != "files"}, "step": 4},
+        [],
+    )
     assert again["checksum"] != marker["checksum"]
     assert read_marker(folder, "COMMIT.json") == again
 
 
-def test_files_are_verified_beside_each_other_and_told_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_verified_beside_each_other_and_told_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [f"{number}.bin" for number in range(6)]
     for name in names:
         (tmp_path / name).write_bytes(name.encode())
@@ -91,15 +117,22 @@ def test_files_are_verified_beside_each_other_and_told_in_their_order(tmp_path: 
     monkeypatch.setattr(markers, "sha256_file", met)
     for name in ("1.bin", "4.bin"):
         (tmp_path / name).write_bytes(b"other")
-    assert problems(tmp_path, marker, checksums=True) == [f"{tmp_path}/{name} does not match its checksum" for name in ("1.bin", "4.bin")]
+    assert problems(tmp_path, marker, checksums=True) == [
+        f"{tmp_path}/{name} does not match its checksum" for name in ("1.bin", "4.bin")
+    ]
 
 
 def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a disk with a bad sector."""
     marker = read_marker(folder, "COMMIT.json")
     assert marker is not None
-    monkeypatch.setattr(markers, "sha256_file", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-    assert problems(folder, marker, checksums=True)[0] == f"{folder}/inner/a.bin cannot be read (Input/output error)"
+    monkeypatch.setattr(
+        markers, "sha256_file", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    )
+    assert (
+        problems(folder, marker, checksums=True)[0]
+        == f"{folder}/inner/a.bin cannot be read (Input/output error)"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema": 1, "files": [', "[]", "3", "\udcff"])

@@ -11,14 +11,25 @@ from ingot.base import progress as module
 from ingot.base.progress import Progress, duration
 
 
-@pytest.mark.parametrize(("seconds", "words"), [
-    (-3, "0s"), (0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (187, "3m 07s"), (3600, "1h 00m"), (7530, "2h 05m"),
-])
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-3, "0s"),
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m 00s"),
+        (187, "3m 07s"),
+        (3600, "1h 00m"),
+        (7530, "2h 05m"),
+    ],
+)
 def test_durations_are_short(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
-def test_without_a_terminal_a_plain_line_comes_every_few_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_a_plain_line_comes_every_few_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PLAIN_EVERY_S", 0.05)
     with Progress("train", total=1000, unit="steps", done=400) as progress:
         for step in range(401, 441):
@@ -28,12 +39,14 @@ def test_without_a_terminal_a_plain_line_comes_every_few_seconds(capsys: pytest.
     assert 1 <= len(lines) <= 5
     assert lines[0].startswith("train 4")
     assert "/1,000 steps  loss 3.20" in lines[0]
-    # About 590 steps of 5 ms and a little more are left. Reckoned from zero rather than from this process's own first
-    # step it would be less than a second.
+    # About 590 steps of 5 ms and a little more are left. Reckoned from zero rather than from this
+    # process's own first step it would be less than a second.
     assert 2 <= int(lines[0].rsplit("  ", 1)[1].removesuffix("s left")) <= 30
 
 
-def test_an_unknown_end_shows_no_time_left_and_quiet_shows_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_end_shows_no_time_left_and_quiet_shows_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PLAIN_EVERY_S", 0.0)
     with Progress("ingest", total=None, unit="documents") as progress:
         progress.update(12345)

@@ -1,4 +1,6 @@
-"""A run folder and its replica in a bucket that fails, and whose writers are killed between any two requests: the old state, or the new one."""
+"""A run folder and its replica in a bucket that fails, and whose writers are killed between any two
+requests: the old state, or the new one.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def run(tmp_path: Path) -> Path:
     root = tmp_path / "run"
     columns = {"data/columns/a.bin": b"a" * 1000, "data/columns/manifest.json": b"{}"}
-    fill(root, {"recipe.yaml": b"name: one", **columns, "logs/train.log": b"", "metrics.jsonl": b"1\n"})
+    fill(
+        root,
+        {"recipe.yaml": b"name: one", **columns, "logs/train.log": b"", "metrics.jsonl": b"1\n"},
+    )
     return root
 
 
@@ -50,7 +55,11 @@ def fill(root: Path, files: dict[str, bytes]) -> None:
 def content(root: Path) -> dict[str, bytes]:
     """All files but hidden ones."""
     paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    return {path.as_posix(): (root / path).read_bytes() for path in paths if not any(part.startswith(".") for part in path.parts)}
+    return {
+        path.as_posix(): (root / path).read_bytes()
+        for path in paths
+        if not any(part.startswith(".") for part in path.parts)
+    }
 
 
 def age(root: Path, seconds: float = 60) -> None:
@@ -69,14 +78,18 @@ def test_the_address_of_a_run() -> None:
     assert replica_url("gs://bucket", "one") == replica_url("bucket", "one") == URL
 
 
-def test_what_is_pushed_is_pulled_and_lies_under_its_own_path(server: Server, run: Path, tmp_path: Path) -> None:
+def test_what_is_pushed_is_pulled_and_lies_under_its_own_path(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     fill(run, {"model/model.safetensors": os.urandom(3 * CHUNK + 5)})
     push(run, URL)
     assert objects(server) == sorted(["REPLICA.json", *content(run)])
     assert server.written[-1] == PREFIX + "REPLICA.json"
     assert pull(URL, tmp_path / "other") is True
     assert content(tmp_path / "other") == content(run)
-    assert (tmp_path / "other/metrics.jsonl").stat().st_mtime_ns == (run / "metrics.jsonl").stat().st_mtime_ns
+    assert (tmp_path / "other/metrics.jsonl").stat().st_mtime_ns == (
+        run / "metrics.jsonl"
+    ).stat().st_mtime_ns
     index = json.loads(server.objects[PREFIX + "REPLICA.json"].data)
     assert index["schema"] == 1
     entry = next(entry for entry in index["files"] if entry["path"] == "metrics.jsonl")
@@ -95,7 +108,9 @@ def test_an_empty_folder_has_a_replica_too(server: Server, tmp_path: Path) -> No
     assert content(tmp_path / "other") == {}
 
 
-def test_checkpoints_heartbeats_hidden_files_and_what_is_on_its_way_stay(server: Server, run: Path, tmp_path: Path) -> None:
+def test_checkpoints_heartbeats_hidden_files_and_what_is_on_its_way_stay(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     kept = content(run)
     fill(run, {"checkpoints/step-1/x": b"x", "heartbeats/host": b"beat", "REPLICA.json": b"mine"})
     fill(run, {".lock": b"1", "data/.a.bin.partial-17": b"half", ".hidden/file": b"h"})
@@ -112,13 +127,22 @@ def test_checkpoints_heartbeats_hidden_files_and_what_is_on_its_way_stay(server:
 
 def test_checkpoints_of_trainings_that_were_set_aside_stay_too(server: Server, run: Path) -> None:
     kept = content(run) | {"earlier/abc/metrics.jsonl": b"1\n"}
-    fill(run, {"earlier/abc/metrics.jsonl": b"1\n", "earlier/abc/checkpoints/step-00000001/x": b"x", "earlier/abc/heartbeats/host": b"beat"})
+    fill(
+        run,
+        {
+            "earlier/abc/metrics.jsonl": b"1\n",
+            "earlier/abc/checkpoints/step-00000001/x": b"x",
+            "earlier/abc/heartbeats/host": b"beat",
+        },
+    )
     push(run, URL)
     push(run, URL, parts=["earlier"])
     assert objects(server) == sorted(["REPLICA.json", *kept])
 
 
-def test_what_did_not_change_is_neither_read_nor_sent(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_change_is_neither_read_nor_sent(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     fill(run, {f"data/{number % 7}/{number}": b"%d" % number for number in range(1000)})
     age(run)
@@ -148,7 +172,9 @@ def test_what_did_not_change_is_neither_read_nor_sent(server: Server, tmp_path: 
     assert content(tmp_path / "other") == content(run)
 
 
-def test_a_file_written_a_moment_ago_is_read_again_for_its_time_may_not_tell(server: Server, run: Path, tmp_path: Path) -> None:
+def test_a_file_written_a_moment_ago_is_read_again_for_its_time_may_not_tell(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     about = (run / "metrics.jsonl").stat()
     (run / "metrics.jsonl").write_bytes(b"2\n")
@@ -158,12 +184,21 @@ def test_a_file_written_a_moment_ago_is_read_again_for_its_time_may_not_tell(ser
     assert (tmp_path / "other/metrics.jsonl").read_bytes() == b"2\n"
 
 
-def test_what_changes_never_lies_over_what_the_index_names(server: Server, run: Path, tmp_path: Path) -> None:
+def test_what_changes_never_lies_over_what_the_index_names(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     path, seen = PREFIX + "metrics.jsonl", []
     for number in range(1, 6):
         (run / "metrics.jsonl").write_bytes(b"%d\n" % number)
         index = server.objects.get(PREFIX + "REPLICA.json")
-        before = {PREFIX + entry["key"]: server.objects[PREFIX + entry["key"]].generation for entry in json.loads(index.data)["files"]} if index else {}
+        before = (
+            {
+                PREFIX + entry["key"]: server.objects[PREFIX + entry["key"]].generation
+                for entry in json.loads(index.data)["files"]
+            }
+            if index
+            else {}
+        )
         written = len(server.written)
         push(run, URL)
         assert not before.keys() & set(server.written[written:]) - {PREFIX + "REPLICA.json"}
@@ -174,7 +209,9 @@ def test_what_changes_never_lies_over_what_the_index_names(server: Server, run: 
     assert seen == [True, False, True, False, True]
 
 
-def test_what_is_deleted_is_deleted_where_it_was_known_and_nothing_else(server: Server, run: Path, tmp_path: Path) -> None:
+def test_what_is_deleted_is_deleted_where_it_was_known_and_nothing_else(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     other = tmp_path / "other"
     assert pull(URL, other)
@@ -193,8 +230,12 @@ def test_what_is_deleted_is_deleted_where_it_was_known_and_nothing_else(server: 
     assert content(run) == content(other)
 
 
-def test_what_was_made_elsewhere_meanwhile_stays_as_it_is_there(server: Server, run: Path, tmp_path: Path) -> None:
-    """A launcher that did not fetch what a job made pushes, twice: neither the model, nor what changed, nor what was deleted is as it was here."""
+def test_what_was_made_elsewhere_meanwhile_stays_as_it_is_there(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
+    """A launcher that did not fetch what a job made pushes, twice: neither the model, nor what
+    changed, nor what was deleted is as it was here.
+    """
     push(run, URL)
     other, third = tmp_path / "other", tmp_path / "third"
     pull(URL, other)
@@ -205,13 +246,18 @@ def test_what_was_made_elsewhere_meanwhile_stays_as_it_is_there(server: Server, 
     for _ in range(2):
         push(run, URL)
         pull(URL, third)
-        assert content(third) == content(other) | {"recipe.yaml": b"name: two", "logs/train.log": b"mine"}
+        assert content(third) == content(other) | {
+            "recipe.yaml": b"name: two",
+            "logs/train.log": b"mine",
+        }
     assert len(server.objects) == len(content(third)) + 1
     pull(URL, run)
     assert content(run) == content(third)
 
 
-def test_only_what_a_folder_had_as_it_is_there_is_deleted_by_it(server: Server, run: Path, tmp_path: Path) -> None:
+def test_only_what_a_folder_had_as_it_is_there_is_deleted_by_it(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     (tmp_path / "empty").mkdir()
     for _ in range(2):
@@ -225,10 +271,14 @@ def test_only_what_a_folder_had_as_it_is_there_is_deleted_by_it(server: Server, 
         (run / name).unlink()
     push(run, URL)
     pull(URL, tmp_path / "third")
-    assert content(tmp_path / "third") == {name: data for name, data in content(other).items() if name != "recipe.yaml"}
+    assert content(tmp_path / "third") == {
+        name: data for name, data in content(other).items() if name != "recipe.yaml"
+    }
 
 
-def test_without_an_index_a_folder_is_sent_whole_whatever_it_remembers(server: Server, run: Path, tmp_path: Path) -> None:
+def test_without_an_index_a_folder_is_sent_whole_whatever_it_remembers(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     del server.objects[PREFIX + "REPLICA.json"]
     push(run, URL)
@@ -236,7 +286,9 @@ def test_without_an_index_a_folder_is_sent_whole_whatever_it_remembers(server: S
     assert content(tmp_path / "other") == content(run)
 
 
-def test_a_memory_of_an_older_ingot_that_kept_paths_alone_deletes_nothing_there(server: Server, run: Path, tmp_path: Path) -> None:
+def test_a_memory_of_an_older_ingot_that_kept_paths_alone_deletes_nothing_there(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     memory = run / ".replica/memory.json"
     about = json.loads(memory.read_text())
@@ -252,25 +304,43 @@ def test_a_memory_of_an_older_ingot_that_kept_paths_alone_deletes_nothing_there(
     assert content(run) == content(tmp_path / "other")
 
 
-def test_what_is_to_be_kept_is_neither_overwritten_nor_deleted_nor_forgotten(server: Server, run: Path, tmp_path: Path) -> None:
+def test_what_is_to_be_kept_is_neither_overwritten_nor_deleted_nor_forgotten(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     fill(run, {"jobs/a": b"1", "jobs/b": b"1", "jobs/c": b"1", "jobs/d": b"1"})
     push(run, URL)
     other = tmp_path / "other"
     pull(URL, other)
-    fill(other, {"jobs/a": b"theirs", "jobs/d": b"theirs", "jobs/new": b"theirs", "metrics.jsonl": b"theirs"})
+    fill(
+        other,
+        {
+            "jobs/a": b"theirs",
+            "jobs/d": b"theirs",
+            "jobs/new": b"theirs",
+            "metrics.jsonl": b"theirs",
+        },
+    )
     (other / "jobs/b").unlink()
     push(other, URL)
     fill(run, {"jobs/d": b"mine"})
     (run / "jobs/c").unlink()
     before = content(run)
     pull(URL, run, keep=lambda path: path.startswith("jobs/"))
-    assert content(run) == before | {"jobs/c": b"1", "jobs/new": b"theirs", "metrics.jsonl": b"theirs"}
+    assert content(run) == before | {
+        "jobs/c": b"1",
+        "jobs/new": b"theirs",
+        "metrics.jsonl": b"theirs",
+    }
     push(run, URL)
     pull(URL, tmp_path / "third")
-    assert content(tmp_path / "third") == content(other) | {"jobs/d": b"mine"}  # a and b did not change here
+    assert content(tmp_path / "third") == content(other) | {
+        "jobs/d": b"mine"
+    }  # a and b did not change here
 
 
-def test_a_file_becomes_a_folder_and_a_folder_a_file(server: Server, run: Path, tmp_path: Path) -> None:
+def test_a_file_becomes_a_folder_and_a_folder_a_file(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     fill(run, {"model": b"file", "reports/a/b": b"deep"})
     push(run, URL)
     assert pull(URL, tmp_path / "other")
@@ -285,11 +355,23 @@ def test_a_file_becomes_a_folder_and_a_folder_a_file(server: Server, run: Path, 
 
 def test_parts_leave_the_rest_as_it_is(server: Server, run: Path, tmp_path: Path) -> None:
     push(run, URL)
-    fill(run, {"logs/train.log": b"said", "metrics.jsonl": b"1\n2\n", "data/columns/a.bin": b"new", "data/columns2/b": b"b"})
+    fill(
+        run,
+        {
+            "logs/train.log": b"said",
+            "metrics.jsonl": b"1\n2\n",
+            "data/columns/a.bin": b"new",
+            "data/columns2/b": b"b",
+        },
+    )
     push(run, URL, parts=["logs", "metrics.jsonl"])
     other = tmp_path / "other"
     assert pull(URL, other, parts=["logs", "data/columns"])
-    assert content(other) == {"logs/train.log": b"said", "data/columns/a.bin": b"a" * 1000, "data/columns/manifest.json": b"{}"}
+    assert content(other) == {
+        "logs/train.log": b"said",
+        "data/columns/a.bin": b"a" * 1000,
+        "data/columns/manifest.json": b"{}",
+    }
     assert pull(URL, other)
     expected = content(run) | {"data/columns/a.bin": b"a" * 1000}
     del expected["data/columns2/b"]
@@ -305,15 +387,27 @@ def test_parts_leave_the_rest_as_it_is(server: Server, run: Path, tmp_path: Path
 
 def test_objects_of_others_are_left_alone(server: Server, run: Path) -> None:
     theirs = open_bucket(URL)
-    for name in ("checkpoints/step-00000001/COMMIT.json", "meet/node-0.json", "data/README", "lease"):
+    for name in (
+        "checkpoints/step-00000001/COMMIT.json",
+        "meet/node-0.json",
+        "data/README",
+        "lease",
+    ):
         theirs.put(name, b"theirs")
     push(run, URL)
     (run / "metrics.jsonl").write_bytes(b"2\n")
     push(run, URL)
-    assert {"checkpoints/step-00000001/COMMIT.json", "meet/node-0.json", "data/README", "lease"} <= set(objects(server))
+    assert {
+        "checkpoints/step-00000001/COMMIT.json",
+        "meet/node-0.json",
+        "data/README",
+        "lease",
+    } <= set(objects(server))
 
 
-def test_what_a_stopped_attempt_left_under_a_path_is_not_taken_for_other_content(server: Server, run: Path, tmp_path: Path) -> None:
+def test_what_a_stopped_attempt_left_under_a_path_is_not_taken_for_other_content(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     open_bucket(URL).put("metrics.jsonl", b"of an attempt that was stopped")
     push(run, URL)
     assert pull(URL, tmp_path / "other")
@@ -321,7 +415,9 @@ def test_what_a_stopped_attempt_left_under_a_path_is_not_taken_for_other_content
     assert len(server.objects) == len(content(run)) + 1
 
 
-def test_a_file_that_is_called_like_anothers_object_gets_one_of_its_own(server: Server, run: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_called_like_anothers_object_gets_one_of_its_own(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     beside = base64.b64decode(crc32c(b"2\n")).hex()
     fill(run, {"metrics.jsonl": b"2\n", f"metrics.jsonl~{beside}-2": b"mine"})
@@ -330,7 +426,9 @@ def test_a_file_that_is_called_like_anothers_object_gets_one_of_its_own(server: 
     assert content(tmp_path / "other") == content(run)
 
 
-def test_a_damaged_or_missing_object_is_named_and_the_next_push_mends_a_missing_one(server: Server, run: Path, tmp_path: Path) -> None:
+def test_a_damaged_or_missing_object_is_named_and_the_next_push_mends_a_missing_one(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     server.flip(PREFIX + "recipe.yaml")
     with pytest.raises(Failed, match=r"recipe\.yaml is damaged"):
@@ -344,7 +442,9 @@ def test_a_damaged_or_missing_object_is_named_and_the_next_push_mends_a_missing_
     assert content(tmp_path / "other") == content(run)
 
 
-def test_an_object_that_somebody_else_wrote_over_is_not_taken(server: Server, run: Path, tmp_path: Path) -> None:
+def test_an_object_that_somebody_else_wrote_over_is_not_taken(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     open_bucket(URL).put("recipe.yaml", b"name: two")
     with pytest.raises(Failed, match=r"recipe\.yaml has 9 bytes"):
@@ -352,12 +452,32 @@ def test_an_object_that_somebody_else_wrote_over_is_not_taken(server: Server, ru
     assert content(tmp_path / "other") == {}
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    (b"{", "no index"), (b'{"schema": 1}', "no index"), (b'{"schema": 2}', "newer"), (b"[]", "no index"),
-    (b'{"schema": 1, "garbage": [], "files": [{"path": "../x", "key": "x", "bytes": 1, "crc32c": "", "mtime_ns": 0}]}', "no file of a run"),
-    (b'{"schema": 1, "garbage": [], "files": [{"path": "/etc/x", "key": "x", "bytes": 1, "crc32c": "", "mtime_ns": 0}]}', "no file of a run"),
-])
-def test_an_index_that_is_none_or_leads_outside_is_refused(text: bytes, told: str, server: Server, run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"{", "no index"),
+        (b'{"schema": 1}', "no index"),
+        (b'{"schema": 2}', "newer"),
+        (b"[]", "no index"),
+        (
+            (
+                b'{"schema": 1, "garbage": [], "files": [{"path": "../x", "key": "x", "bytes": 1,'
+                b' "crc32c": "", "mtime_ns": 0}]}'
+            ),
+            "no file of a run",
+        ),
+        (
+            (
+                b'{"schema": 1, "garbage": [], "files": [{"path": "/etc/x", "key": "x", "bytes": 1,'
+                b' "crc32c": "", "mtime_ns": 0}]}'
+            ),
+            "no file of a run",
+        ),
+    ],
+)
+def test_an_index_that_is_none_or_leads_outside_is_refused(
+    text: bytes, told: str, server: Server, run: Path, tmp_path: Path
+) -> None:
     open_bucket(URL).put("REPLICA.json", text)
     with pytest.raises((Failed, WrongInput), match=told):
         pull(URL, tmp_path / "other")
@@ -365,7 +485,9 @@ def test_an_index_that_is_none_or_leads_outside_is_refused(text: bytes, told: st
         push(run, URL)
 
 
-def test_the_slower_of_two_writers_is_told_and_the_other_ones_state_stands(server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slower_of_two_writers_is_told_and_the_other_ones_state_stands(
+    server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     push(run, URL)
     other = tmp_path / "other"
     pull(URL, other)
@@ -390,8 +512,12 @@ def test_the_slower_of_two_writers_is_told_and_the_other_ones_state_stands(serve
     assert len(server.objects) == len(content(run)) + 1
 
 
-def test_a_writer_relies_on_nothing_that_another_is_deleting(server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content goes back to what it was while the object that had it is garbage, and goes a moment later."""
+def test_a_writer_relies_on_nothing_that_another_is_deleting(
+    server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The content goes back to what it was while the object that had it is garbage, and goes a
+    moment later.
+    """
     push(run, URL)
     (run / "metrics.jsonl").write_bytes(b"2\n")
     sweep = replica._sweep
@@ -407,7 +533,9 @@ def test_a_writer_relies_on_nothing_that_another_is_deleting(server: Server, run
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("states", [1, 2], ids=["once", "twice, and the objects hold something else"])
+@pytest.mark.parametrize(
+    "states", [1, 2], ids=["once", "twice, and the objects hold something else"]
+)
 def test_a_reader_that_a_writer_overtakes_gets_the_new_state_whole(
     states: int, server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,7 +552,9 @@ def test_a_reader_that_a_writer_overtakes_gets_the_new_state_whole(
         if not met.is_set():
             met.set()
             for state in range(states):
-                fill(run, {f"data/{number}": b"new %d.%d" % (state, number) for number in range(20)})
+                fill(
+                    run, {f"data/{number}": b"new %d.%d" % (state, number) for number in range(20)}
+                )
                 push(run, URL)
 
     monkeypatch.setattr(replica, "_fetch", overtaken)
@@ -432,7 +562,9 @@ def test_a_reader_that_a_writer_overtakes_gets_the_new_state_whole(
     assert content(tmp_path / "other") == content(run)
 
 
-def test_readers_see_whole_states_while_a_writer_pushes_on_and_on(server: Server, tmp_path: Path) -> None:
+def test_readers_see_whole_states_while_a_writer_pushes_on_and_on(
+    server: Server, tmp_path: Path
+) -> None:
     run, over, wrong = tmp_path / "run", threading.Event(), []
     names = [f"data/{number}" for number in range(6)]
     fill(run, dict.fromkeys(names, b"0"))
@@ -461,9 +593,17 @@ def test_readers_see_whole_states_while_a_writer_pushes_on_and_on(server: Server
     assert content(tmp_path / "other") == content(run)
 
 
-@pytest.mark.parametrize("kind", ["insert", "start", "chunk", "status", "stat", "media", "list", "delete"])
-@pytest.mark.parametrize("fault", [{"code": 503}, {"code": 503, "lose": True}, {"cut": True}], ids=["refused", "lost", "cut"])
-def test_a_service_that_fails_for_a_while(kind: str, fault: dict[str, object], server: Server, run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["insert", "start", "chunk", "status", "stat", "media", "list", "delete"]
+)
+@pytest.mark.parametrize(
+    "fault",
+    [{"code": 503}, {"code": 503, "lose": True}, {"cut": True}],
+    ids=["refused", "lost", "cut"],
+)
+def test_a_service_that_fails_for_a_while(
+    kind: str, fault: dict[str, object], server: Server, run: Path, tmp_path: Path
+) -> None:
     fill(run, {"model/model.safetensors": os.urandom(2 * CHUNK + 5)})
     push(run, URL)
     fill(run, {"model/model.safetensors": os.urandom(2 * CHUNK + 9), "metrics.jsonl": b"2\n"})
@@ -505,10 +645,24 @@ def requests_of(server: Killed, act: Callable[[], object]) -> int:
     return server.counts.total() - before
 
 
-def test_killed_between_any_two_requests_a_push_leaves_the_old_state_or_the_new_one(killed: Killed, tmp_path: Path) -> None:
+def test_killed_between_any_two_requests_a_push_leaves_the_old_state_or_the_new_one(
+    killed: Killed, tmp_path: Path
+) -> None:
     run, large = tmp_path / "run", os.urandom(2 * CHUNK + 3)
-    old = {"a": b"a", "data/b": b"b", "data/gone": b"gone", "data/same": b"same", "model/large": os.urandom(CHUNK + 1)}
-    new = {"a": b"A", "data/b": b"B", "data/same": b"same", "data/more": b"more", "model/large": large}
+    old = {
+        "a": b"a",
+        "data/b": b"b",
+        "data/gone": b"gone",
+        "data/same": b"same",
+        "model/large": os.urandom(CHUNK + 1),
+    }
+    new = {
+        "a": b"A",
+        "data/b": b"B",
+        "data/same": b"same",
+        "data/more": b"more",
+        "model/large": large,
+    }
     fill(run, old)
     push(run, URL)
     saved = dict(killed.objects)
@@ -541,10 +695,17 @@ def test_killed_between_any_two_requests_a_push_leaves_the_old_state_or_the_new_
     assert {True, False} == set(seen)
 
 
-def test_killed_between_any_two_requests_a_pull_is_done_by_the_next(killed: Killed, tmp_path: Path) -> None:
+def test_killed_between_any_two_requests_a_pull_is_done_by_the_next(
+    killed: Killed, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     old = {"a": b"a", "data/b": b"b", "data/gone": b"gone", "model/large": os.urandom(CHUNK + 1)}
-    new = {"a": b"A", "data/b": b"B", "data/more": b"more", "model/large": os.urandom(2 * CHUNK + 3)}
+    new = {
+        "a": b"A",
+        "data/b": b"B",
+        "data/more": b"more",
+        "model/large": os.urandom(2 * CHUNK + 3),
+    }
     fill(run, old)
     push(run, URL)
     older = dict(killed.objects)
@@ -572,7 +733,9 @@ def test_killed_between_any_two_requests_a_pull_is_done_by_the_next(killed: Kill
     assert number > 6
 
 
-def test_what_an_attempt_that_was_stopped_sent_or_fetched_is_not_moved_again(killed: Killed, tmp_path: Path) -> None:
+def test_what_an_attempt_that_was_stopped_sent_or_fetched_is_not_moved_again(
+    killed: Killed, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     fill(run, {f"data/{number}": os.urandom(1000) for number in range(20)})
     needed = requests_of(killed, lambda: push(run, "gs://bucket/needed"))
@@ -593,14 +756,25 @@ def test_what_an_attempt_that_was_stopped_sent_or_fetched_is_not_moved_again(kil
     assert content(tmp_path / "other") == content(run)
 
 
-def test_a_log_that_grows_while_it_is_pushed_arrives_as_it_was_at_some_moment(server: Server, tmp_path: Path) -> None:
+def test_a_log_that_grows_while_it_is_pushed_arrives_as_it_was_at_some_moment(
+    server: Server, tmp_path: Path
+) -> None:
     run, over = tmp_path / "run", threading.Event()
     line = b"%07d\n"
-    fill(run, {"metrics.jsonl": b"", "logs/large.log": b"".join(line % number for number in range(CHUNK // 8 + 1000))})
+    fill(
+        run,
+        {
+            "metrics.jsonl": b"",
+            "logs/large.log": b"".join(line % number for number in range(CHUNK // 8 + 1000)),
+        },
+    )
 
     def write() -> None:
         number = 0
-        with (run / "metrics.jsonl").open("ab") as small, (run / "logs/large.log").open("ab") as large:
+        with (
+            (run / "metrics.jsonl").open("ab") as small,
+            (run / "logs/large.log").open("ab") as large,
+        ):
             while not over.is_set():
                 number += 1
                 for stream in (small, large):
@@ -625,7 +799,9 @@ def test_a_log_that_grows_while_it_is_pushed_arrives_as_it_was_at_some_moment(se
     assert content(tmp_path / "other") == content(run)
 
 
-def test_a_file_that_goes_while_the_folder_is_read_is_no_error(server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_goes_while_the_folder_is_read_is_no_error(
+    server: Server, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     send = replica._send
 
     def gone(bucket: object, root: Path, local: replicamemory.Local, *rest: object) -> object:
@@ -640,7 +816,9 @@ def test_a_file_that_goes_while_the_folder_is_read_is_no_error(server: Server, r
     assert "metrics.jsonl" not in content(run)
 
 
-def test_a_memory_that_is_damaged_or_of_another_address_costs_no_more_than_time(server: Server, run: Path, tmp_path: Path) -> None:
+def test_a_memory_that_is_damaged_or_of_another_address_costs_no_more_than_time(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     push(run, URL)
     (run / ".replica/memory.json").write_text("{")
     fill(run, {"metrics.jsonl": b"2\n"})
@@ -651,10 +829,14 @@ def test_a_memory_that_is_damaged_or_of_another_address_costs_no_more_than_time(
     assert pull(URL, run)
     assert (run / "metrics.jsonl").read_bytes() == b"2\n"
     assert pull("gs://bucket/elsewhere", run)
-    assert (run / "metrics.jsonl").exists()  # that address never had it, as far as this folder's memory of it goes
+    assert (
+        run / "metrics.jsonl"
+    ).exists()  # that address never had it, as far as this folder's memory of it goes
 
 
-def test_linked_folders_are_part_of_the_run_and_circles_end(server: Server, run: Path, tmp_path: Path) -> None:
+def test_linked_folders_are_part_of_the_run_and_circles_end(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
     fill(tmp_path / "disk", {"raw/part-0.parquet": b"rows"})
     (run / "data/raw").symlink_to(tmp_path / "disk/raw")
     (run / "data/self").symlink_to(run / "data")

@@ -19,7 +19,13 @@ def test_json_lines_hold_every_value_and_no_nan(tmp_path: Path) -> None:
     sink.write(1, {"train/loss": 2.5, "note": "text", "bad": math.nan, "worse": math.inf})
     sink.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
-    assert {key: value for key, value in line.items() if key != "t_wall"} == {"step": 1, "train/loss": 2.5, "note": "text", "bad": None, "worse": None}
+    assert {key: value for key, value in line.items() if key != "t_wall"} == {
+        "step": 1,
+        "train/loss": 2.5,
+        "note": "text",
+        "bad": None,
+        "worse": None,
+    }
 
 
 def test_a_resumed_run_shows_no_step_twice_in_json_lines(tmp_path: Path) -> None:
@@ -32,7 +38,14 @@ def test_a_resumed_run_shows_no_step_twice_in_json_lines(tmp_path: Path) -> None
     resumed = JsonLines(path, resume_step=4)
     for step in (5, 6):
         resumed.write(step, {"train/loss": -float(step)})
-    assert [(line["step"], line["train/loss"]) for line in read_lines(path)] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, -5), (6, -6)]
+    assert [(line["step"], line["train/loss"]) for line in read_lines(path)] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 4),
+        (5, -5),
+        (6, -6),
+    ]
 
 
 def test_json_lines_without_a_step_do_not_stop_a_resume(tmp_path: Path) -> None:
@@ -42,7 +55,9 @@ def test_json_lines_without_a_step_do_not_stop_a_resume(tmp_path: Path) -> None:
     assert list(read_lines(path)) == [{"other": 1}]
 
 
-def test_tensorboard_reads_back_what_was_written_and_forgets_what_was_beyond_the_checkpoint(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_what_was_written_and_forgets_what_was_beyond_the_checkpoint(
+    tmp_path: Path,
+) -> None:
     first = TensorBoard(tmp_path)
     for step in range(1, 8):
         first.write(step, {"train/loss": float(step)})
@@ -54,7 +69,14 @@ def test_tensorboard_reads_back_what_was_written_and_forgets_what_was_beyond_the
     resumed.close()
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()
-    assert [(event.step, event.value) for event in reader.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, -5), (6, -6)]
+    assert [(event.step, event.value) for event in reader.Scalars("train/loss")] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 4),
+        (5, -5),
+        (6, -6),
+    ]
     (text,) = reader.Tensors("samples/0")
     assert text.tensor_proto.string_val[0] == b"once **upon** a time"
     assert reader.SummaryMetadata("samples/0").plugin_data.plugin_name == "text"
@@ -95,12 +117,29 @@ while place + 7 <= len(data):
 def test_wandb_offline_keeps_every_value(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed (ingot[track])")
     environment = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    subprocess.run([sys.executable, "-c", WANDB, str(tmp_path / "logs")], check=True, env=environment, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", WANDB, str(tmp_path / "logs")],
+        check=True,
+        env=environment,
+        capture_output=True,
+        timeout=120,
+    )
     (stored,) = (tmp_path / "logs").glob("wandb/offline-run-*/run-run-id-1.wandb")
-    read = subprocess.run([sys.executable, "-c", WANDB_READ, str(stored)], check=True, env=environment, capture_output=True, timeout=120, text=True)
+    read = subprocess.run(
+        [sys.executable, "-c", WANDB_READ, str(stored)],
+        check=True,
+        env=environment,
+        capture_output=True,
+        timeout=120,
+        text=True,
+    )
     lines = [json.loads(line) for line in read.stdout.splitlines()]
     assert {"run": "run-id-1", "project": "project", "name": "name"} in lines
-    assert [(line["_step"], line["train/loss"]) for line in lines if "train/loss" in line] == [(1, 10.0), (2, 5.0), (3, 10.0 / 3)]
+    assert [(line["_step"], line["train/loss"]) for line in lines if "train/loss" in line] == [
+        (1, 10.0),
+        (2, 5.0),
+        (3, 10.0 / 3),
+    ]
 
 
 class Failing:
@@ -118,7 +157,9 @@ class Failing:
         raise ConnectionError("closed")
 
 
-def test_a_sink_that_fails_warns_once_and_is_then_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_fails_warns_once_and_is_then_left_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     made = Failing()
     sink = Guarded("tracker", lambda: made)
     for step in range(6):
@@ -126,10 +167,14 @@ def test_a_sink_that_fails_warns_once_and_is_then_left_alone(capsys: pytest.Capt
     sink.close()
     assert made.lines == 3
     warnings = capsys.readouterr().err.splitlines()
-    assert warnings == ["warning: tracker failed (ConnectionError: no route); training goes on without it"]
+    assert warnings == [
+        "warning: tracker failed (ConnectionError: no route); training goes on without it"
+    ]
 
 
-def test_a_sink_that_cannot_be_made_warns_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_sink_that_cannot_be_made_warns_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     sink = Guarded("TensorBoard", lambda: TensorBoard(tmp_path / "file" / "tensorboard"))
     sink.write(1, {"a": 1.0})

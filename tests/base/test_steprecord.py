@@ -10,7 +10,17 @@ from ingot.base.steprecord import StepRecord, is_intact, read_record, sizes, wri
 def a_record(root: Path) -> StepRecord:
     (root / "data").mkdir(exist_ok=True)
     (root / "data" / "a").write_bytes(b"12345")
-    return StepRecord("prepare", "in", "out", 1.5, "12 rows", "data", {"data.seq_len": 8}, sizes(root, [root / "data" / "a"]), 0)
+    return StepRecord(
+        "prepare",
+        "in",
+        "out",
+        1.5,
+        "12 rows",
+        "data",
+        {"data.seq_len": 8},
+        sizes(root, [root / "data" / "a"]),
+        0,
+    )
 
 
 def test_a_record_comes_back_equal(tmp_path: Path) -> None:
@@ -29,7 +39,9 @@ def test_a_record_is_void_when_a_file_is_gone_or_resized(tmp_path: Path) -> None
     assert not is_intact(tmp_path, record)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": "prepare", "unknown": 1}', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"step": "prepare", "unknown": 1}', "\udcff"]
+)
 def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "prepare.json").write_bytes(text.encode(errors="surrogateescape"))
     assert read_record(tmp_path, "prepare") is None

@@ -13,7 +13,17 @@ import fsspec
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.storage import atomic_file, atomic_folder, disk_errors, find_files, is_remote, open_read, sha256_file, stamp, write_atomic
+from ingot.base.storage import (
+    atomic_file,
+    atomic_folder,
+    disk_errors,
+    find_files,
+    is_remote,
+    open_read,
+    sha256_file,
+    stamp,
+    write_atomic,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -68,9 +78,13 @@ with atomic_folder(sys.argv[1]) as partial:
 """
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next_and_never_taken_for_complete(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_never_taken_for_complete(
+    tmp_path: Path,
+) -> None:
     target = tmp_path / "model"
-    writer = subprocess.Popen([sys.executable, "-c", KILLED_WRITER, str(target)], stdout=subprocess.PIPE)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED_WRITER, str(target)], stdout=subprocess.PIPE
+    )
     assert writer.stdout is not None
     assert writer.stdout.readline() == b"writing\n"
     writer.send_signal(signal.SIGKILL)
@@ -92,21 +106,30 @@ def test_an_unwritable_place_is_named_with_what_to_do(tmp_path: Path) -> None:
         write_atomic(tmp_path / "folder", "x")
 
 
-@pytest.mark.parametrize(("code", "kind", "words"), [
-    (errno.ENOSPC, Failed, "disk full while writing /x/y; make space"),
-    (errno.EDQUOT, Failed, "disk full"),
-    (errno.EROFS, WrongInput, "choose another `output`"),
-    (errno.EACCES, WrongInput, "/x/y cannot be written"),
-    (errno.EIO, OSError, "Input/output"),
-])
-def test_refusals_of_the_operating_system_become_one_line(code: int, kind: type[Exception], words: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (errno.ENOSPC, Failed, "disk full while writing /x/y; make space"),
+        (errno.EDQUOT, Failed, "disk full"),
+        (errno.EROFS, WrongInput, "choose another `output`"),
+        (errno.EACCES, WrongInput, "/x/y cannot be written"),
+        (errno.EIO, OSError, "Input/output"),
+    ],
+)
+def test_refusals_of_the_operating_system_become_one_line(
+    code: int, kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words), disk_errors("/x/y"):
         raise OSError(code, os.strerror(code))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_disk_that_is_really_full() -> None:
-    with pytest.raises(Failed, match="disk full"), disk_errors("/dev/full"), Path("/dev/full").open("wb", buffering=0) as stream:
+    with (
+        pytest.raises(Failed, match="disk full"),
+        disk_errors("/dev/full"),
+        Path("/dev/full").open("wb", buffering=0) as stream,
+    ):
         stream.write(b"x")
 
 
@@ -116,7 +139,9 @@ def test_files_are_found_by_path_folder_and_glob(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     assert find_files(str(tmp_path / "a.txt")) == [str(tmp_path / "a.txt")]
     assert find_files(str(tmp_path / "*.txt")) == [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
-    assert find_files(str(tmp_path)) == [str(tmp_path / name) for name in ("a.txt", "b.txt", "deep/er/c.txt")]
+    assert find_files(str(tmp_path)) == [
+        str(tmp_path / name) for name in ("a.txt", "b.txt", "deep/er/c.txt")
+    ]
     assert find_files(str(tmp_path / "**" / "*.txt")) == find_files(str(tmp_path))
     assert find_files(str(tmp_path / "none*")) == []
     assert find_files(str(tmp_path / "none")) == []
@@ -126,7 +151,10 @@ def test_object_storage_goes_through_the_same_calls() -> None:
     memory = fsspec.filesystem("memory")
     for name in ("b.txt", "a.txt", "deep/c.txt"):
         memory.pipe(f"/bucket/{name}", name.encode())
-    assert find_files("memory://bucket/*.txt") == ["memory:///bucket/a.txt", "memory:///bucket/b.txt"]
+    assert find_files("memory://bucket/*.txt") == [
+        "memory:///bucket/a.txt",
+        "memory:///bucket/b.txt",
+    ]
     assert len(find_files("memory://bucket")) == 3
     with open_read("memory://bucket/a.txt") as stream:
         assert stream.read() == b"a.txt"

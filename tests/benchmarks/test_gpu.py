@@ -1,4 +1,6 @@
-"""The program for a GPU refuses a machine without one; what it does there is run here in miniature."""
+"""The program for a GPU refuses a machine without one; what it does there is run here in
+miniature.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,36 @@ def test_what_a_gpu_is_asked() -> None:
     assert adapted.flops > full.flops * 2 / 3
 
 
-def test_of_the_numbers_of_layers_the_most_that_fit_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_numbers_of_layers_the_most_that_fit_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tried = []
 
     def ours(row: gpu.Row, steps: int, folder: object) -> dict[str, object]:
         tried.append((dict(row.config)["num_hidden_layers"], row.float8))
         if tried[-1][0] == 24:
             return {"status": "out of memory", "reason": "none left"}
-        return {"status": "measured", "tokens_per_s": 100.0, "peak_flops": 1e15, "process_memory_bytes": 1}
+        return {
+            "status": "measured",
+            "tokens_per_s": 100.0,
+            "peak_flops": 1e15,
+            "process_memory_bytes": 1,
+        }
 
     monkeypatch.setattr(gpu, "ours", ours)
     found = gpu.measure([row for row in gpu.rows_of() if row.config], 1, "cpu")
-    assert tried == [(24, "none"), (24, "tensorwise"), (24, "rowwise"), (16, "none"), (16, "tensorwise"), (16, "rowwise")]
+    assert tried == [
+        (24, "none"),
+        (24, "tensorwise"),
+        (24, "rowwise"),
+        (16, "none"),
+        (16, "tensorwise"),
+        (16, "rowwise"),
+    ]
     assert [row["status"] for row in found] == ["out of memory"] * 3 + ["measured"] * 3
-    assert found[-1]["share_of_peak"] == pytest.approx(100 * gpu.Row("", "llama-8b", 1, config=(("num_hidden_layers", 16),)).flops / 1e15)
+    assert found[-1]["share_of_peak"] == pytest.approx(
+        100 * gpu.Row("", "llama-8b", 1, config=(("num_hidden_layers", 16),)).flops / 1e15
+    )
 
 
 @pytest.mark.slow
@@ -51,5 +69,7 @@ def test_all_rows_in_miniature() -> None:
     gpu.show(found, console)
     said = console.export_text()
     refused = [row for row in found if row["status"] != "measured"]
-    assert {row["name"] for row in refused} <= {row.name for row in rows if row.float8 != "none"}, said
+    assert {row["name"] for row in refused} <= {row.name for row in rows if row.float8 != "none"}, (
+        said
+    )
     assert all(0 < row["share_of_peak"] < 1 for row in found if row["status"] == "measured")

@@ -1,4 +1,6 @@
-"""The comparison with other trainers: all get the same rows in the same order, and take turns; those that differ end the program."""
+"""The comparison with other trainers: all get the same rows in the same order, and take turns;
+those that differ end the program.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_all_get_the_same_rows_in_the_same_order(tmp_path: Path) -> None:
     recipe = load_recipe((), task["knobs"], environ={}, dotenv=None)
     rows = open_rows(recipe.folder.columns, "train", 32, pad_last=False)
     loader = Loader(rows, Order(rows.sizes, recipe.seed, rows.weights), peers_plan(task), 0)
-    ours = np.concatenate([batch.tokens.numpy() for step in range(4) for batch in loader.step(step)])
+    ours = np.concatenate(
+        [batch.tokens.numpy() for step in range(4) for batch in loader.step(step)]
+    )
     loader.close()
     assert (np.load(task["rows"]) == ours).all()
     assert task["betas"] == recipe.train.optimizer.model_dump()["betas"]
@@ -40,7 +44,9 @@ def peers_plan(task: dict[str, int]) -> BatchPlan:
 
 @pytest.mark.slow
 def test_turns_over_pipes(tmp_path: Path) -> None:
-    player = peers.Player(Contender("peak", "peak", None), sys.executable, {"steps": 1}, tmp_path / "one", threads=1)
+    player = peers.Player(
+        Contender("peak", "peak", None), sys.executable, {"steps": 1}, tmp_path / "one", threads=1
+    )
     try:
         answers = [player.turn() for _ in range(2)]
     finally:
@@ -52,7 +58,9 @@ def test_turns_over_pipes(tmp_path: Path) -> None:
 
 
 def test_who_ends_early_ends_the_program(tmp_path: Path) -> None:
-    player = peers.Player(Contender("gone", "no_such_program", None), sys.executable, {}, tmp_path / "one", threads=1)
+    player = peers.Player(
+        Contender("gone", "no_such_program", None), sys.executable, {}, tmp_path / "one", threads=1
+    )
     with pytest.raises(SystemExit, match=r"gone ended without an answer:\n.*no_such_program"):
         player.turn()
     player.close()
@@ -65,18 +73,27 @@ def test_a_turn_is_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     turnstile.wait()
     for loss in (4.0, 3.0, 2.0, 1.0):
         turnstile.step(loss)
-    assert [json.loads(line)["losses"] for line in answers.getvalue().splitlines()] == [[4.0, 3.0], [2.0, 1.0]]
+    assert [json.loads(line)["losses"] for line in answers.getvalue().splitlines()] == [
+        [4.0, 3.0],
+        [2.0, 1.0],
+    ]
 
 
 def test_other_losses_end_the_program() -> None:
-    one, same, other = (Played(name, {}, losses=losses) for name, losses in (("one", [9.0] * 4), ("same", [9.1] * 4), ("other", [9.3] * 4)))
+    one, same, other = (
+        Played(name, {}, losses=losses)
+        for name, losses in (("one", [9.0] * 4), ("same", [9.1] * 4), ("other", [9.3] * 4))
+    )
     peers.check_losses([one, same])
     with pytest.raises(SystemExit, match=r"one 9\.0000, other 9\.3000"):
         peers.check_losses([one, other])
 
 
 def test_the_table_says_what_the_formula_says() -> None:
-    one, other = (Played(name, {"torch": "2"}, [seconds] * 3, [4.0] * 3, [9.0], int(2e9)) for name, seconds in (("one", 2.0), ("other", 4.0)))
+    one, other = (
+        Played(name, {"torch": "2"}, [seconds] * 3, [4.0] * 3, [9.0], int(2e9))
+        for name, seconds in (("one", 2.0), ("other", 4.0))
+    )
     task = {"steps": 2, "batch": 8, "seq_len": 512, "flops_per_token": 1e8}
     rows = peers.show([one, other], 1e12, task, Console(file=io.StringIO()))
     assert [row["tokens_per_s"] for row in rows] == [4096, 2048]
@@ -86,9 +103,13 @@ def test_the_table_says_what_the_formula_says() -> None:
 
 
 def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments.venv, "create", lambda folder, **more: pytest.fail("made again"))
+    monkeypatch.setattr(
+        environments.venv, "create", lambda folder, **more: pytest.fail("made again")
+    )
     (tmp_path / "litgpt").mkdir()
-    (tmp_path / "litgpt" / environments.MARKER).write_text(json.dumps([environments.TORCH, *environments.PEERS["litgpt"]]))
+    (tmp_path / "litgpt" / environments.MARKER).write_text(
+        json.dumps([environments.TORCH, *environments.PEERS["litgpt"]])
+    )
     assert environments.make_environment(tmp_path, "litgpt").is_relative_to(tmp_path / "litgpt")
 
 

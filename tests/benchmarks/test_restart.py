@@ -12,6 +12,10 @@ import pytest
 @pytest.mark.slow
 def test_one_kill() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.restart", "--rounds", "1", "--processes", "1"], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-m", "benchmarks.restart", "--rounds", "1", "--processes", "1"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
     )
     assert re.fullmatch(r"1 process: \d+\.\d s \(.*\)\n", found.stdout)

@@ -1,4 +1,6 @@
-"""The benchmarks still run: one small turn of every contender here, the program itself among the slow tests."""
+"""The benchmarks still run: one small turn of every contender here, the program itself among the
+slow tests.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_training_contenders_do_the_same_work() -> None:
-    ours, theirs = (make("llama-3m", 2, 8)() for make in (spine.train_ours, spine.train_transformers))
+    ours, theirs = (
+        make("llama-3m", 2, 8)() for make in (spine.train_ours, spine.train_transformers)
+    )
     assert ours.units == theirs.units == 16
     assert ours.found == pytest.approx(theirs.found, rel=1e-3)
 
@@ -33,8 +37,23 @@ def test_generation_contenders_give_as_many_tokens() -> None:
 
 @pytest.mark.slow
 def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "benchmarks.run", "--quick", "--rounds", "1", "--write", "a-test"]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.run",
+        "--quick",
+        "--rounds",
+        "1",
+        "--write",
+        "a-test",
+    ]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     path = Path("benchmarks/results/a-test.json")
     try:
         assert result.returncode == 0, result.stderr

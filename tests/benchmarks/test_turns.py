@@ -1,4 +1,6 @@
-"""Contenders take turns in processes of their own, and are stopped when they do not do the same work."""
+"""Contenders take turns in processes of their own, and are stopped when they do not do the same
+work.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def failing() -> Work:
 
 
 def test_turns_give_a_rate_for_each_round() -> None:
-    one, two = take_turns([Contender("one", slowly, (1.0,)), Contender("two", slowly, (1e3,))], 3, 1)
+    one, two = take_turns(
+        [Contender("one", slowly, (1.0,)), Contender("two", slowly, (1e3,))], 3, 1
+    )
     assert len(one.rates) == len(two.rates) == len(one.cpu_seconds) == 3
     assert ratio(two, one)[0] > 1
 

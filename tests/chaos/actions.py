@@ -1,4 +1,6 @@
-"""What is killed: each action with the state that it starts from, what may stand after a kill, and what must stand in the end."""
+"""What is killed: each action with the state that it starts from, what may stand after a kill, and
+what must stand in the end.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ from tests.registry.models import a_model, a_report
 from tests.tokenizers.small import chatty
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 320, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
 KEEP = 2
@@ -45,7 +52,9 @@ CLOCKS = {"time", "t_wall", "t_mono", "seconds", "created", "checksum"}
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a verb does to the disk. All functions are of a module, so that a fork of the zygote can be asked for them."""
+    """One thing that a verb does to the disk. All functions are of a module, so that a fork of the
+    zygote can be asked for them.
+    """
 
     name: str
     begin: Callable[[Path], None]
@@ -53,21 +62,33 @@ class Action:
     ready: Callable[[Path], Callable[[], Any]]
     """In a process of its own: builds what is needed, and returns what does it."""
     state: Callable[[Path], str]
-    """`old` or `new`, after a kill; raises AssertionError for anything else, where a reader would find something torn."""
+    """`old` or `new`, after a kill; raises AssertionError for anything else, where a reader would
+    find something torn.
+    """
     result: Callable[[Path], Mapping[str, Any]]
-    """What must be equal in the end, whatever happened on the way: contents without clocks and process numbers."""
+    """What must be equal in the end, whatever happened on the way: contents without clocks and
+    process numbers.
+    """
     lasts: bool = True
     """Whether what was done must survive a crash of the machine right after."""
 
 
 def everything(folder: Path) -> dict[str, str]:
     """Checksums of all files, hidden ones too, but not the lock."""
-    return {str(path.relative_to(folder)): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+    return {
+        str(path.relative_to(folder)): sha256_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 def leftovers(folder: Path) -> list[str]:
     marks = (".partial-", ".replaced-", ".incoming-")
-    return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if any(mark in path.name for mark in marks)]
+    return [
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*"))
+        if any(mark in path.name for mark in marks)
+    ]
 
 
 # --- a save, with an old checkpoint that goes
@@ -93,7 +114,9 @@ def begin_save(folder: Path) -> None:
 
 def save(folder: Path, step: int, *, asynchronous: bool) -> Callable[[], None]:
     masters, optimizer, mesh = training_state(step)
-    return lambda: save_up_to(folder / "checkpoints", step, masters, optimizer, mesh, KEEP, asynchronous=asynchronous)
+    return lambda: save_up_to(
+        folder / "checkpoints", step, masters, optimizer, mesh, KEEP, asynchronous=asynchronous
+    )
 
 
 def ready_save(folder: Path) -> Callable[[], None]:
@@ -128,15 +151,21 @@ def result_save(folder: Path) -> Mapping[str, Any]:
     step, tensors = loaded(folder)
     found = committed(folder / "checkpoints")
     return {
-        "tensors": {name: (str(tensor.dtype), tensor.numpy().tobytes()) for name, tensor in tensors.items()}, "step": step,
-        "kept": [item.step for item in found], "about": [without_clocks(item.commit) for item in found],
+        "tensors": {
+            name: (str(tensor.dtype), tensor.numpy().tobytes()) for name, tensor in tensors.items()
+        },
+        "step": step,
+        "kept": [item.step for item in found],
+        "about": [without_clocks(item.commit) for item in found],
     }
 
 
 def without_clocks(value: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: inner for key, inner in value.items() if key not in CLOCKS}
     # torch's own table of contents differs from save to save; its size and checksum are no result.
-    return kept | {"files": [entry["path"] for entry in value["files"]]} if "files" in value else kept
+    return (
+        kept | {"files": [entry["path"] for entry in value["files"]]} if "files" in value else kept
+    )
 
 
 # --- an export over an older model
@@ -146,7 +175,9 @@ def export(folder: Path, seed: int) -> Callable[[], Any]:
     tokenizer = chatty()
     model = Decoder(DecoderConfig.from_hf({**CONFIG, "vocab_size": tokenizer.vocab_size}))
     initialise(model, seed)
-    return lambda: export_model(model, tokenizer, folder / "model", export_type="bf16", lineage={"seed": seed})
+    return lambda: export_model(
+        model, tokenizer, folder / "model", export_type="bf16", lineage={"seed": seed}
+    )
 
 
 def begin_export(folder: Path) -> None:
@@ -164,7 +195,15 @@ def state_export(folder: Path) -> str:
     assert lineage is not None, f"the model has no lineage; it holds {sorted(everything(model))}"
     assert hash_model(model) == lineage["model_hash"], "weights and lineage are of different models"
     names = {path.name for path in model.iterdir()}
-    wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "ingot.json"}
+    wanted = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "ingot.json",
+    }
     assert names == wanted, f"the model holds {sorted(names)}"
     return {1: "old", 2: "new"}[lineage["seed"]]
 
@@ -181,13 +220,17 @@ def begin_register(folder: Path) -> None:
     registry.add("words", a_model(folder / "one", "hash1"), a_report("hash1"), {"run": "one"})
     registry.point("words", 1, "first")
     a_model(folder / "two", "hash2")
-    shutil.copytree(registry.home / "words" / "v1", registry.home / "words" / "v2")  # of a writer that died before its row was written
+    shutil.copytree(
+        registry.home / "words" / "v1", registry.home / "words" / "v2"
+    )  # of a writer that died before its row was written
 
 
 def ready_register(folder: Path) -> Callable[[], None]:
     registry = Registry(folder / "registry.sqlite")
     numbers = itertools.count()
-    uuid.uuid4 = lambda: uuid.UUID(hex=f"{next(numbers):016d}{os.getpid():016d}")  # known names, so that strace finds them
+    uuid.uuid4 = lambda: uuid.UUID(
+        hex=f"{next(numbers):016d}{os.getpid():016d}"
+    )  # known names, so that strace finds them
 
     def act() -> None:
         version = registry.add("words", folder / "two", a_report("hash2"), {"run": "two"})
@@ -212,10 +255,22 @@ def result_register(folder: Path) -> Mapping[str, Any]:
     registry = Registry(folder / "registry.sqlite")
     versions = registry.versions("words")
     return {
-        "versions": [(item.number, item.model_hash, item.folder.name, item.report, item.lineage, everything(item.folder)) for item in versions],
+        "versions": [
+            (
+                item.number,
+                item.model_hash,
+                item.folder.name,
+                item.report,
+                item.lineage,
+                everything(item.folder),
+            )
+            for item in versions
+        ],
         "turns": [(turn.version, turn.reason) for turn in registry.history("words")],
         "folders": sorted(str(path.relative_to(folder)) for path in registry.home.glob("*/*")),
-        "marked": [without_clocks(read_marker(item.folder, "VERSION.json") or {}) for item in versions],
+        "marked": [
+            without_clocks(read_marker(item.folder, "VERSION.json") or {}) for item in versions
+        ],
     }
 
 
@@ -239,7 +294,9 @@ def ready_lines(folder: Path) -> Callable[[], None]:
 
 
 def state_lines(folder: Path) -> str:
-    """Always a beginning of what is to be logged, never less than what the checkpoint stands for."""
+    """Always a beginning of what is to be logged, never less than what the checkpoint stands
+    for.
+    """
     steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
     assert steps[:2] == [1, 2], f"steps {steps} are left"
     assert steps == [1, 2, 3, 4, 5][: len(steps)]
@@ -249,11 +306,17 @@ def state_lines(folder: Path) -> str:
 def result_lines(folder: Path) -> Mapping[str, Any]:
     events = list(read_lines(folder / "events.jsonl"))
     assert [event["step"] for event in events][-3:] == [3, 4, 5]
-    return {"metrics": [json.dumps(without_clocks(line)) for line in read_lines(folder / "metrics.jsonl")]}
+    return {
+        "metrics": [
+            json.dumps(without_clocks(line)) for line in read_lines(folder / "metrics.jsonl")
+        ]
+    }
 
 
 SAVE = Action("save", begin_save, ready_save, state_save, result_save)
-SAVE_BEHIND = Action("save by a thread behind training", begin_save, ready_save_behind, state_save, result_save)
+SAVE_BEHIND = Action(
+    "save by a thread behind training", begin_save, ready_save_behind, state_save, result_save
+)
 EXPORT = Action("export", begin_export, ready_export, state_export, result_export)
 REGISTER = Action("register", begin_register, ready_register, state_register, result_register)
 LINES = Action("lines", begin_lines, ready_lines, state_lines, result_lines, lasts=False)

@@ -1,7 +1,9 @@
-"""A disk whose power fails: the calls of a recording, replayed on a model of files of which only what was flushed is sure.
+"""A disk whose power fails: the calls of a recording, replayed on a model of files of which only
+what was flushed is sure.
 
-A file keeps the bytes that it had when it was last flushed; a name is sure once its folder was flushed. Of all that is not sure, a crash
-keeps any part; `Disk.crashes` tells those that are tried. Stricter than most file systems are: ext4 flushes the name with the file.
+A file keeps the bytes that it had when it was last flushed; a name is sure once its folder was
+flushed. Of all that is not sure, a crash keeps any part; `Disk.crashes` tells those that are tried.
+Stricter than most file systems are: ext4 flushes the name with the file.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class _Node:
 
 @dataclass
 class _Change:
-    """What one call did to names: (folder, name, node or None for gone), all of it or nothing. Sure once one of its folders was flushed."""
+    """What one call did to names: (folder, name, node or None for gone), all of it or nothing. Sure
+    once one of its folders was flushed.
+    """
 
     entries: list[tuple[int, str, int | None]]
     sure: bool = False
@@ -75,7 +79,9 @@ class Disk:
 
     def do(self, call: Call) -> None:
         """Follow one call of the recording."""
-        if call.failed or not (call.is_below(self._folder) or call.name in ("close", "lseek", "read")):
+        if call.failed or not (
+            call.is_below(self._folder) or call.name in ("close", "lseek", "read")
+        ):
             return
         if call.name in IGNORED:
             return
@@ -144,13 +150,17 @@ class Disk:
     _do_writev = _do_write
 
     def _do_pwrite64(self, call: Call) -> None:
-        self._put(self._open[_descriptor(call)].node, _number(call, -1), call.strings[0][: _answer(call)])
+        self._put(
+            self._open[_descriptor(call)].node, _number(call, -1), call.strings[0][: _answer(call)]
+        )
 
     def _do_sendfile(self, call: Call) -> None:
         held, count = self._open[_descriptor(call)], _answer(call)
         offset = re.search(r"\[(\d+)\]", call.text)
         assert offset is not None, f"{call} does not say from where"
-        source = self._find(call.annotated[1]) if self._folder in call.annotated[1].parents else None
+        source = (
+            self._find(call.annotated[1]) if self._folder in call.annotated[1].parents else None
+        )
         data = call.annotated[1].read_bytes() if source is None else bytes(self._nodes[source].data)
         self._put(held.node, held.at, data[int(offset[1]) : int(offset[1]) + count])
         held.at += count
@@ -168,7 +178,9 @@ class Disk:
     def _do_fallocate(self, call: Call) -> None:
         assert " 0, " in call.text, f"{call} does more than make room"
         node = self._open[_descriptor(call)].node
-        self._put(node, max(len(self._nodes[node].data), _number(call, -1) + _number(call, -2)), b"")
+        self._put(
+            node, max(len(self._nodes[node].data), _number(call, -1) + _number(call, -2)), b""
+        )
 
     def _do_fsync(self, call: Call) -> None:
         number = self._open[_descriptor(call)].node
@@ -183,7 +195,10 @@ class Disk:
         old, new = call.names
         (source, name), (target, called) = self._parent(old), self._parent(new)
         if "RENAME_EXCHANGE" in call.text:
-            self._change((source, name, self._names[target][called]), (target, called, self._names[source][name]))
+            self._change(
+                (source, name, self._names[target][called]),
+                (target, called, self._names[source][name]),
+            )
         else:
             self._change((source, name, None), (target, called, self._names[source][name]))
 
@@ -211,18 +226,34 @@ class Disk:
 
     def crashes(self) -> Iterator[tuple[str, Tree]]:
         """(what the crash kept, what then is on the disk), of everything that may be."""
-        sure, unsure = [change.sure for change in self._changes], [number for number, change in enumerate(self._changes) if not change.sure]
+        sure, unsure = (
+            [change.sure for change in self._changes],
+            [number for number, change in enumerate(self._changes) if not change.sure],
+        )
         every = [True] * len(sure)
         yield "only what was flushed", self._tree(sure, lambda node: node.sure)
         yield "all names, of data what was flushed", self._tree(every, lambda node: node.sure)
-        yield "all names, of data the half", self._tree(every, lambda node: bytes(node.data[: (len(node.sure) + len(node.data)) // 2]))
+        yield (
+            "all names, of data the half",
+            self._tree(
+                every, lambda node: bytes(node.data[: (len(node.sure) + len(node.data)) // 2])
+            ),
+        )
         yield "all data, of names what was flushed", self._tree(sure, lambda node: bytes(node.data))
         for number in unsure[-1:]:
             chosen = [kept or index == number for index, kept in enumerate(sure)]
             yield "the last name and none before it", self._tree(chosen, lambda node: node.sure)
-        for folder in sorted({entry[0] for number in unsure for entry in self._changes[number].entries}):
-            chosen = [kept or any(entry[0] == folder for entry in self._changes[index].entries) for index, kept in enumerate(sure)]
-            yield "the names of one folder and of no other", self._tree(chosen, lambda node: node.sure)
+        for folder in sorted(
+            {entry[0] for number in unsure for entry in self._changes[number].entries}
+        ):
+            chosen = [
+                kept or any(entry[0] == folder for entry in self._changes[index].entries)
+                for index, kept in enumerate(sure)
+            ]
+            yield (
+                "the names of one folder and of no other",
+                self._tree(chosen, lambda node: node.sure),
+            )
 
     def all_done(self) -> Tree:
         """What the folder holds as long as there is power."""
@@ -242,7 +273,14 @@ class Disk:
         self._walk(0, "", names, content, tree)
         return tree
 
-    def _walk(self, folder: int, where: str, names: dict[int, dict[str, int]], content: Callable[[_Node], bytes], tree: Tree) -> None:
+    def _walk(
+        self,
+        folder: int,
+        where: str,
+        names: dict[int, dict[str, int]],
+        content: Callable[[_Node], bytes],
+        tree: Tree,
+    ) -> None:
         for name, number in sorted(names.get(folder, {}).items()):
             node = self._nodes[number]
             tree[where + name] = None if node.is_folder else content(node)
@@ -264,7 +302,10 @@ def put_on_disk(tree: Tree, folder: Path, start: Path) -> None:
 
 
 def read_tree(folder: Path) -> Tree:
-    return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def _answer(call: Call) -> int:

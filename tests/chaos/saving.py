@@ -13,8 +13,19 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 
 
-def save_up_to(checkpoints: Path, step: int, masters: Masters, optimizer: Optimizer, mesh: Mesh, keep: int, *, asynchronous: bool) -> None:
-    """Commit checkpoint `step` and let older ones go, unless a training that goes on would find it; the next save would let them go then."""
+def save_up_to(
+    checkpoints: Path,
+    step: int,
+    masters: Masters,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    keep: int,
+    *,
+    asynchronous: bool,
+) -> None:
+    """Commit checkpoint `step` and let older ones go, unless a training that goes on would find it;
+    the next save would let them go then.
+    """
     found = newest_valid(checkpoints)
     if found is not None and found.step >= step:
         retain(checkpoints, keep)

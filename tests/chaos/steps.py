@@ -1,4 +1,6 @@
-"""Whole steps of `ingot run` as actions: ingest and prepare, a training, and the record by which a step is known to be done."""
+"""Whole steps of `ingot run` as actions: ingest and prepare, a training, and the record by which a
+step is known to be done.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from ingot.train.run import train
 from tests.chaos.actions import Action, everything
 from tests.small import prepared, small_recipe, write_documents
 
-CLOCKS = {"t_wall", "train/tokens_per_s", "train/examples_per_s", "train/mfu", "validation/seconds", "memory/rank0_gb"}
+CLOCKS = {
+    "t_wall",
+    "train/tokens_per_s",
+    "train/examples_per_s",
+    "train/mfu",
+    "validation/seconds",
+    "memory/rank0_gb",
+}
 
 # --- raw texts into columns
 
@@ -72,7 +81,9 @@ def result_data(folder: Path) -> Mapping[str, Any]:
 
 
 def train_recipe(folder: Path) -> Recipe:
-    return small_recipe(folder, train__steps=6, train__evaluate_every=2, checkpoint__every=2, checkpoint__keep=2)
+    return small_recipe(
+        folder, train__steps=6, train__evaluate_every=2, checkpoint__every=2, checkpoint__keep=2
+    )
 
 
 def begin_train(folder: Path) -> None:
@@ -90,7 +101,9 @@ def state_train(folder: Path) -> str:
     assert found is None or found.step in (2, 4, 6)
     steps = [line["step"] for line in read_lines(run.metrics) if "train/loss" in line]
     assert steps == list(range(1, len(steps) + 1)), f"steps {steps} are logged"
-    assert found is None or len(steps) >= found.step, f"checkpoint {found.step} stands, and only {len(steps)} of its steps are logged"
+    assert found is None or len(steps) >= found.step, (
+        f"checkpoint {found.step} stands, and only {len(steps)} of its steps are logged"
+    )
     if not run.model.exists():
         return "old"
     lineage = read_lineage(run.model)
@@ -104,13 +117,23 @@ def result_train(folder: Path) -> Mapping[str, Any]:
     found = newest_valid(run.checkpoints)
     assert found is not None
     return {
-        "metrics": [json.dumps({key: value for key, value in line.items() if key not in CLOCKS}) for line in read_lines(run.metrics)],
-        "step": found.step, "kept": [item.step for item in committed(run.checkpoints)],
-        "state": {path: digest for path, digest in everything(found.folder).items() if path.endswith(".distcp")}, "model": everything(run.model),
+        "metrics": [
+            json.dumps({key: value for key, value in line.items() if key not in CLOCKS})
+            for line in read_lines(run.metrics)
+        ],
+        "step": found.step,
+        "kept": [item.step for item in committed(run.checkpoints)],
+        "state": {
+            path: digest
+            for path, digest in everything(found.folder).items()
+            if path.endswith(".distcp")
+        },
+        "model": everything(run.model),
     }
 
 
-# --- the record of a step, done once with one recipe and now with another; what it makes is of the same size
+# --- the record of a step, done once with one recipe and now with another; what it makes is of the
+# same size
 
 
 def record_recipe(folder: Path, seed: int) -> Recipe:
@@ -142,7 +165,9 @@ def state_record(folder: Path) -> str:
     record = read_record(run.steps, "train")
     made = (run.model / "made.txt").read_text()
     if record is not None and is_intact(run.root, record):
-        assert made == f"made with {record.outputs}", f"the record says {record.outputs}, there is what was {made}"
+        assert made == f"made with {record.outputs}", (
+            f"the record says {record.outputs}, there is what was {made}"
+        )
         return "old" if record.outputs == "seed 1" else "new"
     return "old"
 
@@ -151,10 +176,21 @@ def result_record(folder: Path) -> Mapping[str, Any]:
     run = record_recipe(folder, 1).folder
     record = read_record(run.steps, "train")
     assert record is not None
-    return {"outputs": record.outputs, "inputs": record.inputs, "made": (run.model / "made.txt").read_text(), "files": sorted(everything(folder))}
+    return {
+        "outputs": record.outputs,
+        "inputs": record.inputs,
+        "made": (run.model / "made.txt").read_text(),
+        "files": sorted(everything(folder)),
+    }
 
 
-DATA_SPREAD = Action("ingest and prepare in several processes", begin_data, ready_data_spread, state_data, result_data)
+DATA_SPREAD = Action(
+    "ingest and prepare in several processes",
+    begin_data,
+    ready_data_spread,
+    state_data,
+    result_data,
+)
 DATA = Action("ingest and prepare", begin_data, ready_data, state_data, result_data)
 TRAIN = Action("training", begin_train, ready_train, state_train, result_train)
 RECORD = Action("the record of a step", begin_record, ready_record, state_record, result_record)

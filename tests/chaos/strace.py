@@ -1,7 +1,7 @@
 """Lists the system calls by which a process changes files, and kills it at one of them, by strace.
 
-What is written through a mapping (`mmap`) is no system call and is not seen; ingot writes no file that way but heartbeats and SQLite's
-`-shm`, which hold nothing that must last.
+What is written through a mapping (`mmap`) is no system call and is not seen; ingot writes no file
+that way but heartbeats and SQLite's `-shm`, which hold nothing that must last.
 """
 
 from __future__ import annotations
@@ -24,9 +24,37 @@ from tests.chaos.zygote import PATIENCE_S, Child
 
 Moment = Literal["before", "after"]
 MUTATING = (
-    "write", "pwrite64", "writev", "pwritev", "pwritev2", "sendfile", "copy_file_range", "ftruncate", "truncate", "fallocate", "fsync", "fdatasync",
-    "sync_file_range", "rename", "renameat", "renameat2", "link", "linkat", "symlink", "symlinkat", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir",
-    "chmod", "fchmod", "fchmodat", "chown", "fchown", "creat",
+    "write",
+    "pwrite64",
+    "writev",
+    "pwritev",
+    "pwritev2",
+    "sendfile",
+    "copy_file_range",
+    "ftruncate",
+    "truncate",
+    "fallocate",
+    "fsync",
+    "fdatasync",
+    "sync_file_range",
+    "rename",
+    "renameat",
+    "renameat2",
+    "link",
+    "linkat",
+    "symlink",
+    "symlinkat",
+    "unlink",
+    "unlinkat",
+    "mkdir",
+    "mkdirat",
+    "rmdir",
+    "chmod",
+    "fchmod",
+    "fchmodat",
+    "chown",
+    "fchown",
+    "creat",
 )
 OPENING = ("open", "openat", "openat2")
 SEEN_BESIDE = ("lseek", "close", "dup", "dup2", "dup3", "fcntl", "read")
@@ -43,7 +71,9 @@ HELD_US = 20_000_000
 
 @dataclass(frozen=True)
 class Call:
-    """One system call, as strace tells it: strings and paths are hexadecimal, so that the text has no special characters in them."""
+    """One system call, as strace tells it: strings and paths are hexadecimal, so that the text has
+    no special characters in them.
+    """
 
     process: int
     name: str
@@ -61,7 +91,9 @@ class Call:
 
     @property
     def annotated(self) -> list[Path]:
-        """Where the file descriptors among the arguments point; the working folder, for calls relative to it."""
+        """Where the file descriptors among the arguments point; the working folder, for calls
+        relative to it.
+        """
         return [Path(os.fsdecode(unhex(found))) for found in ANNOTATED.findall(self.text)]
 
     @property
@@ -71,7 +103,10 @@ class Call:
             return []
         folders = iter(self.annotated)
         at = self.name.endswith("at") or self.name in ("renameat2", "openat2")
-        return [(next(folders, Path("/")) if at else Path("/")) / os.fsdecode(text) for text in self.strings]
+        return [
+            (next(folders, Path("/")) if at else Path("/")) / os.fsdecode(text)
+            for text in self.strings
+        ]
 
     @property
     def file(self) -> Path:
@@ -80,18 +115,28 @@ class Call:
 
     @property
     def selectors(self) -> list[Path]:
-        """The paths by which strace's own `-P` picks this call; of a plain rename it looks at the old name only."""
-        given = [] if self.name.startswith(("write", "pwrite")) else [Path(os.fsdecode(text)) for text in self.strings]
+        """The paths by which strace's own `-P` picks this call; of a plain rename it looks at the
+        old name only.
+        """
+        given = (
+            []
+            if self.name.startswith(("write", "pwrite"))
+            else [Path(os.fsdecode(text)) for text in self.strings]
+        )
         if self.name == "rename":
             given = given[:1]
         return [*given, *(path for path in self.annotated if path != Path.cwd())]
 
     @property
     def changes(self) -> bool:
-        return self.name in MUTATING or (self.name in OPENING and WRITING.search(self.text) is not None)
+        return self.name in MUTATING or (
+            self.name in OPENING and WRITING.search(self.text) is not None
+        )
 
     def is_below(self, folder: Path) -> bool:
-        return any(path == folder or folder in path.parents for path in [*self.annotated, *self.names])
+        return any(
+            path == folder or folder in path.parents for path in [*self.annotated, *self.names]
+        )
 
     def __str__(self) -> str:
         return f"{self.name} {self.file}"
@@ -99,9 +144,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """A kill at the `number`-th (from 1) call `name` of a thread that touches `path`; `about` says which call of the recording that is.
+    """A kill at the `number`-th (from 1) call `name` of a thread that touches `path`; `about` says
+    which call of the recording that is.
 
-    In paths the folder in which the action works is called `HERE`. No path: the `number`-th call of whichever process comes to it first.
+    In paths the folder in which the action works is called `HERE`. No path: the `number`-th call of
+    whichever process comes to it first.
     """
 
     index: int
@@ -116,7 +163,11 @@ def required() -> None:
     reason = None
     if shutil.which("strace") is None:
         reason = "strace is not installed (apt-get install strace)"
-    elif (tried := subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True, text=True, check=False)).returncode:
+    elif (
+        tried := subprocess.run(
+            ["strace", "-o", os.devnull, "true"], capture_output=True, text=True, check=False
+        )
+    ).returncode:
         reason = f"processes cannot be traced here: {tried.stderr.strip()}"
     if reason and os.environ.get("CI"):
         pytest.fail(reason)
@@ -125,9 +176,15 @@ def required() -> None:
 
 
 def record(child: Child, log: Path) -> list[Call]:
-    """Let the child act undisturbed, and tell every call that it and its threads and children made, in order."""
+    """Let the child act undisturbed, and tell every call that it and its threads and children made,
+    in order.
+    """
     names = [*MUTATING, *OPENING, *SEEN_BESIDE]
-    with _Attached(child, log, ["-xx", "-s", str(1 << 26), "-e", f"trace={','.join(f'?{name}' for name in names)}"]):
+    with _Attached(
+        child,
+        log,
+        ["-xx", "-s", str(1 << 26), "-e", f"trace={','.join(f'?{name}' for name in names)}"],
+    ):
         child.go()
         status, said = child.end()
     assert status == 0, said
@@ -135,10 +192,19 @@ def record(child: Child, log: Path) -> list[Call]:
 
 
 def kill(child: Child, fault: Fault, folder: Path, log: Path, moment: Moment) -> Call | None:
-    """Let the child act and kill it at `fault`, before the call takes effect or right after. The call at which strace says it was; None for none."""
+    """Let the child act and kill it at `fault`, before the call takes effect or right after. The
+    call at which strace says it was; None for none.
+    """
     how = "signal=SIGKILL" if moment == "before" else f"delay_exit={HELD_US}"
     where = ["-P", fault.path.replace(HERE, str(folder))] if fault.path else []
-    knobs = ["-xx", *where, "-e", f"trace={fault.name}", "-e", f"inject={fault.name}:{how}:when={fault.number}"]
+    knobs = [
+        "-xx",
+        *where,
+        "-e",
+        f"trace={fault.name}",
+        "-e",
+        f"inject={fault.name}:{how}:when={fault.number}",
+    ]
     with _Attached(child, log, knobs) as strace:
         child.go()
         if moment == "after":
@@ -163,13 +229,25 @@ def faults(calls: Sequence[Call], folder: Path) -> list[Fault]:
             seen[call.process, call.name, path] += 1
         if call.changes and not call.failed and call.is_below(folder):
             # The rarest of its paths: strace counts from the moment it is attached.
-            path = min(call.selectors, key=lambda path: (seen[call.process, call.name, path], str(path)))
-            planned.append(Fault(index, call.name, here(path, folder), seen[call.process, call.name, path], here(call, folder)))
+            path = min(
+                call.selectors, key=lambda path: (seen[call.process, call.name, path], str(path))
+            )
+            planned.append(
+                Fault(
+                    index,
+                    call.name,
+                    here(path, folder),
+                    seen[call.process, call.name, path],
+                    here(call, folder),
+                )
+            )
     return planned
 
 
 def faults_anywhere(calls: Sequence[Call], folder: Path) -> list[Fault]:
-    """For each name of a call that changes something below `folder`: a fault for every number that a process comes to."""
+    """For each name of a call that changes something below `folder`: a fault for every number that
+    a process comes to.
+    """
     seen: Counter[tuple[int, str]] = Counter()
     planned: dict[tuple[str, int], Fault] = {}
     for index, call in enumerate(calls):
@@ -181,14 +259,18 @@ def faults_anywhere(calls: Sequence[Call], folder: Path) -> list[Fault]:
 
 
 def renamed(text: str, old: int, new: int) -> str:
-    """The same path or call in a process of another number, which is part of the names of what it writes."""
+    """The same path or call in a process of another number, which is part of the names of what it
+    writes.
+    """
     return re.sub(rf"(?<=-){old}(?![0-9])", str(new), text.replace(f"{old:016d}", f"{new:016d}"))
 
 
 def read_log(log: Path) -> list[Call]:
-    """What strace wrote, in the order in which calls began; those that open a file, in which they ended.
+    """What strace wrote, in the order in which calls began; those that open a file, in which they
+    ended.
 
-    A descriptor is free as soon as its `close` has begun, and another thread's `open` that began before may be given it.
+    A descriptor is free as soon as its `close` has begun, and another thread's `open` that began
+    before may be given it.
     """
     calls: list[Call] = []
     unfinished: dict[int, int] = {}
@@ -204,7 +286,9 @@ def read_log(log: Path) -> list[Call]:
         elif found := RESUMED.fullmatch(line):
             process = int(found[1])
             if process in opening:
-                calls.append(Call(process, found[2], opening.pop(process).text + found[3], found[4]))
+                calls.append(
+                    Call(process, found[2], opening.pop(process).text + found[3], found[4])
+                )
             else:
                 number = unfinished.pop(process)
                 calls[number] = Call(process, found[2], calls[number].text + found[3], found[4])
@@ -246,13 +330,17 @@ class _Attached:
         except subprocess.TimeoutExpired:
             self._strace.kill()
             self._strace.wait()
-            raise AssertionError(f"strace did not end with its process: {' '.join(self._command)}") from None
+            raise AssertionError(
+                f"strace did not end with its process: {' '.join(self._command)}"
+            ) from None
 
 
 def _kill_when_held(child: Child, log: Path, strace: subprocess.Popen[bytes]) -> None:
-    """Wait until strace holds a thread at the end of its call, and kill the process there; or until it has ended.
+    """Wait until strace holds a thread at the end of its call, and kill the process there; or until
+    it has ended.
 
-    strace itself goes, too: it would hand on the news of the death only after the time that it was told to hold the thread.
+    strace itself goes, too: it would hand on the news of the death only after the time that it was
+    told to hold the thread.
     """
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:

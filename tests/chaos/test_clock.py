@@ -21,7 +21,9 @@ from tests.train.test_run import metrics, stop_after, weights
 KNOBS: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2, "train__evaluate_every": 3}
 
 
-def test_training_dies_and_goes_on_while_the_clock_runs_backwards(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_dies_and_goes_on_while_the_clock_runs_backwards(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     straight = small_recipe(copy_of(root, tmp_path / "straight"), **KNOBS)
     train(straight)
     recipe, now = small_recipe(root, **KNOBS), time.time()
@@ -36,7 +38,9 @@ def test_training_dies_and_goes_on_while_the_clock_runs_backwards(root: Path, tm
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
     assert [found.step for found in committed(recipe.folder.checkpoints)] == [8, 6]
     events = list(read_lines(recipe.folder.events))
-    assert any(one["t_wall"] > other["t_wall"] for one, other in itertools.pairwise(events)), "the clock did go back"
+    assert any(one["t_wall"] > other["t_wall"] for one, other in itertools.pairwise(events)), (
+        "the clock did go back"
+    )
     account = goodput(events, read_beats(heartbeat_file(recipe.folder.heartbeats))[0])
     assert account is not None
     assert all(seconds >= 0 for seconds in account.seconds.values())

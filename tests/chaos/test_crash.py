@@ -1,4 +1,6 @@
-"""The machine crashes after any system call, and loses of all that was not flushed whatever it likes: nothing torn is taken for whole."""
+"""The machine crashes after any system call, and loses of all that was not flushed whatever it
+likes: nothing torn is taken for whole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.chaos.trial import crash_after_every_call, rehearse
 from tests.chaos.zygote import Zygote
 
 
-@pytest.mark.parametrize("action", [SAVE, EXPORT, REGISTER, LINES, RECORD], ids=lambda action: action.name)
+@pytest.mark.parametrize(
+    "action", [SAVE, EXPORT, REGISTER, LINES, RECORD], ids=lambda action: action.name
+)
 def test_crashed_after_every_call(action: Action, forks: Zygote, tmp_path: Path) -> None:
     crash_after_every_call(forks, rehearse(forks, action, tmp_path)).check()
 
@@ -24,7 +28,11 @@ def test_crashed_while_training(forks: Zygote, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("action", "most"), [(SAVE_BEHIND, None), (DATA, None), (TRAIN, 60)], ids=lambda value: value.name if isinstance(value, Action) else "",
+    ("action", "most"),
+    [(SAVE_BEHIND, None), (DATA, None), (TRAIN, 60)],
+    ids=lambda value: value.name if isinstance(value, Action) else "",
 )
-def test_crashed_in_a_longer_action(action: Action, most: int | None, forks: Zygote, tmp_path: Path) -> None:
+def test_crashed_in_a_longer_action(
+    action: Action, most: int | None, forks: Zygote, tmp_path: Path
+) -> None:
     crash_after_every_call(forks, rehearse(forks, action, tmp_path), most).check()

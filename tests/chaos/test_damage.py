@@ -1,4 +1,6 @@
-"""Checkpoints that lose bytes, bits, files or the half of themselves: each is named, and the newest whole one is taken instead."""
+"""Checkpoints that lose bytes, bits, files or the half of themselves: each is named, and the newest
+whole one is taken instead.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def truncated(to: float) -> Damage:
 
 
 def flipped(where: float, bit: int) -> Damage:
-    return lambda file: flip_bit(file, min(int(file.stat().st_size * where), file.stat().st_size - 1), bit)
+    return lambda file: flip_bit(
+        file, min(int(file.stat().st_size * where), file.stat().st_size - 1), bit
+    )
 
 
 def zeroed(file: Path) -> None:
@@ -44,9 +48,15 @@ def longer(file: Path) -> None:
 
 
 DAMAGES: dict[str, Damage] = {
-    **{f"truncated to {share:.0%}": truncated(share) for share in (0.0, 0.01, 0.5, 0.99)}, "a byte short": truncated(-1),
-    **{f"bit {bit} at {where:.0%}": flipped(where, bit) for bit, where in ((0, 0.0), (7, 0.1), (3, 0.37), (5, 0.5), (1, 0.9), (6, 1.0))},
-    "zeroed": zeroed, "longer": longer, "missing": Path.unlink,
+    **{f"truncated to {share:.0%}": truncated(share) for share in (0.0, 0.01, 0.5, 0.99)},
+    "a byte short": truncated(-1),
+    **{
+        f"bit {bit} at {where:.0%}": flipped(where, bit)
+        for bit, where in ((0, 0.0), (7, 0.1), (3, 0.37), (5, 0.5), (1, 0.9), (6, 1.0))
+    },
+    "zeroed": zeroed,
+    "longer": longer,
+    "missing": Path.unlink,
 }
 
 
@@ -70,14 +80,22 @@ def test_every_file_is_damaged_below(two: tuple[Path, dict[int, State]]) -> None
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_damaged_is_named_and_the_one_before_is_taken(
-    file: str, damage: str, copy: Path, two: tuple[Path, dict[int, State]], capsys: pytest.CaptureFixture[str]
+    file: str,
+    damage: str,
+    copy: Path,
+    two: tuple[Path, dict[int, State]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     newest = step_folder(copy, 2)
     DAMAGES[damage](newest / file)
     assert_equal(load(copy), two[1][1])
     said = capsys.readouterr().err
     if (file, damage) == (COMMIT, "missing"):
-        assert said == f"warning: checkpoint {newest} is not complete (it has no {COMMIT}); trying an older one\n"
+        assert (
+            said
+            == f"warning: checkpoint {newest} is not complete (it has no {COMMIT}); trying an older"
+            " one\n"
+        )
     else:
         assert said.startswith(f"warning: checkpoint {newest} is damaged ({newest / file} ")
     assert said.count("\n") == 1
@@ -88,17 +106,23 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(
 
 @pytest.mark.parametrize("other", ["__0_0.distcp", COMMIT])
 @pytest.mark.parametrize("file", FILES)
-def test_with_none_whole_it_stops_and_names_them_all(file: str, other: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_none_whole_it_stops_and_names_them_all(
+    file: str, other: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip_bit(step_folder(copy, 2) / file, 11)
     flip_bit(step_folder(copy, 1) / other, 99)
-    with pytest.raises(Failed, match=rf"no checkpoint in {copy} is whole; restore one, or start over with --fresh"):
+    with pytest.raises(
+        Failed, match=rf"no checkpoint in {copy} is whole; restore one, or start over with --fresh"
+    ):
         newest_valid(copy)
     said = capsys.readouterr().err
     assert f"{step_folder(copy, 2)} is damaged" in said
     assert f"{step_folder(copy, 1)} is damaged" in said
 
 
-def test_the_first_save_torn_is_no_checkpoint_but_a_first_start(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_save_torn_is_no_checkpoint_but_a_first_start(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing was ever promised, so nothing is lost; it is said all the same."""
     shutil.rmtree(step_folder(copy, 1))
     (step_folder(copy, 2) / COMMIT).unlink()
@@ -107,10 +131,18 @@ def test_the_first_save_torn_is_no_checkpoint_but_a_first_start(copy: Path, caps
 
 
 @pytest.mark.parametrize("kept", range(len(FILES)))
-def test_a_half_deleted_checkpoint_is_never_taken(kept: int, copy: Path, two: tuple[Path, dict[int, State]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_deleted_checkpoint_is_never_taken(
+    kept: int, copy: Path, two: tuple[Path, dict[int, State]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Deletion ends with `kept` files still there, whichever they are; and the next one ends it."""
     order = random.Random(kept)
-    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: [path.unlink() for path in order.sample(sorted(folder.iterdir()), 3)[kept:]])
+    monkeypatch.setattr(
+        shutil,
+        "rmtree",
+        lambda folder, ignore_errors: [
+            path.unlink() for path in order.sample(sorted(folder.iterdir()), 3)[kept:]
+        ],
+    )
     retain(copy, 1)
     monkeypatch.undo()
     assert len(list(step_folder(copy, 1).iterdir())) == min(kept, 3)

@@ -9,7 +9,9 @@ from tests.chaos.strace import read_log
 
 
 def test_a_descriptor_that_one_thread_gives_back_and_another_is_given(tmp_path: Path) -> None:
-    """The second thread's `open` begins first; were it followed there, the first one's line would land in the second one's file."""
+    """The second thread's `open` begins first; were it followed there, the first one's line would
+    land in the second one's file.
+    """
 
     def hexed(text: object) -> str:
         return "".join(f"\\x{byte:02x}" for byte in str(text).encode())

@@ -1,4 +1,6 @@
-"""A disk that fills up while a checkpoint is written beside training: said at once, nothing lost, and it goes on when there is room."""
+"""A disk that fills up while a checkpoint is written beside training: said at once, nothing lost,
+and it goes on when there is room.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from ingot.checkpoints.store import committed, newest_valid, step_folder
 from ingot.parallel.mesh import running_mesh
 from ingot.train import run as train_run
 from ingot.train.run import train as whole_training
-from tests.checkpoints.states import ALONE, assert_equal, gate, load, small_disk, state_of, train, trained
+from tests.checkpoints.states import (
+    ALONE,
+    assert_equal,
+    gate,
+    load,
+    small_disk,
+    state_of,
+    train,
+    trained,
+)
 from tests.ranks import run_ranks
 from tests.saving import save_checkpoint
 from tests.small import small_recipe
@@ -44,9 +55,15 @@ def test_a_disk_that_fills_up_in_the_midst_of_a_save(asynchronous: bool, tmp_pat
         saver = Saver(checkpoints, ALONE, asynchronous=asynchronous)
         saver.save(1, masters, optimizer, {}, keep=2, best=None)
         saver.wait()
-        first, size = state_of(masters, optimizer), sum(path.stat().st_size for path in step_folder(checkpoints, 1).iterdir())
+        first, size = (
+            state_of(masters, optimizer),
+            sum(path.stat().st_size for path in step_folder(checkpoints, 1).iterdir()),
+        )
         free = size // 2
-        words = f"disk full while writing {re.escape(str(step_folder(checkpoints, 2)))}; make space and run the same command again"
+        words = (
+            f"disk full while writing {re.escape(str(step_folder(checkpoints, 2)))}; make space and"
+            " run the same command again"
+        )
         if asynchronous:
             with gate() as opened:
                 saver.save(2, masters, optimizer, {}, keep=2, best=None)
@@ -74,14 +91,24 @@ def test_a_disk_that_fills_up_in_the_midst_of_a_save(asynchronous: bool, tmp_pat
 
 
 def test_wherever_it_fills_up_there_is_a_whole_checkpoint_and_it_is_said(tmp_path: Path) -> None:
-    """From no room at all, page by page, to all that it needs: within any of its files, and within the marker."""
+    """From no room at all, page by page, to all that it needs: within any of its files, and within
+    the marker.
+    """
     ends: list[bool] = []
     told: list[str] = []
     with small_disk(tmp_path / "disk", MEGABYTES) as disk:
         masters, optimizer = trained(0)
         save_checkpoint(disk / "checkpoints", 1, masters, optimizer, {"samples": 1}, ALONE)
-        size = sum(-(-path.stat().st_size // 4096) * 4096 for path in step_folder(disk / "checkpoints", 1).iterdir())
-        for free in (0, 4096, *range(12288, size - 32768, 32768), *range(max(size - 32768, 0), size + 32768, 4096)):
+        size = sum(
+            -(-path.stat().st_size // 4096) * 4096
+            for path in step_folder(disk / "checkpoints", 1).iterdir()
+        )
+        for free in (
+            0,
+            4096,
+            *range(12288, size - 32768, 32768),
+            *range(max(size - 32768, 0), size + 32768, 4096),
+        ):
             stuff = fill(disk, free)
             try:
                 save_checkpoint(disk / "checkpoints", 2, masters, optimizer, {"samples": 2}, ALONE)
@@ -96,7 +123,10 @@ def test_wherever_it_fills_up_there_is_a_whole_checkpoint_and_it_is_said(tmp_pat
             stuff.unlink()
             shutil.rmtree(step_folder(disk / "checkpoints", 2), ignore_errors=True)
     place = re.escape(str(step_folder(tmp_path / "disk" / "checkpoints", 2)))
-    words = rf"disk full while writing {place}(/COMMIT\.json)?; make space and run the same command again"
+    words = (
+        rf"disk full while writing {place}(/COMMIT\.json)?; make space and run the same command"
+        r" again"
+    )
     assert [text for text in told if not re.fullmatch(words, text)] == []
     assert ends == sorted(ends)
     assert ends.count(False) > 5
@@ -129,7 +159,9 @@ def test_both_of_two_ranks_are_told(tmp_path: Path) -> None:
         assert [found.step for found in committed(disk / "checkpoints")] == [3, 1]
 
 
-def test_a_training_whose_disk_fills_up_says_so_and_goes_on_when_there_is_space(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_whose_disk_fills_up_says_so_and_goes_on_when_there_is_space(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     knobs: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}
     straight = small_recipe(root, **knobs)
     whole_training(straight)
@@ -147,7 +179,10 @@ def test_a_training_whose_disk_fills_up_says_so_and_goes_on_when_there_is_space(
 
         with monkeypatch.context() as patch:
             patch.setattr(train_run, "_step", step)
-            with pytest.raises(Failed, match=r"^disk full while writing .*; make space and run the same command again$"):
+            with pytest.raises(
+                Failed,
+                match=r"^disk full while writing .*; make space and run the same command again$",
+            ):
                 whole_training(recipe)
         filled.unlink()
         found = newest_valid(recipe.folder.checkpoints)

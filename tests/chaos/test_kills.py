@@ -1,4 +1,6 @@
-"""A training is killed again and again, in every phase, and ends with the bytes of one that was left alone."""
+"""A training is killed again and again, in every phase, and ends with the bytes of one that was
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ from tests.ranks import _context, free_port
 from tests.small import copy_of, small_recipe
 from tests.train.test_run import last_state, metrics, weights
 
-KNOBS: dict[str, Any] = {"checkpoint__every": 2, "train__evaluate_every": 3, "train__evaluate_rows": 8}
+KNOBS: dict[str, Any] = {
+    "checkpoint__every": 2,
+    "train__evaluate_every": 3,
+    "train__evaluate_rows": 8,
+}
 WHILE_TRAINING: tuple[Phase, ...] = ("step", "loading", "evaluating", "first step", "saving")
 PATIENCE_S = 90.0
 REACH = 6
@@ -36,16 +42,28 @@ REACH = 6
 def start(root: Path, world: int, knobs: dict[str, Any]) -> list[BaseProcess]:
     """The ranks of `ingot train`, forked from a process that has torch loaded."""
     port = free_port()
-    processes: list[BaseProcess] = [_context.Process(target=_rank, args=(rank, world, port, root, knobs), daemon=True) for rank in range(world)]
+    processes: list[BaseProcess] = [
+        _context.Process(target=_rank, args=(rank, world, port, root, knobs), daemon=True)
+        for rank in range(world)
+    ]
     for process in processes:
         process.start()
     return processes
 
 
 def _rank(rank: int, world: int, port: int, root: Path, knobs: dict[str, Any]) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)  # the process that this one was forked from had read the environment before
+    torch.set_num_threads(
+        1
+    )  # the process that this one was forked from had read the environment before
     os.dup2(os.open(root / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     train(small_recipe(root, **knobs))
 
@@ -59,7 +77,9 @@ def wait_for(processes: list[BaseProcess], root: Path) -> None:
 
 @dataclass
 class Killer:
-    """Starts a training and kills it, as often as it is asked to; `phases` are those that the victims were in."""
+    """Starts a training and kills it, as often as it is asked to; `phases` are those that the
+    victims were in.
+    """
 
     root: Path
     world: int
@@ -73,14 +93,21 @@ class Killer:
         victim = self.draw.randrange(self.world)
         whole = self.draw.random() < 0.3
         # Within the phase, not always at its first moment.
-        later_s, steps = self.draw.uniform(0, 0.3) if phase == "loading" else self.draw.choice((0.0, 0.002)), self.draw.randrange(1, REACH)
+        later_s, steps = (
+            (self.draw.uniform(0, 0.3) if phase == "loading" else self.draw.choice((0.0, 0.002))),
+            self.draw.randrange(1, REACH),
+        )
         began, first = time.monotonic(), None
         while True:
             beat = self.beat_of(processes[victim])
             first = beat.step if beat and first is None else first
             found: str = beat.phase if beat else "loading"
             far = beat.step - first if beat and first is not None else 0
-            if found == phase and (phase != "step" or far >= steps) and time.monotonic() - began > later_s * (phase == "loading"):
+            if (
+                found == phase
+                and (phase != "step" or far >= steps)
+                and time.monotonic() - began > later_s * (phase == "loading")
+            ):
                 time.sleep(later_s * (phase != "loading"))
                 break
             if found == "exporting" or (far >= REACH and found == "step" and phase != "exporting"):
@@ -100,7 +127,14 @@ class Killer:
 
     def beat_of(self, process: BaseProcess) -> Beat | None:
         folder = small_recipe_folder(self.root)
-        return next((beat for beat in read_beats(heartbeat_file(folder / "heartbeats")) if beat.pid == process.pid), None)
+        return next(
+            (
+                beat
+                for beat in read_beats(heartbeat_file(folder / "heartbeats"))
+                if beat.pid == process.pid
+            ),
+            None,
+        )
 
 
 def small_recipe_folder(root: Path) -> Path:
@@ -120,7 +154,9 @@ def check_equal(killed: Recipe, alone: Recipe) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-def kill_often(root: Path, alone: Path, world: int, kills: int, exporting: int, steps: int, seed: int) -> Counter[str]:
+def kill_often(
+    root: Path, alone: Path, world: int, kills: int, exporting: int, steps: int, seed: int
+) -> Counter[str]:
     """`kills` kills while it trains and `exporting` after that; the phases that they came in."""
     knobs = {**KNOBS, "train__steps": steps}
     wait_for(start(alone, world, knobs), alone)
@@ -133,12 +169,18 @@ def kill_often(root: Path, alone: Path, world: int, kills: int, exporting: int, 
     recipe = small_recipe(root, **knobs)
     check_equal(recipe, small_recipe(alone, **knobs))
     assert killer.phases.total() == kills + exporting
-    assert sum(event["steps"] for event in events(recipe, "lost")) > 0, "steps were really lost, and done again"
+    assert sum(event["steps"] for event in events(recipe, "lost")) > 0, (
+        "steps were really lost, and done again"
+    )
     return killer.phases
 
 
-@pytest.mark.parametrize(("world", "kills", "exporting"), [pytest.param(1, 24, 3, marks=pytest.mark.slow), (2, 20, 3)])
-def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(world: int, kills: int, exporting: int, root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "kills", "exporting"), [pytest.param(1, 24, 3, marks=pytest.mark.slow), (2, 20, 3)]
+)
+def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(
+    world: int, kills: int, exporting: int, root: Path, tmp_path: Path
+) -> None:
     """50 kills in all."""
     alone = copy_of(root, tmp_path / "alone")
     phases = kill_often(root, alone, world, kills, exporting, steps=45, seed=world)
@@ -148,7 +190,9 @@ def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(world: int, kills: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_killed_hundreds_of_times_it_ends_as_if_it_had_not_been(world: int, root: Path, tmp_path: Path) -> None:
+def test_killed_hundreds_of_times_it_ends_as_if_it_had_not_been(
+    world: int, root: Path, tmp_path: Path
+) -> None:
     """500 kills in all."""
     alone = copy_of(root, tmp_path / "alone")
     phases = kill_often(root, alone, world, kills=230, exporting=20, steps=600, seed=10 + world)
@@ -157,25 +201,47 @@ def test_killed_hundreds_of_times_it_ends_as_if_it_had_not_been(world: int, root
 
 @pytest.mark.slow
 def test_a_launched_training_survives_the_chaos_that_ships(root: Path, tmp_path: Path) -> None:
-    """Four kills by `chaos.kill_every_s`, two of them so late that loading is over: a rank, all ranks, the supervisor, a rank."""
+    """Four kills by `chaos.kill_every_s`, two of them so late that loading is over: a rank, all
+    ranks, the supervisor, a rank.
+    """
     knobs = {**KNOBS, "train__steps": 80, "train__global_batch": 32, "train__micro_batch": 1}
     alone = copy_of(root, tmp_path / "alone")
     recipe = small_recipe(root, **knobs, launch__processes=2)
     (root / "r.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    launched = ["launch", "train", str(root / "r.yaml"), "chaos.kill_every_s=7", "chaos.what=[rank,group,supervisor]", "chaos.seed=232"]
+    launched = [
+        "launch",
+        "train",
+        str(root / "r.yaml"),
+        "chaos.kill_every_s=7",
+        "chaos.what=[rank,group,supervisor]",
+        "chaos.seed=232",
+    ]
     codes: list[int] = []
     said = ""
     deadline = time.monotonic() + 3 * PATIENCE_S
     while len(events(recipe, "killed")) < 4:
-        process = subprocess.Popen(command(*launched), env=clean_environment(OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        while process.poll() is None and (len(events(recipe, "killed")) < 4 or len(events(recipe, "restart")) < 3):
+        process = subprocess.Popen(
+            command(*launched),
+            env=clean_environment(OMP_NUM_THREADS="1"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while process.poll() is None and (
+            len(events(recipe, "killed")) < 4 or len(events(recipe, "restart")) < 3
+        ):
             assert time.monotonic() < deadline, said
             time.sleep(0.1)
         process.kill()
         said += process.communicate()[1]
         codes.append(process.returncode)
     assert codes == [-signal.SIGKILL] * 2, f"one by chaos, one by us; {said}"
-    assert [event["what"] for event in events(recipe, "killed")] == ["rank", "group", "supervisor", "rank"]
+    assert [event["what"] for event in events(recipe, "killed")] == [
+        "rank",
+        "group",
+        "supervisor",
+        "rank",
+    ]
     assert len(events(recipe, "restart")) == said.count("starting again from") == 3
     wait_for(start(root, 2, knobs), root)
     wait_for(start(alone, 2, knobs), alone)

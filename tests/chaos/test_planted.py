@@ -32,7 +32,9 @@ def save_without_flushing_folders(folder: Path) -> Callable[[], Any]:
 
 
 def unless(flush: Callable[[int], None], spared: Callable[[Path], bool]) -> Callable[[int], None]:
-    return lambda descriptor: None if spared(Path(os.readlink(f"/proc/self/fd/{descriptor}"))) else flush(descriptor)
+    return lambda descriptor: (
+        None if spared(Path(os.readlink(f"/proc/self/fd/{descriptor}"))) else flush(descriptor)
+    )
 
 
 def save_with_the_marker_before_the_data(folder: Path) -> Callable[[], Any]:
@@ -72,20 +74,45 @@ def record_that_comes_back(folder: Path) -> Callable[[], Any]:
     return ready_record(folder)
 
 
-@pytest.mark.parametrize(("action", "planted", "told"), [
-    (SAVE, save_without_flushing_files, "what was done is lost"), (SAVE, save_without_flushing_folders, "what was done is lost"),
-    (SAVE, save_with_the_marker_before_the_data, "what was done is lost"), (EXPORT, export_in_place, "no model|the model h"),
-    (LINES, lines_rewritten_in_place, "are left"), (RECORD, record_that_comes_back, "the record says seed 1, there is what was made with seed 2"),
-], ids=lambda value: getattr(value, "__name__", ""))
-def test_a_crash_finds_it(action: Action, planted: Ready, told: str, forks: Zygote, tmp_path: Path) -> None:
-    count = crash_after_every_call(forks, rehearse(forks, replace(action, ready=planted), tmp_path), 14)
+@pytest.mark.parametrize(
+    ("action", "planted", "told"),
+    [
+        (SAVE, save_without_flushing_files, "what was done is lost"),
+        (SAVE, save_without_flushing_folders, "what was done is lost"),
+        (SAVE, save_with_the_marker_before_the_data, "what was done is lost"),
+        (EXPORT, export_in_place, "no model|the model h"),
+        (LINES, lines_rewritten_in_place, "are left"),
+        (
+            RECORD,
+            record_that_comes_back,
+            "the record says seed 1, there is what was made with seed 2",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_crash_finds_it(
+    action: Action, planted: Ready, told: str, forks: Zygote, tmp_path: Path
+) -> None:
+    count = crash_after_every_call(
+        forks, rehearse(forks, replace(action, ready=planted), tmp_path), 14
+    )
     with pytest.raises(AssertionError, match=told):
         count.check()
 
 
-@pytest.mark.parametrize(("action", "planted", "told"), [(EXPORT, export_in_place, "no model|the model h"), (LINES, lines_rewritten_in_place, "are left")])
-def test_a_kill_finds_it(action: Action, planted: Ready, told: str, forks: Zygote, tmp_path: Path) -> None:
-    count = kill_at_every_call(forks, rehearse(forks, replace(action, ready=planted), tmp_path), ["before"], 12)
+@pytest.mark.parametrize(
+    ("action", "planted", "told"),
+    [
+        (EXPORT, export_in_place, "no model|the model h"),
+        (LINES, lines_rewritten_in_place, "are left"),
+    ],
+)
+def test_a_kill_finds_it(
+    action: Action, planted: Ready, told: str, forks: Zygote, tmp_path: Path
+) -> None:
+    count = kill_at_every_call(
+        forks, rehearse(forks, replace(action, ready=planted), tmp_path), ["before"], 12
+    )
     assert count.planned == count.injected
     with pytest.raises(AssertionError, match=told):
         count.check()

@@ -1,4 +1,6 @@
-"""A process that has imported everything and forks children from itself: what each fault costs is the fault, not starting torch."""
+"""A process that has imported everything and forks children from itself: what each fault costs is
+the fault, not starting torch.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,17 @@ class Child:
         return self._pipe.poll()
 
     def end(self) -> tuple[int, Any]:
-        """(status as of os.waitpid, what the action returned or None). Waits for every process that the child started, too."""
+        """(status as of os.waitpid, what the action returned or None). Waits for every process that
+        the child started, too.
+        """
         said = None
         while True:
             if not self._pipe.poll(PATIENCE_S):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
-                raise AssertionError(f"process {self.pid} neither ended nor said anything in {PATIENCE_S:g} s")
+                raise AssertionError(
+                    f"process {self.pid} neither ended nor said anything in {PATIENCE_S:g} s"
+                )
             kind, value = self._pipe.recv()
             if kind == "ended":
                 return value, said
@@ -112,7 +118,9 @@ def _serve(pipe: Connection) -> None:
 
 def _be_child(pipe: Connection, ready: Ready, folder: Path) -> None:
     """Never returns: everything that would run at exit belongs to the zygote."""
-    sys.stderr = io.StringIO()  # progress tells nothing here, and its number of writes depends on the clock
+    sys.stderr = (
+        io.StringIO()
+    )  # progress tells nothing here, and its number of writes depends on the clock
     try:
         act = ready(folder)
         pipe.send(("ready", os.getpid()))

@@ -30,8 +30,13 @@ from ingot.train.optim import make_optimizer
 from tests.saving import save_checkpoint
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1,
+    "model_type": "llama",
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
 }
 ALONE = Mesh(Ranks(), torch.device("cpu"))
 State = dict[str, Tensor]
@@ -42,7 +47,9 @@ def trained(seed: int, kind: str = "adamw", tied: bool = False) -> tuple[Masters
     model = Decoder(DecoderConfig.from_hf({**CONFIG, "tie_word_embeddings": tied}))
     initialise(model, seed)
     masters = Masters(model, ALONE)
-    optimizer = make_optimizer(AdamW(lr=1e-2) if kind == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), masters)
+    optimizer = make_optimizer(
+        AdamW(lr=1e-2) if kind == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), masters
+    )
     for step in range(3):
         train(masters, optimizer, seed + step)
     return masters, optimizer
@@ -69,10 +76,19 @@ def save(folder: Path, step: int, seed: int = 0, **kinds: Any) -> State:
 
 
 def load(folder: Path, **kinds: Any) -> State:
-    """The newest whole checkpoint into a fresh model with other weights and an optimizer without state."""
+    """The newest whole checkpoint into a fresh model with other weights and an optimizer without
+    state.
+    """
     with running_mesh() as mesh:
         masters, _ = trained(99, **kinds)
-        optimizer = make_optimizer(AdamW(lr=1e-2) if kinds.get("kind", "adamw") == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), masters)
+        optimizer = make_optimizer(
+            (
+                AdamW(lr=1e-2)
+                if kinds.get("kind", "adamw") == "adamw"
+                else SGD(kind="sgd", lr=0.1, momentum=0.9)
+            ),
+            masters,
+        )
         found = newest_valid(folder)
         assert found is not None
         load_checkpoint(found, masters, optimizer, mesh)
@@ -116,11 +132,18 @@ def flip_bit(file: Path, offset: int, bit: int = 0) -> None:
 def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
     """A disk of its own that is soon full."""
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode:
         assert not os.environ.get("CI"), f"CI must be able to mount a small disk: {mounted.stderr}"
         pytest.skip("mounting a small disk needs root")
     try:
         yield place
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)  # lazily: what was raised may keep files of it open
+        subprocess.run(
+            ["umount", "-l", str(place)], check=True
+        )  # lazily: what was raised may keep files of it open

@@ -24,26 +24,45 @@ from tests import tolerances
 from tests.tokenizers.small import chatty
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
 }
 
 
-@pytest.mark.parametrize(("generation", "beside"), [
-    (None, []), ({"eos_token_id": 5, "temperature": 0.7}, [5]), ({"eos_token_id": [5, 6]}, [5, 6]), ({"max_new_tokens": 9}, []),
-])
-def test_the_end_of_turn_token_is_added_to_what_was_there(tmp_path: Path, generation: dict[str, Any] | None, beside: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("generation", "beside"),
+    [
+        (None, []),
+        ({"eos_token_id": 5, "temperature": 0.7}, [5]),
+        ({"eos_token_id": [5, 6]}, [5, 6]),
+        ({"max_new_tokens": 9}, []),
+    ],
+)
+def test_the_end_of_turn_token_is_added_to_what_was_there(
+    tmp_path: Path, generation: dict[str, Any] | None, beside: list[int]
+) -> None:
     tokenizer = chatty()
     model = Decoder(DecoderConfig.from_hf(CONFIG))
     initialise(model, 0)
-    export_model(model, tokenizer, tmp_path / "model", export_type="fp32", lineage={}, generation=generation)
+    export_model(
+        model, tokenizer, tmp_path / "model", export_type="fp32", lineage={}, generation=generation
+    )
     ends = {tokenizer.special.eos, tokenizer.token_id("<|im_end|>")}
     assert len(ends) == 2
     written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert set(written["eos_token_id"]) == ends | set(beside)
-    assert {key: value for key, value in written.items() if key in ("temperature", "max_new_tokens")} == {
-        key: value for key, value in (generation or {}).items() if key != "eos_token_id"
-    }
+    assert {
+        key: value for key, value in written.items() if key in ("temperature", "max_new_tokens")
+    } == {key: value for key, value in (generation or {}).items() if key != "eos_token_id"}
     assert load(tmp_path / "model").eos == ends | set(beside)
 
 
@@ -53,7 +72,13 @@ def test_a_copy_wants_a_tokenizer_that_fits_and_replaces_only_models(tmp_path: P
     initialise(model, 0)
     source, target = tmp_path / "model", tmp_path / "copy"
     export_model(model, tokenizer, source, export_type="fp32", lineage={})
-    with pytest.raises(WrongInput, match=rf"its tokenizer has {tokenizer.vocab_size} ids, the model only {tokenizer.vocab_size - 1}"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            rf"its tokenizer has {tokenizer.vocab_size} ids, the model only"
+            rf" {tokenizer.vocab_size - 1}"
+        ),
+    ):
         copy_model(source, target, export_type=None, overwrite=False)
     assert not target.exists()
     fitting = Decoder(DecoderConfig.from_hf(CONFIG))
@@ -87,8 +112,14 @@ def adapter(tmp_path: Path) -> Path:
 def test_an_adapter_becomes_a_whole_model(adapter: Path, tmp_path: Path) -> None:
     copy_model(adapter, tmp_path / "whole", export_type=None, overwrite=False)
     tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None]
-    said = [model.logits(model.hidden(tokens, positions)) for model in (load(folder, any_template=True).model for folder in (
-        tmp_path / "whole", adapter, tmp_path / "base")) if isinstance(model, Decoder)]
+    said = [
+        model.logits(model.hidden(tokens, positions))
+        for model in (
+            load(folder, any_template=True).model
+            for folder in (tmp_path / "whole", adapter, tmp_path / "base")
+        )
+        if isinstance(model, Decoder)
+    ]
     assert torch.allclose(said[0], said[1], atol=tolerances.LOGITS_FP32)
     assert not torch.allclose(said[0], said[2], atol=0.01)
     assert load_tokenizer(tmp_path / "whole").identity() == chatty().identity()
@@ -96,10 +127,14 @@ def test_an_adapter_becomes_a_whole_model(adapter: Path, tmp_path: Path) -> None
 
 def test_an_adapter_is_copied_once_its_tensors_are_checked(adapter: Path, tmp_path: Path) -> None:
     copy_adapter(adapter, tmp_path / "copy", overwrite=False)
-    assert {file.name: file.read_bytes() for file in (tmp_path / "copy").iterdir()} == {file.name: file.read_bytes() for file in adapter.iterdir()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "copy").iterdir()} == {
+        file.name: file.read_bytes() for file in adapter.iterdir()
+    }
     with pytest.raises(WrongInput, match=r"copy exists; choose another folder, or add --overwrite"):
         copy_adapter(adapter, tmp_path / "copy", overwrite=False)
-    with pytest.raises(WrongInput, match=r"base is no adapter, and --overwrite replaces only those"):
+    with pytest.raises(
+        WrongInput, match=r"base is no adapter, and --overwrite replaces only those"
+    ):
         copy_adapter(adapter, tmp_path / "base", overwrite=True)
     weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-40])
@@ -108,7 +143,9 @@ def test_an_adapter_is_copied_once_its_tensors_are_checked(adapter: Path, tmp_pa
     assert is_adapter(tmp_path / "copy"), "what was there stays"
 
 
-def test_the_command_exports_the_adapter_of_a_run(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_exports_the_adapter_of_a_run(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy_model(adapter, tmp_path / "run" / "model", export_type=None, overwrite=False)
     assert copy_checked(str(tmp_path / "run"), str(tmp_path / "out"), "peft", overwrite=False) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")

@@ -1,4 +1,6 @@
-"""Every layout loads what any other wrote, weights and optimizer bit for bit, and a process alone reads the weights whole."""
+"""Every layout loads what any other wrote, weights and optimizer bit for bit, and a process alone
+reads the weights whole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from torch import Tensor, nn
 
 from ingot.base.errors import Failed
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, WholeWeights, checkpoint_in, load_checkpoint, step_folder
+from ingot.checkpoints.store import (
+    COMMIT,
+    WholeWeights,
+    checkpoint_in,
+    load_checkpoint,
+    step_folder,
+)
 from ingot.config.layout import Parallel
 from ingot.config.work import AdamW, Lora
 from ingot.models.architecture import DecoderConfig
@@ -27,29 +35,50 @@ from tests.ranks import run_ranks
 from tests.saving import save_checkpoint
 
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "attention_bias": True,
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "attention_bias": True,
 }
 MODELS: dict[str, tuple[dict[str, Any], Lora | None]] = {
-    "untied": (CONFIG, None), "tied": ({**CONFIG, "tie_word_embeddings": True}, None), "257": ({**CONFIG, "vocab_size": 257}, None),
+    "untied": (CONFIG, None),
+    "tied": ({**CONFIG, "tie_word_embeddings": True}, None),
+    "257": ({**CONFIG, "vocab_size": 257}, None),
     "lora": (CONFIG, Lora(rank=3)),
 }
 ALONE: dict[str, int] = {}
 CHAIN: list[dict[str, int]] = [
-    {"shard": 4}, {"tensor": 2, "shard": 2}, {"replicate": 2, "shard": 2}, {"pipeline": 2, "virtual": 2, "shard": 2}, {"context": 2, "tensor": 2},
+    {"shard": 4},
+    {"tensor": 2, "shard": 2},
+    {"replicate": 2, "shard": 2},
+    {"pipeline": 2, "virtual": 2, "shard": 2},
+    {"context": 2, "tensor": 2},
 ]
 """Each loads what the one before it wrote."""
 
 
 def value(name: str, tensor: Tensor) -> Tensor:
     """What a tensor of the state holds, by its name, whole."""
-    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    return torch.randn(
+        tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    )
 
 
-def trainee(name: str, layout: dict[str, int], mesh: Mesh) -> tuple[nn.Module, Masters, torch.optim.Optimizer]:
+def trainee(
+    name: str, layout: dict[str, int], mesh: Mesh
+) -> tuple[nn.Module, Masters, torch.optim.Optimizer]:
     """A model with room for its weights, and an optimizer without state."""
     config, lora = MODELS[name]
-    drawing, how = Blueprint("decoder", DecoderConfig.from_hf(config), None, True), Wrapping(Parallel(**layout))
+    drawing, how = (
+        Blueprint("decoder", DecoderConfig.from_hf(config), None, True),
+        Wrapping(Parallel(**layout)),
+    )
     model = draft_model(drawing, 0)
     if lora is not None:
         add_lora(model, lora, 0)
@@ -66,14 +95,19 @@ def begin(name: str, layout: dict[str, int], folder: Path, mesh: Mesh) -> None:
     _, masters, optimizer = trainee(name, layout, mesh)
     for master in masters:
         optimizer.state[master.tensor] = {
-            "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(master.tensor), "exp_avg_sq": torch.zeros_like(master.tensor)}
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(master.tensor),
+            "exp_avg_sq": torch.zeros_like(master.tensor),
+        }
     for key, tensor in training_tensors(masters, optimizer).items():
         local(tensor).copy_(value(key, tensor)[box(tensor)])
     save_checkpoint(folder, 1, masters, optimizer, {"samples": 1}, mesh)
 
 
 def carried(name: str, layout: dict[str, int], folder: Path, step: int) -> dict[str, int]:
-    """Load step `step`, see that it is what was written first, write the next one; this rank's share of each tensor."""
+    """Load step `step`, see that it is what was written first, write the next one; this rank's
+    share of each tensor.
+    """
     with running_mesh(Parallel(**layout)) as mesh:
         if step == 0:
             begin(name, layout, folder, mesh)
@@ -83,42 +117,65 @@ def carried(name: str, layout: dict[str, int], folder: Path, step: int) -> dict[
         for key, tensor in tensors.items():
             assert torch.equal(local(tensor), value(key, tensor)[box(tensor)]), key
         for master in masters:
-            assert torch.equal(local(master.parameter.detach()), master.tensor), "the model has what its master has"
-        assert sum(key.startswith("optimizer.") for key in tensors) == 3 * sum(key.startswith("model.") for key in tensors) > 0
+            assert torch.equal(local(master.parameter.detach()), master.tensor), (
+                "the model has what its master has"
+            )
+        assert (
+            sum(key.startswith("optimizer.") for key in tensors)
+            == 3 * sum(key.startswith("model.") for key in tensors)
+            > 0
+        )
         save_checkpoint(folder, step + 1, masters, optimizer, {"samples": 1}, mesh)
         return {key: local(tensor).numel() for key, tensor in tensors.items()}
 
 
 def chains(root: Path) -> dict[str, list[dict[str, int]]]:
     with running_mesh():
-        return {name: [carried(name, layout, root / name, step) for step, layout in enumerate(CHAIN)] for name in MODELS}
+        return {
+            name: [carried(name, layout, root / name, step) for step, layout in enumerate(CHAIN)]
+            for name in MODELS
+        }
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[dict[str, int]]]]]:
+def written(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[dict[str, list[dict[str, int]]]]]:
     root = tmp_path_factory.mktemp("layouts")
     return root, run_ranks(4, chains, root, timeout_s=400)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_any_layout_loads_what_any_other_wrote(name: str, written: tuple[Path, list[dict[str, list[dict[str, int]]]]]) -> None:
+def test_any_layout_loads_what_any_other_wrote(
+    name: str, written: tuple[Path, list[dict[str, list[dict[str, int]]]]]
+) -> None:
     root, ranks = written
     alone = carried(name, ALONE, root / name, len(CHAIN))
     folders = sorted((root / name).iterdir())
     assert len(folders) == len(CHAIN) + 1
     told = [checkpoint_in(folder).commit for folder in folders]
     assert [(commit["world"], commit["layout"]) for commit in told] == [
-        (4, "shard 4"), (4, "shard 2 x tensor 2"), (4, "replicate 2 x shard 2"), (4, "pipeline 2 x shard 2"),
-        (4, "context 2 x tensor 2"), (1, "")]
+        (4, "shard 4"),
+        (4, "shard 2 x tensor 2"),
+        (4, "replicate 2 x shard 2"),
+        (4, "pipeline 2 x shard 2"),
+        (4, "context 2 x tensor 2"),
+        (1, ""),
+    ]
     for folder, commit in zip(folders, told, strict=True):
-        # One file a rank, the one that tells what lies where, and the marker: nothing else grows with the ranks.
+        # One file a rank, the one that tells what lies where, and the marker: nothing else grows
+        # with the ranks.
         assert len(list(folder.iterdir())) <= commit["world"] + 2
         assert {file.name for file in folder.iterdir()} >= {".metadata", COMMIT}
     for place, layout in enumerate(CHAIN):
         counts = [sum(rank[name][place].values()) for rank in ranks]
         copies = layout.get("replicate", 1) * layout.get("context", 1)
-        # Norms are whole on each rank under tensor parallelism, and so are an adapter's matrices on one side.
-        assert max(counts) <= (2.0 if name == "lora" else 1.5) * sum(alone.values()) * copies / 4, (layout, counts)
+        # Norms are whole on each rank under tensor parallelism, and so are an adapter's matrices on
+        # one side.
+        assert max(counts) <= (2.0 if name == "lora" else 1.5) * sum(alone.values()) * copies / 4, (
+            layout,
+            counts,
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -129,11 +186,15 @@ def test_one_process_reads_the_weights_whole(name: str, written: tuple[Path, Any
     for step in range(1, len(CHAIN) + 1):
         weights = WholeWeights(step_folder(root / name, step))
         for master in masters:
-            assert torch.equal(weights[master.name], value(f"model.{master.name}", master.tensor)), master.name
+            assert torch.equal(
+                weights[master.name], value(f"model.{master.name}", master.tensor)
+            ), master.name
 
 
 def refused(root: Path) -> list[str]:
-    """The untied model's checkpoint for the tied model and the other way round, on a pipeline of which only one rank has the head."""
+    """The untied model's checkpoint for the tied model and the other way round, on a pipeline of
+    which only one rank has the head.
+    """
     said = []
     with running_mesh():
         layout = {"pipeline": 2}
@@ -141,8 +202,12 @@ def refused(root: Path) -> list[str]:
             with running_mesh(Parallel(**layout)) as mesh:
                 _, masters, optimizer = trainee(name, layout, mesh)
                 with pytest.raises(Failed, match="does not fit this model") as error:
-                    load_checkpoint(checkpoint_in(step_folder(root / other, 1)), masters, optimizer, mesh)
-                assert all(bool((local(master.tensor) == 7.0).all()) for master in masters), "nothing is loaded"
+                    load_checkpoint(
+                        checkpoint_in(step_folder(root / other, 1)), masters, optimizer, mesh
+                    )
+                assert all(bool((local(master.tensor) == 7.0).all()) for master in masters), (
+                    "nothing is loaded"
+                )
                 said.append(str(error.value))
     return said
 

@@ -1,4 +1,6 @@
-"""Checkpoints in a bucket that fails: sent once, whole or not at all, and what comes back is what was written."""
+"""Checkpoints in a bucket that fails: sent once, whole or not at all, and what comes back is what
+was written.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def checkpoint(checkpoints: Path, step: int, seed: int = 0, **payload: object) -
     for name, size in zip(FILES, (3 * KEPT_BYTES + 5, 100, 20, 0), strict=True):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(made.randbytes(size))
-    write_marker(folder, COMMIT, {"step": step, **payload}, [entry_of(folder, name) for name in FILES])
+    write_marker(
+        folder, COMMIT, {"step": step, **payload}, [entry_of(folder, name) for name in FILES]
+    )
     return folder
 
 
@@ -59,18 +63,28 @@ def send(mirror: BucketMirror, folder: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def stored(server: Server) -> dict[str, bytes]:
-    return {name.removeprefix("runs/one/"): found.data for name, found in sorted(server.objects.items())}
+    return {
+        name.removeprefix("runs/one/"): found.data for name, found in sorted(server.objects.items())
+    }
 
 
-def test_a_checkpoint_goes_there_and_comes_back(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_there_and_comes_back(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     assert mirror.newest() is None
     folder = checkpoint(tmp_path / "here", 3)
     send(mirror, folder)
-    assert stored(server) == {f"{folder.name}/{name}": data for name, data in contents(folder).items()}
+    assert stored(server) == {
+        f"{folder.name}/{name}": data for name, data in contents(folder).items()
+    }
     assert server.written[-1].endswith(COMMIT)
     assert mirror.newest() == 3
     fetched = mirror.fetch(3, tmp_path / "there")
@@ -90,20 +104,34 @@ def test_it_is_sent_once(server: Server, mirror: BucketMirror, tmp_path: Path) -
     assert server.received < received + 2000, "the marker at most"
 
 
-@pytest.mark.parametrize("fault", [{"code": 503}, {"code": 429}, {"code": 503, "lose": True}, {"cut": True}], ids=["fails", "slow", "loses", "breaks off"])
+@pytest.mark.parametrize(
+    "fault",
+    [{"code": 503}, {"code": 429}, {"code": 503, "lose": True}, {"cut": True}],
+    ids=["fails", "slow", "loses", "breaks off"],
+)
 @pytest.mark.parametrize("kind", ["insert", "start", "chunk"])
-def test_faults_on_the_way_there(kind: str, fault: dict[str, object], server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_faults_on_the_way_there(
+    kind: str, fault: dict[str, object], server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     folder = checkpoint(tmp_path, 3)
     for _ in range(3):
         server.fault(kind, **fault)
     send(mirror, folder)
-    assert stored(server) == {f"{folder.name}/{name}": data for name, data in contents(folder).items()}
+    assert stored(server) == {
+        f"{folder.name}/{name}": data for name, data in contents(folder).items()
+    }
     assert len(server.written) == len(FILES) + 1
     assert not any(server.faults.values())
 
 
-@pytest.mark.parametrize("fault", [{"code": 503}, {"cut": True}, {"short": True}, {"delay_s": 0.2}], ids=["fails", "breaks off", "half", "delays"])
-def test_faults_on_the_way_back(fault: dict[str, object], server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [{"code": 503}, {"cut": True}, {"short": True}, {"delay_s": 0.2}],
+    ids=["fails", "breaks off", "half", "delays"],
+)
+def test_faults_on_the_way_back(
+    fault: dict[str, object], server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     folder = checkpoint(tmp_path / "here", 3)
     send(mirror, folder)
     for _ in range(4):
@@ -116,7 +144,9 @@ def test_what_is_torn_is_never_whole(server: Server, mirror: BucketMirror, tmp_p
     send(mirror, whole)
     server.fault("chunk")
     server.fault("chunk", 10**6, code=503)
-    with pytest.raises(Failed, match=r"could not write gs://bucket/runs/one/step-00000004/__0_0\.distcp"):
+    with pytest.raises(
+        Failed, match=r"could not write gs://bucket/runs/one/step-00000004/__0_0\.distcp"
+    ):
         mirror.put(torn, FILES)
     server.faults.clear()
     assert mirror.newest() == 3
@@ -131,8 +161,12 @@ def test_what_is_torn_is_never_whole(server: Server, mirror: BucketMirror, tmp_p
     assert contents(mirror.fetch(4, tmp_path / "there")) == contents(torn)
 
 
-def test_a_marker_goes_before_a_file_is_replaced(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
-    """A step that is done once more, otherwise; killed halfway it is no checkpoint, and not a mixture of two."""
+def test_a_marker_goes_before_a_file_is_replaced(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
+    """A step that is done once more, otherwise; killed halfway it is no checkpoint, and not a
+    mixture of two.
+    """
     send(mirror, checkpoint(tmp_path, 3))
     folder = checkpoint(tmp_path, 3, seed=1)
     mirror.put(folder, FILES[1:2])
@@ -142,7 +176,9 @@ def test_a_marker_goes_before_a_file_is_replaced(server: Server, mirror: BucketM
     assert contents(mirror.fetch(3, tmp_path / "there")) == contents(folder)
 
 
-def test_the_same_step_done_once_more_is_the_same_checkpoint(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_the_same_step_done_once_more_is_the_same_checkpoint(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     send(mirror, checkpoint(tmp_path, 3, time=1.0))
     folder = checkpoint(tmp_path, 3, time=2.0)
     send(mirror, folder)
@@ -150,17 +186,27 @@ def test_the_same_step_done_once_more_is_the_same_checkpoint(server: Server, mir
     assert contents(mirror.fetch(3, tmp_path / "there")) == contents(folder)
 
 
-def test_two_runs_that_write_to_one_place_are_told_so(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_two_runs_that_write_to_one_place_are_told_so(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     """Though there be no lease: what was put meanwhile is not written over."""
     ours, theirs = checkpoint(tmp_path / "ours", 3), checkpoint(tmp_path / "theirs", 3, seed=1)
     mirror.put(ours, FILES)
     mirror.bucket.put(f"{ours.name}/{COMMIT}", (theirs / COMMIT).read_bytes())
-    with pytest.raises(Failed, match=r"step-00000003/COMMIT\.json is there, of another checkpoint: two runs write to one place"):
+    with pytest.raises(
+        Failed,
+        match=(
+            r"step-00000003/COMMIT\.json is there, of another checkpoint: two runs write to one"
+            r" place"
+        ),
+    ):
         mirror.commit(ours)
     assert stored(server)[f"{ours.name}/{COMMIT}"] == (theirs / COMMIT).read_bytes()
 
 
-def test_a_run_that_lost_its_lease_writes_nothing_more(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lease_writes_nothing_more(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     first, second = checkpoint(tmp_path, 3), checkpoint(tmp_path, 4)
     with mirror.lease("one", life_s=1000.0):
         with pytest.raises(Failed, match="in use by one"), BucketMirror(URL).lease("two"):
@@ -169,16 +215,31 @@ def test_a_run_that_lost_its_lease_writes_nothing_more(server: Server, mirror: B
         mirror.put(second, FILES)
         server.ahead_s += 2000
         server.objects["runs/one/lease"].data = other = b'{"owner": "two", "host": "far", "pid": 7}'
-        server.objects["runs/one/lease"].crc32c, server.objects["runs/one/lease"].generation = crc32c(other), 9999
+        server.objects["runs/one/lease"].crc32c, server.objects["runs/one/lease"].generation = (
+            crc32c(other),
+            9999,
+        )
         before = stored(server)
-        acts = (lambda: mirror.put(checkpoint(tmp_path, 5), FILES), lambda: mirror.commit(second), lambda: mirror.retain({first.name, second.name}))
+        acts = (
+            lambda: mirror.put(checkpoint(tmp_path, 5), FILES),
+            lambda: mirror.commit(second),
+            lambda: mirror.retain({first.name, second.name}),
+        )
         for act in acts:
-            with pytest.raises(Failed, match=r"runs/one/lease was taken over by two \(process 7 on far\) while this process stood still"):
+            with pytest.raises(
+                Failed,
+                match=(
+                    r"runs/one/lease was taken over by two \(process 7 on far\) while this process"
+                    r" stood still"
+                ),
+            ):
                 act()
     assert stored(server) == before, "their lease stays, too"
 
 
-def test_retention(server: Server, mirror: BucketMirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_retention(
+    server: Server, mirror: BucketMirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = [checkpoint(tmp_path, step) for step in range(1, 6)]
     for folder in folders[:4]:
         send(mirror, folder)
@@ -186,18 +247,28 @@ def test_retention(server: Server, mirror: BucketMirror, tmp_path: Path, capsys:
     mirror.bucket.put("unrelated/file", b"not ours to delete")
     mirror.retain({folders[0].name, folders[3].name})
     assert list(mirror.steps()) == [4, 1]
-    assert mirror.bucket.folders() == [folders[0].name, folders[3].name, folders[4].name, "unrelated"], "what others are uploading stays"
+    assert mirror.bucket.folders() == [
+        folders[0].name,
+        folders[3].name,
+        folders[4].name,
+        "unrelated",
+    ], "what others are uploading stays"
     assert contents(mirror.fetch(1, tmp_path / "there")) == contents(folders[0])
     mirror.retain({folders[4].name})
     assert list(mirror.steps()) == [4, 1], "no whole one would be left"
-    assert f"nothing is deleted in {URL}: no checkpoint that is kept (step-00000005) is whole there" in capsys.readouterr().err
+    assert (
+        f"nothing is deleted in {URL}: no checkpoint that is kept (step-00000005) is whole there"
+        in capsys.readouterr().err
+    )
     mirror.put(folders[4], FILES)
     mirror.commit(folders[4])
     mirror.retain({folders[4].name})
     assert list(mirror.steps()) == [5]
 
 
-def test_retention_takes_the_marker_first(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_retention_takes_the_marker_first(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     old, new = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     send(mirror, old)
     send(mirror, new)
@@ -214,7 +285,11 @@ def test_retention_takes_the_marker_first(server: Server, mirror: BucketMirror, 
 
 @pytest.mark.parametrize("where", ["data", "data and checksum", "marker", "lost"])
 def test_damage_in_the_bucket_is_named_and_an_older_one_taken(
-    where: str, server: Server, mirror: BucketMirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    where: str,
+    server: Server,
+    mirror: BucketMirror,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     old, new = checkpoint(tmp_path / "here", 3), checkpoint(tmp_path / "here", 4)
     send(mirror, old)
@@ -238,11 +313,15 @@ def test_damage_in_the_bucket_is_named_and_an_older_one_taken(
     assert contents(newest.folder) == contents(old)
     server.flip(f"runs/one/{old.name}/{FILES[0]}")
     fetch_newer(mirror, tmp_path / "there")
-    with pytest.raises(Failed, match=f"no checkpoint in {URL} is whole; restore one, or start over"):
+    with pytest.raises(
+        Failed, match=f"no checkpoint in {URL} is whole; restore one, or start over"
+    ):
         fetch_newer(mirror, tmp_path / "empty")
 
 
-def test_what_was_fetched_is_kept_when_fetching_breaks(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_what_was_fetched_is_kept_when_fetching_breaks(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     folder = checkpoint(tmp_path / "here", 3)
     send(mirror, folder)
     data = server.objects.pop(f"runs/one/{folder.name}/{FILES[1]}")
@@ -259,15 +338,21 @@ def test_what_was_fetched_is_kept_when_fetching_breaks(server: Server, mirror: B
     assert not staged.exists()
 
 
-def test_what_lies_outside_of_the_folder_is_not_written(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_what_lies_outside_of_the_folder_is_not_written(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     write_marker(tmp_path, COMMIT, {"step": 3}, [])
-    text = json.dumps({"schema": 1, "step": 3, "files": [{"path": "../../escaped", "bytes": 1, "sha256": "0"}]})
+    text = json.dumps(
+        {"schema": 1, "step": 3, "files": [{"path": "../../escaped", "bytes": 1, "sha256": "0"}]}
+    )
     mirror.bucket.put(f"step-00000003/{COMMIT}", text.encode())
     with pytest.raises(Damaged, match=r"lists \.\./\.\./escaped, which lies outside"):
         mirror.fetch(3, tmp_path / "there")
 
 
-def test_only_what_is_newer_is_fetched(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_only_what_is_newer_is_fetched(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     fetch_newer(mirror, there)
     send(mirror, checkpoint(here, 3))
@@ -284,11 +369,15 @@ def test_only_what_is_newer_is_fetched(server: Server, mirror: BucketMirror, tmp
     assert newest.step == 5
 
 
-def test_what_a_killed_run_could_not_send_is_sent_by_the_next(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_what_a_killed_run_could_not_send_is_sent_by_the_next(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     send_newest(mirror, tmp_path)
     folder = checkpoint(tmp_path, 3)
     send_newest(mirror, tmp_path)
-    assert stored(server) == {f"{folder.name}/{name}": data for name, data in contents(folder).items()}
+    assert stored(server) == {
+        f"{folder.name}/{name}": data for name, data in contents(folder).items()
+    }
     server.counts.clear()
     send_newest(mirror, tmp_path)
     assert server.counts["insert"] == server.counts["start"] == 0
@@ -300,9 +389,15 @@ def the_run(checkpoints: Path) -> None:
         send_newest(mirror, checkpoints)
 
 
-@pytest.mark.parametrize(("kind", "number"), [("start", 1), ("chunk", 1), ("chunk", 3), ("insert", 3), ("insert", 5)])
-def test_a_run_killed_while_it_sends_does_so_again(kind: str, number: int, server: Server, tmp_path: Path) -> None:
-    """Killed where it waits for the answer to its NUMBERth request of a kind; then the same command once more."""
+@pytest.mark.parametrize(
+    ("kind", "number"), [("start", 1), ("chunk", 1), ("chunk", 3), ("insert", 3), ("insert", 5)]
+)
+def test_a_run_killed_while_it_sends_does_so_again(
+    kind: str, number: int, server: Server, tmp_path: Path
+) -> None:
+    """Killed where it waits for the answer to its NUMBERth request of a kind; then the same command
+    once more.
+    """
     folder = checkpoint(tmp_path, 3)
     for _ in range(number - 1):
         server.fault(kind)
@@ -315,7 +410,11 @@ def test_a_run_killed_while_it_sends_does_so_again(kind: str, number: int, serve
     assert f"{folder.name}/{COMMIT}" not in stored(server)
     assert "lease" in stored(server), "nobody released it"
     the_run(tmp_path)
-    assert stored(server) == {f"{folder.name}/{name}": data for name, data in contents(folder).items() if not name.endswith(".upload")}
+    assert stored(server) == {
+        f"{folder.name}/{name}": data
+        for name, data in contents(folder).items()
+        if not name.endswith(".upload")
+    }
     assert not problems(folder, read_marker(folder, COMMIT) or {}, checksums=True)
     assert sorted(contents(folder)) == sorted([*FILES, COMMIT]), "no note is left"
 
@@ -328,8 +427,12 @@ def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_a_saver_saves_is_there_and_loads_elsewhere(asynchronous: bool, server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
-    """Steps of a real optimizer, saved while the bucket fails now and then; what is kept here is kept there, and nothing else."""
+def test_what_a_saver_saves_is_there_and_loads_elsewhere(
+    asynchronous: bool, server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
+    """Steps of a real optimizer, saved while the bucket fails now and then; what is kept here is
+    kept there, and nothing else.
+    """
     with running_mesh() as mesh, mirror.lease("the run"):
         masters, optimizer = trained(0)
         saver = Saver(tmp_path / "here", mesh, asynchronous=asynchronous, mirror=mirror)
@@ -344,7 +447,9 @@ def test_what_a_saver_saves_is_there_and_loads_elsewhere(asynchronous: bool, ser
     sent = [name for name in server.written if not name.endswith("lease")]
     assert len(sent) == len(set(sent)), "each object once"
     fetch_newer(mirror, tmp_path / "there")
-    assert contents(step_folder(tmp_path / "there", 3)) == contents(step_folder(tmp_path / "here", 3))
+    assert contents(step_folder(tmp_path / "there", 3)) == contents(
+        step_folder(tmp_path / "here", 3)
+    )
     assert_equal(load(tmp_path / "there"), written)
 
 
@@ -367,18 +472,24 @@ def two_ranks(address: str, checkpoints: Path) -> list[str]:
     return put
 
 
-def test_each_rank_sends_its_own_files(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_each_rank_sends_its_own_files(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     first, second = run_ranks(2, two_ranks, server.address, tmp_path / "here")
     assert first
     assert second
     assert not set(first) & set(second)
-    assert sorted(server.written) == sorted(f"runs/one/step-00000001/{name}" for name in [*first, *second, COMMIT])
+    assert sorted(server.written) == sorted(
+        f"runs/one/step-00000001/{name}" for name in [*first, *second, COMMIT]
+    )
     assert server.counts["list"] <= 2, "one to commit, one to retain, none of the ranks' own"
     fetch_newer(mirror, tmp_path / "there")
     assert_equal(load(tmp_path / "there"), state_of(*trained(0)))
 
 
-def test_an_upload_that_fails_is_an_error_of_the_save(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_an_upload_that_fails_is_an_error_of_the_save(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
     """The checkpoint itself stays on disk, and goes up when somebody tries once more."""
     with running_mesh() as mesh:
         masters, optimizer = trained(0)

@@ -1,4 +1,6 @@
-"""Saving beside training: what is saved is what was, one save at a time, and what fails on one rank fails on all."""
+"""Saving beside training: what is saved is what was, one save at a time, and what fails on one rank
+fails on all.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,25 @@ from ingot.checkpoints.writer import HashedStream
 from ingot.config.layout import Parallel
 from ingot.models.placed import box, local
 from ingot.parallel.mesh import running_mesh
-from tests.checkpoints.states import ALONE, State, assert_equal, differ, gate, load, state_of, train, trained
+from tests.checkpoints.states import (
+    ALONE,
+    State,
+    assert_equal,
+    differ,
+    gate,
+    load,
+    state_of,
+    train,
+    trained,
+)
 from tests.checkpoints.test_layouts import trainee, value
 from tests.ranks import run_ranks
 
 
 def saved_while_training(folder: Path, asynchronous: bool) -> tuple[State, State, list[int]]:
-    """The state that was saved and what it had become when it was written at last; and what was in flight then."""
+    """The state that was saved and what it had become when it was written at last; and what was in
+    flight then.
+    """
     with running_mesh() as mesh:
         masters, optimizer = trained(0)
         saver = Saver(folder, mesh, asynchronous=asynchronous)
@@ -49,13 +63,21 @@ def saved_while_training(folder: Path, asynchronous: bool) -> tuple[State, State
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_comes_back_is_what_was_when_save_was_called(world: int, asynchronous: bool, tmp_path: Path) -> None:
-    ranks = run_ranks(world, saved_while_training, tmp_path, asynchronous) if world > 1 else [saved_while_training(tmp_path, asynchronous)]
+def test_what_comes_back_is_what_was_when_save_was_called(
+    world: int, asynchronous: bool, tmp_path: Path
+) -> None:
+    ranks = (
+        run_ranks(world, saved_while_training, tmp_path, asynchronous)
+        if world > 1
+        else [saved_while_training(tmp_path, asynchronous)]
+    )
     loaded = load(tmp_path)
     for before, after, steps in ranks:
         assert_equal(loaded, before)
         assert steps == [3]
-        assert all(not torch.equal(before[name], after[name]) for name in before), "all of it changed, the step counters too"
+        assert all(not torch.equal(before[name], after[name]) for name in before), (
+            "all of it changed, the step counters too"
+        )
 
 
 def test_without_a_copy_that_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +89,21 @@ def test_without_a_copy_that_would_be_seen(tmp_path: Path, monkeypatch: pytest.M
 
 
 def copied_in_layout(folder: Path, layout: dict[str, int]) -> dict[str, bool]:
-    """A save of a spread state that is overwritten meanwhile, loaded by the same ranks: is each rank's part what it was?"""
+    """A save of a spread state that is overwritten meanwhile, loaded by the same ranks: is each
+    rank's part what it was?
+    """
     with running_mesh(Parallel(**layout)) as mesh:
         _, masters, optimizer = trainee("257", layout, mesh)
         for master in masters:
             optimizer.state[master.tensor] = {
-                "step": torch.tensor(7.0), "exp_avg": torch.zeros_like(master.tensor), "exp_avg_sq": torch.zeros_like(master.tensor)}
-        before = {name: value(name, tensor)[box(tensor)] for name, tensor in training_tensors(masters, optimizer).items()}
+                "step": torch.tensor(7.0),
+                "exp_avg": torch.zeros_like(master.tensor),
+                "exp_avg_sq": torch.zeros_like(master.tensor),
+            }
+        before = {
+            name: value(name, tensor)[box(tensor)]
+            for name, tensor in training_tensors(masters, optimizer).items()
+        }
         for name, tensor in training_tensors(masters, optimizer).items():
             local(tensor).copy_(before[name])
         saver = Saver(folder, mesh, asynchronous=True)
@@ -87,11 +117,16 @@ def copied_in_layout(folder: Path, layout: dict[str, int]) -> dict[str, bool]:
         found = newest_valid(folder)
         assert found is not None
         load_checkpoint(found, masters, optimizer, mesh)
-        return {name: torch.equal(local(tensor), before[name]) for name, tensor in training_tensors(masters, optimizer).items()}
+        return {
+            name: torch.equal(local(tensor), before[name])
+            for name, tensor in training_tensors(masters, optimizer).items()
+        }
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}])
-def test_spread_tensors_are_copied_as_they_are_spread(layout: dict[str, int], tmp_path: Path) -> None:
+def test_spread_tensors_are_copied_as_they_are_spread(
+    layout: dict[str, int], tmp_path: Path
+) -> None:
     for rank in run_ranks(2, copied_in_layout, tmp_path, layout):
         assert rank
         assert all(rank.values())
@@ -109,7 +144,9 @@ def test_save_comes_back_at_once_and_tells_what_it_took(tmp_path: Path) -> None:
         [saved] = saver.wait()
     assert saved.blocked_s < 0.2 < saved.total_s
     assert (saved.step, saved.folder) == (1, step_folder(tmp_path, 1))
-    assert saved.bytes == sum(path.stat().st_size for path in saved.folder.iterdir() if path.name != COMMIT)
+    assert saved.bytes == sum(
+        path.stat().st_size for path in saved.folder.iterdir() if path.name != COMMIT
+    )
     assert saver.done() == saver.wait() == []
     saver.close()
 
@@ -124,7 +161,9 @@ def test_a_synchronous_save_is_all_waiting(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_a_save_waits_for_the_one_before_and_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_for_the_one_before_and_says_that_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saving, "SAID_EVERY_S", 0.02)
     masters, optimizer = trained(0)
     said: list[float] = []
@@ -157,14 +196,25 @@ def test_the_memory_of_the_copy_is_used_again_and_written_from_where_it_is(tmp_p
         assert_equal(staged.tensors, training_tensors(masters, optimizer))
         train(masters, optimizer)
     assert places[0] == places[1] == places[2]
-    assert not set(places[0].values()) & {tensor.data_ptr() for tensor in training_tensors(masters, optimizer).values()}
+    assert not set(places[0].values()) & {
+        tensor.data_ptr() for tensor in training_tensors(masters, optimizer).values()
+    }
     for tensor in staged.tensors.values():
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "torch copies what is part of something larger before it writes it"
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, (
+            "torch copies what is part of something larger before it writes it"
+        )
 
 
 def test_what_has_another_shape_gets_room_of_its_own() -> None:
     staging = Staging()
-    one = staging.copy({"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16), "none": torch.empty(0, 4), "step": torch.tensor(3.0)}).tensors
+    one = staging.copy(
+        {
+            "a": torch.arange(5.0),
+            "b": torch.ones(2, 3, dtype=torch.bfloat16),
+            "none": torch.empty(0, 4),
+            "step": torch.tensor(3.0),
+        }
+    ).tensors
     assert one["a"].tolist() == [0, 1, 2, 3, 4]
     assert one["b"].dtype == torch.bfloat16
     assert one["none"].shape == (0, 4)
@@ -180,9 +230,13 @@ def test_room_can_be_made_before(tmp_path: Path) -> None:
     saver.prepare(masters, optimizer)
     made: list[Staged] = []
     copy = Staging.copy
-    with mock.patch("ingot.checkpoints.staging._room", side_effect=AssertionError("room is made again")) as making:
+    with mock.patch(
+        "ingot.checkpoints.staging._room", side_effect=AssertionError("room is made again")
+    ) as making:
         saver.wait()
-        with mock.patch.object(Staging, "copy", lambda self, tensors: made.append(copy(self, tensors)) or made[-1]):
+        with mock.patch.object(
+            Staging, "copy", lambda self, tensors: made.append(copy(self, tensors)) or made[-1]
+        ):
             saver.save(1, masters, optimizer, {}, keep=1, best=None)
         saver.wait()
     assert not making.called
@@ -193,7 +247,13 @@ def test_room_can_be_made_before(tmp_path: Path) -> None:
 
 def test_the_marker_has_what_the_payload_was(tmp_path: Path) -> None:
     masters, optimizer = trained(0)
-    saver, payload = Saver(tmp_path, ALONE, asynchronous=True), {"samples": 1, "watched": {"best": [1]}}
+    saver, payload = (
+        Saver(tmp_path, ALONE, asynchronous=True),
+        {
+            "samples": 1,
+            "watched": {"best": [1]},
+        },
+    )
     with gate() as opened:
         saver.save(1, masters, optimizer, payload, keep=1, best=None)
         payload["samples"] = 2
@@ -242,7 +302,9 @@ def refusing(kind: str) -> Any:
 
 
 def failing(folder: Path, rank: int, kind: str, asynchronous: bool) -> list[str]:
-    """What this rank is told when the writer of `rank` fails, at `wait` and at the next `save`; in the end a save that is well."""
+    """What this rank is told when the writer of `rank` fails, at `wait` and at the next `save`; in
+    the end a save that is well.
+    """
     with running_mesh() as mesh:
         masters, optimizer = trained(0)
         told: list[str] = []
@@ -272,18 +334,38 @@ def failing(folder: Path, rank: int, kind: str, asynchronous: bool) -> list[str]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize(("rank", "kind", "words"), [
-    (1, "full", "disk full while writing {}; make space and run the same command again"),
-    (0, "full", "disk full while writing {}; make space and run the same command again"),
-    (1, "strange", "checkpoint {} could not be saved (rank 1: Refused: broken); run the same command again"),
-])
-def test_what_fails_on_one_rank_is_raised_on_all(rank: int, kind: str, words: str, asynchronous: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "kind", "words"),
+    [
+        (1, "full", "disk full while writing {}; make space and run the same command again"),
+        (0, "full", "disk full while writing {}; make space and run the same command again"),
+        (
+            1,
+            "strange",
+            (
+                "checkpoint {} could not be saved (rank 1: Refused: broken); run the same command"
+                " again"
+            ),
+        ),
+    ],
+)
+def test_what_fails_on_one_rank_is_raised_on_all(
+    rank: int, kind: str, words: str, asynchronous: bool, tmp_path: Path
+) -> None:
     for told in run_ranks(2, failing, tmp_path, rank, kind, asynchronous):
-        assert told == [words.format(step_folder(tmp_path, 2)), "step-00000001", words.format(step_folder(tmp_path, 3)), "step-00000001", "[4]"]
+        assert told == [
+            words.format(step_folder(tmp_path, 2)),
+            "step-00000001",
+            words.format(step_folder(tmp_path, 3)),
+            "step-00000001",
+            "[4]",
+        ]
     assert [found.step for found in committed(tmp_path)] == [4, 1]
 
 
-def test_what_failed_last_is_said_when_nobody_waits_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_failed_last_is_said_when_nobody_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     masters, optimizer = trained(0)
     saver = Saver(tmp_path, ALONE, asynchronous=True)
     with refusing("full"):
@@ -304,7 +386,9 @@ class Recording:
             raise Failed(f"the bucket refuses {what} of rank {self.rank}")
 
     def put(self, folder: Path, names: Sequence[str]) -> None:
-        assert (folder / COMMIT).exists() or (folder.parent.name == "1" and self.rank == 1), "here first"
+        assert (folder / COMMIT).exists() or (folder.parent.name == "1" and self.rank == 1), (
+            "here first"
+        )
         self._ask("put", (folder.name, sorted(names)))
 
     def commit(self, folder: Path) -> None:
@@ -314,7 +398,9 @@ class Recording:
         self._ask("retain", sorted(kept))
 
 
-def mirrored(folder: Path, failing_rank: int, failing: str) -> tuple[list[tuple[str, Any]], str, list[Saved]]:
+def mirrored(
+    folder: Path, failing_rank: int, failing: str
+) -> tuple[list[tuple[str, Any]], str, list[Saved]]:
     with running_mesh() as mesh:
         masters, optimizer = trained(0)
         mirror = Recording(mesh.rank, failing if mesh.rank == failing_rank else "")
@@ -337,42 +423,65 @@ def test_what_is_committed_here_goes_to_the_mirror(tmp_path: Path) -> None:
     names = [f"step-0000000{step}" for step in (1, 2, 3)]
     expected: list[tuple[str, Any]] = []
     for number, name in enumerate(names):
-        expected += [("put", (name, [".metadata", "__0_0.distcp"])), ("commit", name), ("retain", sorted({names[0], names[number]}))]
+        expected += [
+            ("put", (name, [".metadata", "__0_0.distcp"])),
+            ("commit", name),
+            ("retain", sorted({names[0], names[number]})),
+        ]
     assert (main, told) == (expected, "")
     assert other == [("put", (name, ["__1_0.distcp"])) for name in names]
     assert [item.step for item in saved] == [3]
 
 
 @pytest.mark.parametrize(("rank", "what"), [(1, "put"), (0, "commit"), (0, "retain")])
-def test_a_mirror_that_fails_is_an_error_of_all_and_the_checkpoint_here_stands(rank: int, what: str, tmp_path: Path) -> None:
+def test_a_mirror_that_fails_is_an_error_of_all_and_the_checkpoint_here_stands(
+    rank: int, what: str, tmp_path: Path
+) -> None:
     everyone = run_ranks(2, mirrored, tmp_path, rank, what)
     for _, told, saved in everyone:
         assert told == f"the bucket refuses {what} of rank {rank}"
         assert [item.step for item in saved] == [1]
-    assert "commit" not in [asked for asked, _ in everyone[0][0]] or what != "put", "nothing is committed there that is not whole"
+    assert "commit" not in [asked for asked, _ in everyone[0][0]] or what != "put", (
+        "nothing is committed there that is not whole"
+    )
     found = newest_valid(tmp_path)
     assert found is not None
     assert found.step == 1
 
 
 def on_disks_of_their_own(root: Path) -> tuple[list[str], bool]:
-    """Two nodes without a shared disk, with a mirror; what is left on this one after three saves."""
+    """Two nodes without a shared disk, with a mirror; what is left on this one after three
+    saves.
+    """
     with running_mesh() as mesh:
-        alone = type(mesh)(type(mesh.ranks)(mesh.rank, 2, local_rank=0, local_world=1), mesh.device, mesh.degrees, mesh.group)
+        alone = type(mesh)(
+            type(mesh.ranks)(mesh.rank, 2, local_rank=0, local_world=1),
+            mesh.device,
+            mesh.degrees,
+            mesh.group,
+        )
         masters, optimizer = trained(0)
         saver = Saver(root / str(mesh.rank), alone, asynchronous=True, mirror=Recording(mesh.rank))
         for step in (1, 2, 3):
             saver.save(step, masters, optimizer, {}, keep=2, best=None)
         saver.wait()
         saver.close()
-        left = sorted(path.relative_to(root / str(mesh.rank)).as_posix() for path in (root / str(mesh.rank)).rglob("*") if path.is_file())
+        left = sorted(
+            path.relative_to(root / str(mesh.rank)).as_posix()
+            for path in (root / str(mesh.rank)).rglob("*")
+            if path.is_file()
+        )
         return left, bool(mesh.is_main and committed(root / "0")[0].commit["scattered"])
 
 
 def test_nodes_with_disks_of_their_own_keep_their_own_files(tmp_path: Path) -> None:
     (main, scattered), (other, _) = run_ranks(2, on_disks_of_their_own, tmp_path)
     assert scattered
-    assert main == [f"step-0000000{step}/{name}" for step in (2, 3) for name in (".metadata", COMMIT, "__0_0.distcp")]
+    assert main == [
+        f"step-0000000{step}/{name}"
+        for step in (2, 3)
+        for name in (".metadata", COMMIT, "__0_0.distcp")
+    ]
     assert other == [f"step-0000000{step}/__1_0.distcp" for step in (2, 3)]
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints: what is written comes back bit for bit in any world, and what is broken is never taken for whole."""
+"""Checkpoints: what is written comes back bit for bit in any world, and what is broken is never
+taken for whole.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 from ingot.base.errors import Failed
 from ingot.base.markers import FileEntry
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, checkpoint_in, committed, load_checkpoint, newest_valid, retain, step_folder
+from ingot.checkpoints.store import (
+    COMMIT,
+    checkpoint_in,
+    committed,
+    load_checkpoint,
+    newest_valid,
+    retain,
+    step_folder,
+)
 from ingot.config.work import AdamW
 from ingot.parallel.masters import Master
 from ingot.parallel.mesh import running_mesh
@@ -83,8 +93,20 @@ def test_the_newest_are_kept_and_leftovers_go(made: Path) -> None:
     assert (made / "step-by-step").exists()
 
 
-@pytest.mark.parametrize(("keep", "best", "left"), [(1, None, [4]), (1, 2, [4, 2]), (2, 3, [4, 3]), (9, None, [4, 3, 2, 1]), (0, None, [4]), (1, 77, [4])])
-def test_the_best_stays_beside_the_newest_and_one_always_stays(keep: int, best: int | None, left: list[int], made: Path) -> None:
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [
+        (1, None, [4]),
+        (1, 2, [4, 2]),
+        (2, 3, [4, 3]),
+        (9, None, [4, 3, 2, 1]),
+        (0, None, [4]),
+        (1, 77, [4]),
+    ],
+)
+def test_the_best_stays_beside_the_newest_and_one_always_stays(
+    keep: int, best: int | None, left: list[int], made: Path
+) -> None:
     retain(made, keep, best)
     assert steps(made) == left
     assert len(list(made.iterdir())) == len(left)
@@ -113,19 +135,37 @@ def test_where_none_is_whole_none_goes(made: Path) -> None:
     assert steps(made) == [4, 3, 2, 1]
 
 
-def test_the_marker_of_what_goes_is_gone_for_good_before_any_file_is(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_marker_of_what_goes_is_gone_for_good_before_any_file_is(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However deletion is cut short, nothing half-deleted is taken for whole."""
     said: list[tuple[str, bool, int]] = []
-    monkeypatch.setattr("ingot.checkpoints.store.fsync_folder", lambda folder: said.append(("fsync", (folder / COMMIT).exists(), len(list(folder.iterdir())))))
-    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: said.append(("delete", (folder / COMMIT).exists(), len(list(folder.iterdir())))))
+    monkeypatch.setattr(
+        "ingot.checkpoints.store.fsync_folder",
+        lambda folder: said.append(
+            ("fsync", (folder / COMMIT).exists(), len(list(folder.iterdir())))
+        ),
+    )
+    monkeypatch.setattr(
+        shutil,
+        "rmtree",
+        lambda folder, ignore_errors: said.append(
+            ("delete", (folder / COMMIT).exists(), len(list(folder.iterdir())))
+        ),
+    )
     retain(made, 3)
     assert said == [("fsync", False, 2), ("delete", False, 2)]
 
 
-def test_saving_a_step_again_keeps_the_one_before_until_the_new_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_step_again_keeps_the_one_before_until_the_new_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = save(tmp_path, 5, seed=1)
     with monkeypatch.context() as patched:
-        patched.setattr("ingot.checkpoints.store.write_tensors", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patched.setattr(
+            "ingot.checkpoints.store.write_tensors",
+            lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+        )
         with pytest.raises(Failed, match="disk full"):
             save(tmp_path, 5, seed=2)
     assert_equal(load(tmp_path), first)
@@ -142,11 +182,22 @@ def test_what_was_moved_aside_goes_though_a_kill_came_before(made: Path) -> None
     assert not aside.exists()
 
 
-def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where each node has a disk of its own."""
     save(tmp_path, 1)
-    monkeypatch.setattr("ingot.checkpoints.store.write_tensors", lambda folder, tensors, line: [FileEntry("__8_0.distcp", 3, "0" * 64)])
-    with pytest.raises(Failed, match=r"__8_0\.distcp is missing as rank 0 sees it, .* a disk that all nodes share, or set checkpoint\.upload"):
+    monkeypatch.setattr(
+        "ingot.checkpoints.store.write_tensors",
+        lambda folder, tensors, line: [FileEntry("__8_0.distcp", 3, "0" * 64)],
+    )
+    with pytest.raises(
+        Failed,
+        match=(
+            r"__8_0\.distcp is missing as rank 0 sees it, .* a disk that all nodes share, or set"
+            r" checkpoint\.upload"
+        ),
+    ):
         save(tmp_path, 2)
     assert steps(tmp_path) == [1]
     assert not step_folder(tmp_path, 2).exists()
@@ -155,7 +206,13 @@ def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_checkpoint(tmp_path: Pa
 def test_a_damaged_checkpoint_that_is_asked_for_by_name_is_refused(made: Path) -> None:
     marker = step_folder(made, 4) / COMMIT
     flip_bit(marker, 100)
-    with pytest.raises(Failed, match=r"step-00000004 is damaged \(.*COMMIT\.json is not as it was written\); take another one"):
+    with pytest.raises(
+        Failed,
+        match=(
+            r"step-00000004 is damaged \(.*COMMIT\.json is not as it was written\); take"
+            r" another one"
+        ),
+    ):
         checkpoint_in(step_folder(made, 4))
     assert checkpoint_in(step_folder(made, 3)).step == checkpoint_in(made).step == 3
 
@@ -175,8 +232,12 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
         load(tmp_path, tied=False)
 
 
-def test_what_is_loaded_into_a_copy_is_brought_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where masters are on the host and parameters on a device: what torch spreads is a copy of them."""
+def test_what_is_loaded_into_a_copy_is_brought_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where masters are on the host and parameters on a device: what torch spreads is a copy of
+    them.
+    """
     written = save(tmp_path, 3)
     monkeypatch.setattr(Master, "spread", lambda self, tensor: tensor.clone())
     with running_mesh() as mesh:

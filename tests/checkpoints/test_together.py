@@ -33,7 +33,9 @@ def failing(rank: int, where: int, error: Exception) -> int:
 
 
 def all_cases() -> list[str]:
-    """What this rank learns of each case; all are tried on one line, one after the other, so that none leaves anything behind."""
+    """What this rank learns of each case; all are tried on one line, one after the other, so that
+    none leaves anything behind.
+    """
     with running_mesh() as mesh:
         line, learnt = mesh.aside(), []
 
@@ -57,9 +59,18 @@ def all_cases() -> list[str]:
 
 def test_all_ranks_learn_the_same() -> None:
     everyone = run_ranks(2, all_cases)
-    assert everyone[0] == everyone[1] == [
-        "10+11", "Failed: disk full", "OSError: [Errno 5] Input/output error", "RuntimeError: Unsendable: of another world",
-        "OSError: [Errno 28] No space left on device: 'x'", "20+21"]
+    assert (
+        everyone[0]
+        == everyone[1]
+        == [
+            "10+11",
+            "Failed: disk full",
+            "OSError: [Errno 5] Input/output error",
+            "RuntimeError: Unsendable: of another world",
+            "OSError: [Errno 28] No space left on device: 'x'",
+            "20+21",
+        ]
+    )
 
 
 def test_alone_it_is_a_plain_call() -> None:
@@ -70,7 +81,9 @@ def test_alone_it_is_a_plain_call() -> None:
 
 
 def crossing() -> tuple[list[str], list[float]]:
-    """A thread speaks while this one does; the ranks begin in opposite orders, so that a shared line would cross their words."""
+    """A thread speaks while this one does; the ranks begin in opposite orders, so that a shared
+    line would cross their words.
+    """
     with running_mesh() as mesh:
         line, heard = mesh.aside(), list[str]()
         assert (line.world, line.rank, line.degrees) == (2, mesh.rank, mesh.degrees)

@@ -1,4 +1,6 @@
-"""Files of a checkpoint are hashed while they are written, each by the rank that writes it, and are on the disk before the marker is."""
+"""Files of a checkpoint are hashed while they are written, each by the rank that writes it, and are
+on the disk before the marker is.
+"""
 
 from __future__ import annotations
 
@@ -30,41 +32,64 @@ def no_reading(path: object) -> str:
     raise AssertionError(f"{path} is read again")
 
 
-def test_checksums_are_those_of_the_files_though_no_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_those_of_the_files_though_no_file_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     masters, optimizer = trained(0)
     monkeypatch.setattr(markers, "sha256_file", no_reading)
     entries = write_tensors(tmp_path, training_tensors(masters, optimizer), ALONE)
     monkeypatch.undo()
-    assert sorted(entry.path for entry in entries) == [".metadata", "__0_0.distcp"] == sorted(path.name for path in tmp_path.iterdir())
+    assert (
+        sorted(entry.path for entry in entries)
+        == [".metadata", "__0_0.distcp"]
+        == sorted(path.name for path in tmp_path.iterdir())
+    )
     assert entries == [entry_of(tmp_path, entry.path) for entry in entries]
 
 
 def sharded(folder: Path) -> tuple[list[str], dict[str, int]]:
     """Save step 1 under `shard: 4`; what this rank wrote, and how much of each tensor it holds."""
-    with running_mesh(Parallel(shard=4)) as mesh, mock.patch.object(markers, "sha256_file", no_reading):
+    with (
+        running_mesh(Parallel(shard=4)) as mesh,
+        mock.patch.object(markers, "sha256_file", no_reading),
+    ):
         _, masters, optimizer = trainee("257", {"shard": 4}, mesh)
         tensors = training_tensors(masters, optimizer)
         for name, tensor in tensors.items():
             local(tensor).fill_(float(value(name, torch.empty(1)))).add_(mesh.rank)
         written = write_checkpoint(folder, 1, tensors, {"samples": 1}, mesh)
-        assert written.bytes == sum(path.stat().st_size for path in written.folder.iterdir() if path.name != COMMIT)
+        assert written.bytes == sum(
+            path.stat().st_size for path in written.folder.iterdir() if path.name != COMMIT
+        )
         return written.mine, {name: local(tensor).numel() for name, tensor in tensors.items()}
 
 
 def test_each_rank_hashes_its_own_file(tmp_path: Path) -> None:
     ranks = run_ranks(4, sharded, tmp_path)
-    assert [sorted(mine) for mine, _ in ranks] == [[".metadata", "__0_0.distcp"], ["__1_0.distcp"], ["__2_0.distcp"], ["__3_0.distcp"]]
+    assert [sorted(mine) for mine, _ in ranks] == [
+        [".metadata", "__0_0.distcp"],
+        ["__1_0.distcp"],
+        ["__2_0.distcp"],
+        ["__3_0.distcp"],
+    ]
     found = newest_valid(tmp_path)
     assert found is not None
-    assert [entry["path"] for entry in found.commit["files"]] == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4))]
+    assert [entry["path"] for entry in found.commit["files"]] == [
+        ".metadata",
+        *(f"__{rank}_0.distcp" for rank in range(4)),
+    ]
     for entry in found.commit["files"]:
         assert entry["sha256"] == sha256_file(found.folder / entry["path"])
     for rank, (_, held) in enumerate(ranks):
         assert (found.folder / f"__{rank}_0.distcp").stat().st_size > 4 * sum(held.values()) > 0
 
 
-def test_everything_is_on_the_disk_in_the_order_in_which_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file when its bytes are, a name when its folder is; the marker only after all that it speaks of."""
+def test_everything_is_on_the_disk_in_the_order_in_which_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file when its bytes are, a name when its folder is; the marker only after all that it
+    speaks of.
+    """
     done: list[tuple[str, str]] = []
     sizes: dict[str, int] = {}
     flush, rename = os.fsync, os.replace
@@ -76,9 +101,23 @@ def test_everything_is_on_the_disk_in_the_order_in_which_it_counts(tmp_path: Pat
         sizes[path.name] = path.stat().st_size
 
     monkeypatch.setattr(os, "fsync", flushed)
-    monkeypatch.setattr(os, "replace", lambda old, new: (rename(old, new), done.append(("named", str(Path(new).relative_to(tmp_path))))))
+    monkeypatch.setattr(
+        os,
+        "replace",
+        lambda old, new: (
+            rename(old, new),
+            done.append(("named", str(Path(new).relative_to(tmp_path)))),
+        ),
+    )
     renaming = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda old, new: (renaming(old, new), done.append(("named", str(Path(new).relative_to(tmp_path)))))[0])
+    monkeypatch.setattr(
+        Path,
+        "rename",
+        lambda old, new: (
+            renaming(old, new),
+            done.append(("named", str(Path(new).relative_to(tmp_path)))),
+        )[0],
+    )
     masters, optimizer = trained(0)
     folder = step_folder(tmp_path / "checkpoints", 3)
     save_checkpoint(tmp_path / "checkpoints", 3, masters, optimizer, {}, ALONE)
@@ -87,9 +126,17 @@ def test_everything_is_on_the_disk_in_the_order_in_which_it_counts(tmp_path: Pat
     here = str(folder.relative_to(tmp_path))
     marker = [f"{here}/.{COMMIT}.partial-{os.getpid()}", f"{here}/{COMMIT}"]
     assert done == [
-        ("flushed", "checkpoints"), ("flushed", "."),
-        ("flushed", f"{here}/__0_0.distcp"), ("flushed", here), ("flushed", f"{here}/.metadata.tmp"), ("named", f"{here}/.metadata"), ("flushed", here),
-        ("flushed", marker[0]), ("named", marker[1]), ("flushed", here), ("flushed", "checkpoints"),
+        ("flushed", "checkpoints"),
+        ("flushed", "."),
+        ("flushed", f"{here}/__0_0.distcp"),
+        ("flushed", here),
+        ("flushed", f"{here}/.metadata.tmp"),
+        ("named", f"{here}/.metadata"),
+        ("flushed", here),
+        ("flushed", marker[0]),
+        ("named", marker[1]),
+        ("flushed", here),
+        ("flushed", "checkpoints"),
     ]
 
 
@@ -117,7 +164,9 @@ class Refusing(io.BytesIO):
 
 
 @pytest.mark.parametrize("after", [0, 60, 2000, 9000, 30_000])
-def test_what_the_disk_refuses_is_told_as_it_was_said_wherever_it_is(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_disk_refuses_is_told_as_it_was_said_wherever_it_is(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's own writer hides it behind errors of its own."""
     masters, optimizer = trained(0)
     make = HashedStream.__init__
@@ -128,8 +177,12 @@ def test_what_the_disk_refuses_is_told_as_it_was_said_wherever_it_is(after: int,
 
 def test_the_marker_says_how_it_was_written(tmp_path: Path) -> None:
     masters, optimizer = trained(0)
-    written = write_checkpoint(tmp_path, 2, training_tensors(masters, optimizer), {"samples": 6}, ALONE)
+    written = write_checkpoint(
+        tmp_path, 2, training_tensors(masters, optimizer), {"samples": 6}, ALONE
+    )
     commit = read_marker(written.folder, COMMIT)
     assert commit is not None
     assert (commit["step"], commit["world"], commit["layout"], commit["samples"]) == (2, 1, "", 6)
-    assert [FileEntry(**entry) for entry in commit["files"]] == [entry_of(tmp_path / "step-00000002", name) for name in (".metadata", "__0_0.distcp")]
+    assert [FileEntry(**entry) for entry in commit["files"]] == [
+        entry_of(tmp_path / "step-00000002", name) for name in (".metadata", "__0_0.distcp")
+    ]

@@ -21,7 +21,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with weights large enough that its answers differ from prompt to prompt."""
     torch.set_num_threads(1)
     tokenizer = train_bpe(["the bright copper melts and the mould cools slowly " * 3] * 20, 300)
-    values = {**preset("llama-3m"), **TINY_MODEL, "head_dim": 8, "vocab_size": tokenizer.vocab_size, "initializer_range": 0.3}
+    values = {
+        **preset("llama-3m"),
+        **TINY_MODEL,
+        "head_dim": 8,
+        "vocab_size": tokenizer.vocab_size,
+        "initializer_range": 0.3,
+    }
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_hf(values))
     model.to_empty(device="cpu")

@@ -1,4 +1,6 @@
-"""`ingot adopt` as a person runs it: the recipe alone on stdout, notes on stderr, and the recipe is one that other verbs take."""
+"""`ingot adopt` as a person runs it: the recipe alone on stdout, notes on stderr, and the recipe is
+one that other verbs take.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ def test_the_recipe_on_stdout_the_notes_on_stderr(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["name"] == "spruce"
     notes = done.stderr.splitlines()
-    assert notes[0] == "adopt: spruce.yaml, cloud.env, pipeline.yaml: continued pretraining on Google Cloud"
+    assert (
+        notes[0]
+        == "adopt: spruce.yaml, cloud.env, pipeline.yaml: continued pretraining on Google Cloud"
+    )
     assert "Not carried over:" in notes
     head = [line.removeprefix("# ") for line in done.stdout.splitlines() if line.startswith("#")]
     assert notes[1:] == head[2:]  # what is said on the terminal stands in the recipe too
@@ -40,7 +45,11 @@ def test_the_recipe_is_found_wrong_where_its_layout_is(tmp_path: Path) -> None:
 def test_what_cannot_be_adopted_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     token = "hf_" + "x1Y2" * 8
     (tmp_path / "a.args").write_text(f"--hf-model-id a/b --dataset-dir c --hf-token {token}")
-    for files, says in ((["missing.env"], "missing.env does not exist"), (["a.args"], "puts a secret on a command line"), (["."], "is a folder")):
+    for files, says in (
+        (["missing.env"], "missing.env does not exist"),
+        (["a.args"], "puts a secret on a command line"),
+        (["."], "is a folder"),
+    ):
         done = ingot("adopt", *files, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert says in done.stderr

@@ -25,27 +25,72 @@ def _verbs() -> list[tuple[str, Any]]:
     found = []
     for name, verb in ROOT.commands.items():
         inner = getattr(verb, "commands", None)
-        found += [(f"{name} {sub}", item) for sub, item in inner.items()] if inner else [(name, verb)]
+        found += (
+            [(f"{name} {sub}", item) for sub, item in inner.items()] if inner else [(name, verb)]
+        )
     return found
 
 
 def test_help_lists_every_verb_at_once() -> None:
     done = ingot("--help")
     assert done.returncode == 0
-    for verb in ("run", "ingest", "prepare", "train", "evaluate", "gate", "register", "deploy", "serve", "predict", "show", "explain", "doctor", "export"):
+    for verb in (
+        "run",
+        "ingest",
+        "prepare",
+        "train",
+        "evaluate",
+        "gate",
+        "register",
+        "deploy",
+        "serve",
+        "predict",
+        "show",
+        "explain",
+        "doctor",
+        "export",
+    ):
         assert f" {verb} " in done.stdout
 
 
 def test_help_waits_for_nothing_that_it_does_not_show() -> None:
-    """Typer and what it draws with are all that is imported; `python -m benchmarks.startup` tells the seconds."""
-    done = subprocess.run([command()[0], "-X", "importtime", *command()[1:], "--help"], env=clean_environment(), capture_output=True, text=True, check=True)
-    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    """Typer and what it draws with are all that is imported; `python -m benchmarks.startup` tells
+    the seconds.
+    """
+    done = subprocess.run(
+        [command()[0], "-X", "importtime", *command()[1:], "--help"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    packages = {
+        line.rpartition("|")[2].strip().partition(".")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "ingot" in packages
-    heavy = {"torch", "numpy", "transformers", "pyarrow", "pydantic", "yaml", "google", "kfp", "fastapi", "fsspec", "jinja2", "requests", "psutil"}
+    heavy = {
+        "torch",
+        "numpy",
+        "transformers",
+        "pyarrow",
+        "pydantic",
+        "yaml",
+        "google",
+        "kfp",
+        "fastapi",
+        "fsspec",
+        "jinja2",
+        "requests",
+        "psutil",
+    }
     assert not packages & heavy
 
 
-@pytest.mark.parametrize(("name", "verb"), _verbs(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "verb"), _verbs(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_every_verb_has_help_with_an_example_that_parses(name: str, verb: Any) -> None:
     assert verb.help
     assert verb.epilog.startswith(f"Example: ingot {name}")
@@ -62,20 +107,40 @@ def test_version() -> None:
     assert ingot("--version").stdout == f"{package.__version__}\n"
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("bogus",), "No such command 'bogus'; see `ingot --help`"),
-    (("train",), "Missing argument 'RECIPE.yaml... KEY=VALUE...'; see `ingot train --help`"),
-    (("train", "--bogus", "r.yaml"), "No such option: --bogus; see `ingot train --help`"),
-    (("train", "missing.yaml"), "recipe missing.yaml does not exist; check the path"),
-    (("train", "train.steps=3"), "no recipe is given; name one, such as recipes/quickstart.yaml"),
-    (("explain", "train.optimiser.lr"), "no knob is called `train.optimiser.lr`; did you mean `train.optimizer.lr`?"),
-    (("predict", "missing", "hello"), "missing is no model folder, run folder, recipe or address"),
-    (("predict", ".", "hello"), "is neither a model folder (no config.json) nor a run folder (no model/)"),
-    (("predict", ".", "hello", "max_token=3"), "predict has no setting `max_token`; did you mean `max_tokens`?"),
-    (("predict", ".", "hello", "max_tokens=many"), "`many` is not a whole number"),
-    (("export", ".", "there", "--format", "gguf"), "--format gguf is not known"),
-])
-def test_wrong_input_is_one_line_and_exit_2(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("bogus",), "No such command 'bogus'; see `ingot --help`"),
+        (("train",), "Missing argument 'RECIPE.yaml... KEY=VALUE...'; see `ingot train --help`"),
+        (("train", "--bogus", "r.yaml"), "No such option: --bogus; see `ingot train --help`"),
+        (("train", "missing.yaml"), "recipe missing.yaml does not exist; check the path"),
+        (
+            ("train", "train.steps=3"),
+            "no recipe is given; name one, such as recipes/quickstart.yaml",
+        ),
+        (
+            ("explain", "train.optimiser.lr"),
+            "no knob is called `train.optimiser.lr`; did you mean `train.optimizer.lr`?",
+        ),
+        (
+            ("predict", "missing", "hello"),
+            "missing is no model folder, run folder, recipe or address",
+        ),
+        (
+            ("predict", ".", "hello"),
+            "is neither a model folder (no config.json) nor a run folder (no model/)",
+        ),
+        (
+            ("predict", ".", "hello", "max_token=3"),
+            "predict has no setting `max_token`; did you mean `max_tokens`?",
+        ),
+        (("predict", ".", "hello", "max_tokens=many"), "`many` is not a whole number"),
+        (("export", ".", "there", "--format", "gguf"), "--format gguf is not known"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_2(
+    arguments: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
     done = ingot(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -89,13 +154,22 @@ def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
         done = ingot(*arguments, cwd=tmp_path)
         assert done.returncode == 2
         assert "Traceback" in done.stderr
-        assert done.stderr.splitlines()[-1] == "error: recipe missing.yaml does not exist; check the path"
+        assert (
+            done.stderr.splitlines()[-1]
+            == "error: recipe missing.yaml does not exist; check the path"
+        )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_a_verb_with_one_line(tmp_path: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_a_verb_with_one_line(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     argv = blocking_argv(tmp_path)
-    process = subprocess.Popen(command(*argv), env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(*argv), env=clean_environment(), stderr=subprocess.PIPE, text=True
+    )
     wait_until(lambda: len(waiting_on(argv)) == 1)
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
@@ -104,7 +178,9 @@ def test_a_signal_ends_a_verb_with_one_line(tmp_path: Path, number: signal.Signa
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    process = subprocess.Popen(command("show", "knobs"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command("show", "knobs"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
@@ -114,7 +190,9 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 
 def test_a_full_disk_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command("show", "knobs"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command("show", "knobs"), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert done.returncode == 1
     assert done.stderr == "error: disk full; make space and run the same command again\n"
 
@@ -123,32 +201,50 @@ def _raise(error: BaseException) -> int:
     raise error
 
 
-@pytest.mark.parametrize(("error", "code", "line"), [
-    (WrongInput("x is 3; make it 4"), 2, "error: x is 3; make it 4"),
-    (Failed("disk full"), 1, "error: disk full"),
-    (Stopped("stopped at 5", signum=15, committed=True), 75, "stopped at 5"),
-    (Stopped("stopped early", signum=15, committed=False), 143, "stopped early"),
-    (ZeroDivisionError("division by zero"), 1, "error: ZeroDivisionError: division by zero; run again with --debug to see where"),
-    (RuntimeError("first\nsecond"), 1, "error: RuntimeError: first; run again with --debug to see where"),
-    (MemoryError(), 1, "error: MemoryError: no message; run again with --debug to see where"),
-    (Interrupted(signal.SIGTERM), 143, "stopped by SIGTERM"),
-    (KeyboardInterrupt(), 130, "stopped by SIGINT"),
-])
-def test_what_is_raised_becomes_a_line_and_a_code(error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (WrongInput("x is 3; make it 4"), 2, "error: x is 3; make it 4"),
+        (Failed("disk full"), 1, "error: disk full"),
+        (Stopped("stopped at 5", signum=15, committed=True), 75, "stopped at 5"),
+        (Stopped("stopped early", signum=15, committed=False), 143, "stopped early"),
+        (
+            ZeroDivisionError("division by zero"),
+            1,
+            "error: ZeroDivisionError: division by zero; run again with --debug to see where",
+        ),
+        (
+            RuntimeError("first\nsecond"),
+            1,
+            "error: RuntimeError: first; run again with --debug to see where",
+        ),
+        (MemoryError(), 1, "error: MemoryError: no message; run again with --debug to see where"),
+        (Interrupted(signal.SIGTERM), 143, "stopped by SIGTERM"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT"),
+    ],
+)
+def test_what_is_raised_becomes_a_line_and_a_code(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert guarded(lambda: _raise(error), debug=False) == code
     assert capsys.readouterr().err == f"{line}\n"
 
 
 def test_a_taken_port_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     def listen() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(first.getsockname()):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as first,
+            socket.create_server(first.getsockname()),
+        ):
             return 0
 
     assert guarded(listen, debug=False) == 1
     assert "port taken" in capsys.readouterr().err
 
 
-def test_other_ranks_say_who_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_say_who_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "3")
     assert guarded(lambda: _raise(Failed("gone")), debug=False) == 1
     assert capsys.readouterr().err == "rank 3: error: gone\n"

@@ -15,11 +15,14 @@ DEFAULTS: dict[str, Any] = {"count": 3, "share": 0.5, "word": "", "flag": False}
 
 def test_files_and_overrides_in_any_order() -> None:
     assert split(["a.yaml", "train.steps=3", "b/c.yaml", "data.train.0.source=/x/y=z"]) == (
-        ["a.yaml", "b/c.yaml"], ["train.steps=3", "data.train.0.source=/x/y=z"],
+        ["a.yaml", "b/c.yaml"],
+        ["train.steps=3", "data.train.0.source=/x/y=z"],
     )
 
 
-def test_a_path_with_an_equals_sign_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_an_equals_sign_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert split(["runs/lr=3.yaml"])[0] == ["runs/lr=3.yaml"]
     assert split(["lr=3.yaml"])[1] == ["lr=3.yaml"]
@@ -39,20 +42,34 @@ def test_settings_without_a_recipe() -> None:
         settings_without_recipe(["serve.prto=0"])
 
 
-@pytest.mark.parametrize(("argument", "key", "value"), [
-    ("count=7", "count", 7), ("share=1", "share", 1.0), ("share=0.25", "share", 0.25), ("word=3", "word", "3"), ("word=a=b", "word", "a=b"),
-    ("flag=true", "flag", True),
-])
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("count=7", "count", 7),
+        ("share=1", "share", 1.0),
+        ("share=0.25", "share", 0.25),
+        ("word=3", "word", "3"),
+        ("word=a=b", "word", "a=b"),
+        ("flag=true", "flag", True),
+    ],
+)
 def test_settings_take_the_type_of_their_default(argument: str, key: str, value: Any) -> None:
     chosen = values([argument], DEFAULTS, "verb")
     assert chosen == {**DEFAULTS, key: value}
     assert type(chosen[key]) is type(value)
 
 
-@pytest.mark.parametrize(("argument", "says"), [
-    ("cuont=7", "did you mean `count`"), ("count=1.5", "not a whole number"), ("count=true", "not a whole number"), ("share=x", "not a number"),
-    ("flag=1", "not true or false"), ("count=[", "not a whole number"),
-])
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("cuont=7", "did you mean `count`"),
+        ("count=1.5", "not a whole number"),
+        ("count=true", "not a whole number"),
+        ("share=x", "not a number"),
+        ("flag=1", "not true or false"),
+        ("count=[", "not a whole number"),
+    ],
+)
 def test_wrong_settings_are_refused(argument: str, says: str) -> None:
     with pytest.raises(WrongInput, match=says):
         values([argument], DEFAULTS, "verb")

@@ -1,4 +1,6 @@
-"""`ingot show data` on preferences, pairs and labelled texts: each column has its lengths and a sample."""
+"""`ingot show data` on preferences, pairs and labelled texts: each column has its lengths and a
+sample.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,40 @@ from ingot.data.prepare import prepare
 from tests.data.test_prepare_examples import of
 
 
-@pytest.mark.parametrize(("kind", "columns", "told"), [
-    ("preference", ["chosen", "rejected"], ["a document of part 0, chosen: '", "rows of 96 tokens (none): ", "<|im_end|>"]),
-    ("pair", ["source", "target"], ["a document of part 0, target: '<|begin_of_text|>melts", "rows of 96 tokens, targets of 12 (none): "]),
-    ("labelled", ["tokens"], ["a document of part 0: '<|begin_of_text|>The number is", "a document of part 0, label: ", "rows of 96 tokens (none): "]),
-])
+@pytest.mark.parametrize(
+    ("kind", "columns", "told"),
+    [
+        (
+            "preference",
+            ["chosen", "rejected"],
+            ["a document of part 0, chosen: '", "rows of 96 tokens (none): ", "<|im_end|>"],
+        ),
+        (
+            "pair",
+            ["source", "target"],
+            [
+                "a document of part 0, target: '<|begin_of_text|>melts",
+                "rows of 96 tokens, targets of 12 (none): ",
+            ],
+        ),
+        (
+            "labelled",
+            ["tokens"],
+            [
+                "a document of part 0: '<|begin_of_text|>The number is",
+                "a document of part 0, label: ",
+                "rows of 96 tokens (none): ",
+            ],
+        ),
+    ],
+)
 def test_every_kind_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, columns: list[str], told: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    columns: list[str],
+    told: list[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     small = of(kind, tmp_path)

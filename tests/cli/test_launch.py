@@ -1,4 +1,6 @@
-"""`ingot launch ...` as a person types it: in the foreground, detached, looked at, followed, cancelled."""
+"""`ingot launch ...` as a person types it: in the foreground, detached, looked at, followed,
+cancelled.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from tests.small import small_recipe
 @pytest.fixture
 def place(root: Path) -> Path:
     """A folder with data prepared and `r.yaml`, whose run is `runs/small`."""
-    (root / "r.yaml").write_text(dump_recipe(small_recipe(root, checkpoint__every=2)).replace(f"{root}/", ""), encoding="utf-8")
+    (root / "r.yaml").write_text(
+        dump_recipe(small_recipe(root, checkpoint__every=2)).replace(f"{root}/", ""),
+        encoding="utf-8",
+    )
     return root
 
 
@@ -58,7 +63,13 @@ def test_a_detached_training_is_found_followed_cancelled_and_goes_on(place: Path
             assert refused.returncode == 1
             assert "runs/small is in use by process " in refused.stderr
             assert str(supervisor(handle["id"])) in refused.stderr
-        follower = subprocess.Popen(command("launch", "logs", "runs/small", "--follow"), cwd=place, env=clean_environment(), stdout=subprocess.PIPE, text=True)
+        follower = subprocess.Popen(
+            command("launch", "logs", "runs/small", "--follow"),
+            cwd=place,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         cancelled = ingot("launch", "cancel", "runs/small", cwd=place)
         assert cancelled.returncode == 0, cancelled.stderr
         assert cancelled.stderr == "train: cancelled\n"
@@ -70,7 +81,10 @@ def test_a_detached_training_is_found_followed_cancelled_and_goes_on(place: Path
     assert "committed; the same command goes on from there" in out
     assert out == ingot("launch", "logs", "runs/small", "--job", "train", cwd=place).stdout
     assert (run.root / "jobs/train.exit").read_text() == "75\n"
-    assert ingot("launch", "status", "runs/small", cwd=place).stdout == f"train     cancelled  process {handle['id']}\n"
+    assert (
+        ingot("launch", "status", "runs/small", cwd=place).stdout
+        == f"train     cancelled  process {handle['id']}\n"
+    )
     nothing = ingot("launch", "cancel", "runs/small", cwd=place)
     assert nothing.returncode == 1
     assert nothing.stderr == "error: nothing runs there: train cancelled\n"
@@ -85,21 +99,31 @@ def supervisor(shell: str) -> int:
 def test_a_killed_training_is_started_again(verb: tuple[str, ...], place: Path) -> None:
     """Under `ingot run` too, whose steps before it are done already or done again here."""
     process = subprocess.Popen(
-        command(*verb, "r.yaml", "train.steps=100000", "checkpoint.every=40"), cwd=place, env=clean_environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
+        command(*verb, "r.yaml", "train.steps=100000", "checkpoint.every=40"),
+        cwd=place,
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     run = small_recipe(place).folder
     try:
         wait_until(lambda: len(committed(run.checkpoints)) > 0, 120)
         (rank,) = psutil.Process(process.pid).children()
         rank.kill()
-        wait_until(lambda: [event["kind"] for event in read_lines(run.events)].count("start") == 2, 60)
+        wait_until(
+            lambda: [event["kind"] for event in read_lines(run.events)].count("start") == 2, 60
+        )
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 75, said
-    assert re.search(r"rank 0 was ended by SIGKILL at step \d+; starting again from checkpoint \d+ \(restart 1 of 100\)\n", said)
+    assert re.search(
+        r"rank 0 was ended by SIGKILL at step \d+; starting again from checkpoint \d+ \(restart 1"
+        r" of 100\)\n",
+        said,
+    )
     kinds = [event["kind"] for event in read_lines(run.events)]
     assert kinds.index("restart") < kinds.index("lost")
     restart = next(event for event in read_lines(run.events) if event["kind"] == "restart")
@@ -113,16 +137,25 @@ def test_another_verb_is_a_job_without_restarts(place: Path) -> None:
     failed = ingot("launch", "gate", "r.yaml", cwd=place)
     assert failed.returncode != 0
     lines = ingot("launch", "status", "runs/small", cwd=place).stdout.splitlines()
-    assert [line.split()[:2] for line in lines] == [["gate", "failed"], ["ingest", "succeeded"]], "the last one first"
+    assert [line.split()[:2] for line in lines] == [
+        ["gate", "failed"],
+        ["ingest", "succeeded"],
+    ], "the last one first"
 
 
-def test_what_a_killed_job_said_is_followed_to_its_end_and_a_job_of_another_version_hides_none(place: Path) -> None:
+def test_what_a_killed_job_said_is_followed_to_its_end_and_a_job_of_another_version_hides_none(
+    place: Path,
+) -> None:
     jobs = place / "runs/small/jobs"
     jobs.mkdir(parents=True)
     (place / "log").write_text("its last word\n")
     about = {"id": "1", "argv": ["train"], "started": 1.0, "about": {}}
-    (jobs / "train.json").write_text(json.dumps({**about, "name": "train", "kind": "local", "log": str(place / "log")}))
-    (jobs / "evaluate.slurm.json").write_text(json.dumps({**about, "name": "evaluate", "kind": "slurm", "log": ""}))
+    (jobs / "train.json").write_text(
+        json.dumps({**about, "name": "train", "kind": "local", "log": str(place / "log")})
+    )
+    (jobs / "evaluate.slurm.json").write_text(
+        json.dumps({**about, "name": "evaluate", "kind": "slurm", "log": ""})
+    )
     (jobs / "evaluate.slurm.yaml").write_text("knob_of_tomorrow: 1\n")
     followed = ingot("launch", "logs", "runs/small", "--follow", cwd=place)
     assert (followed.returncode, followed.stdout) == (0, "its last word\n")
@@ -134,23 +167,51 @@ def test_what_a_killed_job_said_is_followed_to_its_end_and_a_job_of_another_vers
 
 
 def test_a_dry_run_prints_what_would_be_started(place: Path) -> None:
-    here = ingot("launch", "train", "r.yaml", "launch.processes=2", "--fresh", "--dry-run", cwd=place, OMP_NUM_THREADS="1")
+    here = ingot(
+        "launch",
+        "train",
+        "r.yaml",
+        "launch.processes=2",
+        "--fresh",
+        "--dry-run",
+        cwd=place,
+        OMP_NUM_THREADS="1",
+    )
     assert here.returncode == 0, here.stderr
-    assert f"{sys.executable} -m ingot.launch 2 train r.yaml launch.processes=2 --fresh &\n" in here.stdout
+    assert (
+        f"{sys.executable} -m ingot.launch 2 train r.yaml launch.processes=2 --fresh &\n"
+        in here.stdout
+    )
     detached = ingot("launch", "train", "r.yaml", "launch.detach=true", "--dry-run", cwd=place)
-    assert f"{sys.executable} -m ingot launch train r.yaml launch.detach=true launch.detach=false --handled &\n" in detached.stdout
-    assert subprocess.run(["sh", "-n"], input=detached.stdout, text=True, check=False).returncode == 0
+    assert (
+        f"{sys.executable} -m ingot launch train r.yaml launch.detach=true launch.detach=false"
+        " --handled &\n" in detached.stdout
+    )
+    assert (
+        subprocess.run(["sh", "-n"], input=detached.stdout, text=True, check=False).returncode == 0
+    )
     assert not (place / "runs/small/jobs").exists()
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("status", "r.yaml"), "runs/small has no job; start one with `ingot launch train RECIPE.yaml`"),
-    (("logs", "r.yaml", "--job", "gate"), "runs/small has no job of gate; start one with `ingot launch gate RECIPE.yaml`"),
-    (("cancel", "missing.yaml"), "recipe missing.yaml does not exist"),
-    (("train", "missing.yaml"), "recipe missing.yaml does not exist"),
-    (("serve", "r.yaml"), "No such command 'serve'"),
-])
-def test_what_is_not_there_is_said_in_one_line(arguments: tuple[str, ...], says: str, place: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("status", "r.yaml"),
+            "runs/small has no job; start one with `ingot launch train RECIPE.yaml`",
+        ),
+        (
+            ("logs", "r.yaml", "--job", "gate"),
+            "runs/small has no job of gate; start one with `ingot launch gate RECIPE.yaml`",
+        ),
+        (("cancel", "missing.yaml"), "recipe missing.yaml does not exist"),
+        (("train", "missing.yaml"), "recipe missing.yaml does not exist"),
+        (("serve", "r.yaml"), "No such command 'serve'"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(
+    arguments: tuple[str, ...], says: str, place: Path
+) -> None:
     done = ingot("launch", *arguments, cwd=place)
     assert done.returncode == 2
     assert says in done.stderr

@@ -1,4 +1,6 @@
-"""`ingot launch` to machines that are paid, as a person types it: whatever becomes of the command, none is left, and nothing wrong makes one."""
+"""`ingot launch` to machines that are paid, as a person types it: whatever becomes of the command,
+none is left, and nothing wrong makes one.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,20 @@ def server() -> Iterator[google.Server]:
 
 
 def written(root: Path, kind: str, address: str | None, **knobs: Any) -> Path:
-    recipe = small_recipe(root, **{
-        "output": "runs", "data.train": [{"source": "text"}], "launch.kind": kind, "launch.nodes": 2, "cloud.project": "p", "cloud.bucket": "bucket",
-        "cloud.endpoint": address, "cloud.images.train": IMAGE, **knobs,
-    })
+    recipe = small_recipe(
+        root,
+        **{
+            "output": "runs",
+            "data.train": [{"source": "text"}],
+            "launch.kind": kind,
+            "launch.nodes": 2,
+            "cloud.project": "p",
+            "cloud.bucket": "bucket",
+            "cloud.endpoint": address,
+            "cloud.images.train": IMAGE,
+            **knobs,
+        },
+    )
     write_atomic(root / "r.yaml", dump_recipe(recipe))
     return root / "r.yaml"
 
@@ -53,7 +65,9 @@ def launched(root: Path, ready: Any) -> subprocess.Popen[str]:
     return process
 
 
-def test_interrupted_while_machines_come_up_it_leaves_none(root: Path, bucket: gcs.Server, server: google.Server) -> None:
+def test_interrupted_while_machines_come_up_it_leaves_none(
+    root: Path, bucket: gcs.Server, server: google.Server
+) -> None:
     cloud = compute.install(server)
     written(root, "gce", server.address)
     process = launched(root, lambda: len(cloud.names()) == 2)
@@ -66,11 +80,19 @@ def test_interrupted_while_machines_come_up_it_leaves_none(root: Path, bucket: g
     assert {line.split()[1], other.split()[1]} <= {"cancelled", "failed"}
 
 
-def test_killed_it_leaves_a_job_that_the_next_command_finds_and_ends(root: Path, bucket: gcs.Server, server: google.Server) -> None:
+def test_killed_it_leaves_a_job_that_the_next_command_finds_and_ends(
+    root: Path, bucket: gcs.Server, server: google.Server
+) -> None:
     """And that a second one does not start twice."""
     cloud = compute.install(server)
     written(root, "gce", server.address)
-    process = launched(root, lambda: (root / "runs/small/jobs/train.gce.json").exists() and "machines" in (root / "runs/small/jobs/train.gce.json").read_text())
+    process = launched(
+        root,
+        lambda: (
+            (root / "runs/small/jobs/train.gce.json").exists()
+            and "machines" in (root / "runs/small/jobs/train.gce.json").read_text()
+        ),
+    )
     process.kill()
     process.communicate()
     machines = cloud.names()
@@ -80,7 +102,10 @@ def test_killed_it_leaves_a_job_that_the_next_command_finds_and_ends(root: Path,
     assert cloud.names() == machines
     again.kill()
     again.communicate()
-    states = [line.split()[:3] for line in ingot("launch", "status", "r.yaml", cwd=root).stdout.splitlines()]
+    states = [
+        line.split()[:3]
+        for line in ingot("launch", "status", "r.yaml", cwd=root).stdout.splitlines()
+    ]
     assert ["train", "queued", "gce"] in states
     done = ingot("launch", "cancel", "r.yaml", cwd=root)
     assert done.returncode == 0, done.stderr
@@ -89,7 +114,9 @@ def test_killed_it_leaves_a_job_that_the_next_command_finds_and_ends(root: Path,
     assert cloud.names() == []
 
 
-def test_interrupted_again_a_custom_job_that_does_not_listen_is_cancelled(root: Path, bucket: gcs.Server, server: google.Server) -> None:
+def test_interrupted_again_a_custom_job_that_does_not_listen_is_cancelled(
+    root: Path, bucket: gcs.Server, server: google.Server
+) -> None:
     service = vertex_jobs.install(server)
     service.runs, service.project = 10**6, "p"
     written(root, "vertex", server.address)
@@ -104,16 +131,31 @@ def test_interrupted_again_a_custom_job_that_does_not_listen_is_cancelled(root: 
     assert service.alive == []
 
 
-@pytest.mark.parametrize(("kind", "about", "told"), [
-    ("gce", "location", "lies in"), ("gce", "bucket", "nowhere"), ("gce", "columns", "run `ingot ingest` and `ingot prepare`"),
-    ("gce", "machine", "n1-standard-8"), ("gce", "output", "output"), ("vertex", "bucket", "nowhere"), ("vertex", "machine", "n1-standard-8"),
-])
+@pytest.mark.parametrize(
+    ("kind", "about", "told"),
+    [
+        ("gce", "location", "lies in"),
+        ("gce", "bucket", "nowhere"),
+        ("gce", "columns", "run `ingot ingest` and `ingot prepare`"),
+        ("gce", "machine", "n1-standard-8"),
+        ("gce", "output", "output"),
+        ("vertex", "bucket", "nowhere"),
+        ("vertex", "machine", "n1-standard-8"),
+    ],
+)
 def test_what_is_wrong_is_one_line_and_nothing_is_made(
-    kind: str, about: str, told: str, root: Path, bucket: gcs.Server, server: google.Server,
+    kind: str, about: str, told: str, root: Path, bucket: gcs.Server, server: google.Server
 ) -> None:
-    written(root, kind, server.address, **{
-        "bucket": {"cloud.bucket": "nowhere"}, "machine": {"launch.machine.type": "n1-standrad-8"}, "output": {"output": str(root / "runs")},
-    }.get(about, {}))
+    written(
+        root,
+        kind,
+        server.address,
+        **{
+            "bucket": {"cloud.bucket": "nowhere"},
+            "machine": {"launch.machine.type": "n1-standrad-8"},
+            "output": {"output": str(root / "runs")},
+        }.get(about, {}),
+    )
     if about == "location":
         bucket.location = "EUROPE-WEST4"
     if about == "columns":
@@ -129,7 +171,15 @@ def test_what_is_wrong_is_one_line_and_nothing_is_made(
 @pytest.mark.parametrize("kind", ["gce", "vertex"])
 def test_without_credentials_it_is_one_line(kind: str, root: Path, tmp_path: Path) -> None:
     written(root, kind, None)
-    done = ingot("launch", "train", "r.yaml", cwd=root, HOME=str(tmp_path), NO_GCE_CHECK="true", CLOUDSDK_CONFIG=str(tmp_path))
+    done = ingot(
+        "launch",
+        "train",
+        "r.yaml",
+        cwd=root,
+        HOME=str(tmp_path),
+        NO_GCE_CHECK="true",
+        CLOUDSDK_CONFIG=str(tmp_path),
+    )
     assert done.returncode == 2, done.stderr
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("train: process")]
     assert "gcloud auth application-default login" in line

@@ -13,7 +13,15 @@ import yaml
 from rich.console import Console
 
 from ingot.base.errors import WrongInput
-from ingot.cli.audit import Audit, Example, audit_chats, audit_documents, audit_preferences, in_words, table
+from ingot.cli.audit import (
+    Audit,
+    Example,
+    audit_chats,
+    audit_documents,
+    audit_preferences,
+    in_words,
+    table,
+)
 from ingot.cli.mask import show_mask
 from ingot.data.preferences import Preference
 from ingot.tokenizers.chat import encode_chats
@@ -21,15 +29,28 @@ from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, bpe_files, chatty
 
 CHATS = [
-    [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": "copper " * number}, {"role": "user", "content": "so?"},
-     {"role": "assistant", "content": "yes"}]
+    [
+        {"role": "user", "content": f"question {number}"},
+        {"role": "assistant", "content": "copper " * number},
+        {"role": "user", "content": "so?"},
+        {"role": "assistant", "content": "yes"},
+    ]
     for number in range(1, 6)
 ]
 
 
-def printed(audit: Audit, tokenizer: Tokenizer, seq_len: int = 512, *, what: str = "chats", colour: bool = False) -> str:
+def printed(
+    audit: Audit,
+    tokenizer: Tokenizer,
+    seq_len: int = 512,
+    *,
+    what: str = "chats",
+    colour: bool = False,
+) -> str:
     out = io.StringIO()
-    Console(width=160, force_terminal=colour, color_system="standard" if colour else None, file=out).print(table(audit, tokenizer, seq_len, what=what))
+    Console(
+        width=160, force_terminal=colour, color_system="standard" if colour else None, file=out
+    ).print(table(audit, tokenizer, seq_len, what=what))
     return out.getvalue()
 
 
@@ -38,10 +59,17 @@ def recipe(root: Path, template: str | None = CHATML, **knobs: Any) -> str:
     (root / "tokenizer").mkdir()
     for name, content in bpe_files(template).items():
         (root / "tokenizer" / name).write_text(content, encoding="utf-8")
-    (root / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS) + "not JSON\n", encoding="utf-8")
+    (root / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS) + "not JSON\n",
+        encoding="utf-8",
+    )
     values = {
-        "name": "m", "output": str(root / "runs"), "objective": {"kind": "sft"}, "tokenizer": {"source": str(root / "tokenizer")},
-        "data": {"train": [{"source": str(root / "chats.jsonl")}], "seq_len": 40}, **knobs,
+        "name": "m",
+        "output": str(root / "runs"),
+        "objective": {"kind": "sft"},
+        "tokenizer": {"source": str(root / "tokenizer")},
+        "data": {"train": [{"source": str(root / "chats.jsonl")}], "seq_len": 40},
+        **knobs,
     }
     path = root / "recipe.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -51,7 +79,9 @@ def recipe(root: Path, template: str | None = CHATML, **knobs: Any) -> str:
 def test_straight_from_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert show_mask([recipe(tmp_path)], 2) == 0
     out = capsys.readouterr().out
-    assert "<|im_start|>user\nquestion 1<|im_end|>\n<|im_start|>assistant\n⟦copper<|im_end|>⟧\n" in out
+    assert (
+        "<|im_start|>user\nquestion 1<|im_end|>\n<|im_start|>assistant\n⟦copper<|im_end|>⟧\n" in out
+    )
     assert out.count("--- example") == 2
     assert "<|im_end|> trained in 10 of 10 assistant turns" in out
     assert "none in 5" in out
@@ -62,7 +92,9 @@ def test_straight_from_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_documents_of_pretraining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path, objective={"kind": "pretrain"})
-    (tmp_path / "chats.jsonl").write_text('{"text": "the copper"}\n{"text": "rings"}\n', encoding="utf-8")
+    (tmp_path / "chats.jsonl").write_text(
+        '{"text": "the copper"}\n{"text": "rings"}\n', encoding="utf-8"
+    )
     assert show_mask([path]) == 0
     out = capsys.readouterr().out
     assert "⟦<|begin_of_text|>the copper<|end_of_text|>⟧" in out
@@ -91,14 +123,30 @@ def test_an_untrained_end_of_turn_shows() -> None:
     tokenizer = chatty()
     audit = audit_chats(tokenizer, CHATS)
     end = tokenizer.special_ids["<|im_end|>"]
-    planted = Audit([Example(example.ids, np.where(example.ids == end, 0, example.mask).astype(np.uint8), example.turns) for example in audit.examples])
+    planted = Audit(
+        [
+            Example(
+                example.ids,
+                np.where(example.ids == end, 0, example.mask).astype(np.uint8),
+                example.turns,
+            )
+            for example in audit.examples
+        ]
+    )
     assert "trained in 10 of 10" in printed(audit, tokenizer)
     assert "trained in 0 of 10" in printed(planted, tokenizer)
     assert "\x1b[31m<|im_end|> trained in 0 of 10" in printed(planted, tokenizer, colour=True)
     assert "\x1b[31m<|im_end|>" not in printed(audit, tokenizer, colour=True)
 
 
-@pytest.mark.parametrize(("template", "told"), [("{{ bos_token }}", "one in 5"), ("{{ bos_token }}{{ bos_token }}", "two or more in 5"), ("", "none in 5")])
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ bos_token }}", "one in 5"),
+        ("{{ bos_token }}{{ bos_token }}", "two or more in 5"),
+        ("", "none in 5"),
+    ],
+)
 def test_double_bos_shows(template: str, told: str) -> None:
     tokenizer = chatty(template + CHATML)
     audit = audit_chats(tokenizer, CHATS)
@@ -107,7 +155,10 @@ def test_double_bos_shows(template: str, told: str) -> None:
 
 
 def test_no_end_of_turn_shows() -> None:
-    tokenizer = chatty("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}")
+    tokenizer = chatty(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if"
+        " add_generation_prompt %}assistant:{% endif %}"
+    )
     assert "does not learn to stop" in printed(audit_chats(tokenizer, CHATS), tokenizer)
 
 
@@ -120,7 +171,9 @@ def test_an_end_that_is_not_eos_shows() -> None:
 
 
 def test_chats_without_targets_and_refused_ones_are_counted() -> None:
-    tokenizer = chatty("{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}" + CHATML)
+    tokenizer = chatty(
+        "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
+    )
     audit = audit_chats(tokenizer, [*CHATS, CHATS[0][:1], CHATS[0] * 2])
     assert len(audit.examples) == 6
     assert audit.without_targets() == 1
@@ -131,19 +184,35 @@ def test_colours_and_brackets() -> None:
     tokenizer = chatty()
     ids, mask, _ = encode_chats(tokenizer, [CHATS[0]], tokenizer.encode_batch)
     example = Example(ids, mask, 2)
-    plain, coloured = in_words(tokenizer, example, plain=True), in_words(tokenizer, example, plain=False)
-    assert plain.plain.replace("⟦", "").replace("⟧", "") == coloured.plain == tokenizer.decode(ids, skip_special=False)
-    green = "".join(coloured.plain[span.start : span.end] for span in coloured.spans if "green" in str(span.style))
+    plain, coloured = (
+        in_words(tokenizer, example, plain=True),
+        in_words(tokenizer, example, plain=False),
+    )
+    assert (
+        plain.plain.replace("⟦", "").replace("⟧", "")
+        == coloured.plain
+        == tokenizer.decode(ids, skip_special=False)
+    )
+    green = "".join(
+        coloured.plain[span.start : span.end]
+        for span in coloured.spans
+        if "green" in str(span.style)
+    )
     assert green == "copper<|im_end|>yes<|im_end|>"
 
 
 def test_documents_end_with_eos() -> None:
     tokenizer = Tokenizer(bpe_files(CHATML, eos_token=None))
-    assert "trained in 0 of 1 documents" in printed(audit_documents(tokenizer, ["a"]), tokenizer, what="documents")
+    assert "trained in 0 of 1 documents" in printed(
+        audit_documents(tokenizer, ["a"]), tokenizer, what="documents"
+    )
 
 
-PREFERENCE = {"prompt": [*CHATS[0][:2], {"role": "user", "content": "and?"}], "chosen": [{"role": "assistant", "content": "rings"}],
-              "rejected": [{"role": "assistant", "content": "melts melts melts"}]}
+PREFERENCE = {
+    "prompt": [*CHATS[0][:2], {"role": "user", "content": "and?"}],
+    "chosen": [{"role": "assistant", "content": "rings"}],
+    "rejected": [{"role": "assistant", "content": "melts melts melts"}],
+}
 
 
 def test_both_sides_of_preferences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,29 +220,57 @@ def test_both_sides_of_preferences(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps(PREFERENCE)}\n" * 5, encoding="utf-8")
     assert show_mask([path], 2) == 0
     out = capsys.readouterr().out
-    before = "assistant\ncopper<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
-    assert out.count(f"{before}⟦rings<|im_end|>⟧") == out.count(f"{before}⟦melts melts melts<|im_end|>⟧") == 2
-    assert [line.partition(", ")[2].partition(", ")[0] for line in out.splitlines() if line.startswith("--- example")] == ["chosen", "rejected"] * 2
-    assert "<|im_end|> trained in 10 of 10 assistant turns" in out, "the turn in the prompt is not counted"
+    before = (
+        "assistant\ncopper<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (
+        out.count(f"{before}⟦rings<|im_end|>⟧")
+        == out.count(f"{before}⟦melts melts melts<|im_end|>⟧")
+        == 2
+    )
+    assert [
+        line.partition(", ")[2].partition(", ")[0]
+        for line in out.splitlines()
+        if line.startswith("--- example")
+    ] == ["chosen", "rejected"] * 2
+    assert "<|im_end|> trained in 10 of 10 assistant turns" in out, (
+        "the turn in the prompt is not counted"
+    )
     assert "10 sides" in out
 
 
 def test_preferences_that_the_template_refuses() -> None:
-    tokenizer = chatty("{% if 'melts' in messages[-1].content %}{{ raise_exception('no melting') }}{% endif %}" + CHATML)
+    tokenizer = chatty(
+        "{% if 'melts' in messages[-1].content %}{{ raise_exception('no melting') }}{% endif %}"
+        + CHATML
+    )
     fine = Preference(PREFERENCE["prompt"], PREFERENCE["chosen"], PREFERENCE["chosen"] * 2)
     audit = audit_preferences(tokenizer, [fine, Preference(**PREFERENCE), fine])
     assert [example.side for example in audit.examples] == ["chosen", "rejected"] * 2
-    assert [(count, "no melting" in reason) for reason, count in audit.refused.items()] == [(1, True)]
+    assert [(count, "no melting" in reason) for reason, count in audit.refused.items()] == [
+        (1, True)
+    ]
     assert "of these 4 lose all" in printed(audit, tokenizer, 8, what="sides")
 
 
 def test_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe(tmp_path, objective={"kind": "seq2seq", "prefix": "say: "}, tokenizer={"source": str(tmp_path / "tokenizer")})
-    (tmp_path / "chats.jsonl").write_text('{"source": "the copper", "target": "rings"}\n' * 4, encoding="utf-8")
+    path = recipe(
+        tmp_path,
+        objective={"kind": "seq2seq", "prefix": "say: "},
+        tokenizer={"source": str(tmp_path / "tokenizer")},
+    )
+    (tmp_path / "chats.jsonl").write_text(
+        '{"source": "the copper", "target": "rings"}\n' * 4, encoding="utf-8"
+    )
     assert show_mask([path, "data.target_len=2"], 1) == 0
     out, tokenizer = capsys.readouterr().out, chatty()
-    assert "<|begin_of_text|>say: the copper<|end_of_text|> | ⟦<|begin_of_text|>rings<|end_of_text|>⟧" in out
-    sides = [" ".join(map(str, tokenizer.encode_framed(text))) for text in ("say: the copper", "rings")]
+    assert (
+        "<|begin_of_text|>say: the copper<|end_of_text|> | ⟦<|begin_of_text|>rings<|end_of_text|>⟧"
+        in out
+    )
+    sides = [
+        " ".join(map(str, tokenizer.encode_framed(text))) for text in ("say: the copper", "rings")
+    ]
     assert f"source {sides[0]} | target {sides[1]}" in out
     assert "<|begin_of_text|> before it, <|end_of_text|> behind it" in out
     assert "targets longer than data.target_len=2" in out
@@ -182,11 +279,21 @@ def test_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_labelled_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path, objective={"kind": "classify", "labels": ["dull", "bright", "none"]})
-    lines = [{"text": "the copper", "label": "bright"}, {"text": "rings", "label": 0}, {"text": "x", "label": 7}]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    lines = [
+        {"text": "the copper", "label": "bright"},
+        {"text": "rings", "label": 0},
+        {"text": "x", "label": 7},
+    ]
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
     assert show_mask([path], 2) == 0
     out = capsys.readouterr().out
     assert "<|begin_of_text|>the copper<|end_of_text|> -> bright (1)" in out
     assert "<|begin_of_text|>rings<|end_of_text|> -> dull (0)" in out
     assert "2 labelled texts" in out
-    assert [line.split("│")[2].strip() for line in out.splitlines() if "label " in line] == ["1, 50.0%", "1, 50.0%", "0, 0.0%"]
+    assert [line.split("│")[2].strip() for line in out.splitlines() if "label " in line] == [
+        "1, 50.0%",
+        "1, 50.0%",
+        "0, 0.0%",
+    ]

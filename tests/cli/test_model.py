@@ -20,7 +20,11 @@ from tests.cli.commands import ingot
 
 def _greedy(folder: Path, prompt: str, count: int) -> str:
     tokenizer = load_tokenizer(folder)
-    generator = Generator(load_model(folder, device=torch.device("cpu")), eos={tokenizer.special.eos or 0}, decode=tokenizer.decode)
+    generator = Generator(
+        load_model(folder, device=torch.device("cpu")),
+        eos={tokenizer.special.eos or 0},
+        decode=tokenizer.decode,
+    )
     return generator.run([Request(tokenizer.encode_prompt(prompt), count)])[0].text
 
 
@@ -32,14 +36,24 @@ def test_predict_prints_the_completion_and_nothing_else(model_folder: Path) -> N
 
 
 def test_predict_samples_by_its_seed(model_folder: Path) -> None:
-    answers = [predict(model_folder, "the", max_tokens=12, temperature=1.0, seed=seed) for seed in (3, 3, 4)]
+    answers = [
+        predict(model_folder, "the", max_tokens=12, temperature=1.0, seed=seed)
+        for seed in (3, 3, 4)
+    ]
     assert answers[0] == answers[1] != answers[2]
 
 
-@pytest.mark.parametrize(("prompt", "settings", "says"), [
-    ("x" * 5000, {}, "positions"), ("the", {"max_tokens": 0}, "max_tokens is 0"), ("the", {"chat": True}, "template"),
-])
-def test_predict_refuses_in_words(model_folder: Path, prompt: str, settings: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "settings", "says"),
+    [
+        ("x" * 5000, {}, "positions"),
+        ("the", {"max_tokens": 0}, "max_tokens is 0"),
+        ("the", {"chat": True}, "template"),
+    ],
+)
+def test_predict_refuses_in_words(
+    model_folder: Path, prompt: str, settings: dict[str, Any], says: str
+) -> None:
     with pytest.raises(WrongInput, match=says):
         predict(model_folder, prompt, **settings)
 
@@ -60,11 +74,16 @@ def test_an_address_that_does_not_answer() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_export_and_import_copy_a_checked_model(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_and_import_copy_a_checked_model(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = ingot("export", str(model_folder), str(tmp_path / "out"))
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'out'}\n"), done.stderr
     assert copy_checked(str(tmp_path / "out"), str(tmp_path / "in"), "hf", overwrite=False) == 0
-    here, there = (load_model(folder, device=torch.device("cpu")).state_dict() for folder in (model_folder, tmp_path / "in"))
+    here, there = (
+        load_model(folder, device=torch.device("cpu")).state_dict()
+        for folder in (model_folder, tmp_path / "in")
+    )
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in here)
     with pytest.raises(WrongInput, match="--overwrite"):
@@ -74,18 +93,39 @@ def test_export_and_import_copy_a_checked_model(model_folder: Path, tmp_path: Pa
 
 
 def test_deploy_moves_the_live_pointer_and_back(model_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(f"name: mine\ndata: {{train: [{{source: a}}]}}\nevaluate: {{model: {model_folder}}}\n", encoding="utf-8")
+    (tmp_path / "r.yaml").write_text(
+        f"name: mine\ndata: {{train: [{{source: a}}]}}\nevaluate: {{model: {model_folder}}}\n",
+        encoding="utf-8",
+    )
     reports = tmp_path / "runs/mine/reports"
     reports.mkdir(parents=True)
     made = json.loads((model_folder / "ingot.json").read_bytes())
-    metric = {"value": 1.0, "ci_low": 0.9, "ci_high": 1.1, "direction": "lower", "n": 3, "set_fingerprint": "set"}
+    metric = {
+        "value": 1.0,
+        "ci_low": 0.9,
+        "ci_high": 1.1,
+        "direction": "lower",
+        "n": 3,
+        "set_fingerprint": "set",
+    }
     for tokenizer in ("first", "second"):  # another tokenizer hash is another version
-        report = {"schema": 1, "model_hash": made["model_hash"], "tokenizer_hash": tokenizer, "metrics": {"loss/bits_per_byte": metric}}
+        report = {
+            "schema": 1,
+            "model_hash": made["model_hash"],
+            "tokenizer_hash": tokenizer,
+            "metrics": {"loss/bits_per_byte": metric},
+        }
         (reports / "evaluate.json").write_text(json.dumps(report), encoding="utf-8")
-        assert ingot("gate", "r.yaml", "--again", "gate.override=deploy", cwd=tmp_path).returncode == 0
+        assert (
+            ingot("gate", "r.yaml", "--again", "gate.override=deploy", cwd=tmp_path).returncode == 0
+        )
         done = ingot("register", "r.yaml", "--again", "gate.override=deploy", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "mine v2, live" in done.stdout
-    assert ingot("deploy", "mine", "--version", "1", cwd=tmp_path).stdout.startswith("mine@v1 is live")
-    assert ingot("deploy", "r.yaml", "--rollback", cwd=tmp_path).stdout.startswith("mine@v2 is live")
+    assert ingot("deploy", "mine", "--version", "1", cwd=tmp_path).stdout.startswith(
+        "mine@v1 is live"
+    )
+    assert ingot("deploy", "r.yaml", "--rollback", cwd=tmp_path).stdout.startswith(
+        "mine@v2 is live"
+    )
     assert ingot("deploy", "mine", "--rollback", "--version", "1", cwd=tmp_path).returncode == 2

@@ -1,4 +1,6 @@
-"""The five commands of docs/PLACES.md, as they stand there: each is one that ingot takes, but for the account that none of these tests has."""
+"""The five commands of docs/PLACES.md, as they stand there: each is one that ingot takes, but for
+the account that none of these tests has.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,20 @@ from ingot.pipeline.plan import reasons
 from tests.house.source import PROJECT
 
 PAGE = (PROJECT / "docs/PLACES.md").read_text(encoding="utf-8")
-OURS = PAGE[PAGE.index("## With an account of your own"):]
+OURS = PAGE[PAGE.index("## With an account of your own") :]
 
 
 def commands() -> list[list[str]]:
     """The words of each, without the prompt and what is remarked on it."""
-    block = next(block for block in re.findall(r"```console\n(.*?)```", OURS, flags=re.DOTALL) if "ingot doctor" in block)
-    return [shlex.split(line.removeprefix("$ "), comments=True) for line in block.replace("\\\n", " ").splitlines()]
+    block = next(
+        block
+        for block in re.findall(r"```console\n(.*?)```", OURS, flags=re.DOTALL)
+        if "ingot doctor" in block
+    )
+    return [
+        shlex.split(line.removeprefix("$ "), comments=True)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
 
 
 @pytest.fixture
@@ -37,8 +46,10 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe_of(words: list[str]) -> Recipe:
     """That of the last command of a line."""
-    last = words[len(words) - words[::-1].index("ingot"):]
-    files, overrides = split([word for word in last if not word.startswith("--") and re.search(r"\.yaml$|=", word)])
+    last = words[len(words) - words[::-1].index("ingot") :]
+    files, overrides = split(
+        [word for word in last if not word.startswith("--") and re.search(r"\.yaml$|=", word)]
+    )
     return read_recipe([*files, *overrides])
 
 

@@ -11,7 +11,12 @@ from tests.cli.commands import clean_environment, command, ingot
 
 
 def test_a_served_folder_answers_as_predict_does_and_stops_cleanly(model_folder: Path) -> None:
-    server = subprocess.Popen(command("serve", str(model_folder), "serve.port=0"), env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        command("serve", str(model_folder), "serve.port=0"),
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert server.stderr is not None
     greeting = server.stderr.readline()
     assert greeting.startswith("serving tiny at http://127.0.0.1:"), greeting

@@ -37,7 +37,9 @@ def test_show_config_is_the_whole_recipe_and_loads_again(root: Path, tmp_path: P
     path.write_text(done.stdout, encoding="utf-8")
     recipe = load_recipe([path], environ={}, dotenv=None)
     assert recipe.seed == 11
-    assert recipe == load_recipe([root / "runs/small/recipe.yaml"], ["seed=11"], environ={}, dotenv=None)
+    assert recipe == load_recipe(
+        [root / "runs/small/recipe.yaml"], ["seed=11"], environ={}, dotenv=None
+    )
 
 
 def test_show_knobs_lists_every_one() -> None:
@@ -67,10 +69,26 @@ def test_show_run_tells_where_the_time_of_training_went(tmp_path: Path) -> None:
     run = made_up_run(tmp_path)
     done = command("show", "run", str(run.root))
     assert done.returncode == 0, done.stderr
-    assert "goodput 60.6 %: 1m 46s of 2m 54s were training; 42s down, 10s starting, 8s lost and repeated, 6s evaluating" in done.stdout
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")]
-    assert [row[:3] for row in rows if row[0] in ("training", "down")] == [["training", "1m 46s", "60.6 %"], ["down", "42s", "24.1 %"]]
-    assert next(row for row in rows if row[0] == "died")[2:] == ["", "118, 18 again", "54s", "8s", "killed (out of memory?)"]
+    assert (
+        "goodput 60.6 %: 1m 46s of 2m 54s were training; 42s down, 10s starting, 8s lost and"
+        " repeated, 6s evaluating" in done.stdout
+    )
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in done.stdout.splitlines()
+        if line.startswith("│")
+    ]
+    assert [row[:3] for row in rows if row[0] in ("training", "down")] == [
+        ["training", "1m 46s", "60.6 %"],
+        ["down", "42s", "24.1 %"],
+    ]
+    assert next(row for row in rows if row[0] == "died")[2:] == [
+        "",
+        "118, 18 again",
+        "54s",
+        "8s",
+        "killed (out of memory?)",
+    ]
 
 
 def test_show_run_points_at_what_is_missing(root: Path) -> None:
@@ -101,9 +119,14 @@ def test_show_data_counts_and_names_what_was_skipped(root: Path) -> None:
     assert "vocabulary 320" in out
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("show", "run", "."), "no run folder"), (("show", "runs", "nothing"), "holds no run"), (("show", "data", "missing.yaml"), "does not exist"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("show", "run", "."), "no run folder"),
+        (("show", "runs", "nothing"), "holds no run"),
+        (("show", "data", "missing.yaml"), "does not exist"),
+    ],
+)
 def test_what_is_not_there_is_told(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
     done = command(*arguments, cwd=tmp_path)
     assert done.returncode == 2
@@ -125,7 +148,17 @@ def test_explain_of_a_section_lists_what_is_in_it() -> None:
 def test_doctor_says_what_is_there_and_how_to_get_the_rest() -> None:
     done = command("doctor")
     assert done.returncode == 0, done.stderr
-    for what in ("Python", "torch", "accelerator", "memory", "disk", "Java", "Slurm", "Hugging Face token", "Google Cloud"):
+    for what in (
+        "Python",
+        "torch",
+        "accelerator",
+        "memory",
+        "disk",
+        "Java",
+        "Slurm",
+        "Hugging Face token",
+        "Google Cloud",
+    ):
         assert what in done.stdout
     for line in done.stdout.splitlines():
         if "missing" in line:

@@ -16,9 +16,13 @@ from ingot.registry.store import Registry
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe, its run with a model, and two registered versions of which the first is live."""
+    """A folder with a recipe, its run with a model, and two registered versions of which the first
+    is live.
+    """
     monkeypatch.chdir(tmp_path)
-    Path("r.yaml").write_text("name: mine\ndata: {train: [{source: a}]}\nserve: {port: 1234}\n", encoding="utf-8")
+    Path("r.yaml").write_text(
+        "name: mine\ndata: {train: [{source: a}]}\nserve: {port: 1234}\n", encoding="utf-8"
+    )
     model = tmp_path / "runs/mine/model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
@@ -26,7 +30,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     registry = Registry(Path("runs/registry.sqlite"))
     metric = Metric(1.0, 0.9, 1.1, "lower", 3, "set")
     for number in (1, 2):
-        registry.add("mine", model, EvaluationReport(f"model{number}", "tokenizer", {"loss/loss": metric}), {})
+        registry.add(
+            "mine",
+            model,
+            EvaluationReport(f"model{number}", "tokenizer", {"loss/loss": metric}),
+            {},
+        )
     registry.point("mine", 1, "test")
     return tmp_path
 
@@ -40,15 +49,25 @@ def test_a_model_folder(place: Path) -> None:
 
 def test_a_run_folder_brings_its_recipe(place: Path) -> None:
     found = find_target("runs/mine")
-    assert (found.name, found.folder, found.recipe.serve.port) == ("mine", Path("runs/mine/model"), 1234)
+    assert (found.name, found.folder, found.recipe.serve.port) == (
+        "mine",
+        Path("runs/mine/model"),
+        1234,
+    )
 
 
 def test_a_recipe(place: Path) -> None:
     found = find_target("r.yaml", ["serve.port=5"])
-    assert (found.name, found.folder, found.recipe.serve.port) == ("mine", Path("runs/mine/model"), 5)
+    assert (found.name, found.folder, found.recipe.serve.port) == (
+        "mine",
+        Path("runs/mine/model"),
+        5,
+    )
 
 
-@pytest.mark.parametrize(("target", "version"), [("mine", 1), ("mine@v1", 1), ("mine@v2", 2), ("mine@2", 2)])
+@pytest.mark.parametrize(
+    ("target", "version"), [("mine", 1), ("mine@v1", 1), ("mine@v2", 2), ("mine@2", 2)]
+)
 def test_a_registered_name(place: Path, target: str, version: int) -> None:
     found = find_target(target)
     assert found.folder is not None
@@ -62,13 +81,16 @@ def test_an_address() -> None:
     assert (found.url, found.folder) == ("http://127.0.0.1:8000", None)
 
 
-@pytest.mark.parametrize(("target", "says"), [
-    ("mine@v7", "has no version 7"),
-    ("other", "nothing is registered as other"),
-    ("not/there", "is no model folder, run folder, recipe or address"),
-    ("missing.yaml", "missing.yaml does not exist"),
-    (".", "neither a model folder"),
-])
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("mine@v7", "has no version 7"),
+        ("other", "nothing is registered as other"),
+        ("not/there", "is no model folder, run folder, recipe or address"),
+        ("missing.yaml", "missing.yaml does not exist"),
+        (".", "neither a model folder"),
+    ],
+)
 def test_what_is_not_there_is_told(place: Path, target: str, says: str) -> None:
     with pytest.raises(WrongInput, match=says):
         find_target(target)

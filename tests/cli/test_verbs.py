@@ -49,40 +49,76 @@ def written(folder: Path, **knobs: Any) -> list[str]:
     return [str(folder / "r.yaml")]
 
 
-def test_a_verb_gets_the_variables_and_secrets_of_the_recipe(tmp_path: Path, there: project.State, seen: dict[str, str]) -> None:
+def test_a_verb_gets_the_variables_and_secrets_of_the_recipe(
+    tmp_path: Path, there: project.State, seen: dict[str, str]
+) -> None:
     arguments = written(
-        tmp_path, launch__environment={"NCCL_DEBUG": "INFO"}, launch__interface="lo", cloud__secrets={"HF_TOKEN": "secret:hf-token"}, cloud__project="proj",
+        tmp_path,
+        launch__environment={"NCCL_DEBUG": "INFO"},
+        launch__interface="lo",
+        cloud__secrets={"HF_TOKEN": "secret:hf-token"},
+        cloud__project="proj",
         cloud__endpoint=there.server.address,
     )
     assert verbs.do_step("train", arguments, again=True) == 0
-    assert {name: seen.get(name) for name in ("HF_TOKEN", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} == {
-        "HF_TOKEN": "hunter2", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+    assert {
+        name: seen.get(name)
+        for name in ("HF_TOKEN", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    } == {
+        "HF_TOKEN": "hunter2",
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()
+    ]
 
 
-def test_a_verb_has_the_processes_and_machines_of_its_place(tmp_path: Path, seen: dict[str, str]) -> None:
-    """In a container of the pipeline, too: nothing else tells it there. Four ranks would have processes of their own, and four machines are refused."""
+def test_a_verb_has_the_processes_and_machines_of_its_place(
+    tmp_path: Path, seen: dict[str, str]
+) -> None:
+    """In a container of the pipeline, too: nothing else tells it there. Four ranks would have
+    processes of their own, and four machines are refused.
+    """
     moved = "{train: {launch: local, processes: 1}}"
-    assert verbs.do_step("train", written(tmp_path, launch__kind="ssh", launch__nodes=4, launch__processes=4, pipeline__steps=moved), again=True) == 0
+    assert (
+        verbs.do_step(
+            "train",
+            written(
+                tmp_path,
+                launch__kind="ssh",
+                launch__nodes=4,
+                launch__processes=4,
+                pipeline__steps=moved,
+            ),
+            again=True,
+        )
+        == 0
+    )
     assert "PATH" in seen
     with pytest.raises(WrongInput, match=r"launch\.nodes=4: `ingot launch train`"):
         verbs.do_step("train", written(tmp_path, launch__kind="ssh", launch__nodes=4), again=True)
 
 
 def test_what_is_set_already_is_not_asked_for(
-    tmp_path: Path, there: project.State, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, there: project.State, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node asks once for all its ranks, and a person may know better."""
     monkeypatch.setenv("HF_TOKEN", "mine")
-    arguments = written(tmp_path, cloud__secrets={"HF_TOKEN": "secret:hf-token"}, cloud__project="proj", cloud__endpoint=there.server.address)
+    arguments = written(
+        tmp_path,
+        cloud__secrets={"HF_TOKEN": "secret:hf-token"},
+        cloud__project="proj",
+        cloud__endpoint=there.server.address,
+    )
     assert verbs.do_step("train", arguments, again=True) == 0
     assert seen["HF_TOKEN"] == "mine"
     assert there.server.calls == []
 
 
 def test_the_main_rank_alone_shows_a_training_on_tensorboard(
-    tmp_path: Path, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[str, str]] = []
 
@@ -102,6 +138,8 @@ def test_the_main_rank_alone_shows_a_training_on_tensorboard(
     assert shown == [("small", 3.5)]
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    with verbs._shown("train", small_recipe(tmp_path, cloud__tensorboard="board", cloud__project="proj")):
+    with verbs._shown(
+        "train", small_recipe(tmp_path, cloud__tensorboard="board", cloud__project="proj")
+    ):
         pass
     assert len(shown) == 1

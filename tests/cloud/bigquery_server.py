@@ -1,4 +1,6 @@
-"""A BigQuery of the tests: the few REST routes by which Google's client runs a query and pages through its result."""
+"""A BigQuery of the tests: the few REST routes by which Google's client runs a query and pages
+through its result.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,17 @@ PAGE = 3
 
 
 class Server(Loopback):
-    """Answers every query with `rows`, a mapping of columns to values each; `fault` (code, message) refuses it instead, for `reason`; where it is `late`,
-    when it has run: to whoever asks for rows, or as `job`, in what is told of it."""
+    """Answers every query with `rows`, a mapping of columns to values each; `fault` (code, message)
+    refuses it instead, for `reason`; where it is `late`,
+    when it has run: to whoever asks for rows, or as `job`, in what is told of it.
+    """
 
     def __init__(
-        self, rows: list[dict[str, Any]], fault: tuple[int, str] | None = None, reason: str = "invalidQuery", late: Literal["rows", "job"] | None = None
+        self,
+        rows: list[dict[str, Any]],
+        fault: tuple[int, str] | None = None,
+        reason: str = "invalidQuery",
+        late: Literal["rows", "job"] | None = None,
     ) -> None:
         super().__init__(_Handler)
         self.rows, self.fault, self.reason, self.late = rows, fault, reason, late
@@ -48,11 +56,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.page_sizes += map(int, asked.get("maxResults", []))
         names = list(self.server.rows[0]) if self.server.rows else ["text"]
         fields = [{"name": name, "type": "STRING", "mode": "NULLABLE"} for name in names]
-        answer: dict[str, Any] = {"jobComplete": True, "jobReference": _REFERENCE, "schema": {"fields": fields}, "totalRows": str(len(self.server.rows))}
+        answer: dict[str, Any] = {
+            "jobComplete": True,
+            "jobReference": _REFERENCE,
+            "schema": {"fields": fields},
+            "totalRows": str(len(self.server.rows)),
+        }
         if asked.get("maxResults") != ["0"]:
             self.server.pages += 1
             begin = int(asked.get("pageToken", ["0"])[0])
-            answer["rows"] = [{"f": [{"v": row[name]} for name in names]} for row in self.server.rows[begin : begin + PAGE]]
+            answer["rows"] = [
+                {"f": [{"v": row[name]} for name in names]}
+                for row in self.server.rows[begin : begin + PAGE]
+            ]
             if begin + PAGE < len(self.server.rows):
                 answer["pageToken"] = str(begin + PAGE)
         self._answer(answer)
@@ -61,17 +77,32 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.fault is None:
             return False
         code, message = self.server.fault
-        self._answer({"error": {"code": code, "message": message, "errors": [{"reason": self.server.reason, "message": message}]}}, code)
+        self._answer(
+            {
+                "error": {
+                    "code": code,
+                    "message": message,
+                    "errors": [{"reason": self.server.reason, "message": message}],
+                }
+            },
+            code,
+        )
         return True
 
     def _job(self, asked: dict[str, Any]) -> dict[str, Any]:
         status: dict[str, Any] = {"state": "DONE"}
         if self.server.fault is not None and self.server.late == "job":
             status["errorResult"] = {"reason": self.server.reason, "message": self.server.fault[1]}
-        query = {**asked["configuration"]["query"], "destinationTable": {"projectId": "p", "datasetId": "d", "tableId": "t"}}
+        query = {
+            **asked["configuration"]["query"],
+            "destinationTable": {"projectId": "p", "datasetId": "d", "tableId": "t"},
+        }
         return {
-            "id": "p:US.j", "jobReference": asked.get("jobReference", _REFERENCE) | {"location": "US"}, "status": status,
-            "configuration": {"jobType": "QUERY", "query": query}, "statistics": {"query": {"statementType": "SELECT"}},
+            "id": "p:US.j",
+            "jobReference": asked.get("jobReference", _REFERENCE) | {"location": "US"},
+            "status": status,
+            "configuration": {"jobType": "QUERY", "query": query},
+            "statistics": {"query": {"statementType": "SELECT"}},
         }
 
     def _answer(self, value: dict[str, Any], code: int = 200) -> None:

@@ -1,4 +1,6 @@
-"""Google's own client against a server of the tests: all pages come, one after the other, and faults are told in words."""
+"""Google's own client against a server of the tests: all pages come, one after the other, and
+faults are told in words.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROWS = [{"text": f"row {number}", "lang": "en" if number % 2 else None} for numb
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(rows: list[dict[str, Any]], fault: tuple[int, str] | None = None, *how: Any) -> Server:
+    def start(
+        rows: list[dict[str, Any]], fault: tuple[int, str] | None = None, *how: Any
+    ) -> Server:
         servers.append(Server(rows, fault, *how))
         monkeypatch.setenv(EMULATOR, servers[-1].address)
         return servers[-1]
@@ -43,7 +47,9 @@ def test_all_pages_one_by_one(serve: Callable[..., Server]) -> None:
     assert max(server.page_sizes) == PAGE_ROWS
 
 
-def test_the_project_that_is_given_pays_else_that_of_the_environment(serve: Callable[..., Server]) -> None:
+def test_the_project_that_is_given_pays_else_that_of_the_environment(
+    serve: Callable[..., Server],
+) -> None:
     server = serve(ROWS)
     list(query_rows("SELECT 1", project="mine"))
     list(query_rows("SELECT 1"))
@@ -57,7 +63,9 @@ def test_no_rows(serve: Callable[..., Server]) -> None:
 
 def test_a_wrong_query_is_told(serve: Callable[..., Server]) -> None:
     serve(ROWS, (400, "Syntax error: Unexpected keyword FORM at [1:10]"))
-    with pytest.raises(WrongInput, match=r"BigQuery refuses the query \(400: .*Unexpected keyword FORM at \[1:10\]"):
+    with pytest.raises(
+        WrongInput, match=r"BigQuery refuses the query \(400: .*Unexpected keyword FORM at \[1:10\]"
+    ):
         list(query_rows("SELECT * FORM t"))
     serve(ROWS, (403, "Access Denied: Table d.t"))
     with pytest.raises(WrongInput, match=r"403: .*Access Denied"):
@@ -65,10 +73,29 @@ def test_a_wrong_query_is_told(serve: Callable[..., Server]) -> None:
 
 
 @pytest.mark.parametrize("late", [None, "rows", "job"])
-def test_a_result_that_is_too_large_is_told_with_the_way_out(late: str | None, serve: Callable[..., Server]) -> None:
+def test_a_result_that_is_too_large_is_told_with_the_way_out(
+    late: str | None, serve: Callable[..., Server]
+) -> None:
     """It is known only when the query has run, and been paid for."""
-    serve(ROWS, (403, "Response too large to return. Consider specifying a destination table in your job configuration."), "responseTooLarge", late)
-    with pytest.raises(WrongInput, match=r"larger than BigQuery hands out \(10 GB, .*EXPORT DATA .*give gs://\S+\.parquet as the source$") as told:
+    serve(
+        ROWS,
+        (
+            403,
+            (
+                "Response too large to return. Consider specifying a destination table in your job"
+                " configuration."
+            ),
+        ),
+        "responseTooLarge",
+        late,
+    )
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"larger than BigQuery hands out \(10 GB, .*EXPORT DATA .*give gs://\S+\.parquet as the"
+            r" source$"
+        ),
+    ) as told:
         list(query_rows("SELECT text FROM d.t"))
     assert "\n" not in str(told.value)
 
@@ -84,7 +111,10 @@ def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_credentials_and_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(EMULATOR, raising=False)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
-    with pytest.raises(WrongInput, match=r"no credentials for BigQuery .*key\.json.*gcloud auth application-default login"):
+    with pytest.raises(
+        WrongInput,
+        match=r"no credentials for BigQuery .*key\.json.*gcloud auth application-default login",
+    ):
         list(query_rows("SELECT 1"))
     monkeypatch.setitem(sys.modules, "google.cloud.bigquery", None)
     with pytest.raises(WrongInput, match=r"pip install 'ingot\[gcp\]'"):

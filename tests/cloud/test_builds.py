@@ -37,7 +37,13 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.St
 
 
 def google_of(service: fake.State, **more: object) -> Google:
-    values = {"project": "proj", "bucket": "bucket", "repository": "ingot", "endpoint": service.server.address, **more}
+    values = {
+        "project": "proj",
+        "bucket": "bucket",
+        "repository": "ingot",
+        "endpoint": service.server.address,
+        **more,
+    }
     return Google(Cloud.model_validate(values))
 
 
@@ -51,25 +57,40 @@ def wish_of(google: Google, *kinds: str, **more: object) -> Wish:
 def test_what_is_asked_for(service: fake.State) -> None:
     google = google_of(service, service_account="builder@proj.iam.gserviceaccount.com")
     wish = Wish(
-        ("train", "spark", "serve"), "0123456789ab", "ingot/builds/source-0123456789abcdef.tgz", ("v1",), {"train": "cu126", "serve": "cpu"},
+        ("train", "spark", "serve"),
+        "0123456789ab",
+        "ingot/builds/source-0123456789abcdef.tgz",
+        ("v1",),
+        {"train": "cu126", "serve": "cpu"},
         {"train": Baked("docs", "ingot/builds/baked-0123456789abcdef.tar", 60 * 10**9)},
     )
     golden.check("build.json", builds.rendered(google, wish))
     assert not service.server.calls
 
 
-def test_images_are_built_tagged_and_told_with_their_digests(service: fake.State, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_built_tagged_and_told_with_their_digests(
+    service: fake.State, capsys: pytest.CaptureFixture[str]
+) -> None:
     google = google_of(service)
     wish = wish_of(google, "train", "serve", tags=("v1",), torch={"train": "cu126", "serve": "cpu"})
     built = builds.build(google, wish)
-    wanted = [f"{HERE}/ingot-{kind}:{tag}" for kind in ("train", "serve") for tag in (wish.revision, "latest", "v1")]
+    wanted = [
+        f"{HERE}/ingot-{kind}:{tag}"
+        for kind in ("train", "serve")
+        for tag in (wish.revision, "latest", "v1")
+    ]
     assert [image.name for image in built] == wanted
     assert {image.name: image.digest for image in built} == service.pushed
     assert built[0].pinned == f"{HERE}/ingot-train@{service.pushed[wanted[0]]}"
-    assert service.source(service.build)["images/train.Dockerfile"] == Path("images/train.Dockerfile").read_bytes()
+    assert (
+        service.source(service.build)["images/train.Dockerfile"]
+        == Path("images/train.Dockerfile").read_bytes()
+    )
     train = service.build.steps[0]
     assert "DOCKER_BUILDKIT=1" in train.env
-    assert ["--cache-from", f"{HERE}/ingot-train:latest"] == list(train.args)[(at := list(train.args).index("--cache-from")) : at + 2]
+    assert ["--cache-from", f"{HERE}/ingot-train:latest"] == list(train.args)[
+        (at := list(train.args).index("--cache-from")) : at + 2
+    ]
     assert "BUILDKIT_INLINE_CACHE=1" in train.args
     assert f"COMMIT={wish.revision}" in train.args
     told = capsys.readouterr().err
@@ -83,7 +104,10 @@ def test_the_source_is_the_very_object_that_was_sent(service: fake.State) -> Non
     google = google_of(service)
     wish = wish_of(google)
     builds.build(google, wish)
-    assert service.build.source.storage_source.generation == service.storage.objects[wish.source].generation
+    assert (
+        service.build.source.storage_source.generation
+        == service.storage.objects[wish.source].generation
+    )
     with pytest.raises(Failed, match="the source gs://bucket/ingot/builds/none is gone"):
         builds.build(google, Wish(("train",), "0", "ingot/builds/none"))
 
@@ -93,7 +117,12 @@ def test_the_image_of_a_run_is_never_the_latest(service: fake.State) -> None:
     open_bucket("gs://bucket").put("ingot/builds/baked-1.tar", b"tar")
     wish = wish_of(google, "train", baked={"train": Baked("docs", "ingot/builds/baked-1.tar", 3)})
     built = builds.build(google, wish)
-    assert [image.name.partition(":")[2] for image in built] == [wish.revision, "latest", f"{wish.revision}-docs", "run-docs"]
+    assert [image.name.partition(":")[2] for image in built] == [
+        wish.revision,
+        "latest",
+        f"{wish.revision}-docs",
+        "run-docs",
+    ]
     steps = {step.id: step for step in service.build.steps}
     assert list(steps["bake-train"].wait_for) == ["train", "fetch-train"]
     assert f"BASE={HERE}/ingot-train:{wish.revision}" in steps["bake-train"].args
@@ -101,10 +130,18 @@ def test_the_image_of_a_run_is_never_the_latest(service: fake.State) -> None:
     assert steps["bake-train"].args[-1] == "baked-train"
 
 
-def test_a_build_that_fails_tells_the_step_and_the_end_of_its_log(service: fake.State, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_that_fails_tells_the_step_and_the_end_of_its_log(
+    service: fake.State, capsys: pytest.CaptureFixture[str]
+) -> None:
     google = google_of(service)
     service.fails, service.log = "train", b"".join(b"line %d\n" % number for number in range(100))
-    with pytest.raises(Failed, match=r"the build ended as failure in step train \(step exited.*\); mend what the log says: https://console"):
+    with pytest.raises(
+        Failed,
+        match=(
+            r"the build ended as failure in step train \(step exited.*\); mend what the log says:"
+            r" https://console"
+        ),
+    ):
         builds.build(google, wish_of(google))
     told = capsys.readouterr().err
     assert "  line 99\n" in told
@@ -112,10 +149,15 @@ def test_a_build_that_fails_tells_the_step_and_the_end_of_its_log(service: fake.
     assert service.cancelled == []
 
 
-@pytest.mark.parametrize(("status", "says"), [
-    ("TIMEOUT", "ended as timeout .*build fewer images at once"), ("EXPIRED", "no machine came free"), ("CANCELLED", "somebody ended it"),
-    ("INTERNAL_ERROR", "ended as internal_error"),
-])
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        ("TIMEOUT", "ended as timeout .*build fewer images at once"),
+        ("EXPIRED", "no machine came free"),
+        ("CANCELLED", "somebody ended it"),
+        ("INTERNAL_ERROR", "ended as internal_error"),
+    ],
+)
 def test_each_other_end_is_told(service: fake.State, status: str, says: str) -> None:
     service.ends = status
     google = google_of(service)
@@ -124,7 +166,9 @@ def test_each_other_end_is_told(service: fake.State, status: str, says: str) -> 
     assert service.pushed == {}
 
 
-def test_a_build_that_nobody_waits_for_is_cancelled(service: fake.State, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_nobody_waits_for_is_cancelled(
+    service: fake.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
     google = google_of(service)
     service.looks = 10_000
     looked = threading.Event()
@@ -151,7 +195,9 @@ def test_an_answer_that_got_lost_does_not_build_twice(service: fake.State) -> No
 def test_a_service_that_is_away_is_told_and_nothing_is_left(service: fake.State) -> None:
     google = google_of(service)
     service.server.fault("CloudBuild.CreateBuild", 503)
-    with pytest.raises(Failed, match=r"could not build the images train: on purpose; run the same command again"):
+    with pytest.raises(
+        Failed, match=r"could not build the images train: on purpose; run the same command again"
+    ):
         builds.build(google, wish_of(google))
     assert service.builds == {}
 
@@ -162,11 +208,24 @@ def test_a_short_silence_while_it_is_followed_does_no_harm(service: fake.State) 
     assert builds.build(google, wish_of(google))
 
 
-@pytest.mark.parametrize(("code", "message", "says"), [
-    (403, "Permission denied", r"Permission denied; gcloud projects add-iam-policy-binding proj .*roles/cloudbuild.builds.editor"),
-    (429, "Quota exceeded", "a quota is used up"), (400, "invalid", "mend the recipe"),
-])
-def test_what_the_service_refuses_is_one_line(service: fake.State, code: int, message: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "message", "says"),
+    [
+        (
+            403,
+            "Permission denied",
+            (
+                r"Permission denied; gcloud projects add-iam-policy-binding proj"
+                r" .*roles/cloudbuild.builds.editor"
+            ),
+        ),
+        (429, "Quota exceeded", "a quota is used up"),
+        (400, "invalid", "mend the recipe"),
+    ],
+)
+def test_what_the_service_refuses_is_one_line(
+    service: fake.State, code: int, message: str, says: str
+) -> None:
     google = google_of(service)
     service.server.fault("CloudBuild.CreateBuild", code, message=message)
     with pytest.raises((WrongInput, Failed), match=says):
@@ -177,7 +236,11 @@ def test_what_the_service_refuses_is_one_line(service: fake.State, code: int, me
 def test_the_disk_has_room_for_what_is_baked_in(service: fake.State) -> None:
     google = google_of(service)
     small = builds.request(google, Wish(("train",), "0", "s"))
-    large = builds.request(google, Wish(("train",), "0", "s", baked={"train": Baked("docs", "b", 200 * 10**9)}))
+    large = builds.request(
+        google, Wish(("train",), "0", "s", baked={"train": Baked("docs", "b", 200 * 10**9)})
+    )
     assert (small.options.disk_size_gb, large.options.disk_size_gb) == (100, 900)
-    huge = builds.request(google, Wish(("train",), "0", "s", baked={"train": Baked("docs", "b", 10**13)}))
+    huge = builds.request(
+        google, Wish(("train",), "0", "s", baked={"train": Baked("docs", "b", 10**13)})
+    )
     assert huge.options.disk_size_gb == 4000

@@ -22,7 +22,9 @@ def names(made: Source) -> set[str]:
         return {item.name for item in tar if item.isfile()}
 
 
-def test_of_a_checkout_only_what_is_committed_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_checkout_only_what_is_committed_goes_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = running_from(monkeypatch, committed(tmp_path / "here"))
     (root / ".env").write_text("HF_TOKEN=hunter2\n")
     (root / "runs").mkdir()
@@ -30,21 +32,36 @@ def test_of_a_checkout_only_what_is_committed_goes_out(tmp_path: Path, monkeypat
     (root / "ingot" / "scratch.py").write_text("new")
     (root / "ingot" / "__init__.py").write_text("changed")
     made = source()
-    assert {"ingot/__init__.py", "images/train.Dockerfile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= names(made)
-    assert not {name for name in names(made) if "runs" in name or ".env" in name or "scratch" in name or ".git" in name}
+    assert {
+        "ingot/__init__.py",
+        "images/train.Dockerfile",
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+    } <= names(made)
+    assert not {
+        name
+        for name in names(made)
+        if "runs" in name or ".env" in name or "scratch" in name or ".git" in name
+    }
     assert b"hunter2" not in made.data
     assert made.revision == git(root, "rev-parse", "HEAD")[:12]
     assert made.unsaved == 2
 
 
-def test_the_same_commit_is_the_same_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_commit_is_the_same_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running_from(monkeypatch, committed(tmp_path / "one"))
     first = source()
     running_from(monkeypatch, committed(tmp_path / "two"))
     assert source() == first
 
 
-def test_without_git_the_archive_does_not_tell_when_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_the_archive_does_not_tell_when_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = running_from(monkeypatch, plain(tmp_path / "one"))
     made = source()
     (first / "ingot" / "__pycache__").mkdir()
@@ -60,11 +77,16 @@ def test_without_git_the_archive_does_not_tell_when_it_was_made(tmp_path: Path, 
 def test_what_is_incomplete_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = running_from(monkeypatch, plain(tmp_path / "here"))
     (root / "constraints.txt").unlink()
-    with pytest.raises(WrongInput, match=r"this ingot lacks constraints.txt, of which images are built; install it anew"):
+    with pytest.raises(
+        WrongInput,
+        match=r"this ingot lacks constraints.txt, of which images are built; install it anew",
+    ):
         source()
 
 
-def test_a_checkout_that_git_cannot_read_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_that_git_cannot_read_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = running_from(monkeypatch, committed(tmp_path / "here"))
     git(root, "rm", "-r", "--quiet", "images")
     git(root, "commit", "--quiet", "--message", "gone")
@@ -74,22 +96,62 @@ def test_a_checkout_that_git_cannot_read_is_told_in_one_line(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_an_installed_ingot_builds_images_too(tmp_path: Path) -> None:
-    """A wheel carries the Dockerfiles and what they copy; from there comes the same as from a checkout."""
+    """A wheel carries the Dockerfiles and what they copy; from there comes the same as from a
+    checkout.
+    """
     root = committed(tmp_path / "here")
     subprocess.run(["cp", "-r", str(PROJECT / "ingot"), str(root)], check=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "wheel"), str(root)], check=True, timeout=300)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "wheel"), str(root)],
+        check=True,
+        timeout=300,
+    )
     (wheel,) = (tmp_path / "wheel").iterdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(tmp_path / "venv")], check=True, timeout=120)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "venv",
+            "--without-pip",
+            "--system-site-packages",
+            str(tmp_path / "venv"),
+        ],
+        check=True,
+        timeout=120,
+    )
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--force-reinstall", str(wheel)], check=True, timeout=300)
+    subprocess.run(
+        [*pip, "--python", str(python), "install", "--no-deps", "--force-reinstall", str(wheel)],
+        check=True,
+        timeout=300,
+    )
     beside = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-    code = "import io, tarfile; from ingot.cloud.context import source; made = source(); " \
-           "print(made.revision, *sorted(item.name for item in tarfile.open(fileobj=io.BytesIO(made.data), mode='r:gz')))"
+    code = (
+        "import io, tarfile; from ingot.cloud.context import source; made = source();"
+        " print(made.revision, *sorted(item.name for item in"
+        " tarfile.open(fileobj=io.BytesIO(made.data), mode='r:gz')))"
+    )
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     append = f"import sys; sys.path.append({str(beside)!r}); {code}"
-    done = subprocess.run([str(python), "-c", append], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [str(python), "-c", append],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     _, *found = done.stdout.split()
-    assert {"images/train.Dockerfile", "images/train.sh", "images/requirements.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= set(found)
+    assert {
+        "images/train.Dockerfile",
+        "images/train.sh",
+        "images/requirements.py",
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+    } <= set(found)
     assert "ingot/cloud/context.py" in found

@@ -24,7 +24,9 @@ def place() -> Iterator[tuple[Google, vertex_jobs.State]]:
         server.server_close()
 
 
-def test_each_entry_is_told_once_in_order_over_several_pages(place: tuple[Google, vertex_jobs.State]) -> None:
+def test_each_entry_is_told_once_in_order_over_several_pages(
+    place: tuple[Google, vertex_jobs.State],
+) -> None:
     google_, state = place
     assert entries(google_, FILTER) == ([], "")
     for number in range(5):
@@ -51,7 +53,9 @@ def test_an_entry_that_comes_late_is_not_lost(place: tuple[Google, vertex_jobs.S
 
 
 @pytest.mark.parametrize("apart", [1, 0])
-def test_more_in_one_second_than_a_question_holds_does_not_freeze_it(apart: int, place: tuple[Google, vertex_jobs.State]) -> None:
+def test_more_in_one_second_than_a_question_holds_does_not_freeze_it(
+    apart: int, place: tuple[Google, vertex_jobs.State]
+) -> None:
     """12,000 entries, a few microseconds apart or all at once, and one more a second later."""
     google_, state = place
     state.page = 1000
@@ -66,7 +70,9 @@ def test_more_in_one_second_than_a_question_holds_does_not_freeze_it(apart: int,
     texts = [line.text for line in told]
     assert texts[-1] == "one more"
     assert len(set(texts)) == len(texts)
-    assert len(texts) == (12_001 if apart else 10_001), "of those at one moment what no question holds is given up"
+    assert len(texts) == (12_001 if apart else 10_001), (
+        "of those at one moment what no question holds is given up"
+    )
     state.say("7", "and another", at="2026-11-22T04:00:02Z")
     assert [line.text for line in entries(google_, FILTER, after)[0]] == ["and another"]
 
@@ -79,7 +85,9 @@ def test_payloads_of_every_kind_become_text(place: tuple[Google, vertex_jobs.Sta
     assert [line.text for line in entries(google_, FILTER)[0]] == ["plain", "said", '{"step": 3}']
 
 
-def test_a_missing_right_and_too_many_questions_are_told_in_one_line(place: tuple[Google, vertex_jobs.State]) -> None:
+def test_a_missing_right_and_too_many_questions_are_told_in_one_line(
+    place: tuple[Google, vertex_jobs.State],
+) -> None:
     google_, state = place
 
     def refuse(code: int, message: str) -> None:
@@ -90,7 +98,9 @@ def test_a_missing_right_and_too_many_questions_are_told_in_one_line(place: tupl
         state.server.on_path("post", "/v2/entries:list", handler)
 
     refuse(403, "Permission denied for all log views")
-    with pytest.raises(WrongInput, match=r"could not read Cloud Logging: .*Permission denied.*Logs Viewer"):
+    with pytest.raises(
+        WrongInput, match=r"could not read Cloud Logging: .*Permission denied.*Logs Viewer"
+    ):
         entries(google_, FILTER)
     refuse(429, "Quota exceeded for quota metric 'Read requests'")
     with pytest.raises(Failed, match="Quota exceeded"):

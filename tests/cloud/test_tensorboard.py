@@ -1,4 +1,6 @@
-"""Metrics of a run as they come to a managed TensorBoard: each step once, and never in the way of the run."""
+"""Metrics of a run as they come to a managed TensorBoard: each step once, and never in the way of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Google, tensorboard
     monkeypatch.setattr(tensorboard, "LOOK_S", 0.02)
     server = google.Server()
     try:
-        yield Google(Cloud(project="proj", endpoint=server.address, tensorboard="77")), tensorboards.install(server)
+        yield (
+            Google(Cloud(project="proj", endpoint=server.address, tensorboard="77")),
+            tensorboards.install(server),
+        )
     finally:
         server.server_close()
 
@@ -33,12 +38,18 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Google, tensorboard
 def logged(path: Path, steps: range, resume_step: int = 0) -> Path:
     sink = JsonLines(path, resume_step)
     for step in steps:
-        values: dict[str, float | str] = {"train/loss": 10.0 - step, "train/lr": 0.1, "sample/text": "no number"}
+        values: dict[str, float | str] = {
+            "train/loss": 10.0 - step,
+            "train/lr": 0.1,
+            "sample/text": "no number",
+        }
         sink.write(step, {**values, "gpu/util": float("nan")} if step == 1 else values)
     return path
 
 
-def test_numbers_come_as_scalars_of_the_runs_experiment(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+def test_numbers_come_as_scalars_of_the_runs_experiment(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
     google_, state = place
     assert Board(google_, "Run 1.x").send(logged(tmp_path / "metrics.jsonl", range(3))) == 6
     assert set(state.points) == {"train/loss", "train/lr"}
@@ -49,7 +60,9 @@ def test_numbers_come_as_scalars_of_the_runs_experiment(tmp_path: Path, place: t
     assert run == f"{experiment.name}/runs/train"
 
 
-def test_only_what_is_new_is_sent_and_a_new_key_begins_a_series(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+def test_only_what_is_new_is_sent_and_a_new_key_begins_a_series(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
     google_, state = place
     path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
     board.send(logged(path, range(1, 4)))
@@ -60,7 +73,9 @@ def test_only_what_is_new_is_sent_and_a_new_key_begins_a_series(tmp_path: Path, 
     assert state.points["held_out/loss"] == [(4, 5.0)]
 
 
-def test_after_a_restart_from_a_checkpoint_no_step_comes_twice(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+def test_after_a_restart_from_a_checkpoint_no_step_comes_twice(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
     google_, state = place
     path = tmp_path / "metrics.jsonl"
     Board(google_, "run").send(logged(path, range(8)))
@@ -68,7 +83,9 @@ def test_after_a_restart_from_a_checkpoint_no_step_comes_twice(tmp_path: Path, p
     assert [step for step, _ in state.points["train/loss"]] == list(range(12))
 
 
-def test_a_lost_answer_makes_no_point_twice(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+def test_a_lost_answer_makes_no_point_twice(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
     google_, state = place
     path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
     board.send(logged(path, range(1)))
@@ -81,15 +98,24 @@ def test_a_lost_answer_makes_no_point_twice(tmp_path: Path, place: tuple[Google,
     assert [step for step, _ in state.points["train/loss"]] == list(range(7))
 
 
-def test_a_long_run_goes_in_several_requests(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+def test_a_long_run_goes_in_several_requests(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
     google_, state = place
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "t_wall": 1.0 + step, "train/loss": 1.0}) + "\n" for step in range(2_500)))
+    path.write_text(
+        "".join(
+            json.dumps({"step": step, "t_wall": 1.0 + step, "train/loss": 1.0}) + "\n"
+            for step in range(2_500)
+        )
+    )
     assert Board(google_, "run").send(path) == 2_500
     assert [step for step, _ in state.points["train/loss"]] == list(range(2_500))
 
 
-def test_the_board_goes_by_its_whole_name_too(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+def test_the_board_goes_by_its_whole_name_too(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
     google_, state = place
     whole = Google(google_.cloud.model_copy(update={"tensorboard": state.board}))
     assert Board(whole, "run").send(logged(tmp_path / "metrics.jsonl", range(3))) == 6
@@ -102,10 +128,15 @@ def test_a_look_at_a_long_run_reads_only_what_is_new(
     path, board, read = tmp_path / "metrics.jsonl", Board(google_, "run"), []
 
     def loads(text: str | bytes, really: Callable[..., Any] = json.loads, **options: Any) -> Any:
-        read.extend([1] if b"train/loss" in (text.encode() if isinstance(text, str) else text) else [])
+        read.extend(
+            [1] if b"train/loss" in (text.encode() if isinstance(text, str) else text) else []
+        )
         return really(text, **options)
 
-    lines = "".join(json.dumps({"step": step, "t_wall": 1.0 + step, "train/loss": 1.0}) + "\n" for step in range(2_500))
+    lines = "".join(
+        json.dumps({"step": step, "t_wall": 1.0 + step, "train/loss": 1.0}) + "\n"
+        for step in range(2_500)
+    )
     path.write_text(lines + '{"step": 2500, "t_wa')
     board.send(path)
     monkeypatch.setattr(json, "loads", loads)
@@ -113,7 +144,9 @@ def test_a_look_at_a_long_run_reads_only_what_is_new(
     assert read == []
     JsonLines(path, 10**9).write(2_500, {"train/loss": 2.0})
     assert board.send(path) == 1
-    assert len(read) <= 2 * 2_501, "the file was written anew, without the torn line: once by JsonLines, once here"
+    assert len(read) <= 2 * 2_501, (
+        "the file was written anew, without the torn line: once by JsonLines, once here"
+    )
     read.clear()
     append_line(path, {"step": 2_501, "t_wall": 1.0, "train/loss": 3.0})
     assert board.send(path) == 1
@@ -121,8 +154,12 @@ def test_a_look_at_a_long_run_reads_only_what_is_new(
     assert [step for step, _ in state.points["train/loss"]] == list(range(2_502))
 
 
-def test_a_file_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
-    """By the same board, as in a process that goes on; the file is shorter than what was read of it, or longer again already."""
+def test_a_file_that_a_resumed_run_wrote_anew_is_read_anew(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
+    """By the same board, as in a process that goes on; the file is shorter than what was read of
+    it, or longer again already.
+    """
     google_, state = place
     path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
     board.send(logged(path, range(20)))
@@ -136,7 +173,9 @@ def test_a_file_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path: Path, place
     assert [value for _, value in state.points["train/loss"]] == [10.0 - step for step in range(90)]
 
 
-def test_what_is_logged_last_is_there_when_the_run_is_over(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+def test_what_is_logged_last_is_there_when_the_run_is_over(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
     google_, state = place
     path = tmp_path / "metrics.jsonl"
     with live(google_, "run", path):
@@ -163,7 +202,10 @@ def test_a_board_that_fails_is_told_once_and_stops_nothing(
 
 
 def test_nothing_that_goes_wrong_is_raised_where_it_is_entered(
-    tmp_path: Path, place: tuple[Google, tensorboards.State], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    place: tuple[Google, tensorboards.State],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     google_, _ = place
     path = logged(tmp_path / "metrics.jsonl", range(2))
@@ -192,8 +234,14 @@ def test_a_board_that_does_not_answer_keeps_nobody_from_ending(
     assert 0.4 < time.monotonic() - began < 3.0
 
 
-def test_without_a_board_nothing_is_asked(tmp_path: Path, place: tuple[Google, tensorboards.State]) -> None:
+def test_without_a_board_nothing_is_asked(
+    tmp_path: Path, place: tuple[Google, tensorboards.State]
+) -> None:
     google_, state = place
-    with live(Google(google_.cloud.model_copy(update={"tensorboard": None})), "run", logged(tmp_path / "metrics.jsonl", range(2))):
+    with live(
+        Google(google_.cloud.model_copy(update={"tensorboard": None})),
+        "run",
+        logged(tmp_path / "metrics.jsonl", range(2)),
+    ):
         pass
     assert not state.server.calls

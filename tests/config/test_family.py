@@ -10,22 +10,40 @@ from ingot.base.errors import WrongInput
 from ingot.config.family import overridden, rope_values, sizes
 from ingot.config.presets import preset
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
 OLD: dict[str, Any] = {"rope_theta": 5e5, "rope_scaling": LLAMA3}
 NEW: dict[str, Any] = {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
 
 
 @pytest.mark.parametrize("base", [OLD, NEW, {**OLD, **NEW}])
-@pytest.mark.parametrize(("changes", "values"), [
-    ({"rope_theta": 1e6}, {**LLAMA3, "rope_theta": 1e6}),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}),
-    ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
-    ({"rope_scaling": None, "rope_theta": 9.0}, {"rope_type": "default", "rope_theta": 9.0}),
-    ({"rope_parameters": PLAIN}, PLAIN), ({"rms_norm_eps": 1e-4}, {**LLAMA3, "rope_theta": 5e5}),
-])
-def test_rotary_positions_are_changed_in_any_spelling(base: dict[str, Any], changes: dict[str, Any], values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({"rope_theta": 1e6}, {**LLAMA3, "rope_theta": 1e6}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0},
+        ),
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
+        ({"rope_scaling": None, "rope_theta": 9.0}, {"rope_type": "default", "rope_theta": 9.0}),
+        ({"rope_parameters": PLAIN}, PLAIN),
+        ({"rms_norm_eps": 1e-4}, {**LLAMA3, "rope_theta": 5e5}),
+    ],
+)
+def test_rotary_positions_are_changed_in_any_spelling(
+    base: dict[str, Any], changes: dict[str, Any], values: dict[str, Any]
+) -> None:
     assert rope_values(overridden(base, changes)) == values
 
 
@@ -48,7 +66,12 @@ def test_layer_types_follow_the_number_of_layers() -> None:
     base = {**preset("qwen3-0.6b"), "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
     for layers in (2, 4, 6):
         assert sizes(overridden(base, {"num_hidden_layers": layers})).windows == (None,) * layers
-    mixed = {**base, "use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention", *["sliding_attention"] * 3]}
+    mixed = {
+        **base,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    }
     assert sizes(overridden(mixed, {"num_hidden_layers": 2})).windows == (None, 9)
     with pytest.raises(WrongInput, match="layer_types names 4 layers, num_hidden_layers is 5"):
         sizes(overridden(mixed, {"num_hidden_layers": 5}))

@@ -30,27 +30,44 @@ def test_paths_are_unique_and_each_is_found_again() -> None:
 
 
 def test_the_list_has_every_knob_of_a_dumped_recipe() -> None:
-    values = yaml.safe_load(dump_recipe(Recipe.model_validate({"name": "a", "data": {"train": [{"source": "x"}]}})))
+    values = yaml.safe_load(
+        dump_recipe(Recipe.model_validate({"name": "a", "data": {"train": [{"source": "x"}]}}))
+    )
     known = {knob.plain for knob in all_knobs()}
 
     def names(value: object, path: str) -> set[str]:
         if isinstance(value, list):
             return {name for item in value for name in names(item, path)}
         if isinstance(value, dict):
-            return {name for key, item in value.items() for name in {f"{path}{key}", *names(item, f"{path}{key}.")}}
+            return {
+                name
+                for key, item in value.items()
+                for name in {f"{path}{key}", *names(item, f"{path}{key}.")}
+            }
         return set()
 
     assert names(values, "") <= known
 
 
-@pytest.mark.parametrize(("path", "kind", "default"), [
-    ("train.optimizer[adamw].lr", "number", "0.0003"), ("train.optimizer[sgd].lr", "number", "0.1"),
-    ("train.optimizer[adamw].betas", "[number, number]", "[0.9, 0.95]"),
-    ("name", "text", "required"), ("train.steps", "integer | null", "null"), ("track.tensorboard", "true | false", "true"),
-    ("data.train", "list of section", "required"), ("data.train[].weight", "number", "1.0"), ("data.validation[share].fraction", "number", "required"),
-    ("precision.compute", "auto | fp32 | bf16", "auto"), ("model.config", "mapping", "{}"), ("train.optimizer", "section", "{kind: adamw}"),
-    ("evaluate.tasks", "list of section", "[]"), ("gate.metric", "text | list of text | null", "null"),
-])
+@pytest.mark.parametrize(
+    ("path", "kind", "default"),
+    [
+        ("train.optimizer[adamw].lr", "number", "0.0003"),
+        ("train.optimizer[sgd].lr", "number", "0.1"),
+        ("train.optimizer[adamw].betas", "[number, number]", "[0.9, 0.95]"),
+        ("name", "text", "required"),
+        ("train.steps", "integer | null", "null"),
+        ("track.tensorboard", "true | false", "true"),
+        ("data.train", "list of section", "required"),
+        ("data.train[].weight", "number", "1.0"),
+        ("data.validation[share].fraction", "number", "required"),
+        ("precision.compute", "auto | fp32 | bf16", "auto"),
+        ("model.config", "mapping", "{}"),
+        ("train.optimizer", "section", "{kind: adamw}"),
+        ("evaluate.tasks", "list of section", "[]"),
+        ("gate.metric", "text | list of text | null", "null"),
+    ],
+)
 def test_types_and_defaults_read_as_in_a_recipe(path: str, kind: str, default: str) -> None:
     found = {knob.path: knob for knob in all_knobs()}
     if path not in found:
@@ -59,27 +76,45 @@ def test_types_and_defaults_read_as_in_a_recipe(path: str, kind: str, default: s
 
 
 def test_a_knob_of_several_kinds_is_found_in_each() -> None:
-    assert {knob.path for knob in find_knob("train.optimizer.lr")} == {"train.optimizer[adamw].lr", "train.optimizer[sgd].lr"}
+    assert {knob.path for knob in find_knob("train.optimizer.lr")} == {
+        "train.optimizer[adamw].lr",
+        "train.optimizer[sgd].lr",
+    }
     assert kinds_of("train.optimizer.lr") == ["adamw", "sgd"]
     assert kinds_of("train.optimizer.eps") == ["adamw"]
     assert kinds_of("train.steps") == []
     assert kinds_of("data.train.weight") == []
 
 
-@pytest.mark.parametrize(("wrong", "within", "right"), [
-    ("train.stepz", "train", "train.steps"), ("lr", "", "train.optimizer.lr"), ("train.lr", "train", "train.optimizer.lr"), ("trian", "", "train"),
-    ("data.seqlen", "data", "data.seq_len"), ("microbatch", "", "evaluate.micro_batch"), ("train.warmup", "train", "train.schedule.warmup"),
-    ("data.train.wieght", "data.train", "data.train.weight"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "within", "right"),
+    [
+        ("train.stepz", "train", "train.steps"),
+        ("lr", "", "train.optimizer.lr"),
+        ("train.lr", "train", "train.optimizer.lr"),
+        ("trian", "", "train"),
+        ("data.seqlen", "data", "data.seq_len"),
+        ("microbatch", "", "evaluate.micro_batch"),
+        ("train.warmup", "train", "train.schedule.warmup"),
+        ("data.train.wieght", "data.train", "data.train.weight"),
+    ],
+)
 def test_the_nearest_knob_is_the_one_that_was_meant(wrong: str, within: str, right: str) -> None:
     assert nearest(wrong, within) == right
 
 
 def test_an_unknown_knob_to_explain_names_the_nearest() -> None:
-    with pytest.raises(WrongInput, match=r"no knob is called `train\.stepz`; did you mean `train\.steps`\?"):
+    with pytest.raises(
+        WrongInput, match=r"no knob is called `train\.stepz`; did you mean `train\.steps`\?"
+    ):
         find_knob("train.stepz")
 
 
 def test_the_knobs_load_without_torch() -> None:
     code = "import sys, ingot.config.load, ingot.config.knobs; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )

@@ -12,11 +12,19 @@ from ingot.config.recipe import Recipe
 GOOD = "name: a\ndata:\n  train:\n    - {source: x.jsonl}\n"
 
 
-def load(folder: Path, text: str, *overrides: str, environ: dict[str, str] | None = None, dotenv: str | None = None) -> Recipe:
+def load(
+    folder: Path,
+    text: str,
+    *overrides: str,
+    environ: dict[str, str] | None = None,
+    dotenv: str | None = None,
+) -> Recipe:
     (folder / "r.yaml").write_text(text, encoding="utf-8")
     if dotenv is not None:
         (folder / ".env").write_text(dotenv, encoding="utf-8")
-    return load_recipe([folder / "r.yaml"], overrides, environ=environ or {}, dotenv=folder / ".env")
+    return load_recipe(
+        [folder / "r.yaml"], overrides, environ=environ or {}, dotenv=folder / ".env"
+    )
 
 
 def said(folder: Path, text: str, *overrides: str, environ: dict[str, str] | None = None) -> str:
@@ -29,78 +37,187 @@ def said(folder: Path, text: str, *overrides: str, environ: dict[str, str] | Non
 
 BAD = {
     # what is wrong: (what follows `name` and `data`, the line that a person gets)
-    "unknown knob": ("train: {stepz: 3}", "r.yaml:5: unknown knob `train.stepz`; did you mean `train.steps`?"),
-    "unknown section": ("trian:\n  steps: 3", "r.yaml:5: unknown knob `trian`; did you mean `train`?"),
+    "unknown knob": (
+        "train: {stepz: 3}",
+        "r.yaml:5: unknown knob `train.stepz`; did you mean `train.steps`?",
+    ),
+    "unknown section": (
+        "trian:\n  steps: 3",
+        "r.yaml:5: unknown knob `trian`; did you mean `train`?",
+    ),
     "unknown knob of a variant": (
-        "train:\n  optimizer:\n    learning_rate: 3", "r.yaml:7: unknown knob `train.optimizer.learning_rate`; did you mean `train.optimizer.lr`?",
+        "train:\n  optimizer:\n    learning_rate: 3",
+        (
+            "r.yaml:7: unknown knob `train.optimizer.learning_rate`; did you mean"
+            " `train.optimizer.lr`?"
+        ),
     ),
     "knob of another variant": (
         "train:\n  optimizer: {kind: adamw, momentum: 0.9}",
-        "r.yaml:6: `train.optimizer.momentum` is for kind sgd only; remove it, or set `train.optimizer.kind`",
+        (
+            "r.yaml:6: `train.optimizer.momentum` is for kind sgd only; remove it, or set"
+            " `train.optimizer.kind`"
+        ),
     ),
     "unknown variant": (
         "train:\n  optimizer: {kind: lion}",
-        "r.yaml:6: `train.optimizer.kind` is 'lion'; it should be one of 'adamw', 'sgd' (see `ingot explain train.optimizer.kind`)",
+        (
+            "r.yaml:6: `train.optimizer.kind` is 'lion'; it should be one of 'adamw', 'sgd' (see"
+            " `ingot explain train.optimizer.kind`)"
+        ),
     ),
-    "wrong type": ("train:\n  steps: abc", "r.yaml:6: `train.steps` is 'abc'; it should be a valid integer (see `ingot explain train.steps`)"),
-    "text for a section": ("train: fast", "r.yaml:5: `train` is 'fast'; it should be a section, that is a mapping of knobs (see `ingot explain train`)"),
-    "truth for a number": ("train: {steps: yes}", "r.yaml:5: `train.steps` is true, which this knob does not take; write a value of its type"),
-    "out of range": ("train:\n\n  steps: -3", "r.yaml:7: `train.steps` is -3; it should be greater than 0 (see `ingot explain train.steps`)"),
+    "wrong type": (
+        "train:\n  steps: abc",
+        (
+            "r.yaml:6: `train.steps` is 'abc'; it should be a valid integer (see `ingot explain"
+            " train.steps`)"
+        ),
+    ),
+    "text for a section": (
+        "train: fast",
+        (
+            "r.yaml:5: `train` is 'fast'; it should be a section, that is a mapping of knobs (see"
+            " `ingot explain train`)"
+        ),
+    ),
+    "truth for a number": (
+        "train: {steps: yes}",
+        "r.yaml:5: `train.steps` is true, which this knob does not take; write a value of its type",
+    ),
+    "out of range": (
+        "train:\n\n  steps: -3",
+        (
+            "r.yaml:7: `train.steps` is -3; it should be greater than 0 (see `ingot explain"
+            " train.steps`)"
+        ),
+    ),
     "not finite": (
-        "train: {optimizer: {lr: .inf}}", "r.yaml:5: `train.optimizer.lr` is inf; it should be a finite number (see `ingot explain train.optimizer.lr`)",
+        "train: {optimizer: {lr: .inf}}",
+        (
+            "r.yaml:5: `train.optimizer.lr` is inf; it should be a finite number (see `ingot"
+            " explain train.optimizer.lr`)"
+        ),
     ),
     "not one of": (
         "precision: {compute: fp8}",
-        "r.yaml:5: `precision.compute` is 'fp8'; it should be 'auto', 'fp32' or 'bf16' (see `ingot explain precision.compute`)",
+        (
+            "r.yaml:5: `precision.compute` is 'fp8'; it should be 'auto', 'fp32' or 'bf16' (see"
+            " `ingot explain precision.compute`)"
+        ),
     ),
     "not one of them either": (
         "parallel: {schedule: 2f2b}",
-        "r.yaml:5: `parallel.schedule` is '2f2b'; it should be 'auto', 'gpipe', '1f1b', 'interleaved' or 'zero_bubble' "
-        "(see `ingot explain parallel.schedule`)",
+        (
+            "r.yaml:5: `parallel.schedule` is '2f2b'; it should be 'auto', 'gpipe', '1f1b',"
+            " 'interleaved' or 'zero_bubble' (see `ingot explain parallel.schedule`)"
+        ),
     ),
     "two types, neither": (
         "parallel: {replicate: x}",
-        "r.yaml:5: `parallel.replicate` is 'x'; it should be a valid integer, or be 'auto' (see `ingot explain parallel.replicate`)",
+        (
+            "r.yaml:5: `parallel.replicate` is 'x'; it should be a valid integer, or be 'auto' (see"
+            " `ingot explain parallel.replicate`)"
+        ),
     ),
-    "number for text": ("output: 3", "r.yaml:5: `output` is 3; it should be text: put quotes around it (see `ingot explain output`)"),
+    "number for text": (
+        "output: 3",
+        (
+            "r.yaml:5: `output` is 3; it should be text: put quotes around it (see `ingot explain"
+            " output`)"
+        ),
+    ),
     "date in a configuration": (
         "model: {config: {a: 2024-01-01}}",
-        "r.yaml:5: `model.config.a` is datetime.date(2024, 1, 1); it should be text, a number, a list or a mapping (see `ingot explain model.config`)",
+        (
+            "r.yaml:5: `model.config.a` is datetime.date(2024, 1, 1); it should be text, a number,"
+            " a list or a mapping (see `ingot explain model.config`)"
+        ),
     ),
-    "two lengths": ("train:\n  steps: 3\n  tokens: 5", "r.yaml:6: train.steps and train.tokens both say how long to train; keep one of them"),
-    "early stop alone": ("train:\n  early_stop: {}", "r.yaml:6: train.early_stop needs train.evaluate_every; set it to a number of steps"),
+    "two lengths": (
+        "train:\n  steps: 3\n  tokens: 5",
+        "r.yaml:6: train.steps and train.tokens both say how long to train; keep one of them",
+    ),
+    "early stop alone": (
+        "train:\n  early_stop: {}",
+        "r.yaml:6: train.early_stop needs train.evaluate_every; set it to a number of steps",
+    ),
     "vocabulary of a tokenizer that is not trained": (
         "tokenizer:\n  source: hf:a/b\n  vocab_size: 300",
-        "r.yaml:7: tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a tokenizer",
+        (
+            "r.yaml:7: tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a"
+            " tokenizer"
+        ),
     ),
     "two tasks of one name": (
         "evaluate:\n  tasks: [{kind: loss}, {kind: loss}]",
-        "r.yaml:6: evaluate.tasks: two tasks share a name among ['loss', 'loss']; give each its own `name`",
+        (
+            "r.yaml:6: evaluate.tasks: two tasks share a name among ['loss', 'loss']; give each its"
+            " own `name`"
+        ),
     ),
-    "remote output": ("output: gs://x/y", "r.yaml:5: output gs://x/y is not a local folder, and this version keeps runs on a disk; give a path"),
-    "secret in the recipe": ("serve: {api_key: sk-1}", "r.yaml:5: `serve.api_key` must be a reference such as env:NAME, not the key itself"),
-    "a key twice": ("train: {steps: 3, steps: 4}", "r.yaml:5: `steps` stands twice in the same section; keep one"),
-    "a key twice in a list": ("evaluate: {tasks: [{name: a, name: b}]}", "r.yaml:5: `name` stands twice in the same section; keep one"),
+    "remote output": (
+        "output: gs://x/y",
+        (
+            "r.yaml:5: output gs://x/y is not a local folder, and this version keeps runs on a"
+            " disk; give a path"
+        ),
+    ),
+    "secret in the recipe": (
+        "serve: {api_key: sk-1}",
+        "r.yaml:5: `serve.api_key` must be a reference such as env:NAME, not the key itself",
+    ),
+    "a key twice": (
+        "train: {steps: 3, steps: 4}",
+        "r.yaml:5: `steps` stands twice in the same section; keep one",
+    ),
+    "a key twice in a list": (
+        "evaluate: {tasks: [{name: a, name: b}]}",
+        "r.yaml:5: `name` stands twice in the same section; keep one",
+    ),
     "name of a registry that is a path": (
         "registry: {name: ../up}",
-        "r.yaml:5: `registry.name` is '../up'; it should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$' (see `ingot explain registry.name`)",
+        (
+            "r.yaml:5: `registry.name` is '../up'; it should match pattern"
+            " '^[A-Za-z0-9][A-Za-z0-9._-]*$' (see `ingot explain registry.name`)"
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_recipe_gives_one_line_with_thing_value_place_and_what_to_do(tmp_path: Path, what: str) -> None:
+def test_a_bad_recipe_gives_one_line_with_thing_value_place_and_what_to_do(
+    tmp_path: Path, what: str
+) -> None:
     more, line = BAD[what]
     assert said(tmp_path, f"{GOOD}{more}\n") == line
 
 
 BAD_WHOLE = {
     "no data": ("name: a", "r.yaml: `data` is missing; add it (Documents in, rows of tokens out)"),
-    "no sources": ("name: a\ndata: {}", "r.yaml:2: `data.train` is missing; add it (The sources that are trained on)"),
-    "empty sources": ("name: a\ndata: {train: []}", "r.yaml:2: `data.train` is []; it should have at least 1 item, not 0 (see `ingot explain data.train`)"),
-    "null sources": ("name: a\ndata: {train: null}", "r.yaml:2: `data.train` is null; it should be a valid list (see `ingot explain data.train`)"),
+    "no sources": (
+        "name: a\ndata: {}",
+        "r.yaml:2: `data.train` is missing; add it (The sources that are trained on)",
+    ),
+    "empty sources": (
+        "name: a\ndata: {train: []}",
+        (
+            "r.yaml:2: `data.train` is []; it should have at least 1 item, not 0 (see `ingot"
+            " explain data.train`)"
+        ),
+    ),
+    "null sources": (
+        "name: a\ndata: {train: null}",
+        (
+            "r.yaml:2: `data.train` is null; it should be a valid list (see `ingot explain"
+            " data.train`)"
+        ),
+    ),
     "one source, no list": (
-        "name: a\ndata: {train: {source: x}}", "r.yaml:2: `data.train` is a section; it should be a valid list (see `ingot explain data.train`)",
+        "name: a\ndata: {train: {source: x}}",
+        (
+            "r.yaml:2: `data.train` is a section; it should be a valid list (see `ingot explain"
+            " data.train`)"
+        ),
     ),
     "unknown knob in a list": (
         "name: a\ndata:\n  train:\n    - {source: x}\n    - source: y\n      wieght: 3",
@@ -108,16 +225,37 @@ BAD_WHOLE = {
     ),
     "neither sources nor a share": (
         "name: a\ndata:\n  train: [{source: x}]\n  validation: {fraction: 2}",
-        "r.yaml:4: `data.validation.fraction` is 2; it should be less than 1 (see `ingot explain data.validation.fraction`)",
+        (
+            "r.yaml:4: `data.validation.fraction` is 2; it should be less than 1 (see `ingot"
+            " explain data.validation.fraction`)"
+        ),
     ),
     "a name that is a path": (
         "name: a/b\ndata: {train: [{source: x}]}",
-        "r.yaml:1: `name` is 'a/b'; it should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$' (see `ingot explain name`)",
+        (
+            "r.yaml:1: `name` is 'a/b'; it should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$' (see"
+            " `ingot explain name`)"
+        ),
     ),
-    "no mapping": ("- a", "r.yaml:1: a recipe is a mapping of sections; start with a line such as `name: my-run`"),
-    "broken YAML": ("name: a\ndata: [", "r.yaml:3: not valid YAML (expected the node content, but found '<stream end>'); mend that line"),
-    "an impossible date": ("name: 2001-99-99", "r.yaml:1: not valid YAML (month must be in 1..12); mend that line"),
-    "an alias that holds itself": ("a: &x {b: *x}", "r.yaml: nested too deeply, or an alias that holds itself; write it out flat"),
+    "no mapping": (
+        "- a",
+        "r.yaml:1: a recipe is a mapping of sections; start with a line such as `name: my-run`",
+    ),
+    "broken YAML": (
+        "name: a\ndata: [",
+        (
+            "r.yaml:3: not valid YAML (expected the node content, but found '<stream end>'); mend"
+            " that line"
+        ),
+    ),
+    "an impossible date": (
+        "name: 2001-99-99",
+        "r.yaml:1: not valid YAML (month must be in 1..12); mend that line",
+    ),
+    "an alias that holds itself": (
+        "a: &x {b: *x}",
+        "r.yaml: nested too deeply, or an alias that holds itself; write it out flat",
+    ),
 }
 
 
@@ -127,23 +265,68 @@ def test_a_bad_file_gives_one_line(tmp_path: Path, what: str) -> None:
     assert said(tmp_path, f"{text}\n") == line
 
 
-@pytest.mark.parametrize(("override", "line"), [
-    ("train.optimzer.lr=3", "`train.optimzer.lr=3` on the command line: unknown knob `train.optimzer`; did you mean `train.optimizer`?"),
-    ("train.steps", "`train.steps` on the command line is neither a recipe file that exists nor key=value"),
-    ("=3", "`=3` on the command line is neither a recipe file that exists nor key=value"),
-    ("data.train.3.source=x", "`data.train.3.source=x` on the command line: `data.train` is a list of 1; give an index below that"),
-    ("train.steps=[", "`train.steps=[` on the command line: the value is not YAML; put quotes around it"),
-    ("train.steps=2001-99-99", "`train.steps=2001-99-99` on the command line: the value is not YAML; put quotes around it"),
-    ("name.x=1", "`name.x=1` on the command line: `name` is a section; it should be a valid string (see `ingot explain name`)"),
-    ("train.7=0", "`train.7=0` on the command line: unknown knob `train.7`; did you mean `train`?"),
-    ("train.steps=0", "`train.steps=0` on the command line: `train.steps` is 0; it should be greater than 0 (see `ingot explain train.steps`)"),
-])
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "train.optimzer.lr=3",
+            (
+                "`train.optimzer.lr=3` on the command line: unknown knob `train.optimzer`; did you"
+                " mean `train.optimizer`?"
+            ),
+        ),
+        (
+            "train.steps",
+            "`train.steps` on the command line is neither a recipe file that exists nor key=value",
+        ),
+        ("=3", "`=3` on the command line is neither a recipe file that exists nor key=value"),
+        (
+            "data.train.3.source=x",
+            (
+                "`data.train.3.source=x` on the command line: `data.train` is a list of 1; give an"
+                " index below that"
+            ),
+        ),
+        (
+            "train.steps=[",
+            "`train.steps=[` on the command line: the value is not YAML; put quotes around it",
+        ),
+        (
+            "train.steps=2001-99-99",
+            (
+                "`train.steps=2001-99-99` on the command line: the value is not YAML; put quotes"
+                " around it"
+            ),
+        ),
+        (
+            "name.x=1",
+            (
+                "`name.x=1` on the command line: `name` is a section; it should be a valid string"
+                " (see `ingot explain name`)"
+            ),
+        ),
+        (
+            "train.7=0",
+            "`train.7=0` on the command line: unknown knob `train.7`; did you mean `train`?",
+        ),
+        (
+            "train.steps=0",
+            (
+                "`train.steps=0` on the command line: `train.steps` is 0; it should be greater than"
+                " 0 (see `ingot explain train.steps`)"
+            ),
+        ),
+    ],
+)
 def test_a_bad_override_is_named_as_it_was_typed(tmp_path: Path, override: str, line: str) -> None:
     assert said(tmp_path, GOOD, override) == line
 
 
 def test_a_variable_that_names_no_knob_is_an_error(tmp_path: Path) -> None:
-    assert said(tmp_path, GOOD, environ={"INGOT_TRAIN__STEPZ": "3"}) == "$INGOT_TRAIN__STEPZ: unknown knob `train.stepz`; did you mean `train.steps`?"
+    assert (
+        said(tmp_path, GOOD, environ={"INGOT_TRAIN__STEPZ": "3"})
+        == "$INGOT_TRAIN__STEPZ: unknown knob `train.stepz`; did you mean `train.steps`?"
+    )
     (tmp_path / ".env").write_text("INGOT_SEEED=3\n")
     assert said(tmp_path, GOOD) == ".env: INGOT_SEEED: unknown knob `seeed`; did you mean `seed`?"
 
@@ -155,7 +338,9 @@ def test_a_key_in_the_environment_never_stands_in_the_error(tmp_path: Path) -> N
 
 
 def test_every_fault_is_told_in_its_own_line(tmp_path: Path) -> None:
-    lines = said(tmp_path, f"{GOOD}train: {{stepz: 3}}\nseed: -1\nprecision: {{compute: fp8}}\n").splitlines()
+    lines = said(
+        tmp_path, f"{GOOD}train: {{stepz: 3}}\nseed: -1\nprecision: {{compute: fp8}}\n"
+    ).splitlines()
     assert sorted(line.split(":")[1] for line in lines) == ["5", "6", "7"]
 
 
@@ -170,24 +355,56 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_later_files_then_dotenv_then_environment_then_command_line_win(tmp_path: Path) -> None:
-    (tmp_path / "one.yaml").write_text(f"{GOOD}train: {{steps: 1, global_batch: 1, micro_batch: 1, evaluate_every: 1, evaluate_rows: 1}}\n")
-    (tmp_path / "two.yaml").write_text("train: {global_batch: 2, micro_batch: 2, evaluate_every: 2, evaluate_rows: 2}\n")
-    (tmp_path / ".env").write_text("INGOT_TRAIN__MICRO_BATCH=3\nINGOT_TRAIN__EVALUATE_EVERY=3\nINGOT_TRAIN__EVALUATE_ROWS=3\nOTHER=x\n")
-    environ = {"INGOT_TRAIN__EVALUATE_EVERY": "4", "INGOT_TRAIN__EVALUATE_ROWS": "4", "PATH": "/bin"}
-    train = load_recipe([tmp_path / "one.yaml", tmp_path / "two.yaml"], ["train.evaluate_rows=5"], environ=environ, dotenv=tmp_path / ".env").train
-    assert (train.steps, train.global_batch, train.micro_batch, train.evaluate_every, train.evaluate_rows) == (1, 2, 3, 4, 5)
+    (tmp_path / "one.yaml").write_text(
+        f"{GOOD}train: {{steps: 1, global_batch: 1, micro_batch: 1, evaluate_every: 1,"
+        " evaluate_rows: 1}\n"
+    )
+    (tmp_path / "two.yaml").write_text(
+        "train: {global_batch: 2, micro_batch: 2, evaluate_every: 2, evaluate_rows: 2}\n"
+    )
+    (tmp_path / ".env").write_text(
+        "INGOT_TRAIN__MICRO_BATCH=3\nINGOT_TRAIN__EVALUATE_EVERY=3\nINGOT_TRAIN__EVALUATE_ROWS=3\nOTHER=x\n"
+    )
+    environ = {
+        "INGOT_TRAIN__EVALUATE_EVERY": "4",
+        "INGOT_TRAIN__EVALUATE_ROWS": "4",
+        "PATH": "/bin",
+    }
+    train = load_recipe(
+        [tmp_path / "one.yaml", tmp_path / "two.yaml"],
+        ["train.evaluate_rows=5"],
+        environ=environ,
+        dotenv=tmp_path / ".env",
+    ).train
+    assert (
+        train.steps,
+        train.global_batch,
+        train.micro_batch,
+        train.evaluate_every,
+        train.evaluate_rows,
+    ) == (1, 2, 3, 4, 5)
 
 
-def test_a_whole_section_in_a_variable_goes_before_its_knobs_and_the_environment_before_dotenv(tmp_path: Path) -> None:
+def test_a_whole_section_in_a_variable_goes_before_its_knobs_and_the_environment_before_dotenv(
+    tmp_path: Path,
+) -> None:
     environ = {"INGOT_TRAIN__STEPS": "7", "INGOT_TRAIN": "{steps: 1, global_batch: 2}"}
     train = load(tmp_path, GOOD, environ=environ).train
     assert (train.steps, train.global_batch) == (7, 2)
-    assert load(tmp_path, GOOD, environ={"INGOT_TRAIN": "{steps: 5}"}, dotenv="INGOT_TRAIN__STEPS=1\n").train.steps == 5
+    assert (
+        load(
+            tmp_path, GOOD, environ={"INGOT_TRAIN": "{steps: 5}"}, dotenv="INGOT_TRAIN__STEPS=1\n"
+        ).train.steps
+        == 5
+    )
 
 
 def test_overrides_reach_into_lists_and_are_yaml(tmp_path: Path) -> None:
     overrides = [
-        "data.train.0.weight=2.5", "train.optimizer={kind: sgd, lr: 1e-2}", "gate.metric=[a, b]", "train.clip_norm=null",
+        "data.train.0.weight=2.5",
+        "train.optimizer={kind: sgd, lr: 1e-2}",
+        "gate.metric=[a, b]",
+        "train.clip_norm=null",
         "model.config.num_hidden_layers=2",
     ]
     recipe = load(tmp_path, GOOD, *overrides)
@@ -199,18 +416,36 @@ def test_overrides_reach_into_lists_and_are_yaml(tmp_path: Path) -> None:
 
 
 def test_anchors_and_merge_keys_are_understood(tmp_path: Path) -> None:
-    recipe = load(tmp_path, f"{GOOD}train: &t {{steps: 3, optimizer: &o {{lr: 0.5, eps: 1.0e-6}}}}\nserve: {{port: 1}}\n", "train.micro_batch=2")
+    recipe = load(
+        tmp_path,
+        f"{GOOD}train: &t {{steps: 3, optimizer: &o {{lr: 0.5, eps: 1.0e-6}}}}\nserve: {{port:"
+        " 1}\n",
+        "train.micro_batch=2",
+    )
     assert (recipe.train.steps, recipe.train.micro_batch) == (3, 2)
-    merged = load(tmp_path, f"{GOOD}model: {{config: {{a: &a {{x: 1, y: 2}}, b: {{<<: *a, y: 3}}}}}}\n")
+    merged = load(
+        tmp_path, f"{GOOD}model: {{config: {{a: &a {{x: 1, y: 2}}, b: {{<<: *a, y: 3}}}}}}\n"
+    )
     assert merged.model.config == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
 
 
-@pytest.mark.parametrize("more", [
-    "", "tokenizer: {source: train, vocab_size: 300}", "tokenizer: {source: hf:a/b}",
-    "model: {source: some/folder, config: {rope_scaling: {factor: 2.0}, x: [1, null]}}",
-    "data:\n  validation: [{source: y, weight: 2}]", "train: {tokens: 100, optimizer: {kind: sgd}, early_stop: {}, evaluate_every: 3, clip_norm: null}",
-    "gate: {metric: [a, b], direction: higher, margin: 0.5, override: keep}", "track: {wandb: {}}", "serve: {prompt: \"a: {b}\\n\\u00e4 \\t'\"}",
-])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "tokenizer: {source: train, vocab_size: 300}",
+        "tokenizer: {source: hf:a/b}",
+        "model: {source: some/folder, config: {rope_scaling: {factor: 2.0}, x: [1, null]}}",
+        "data:\n  validation: [{source: y, weight: 2}]",
+        (
+            "train: {tokens: 100, optimizer: {kind: sgd}, early_stop: {}, evaluate_every: 3,"
+            " clip_norm: null}"
+        ),
+        "gate: {metric: [a, b], direction: higher, margin: 0.5, override: keep}",
+        "track: {wandb: {}}",
+        'serve: {prompt: "a: {b}\\n\\u00e4 \\t\'"}',
+    ],
+)
 def test_a_dumped_recipe_loads_as_the_same_recipe(tmp_path: Path, more: str) -> None:
     (tmp_path / "more.yaml").write_text(more)
     (tmp_path / "r.yaml").write_text(GOOD)

@@ -43,9 +43,19 @@ def test_knobs_are_selected_by_their_paths() -> None:
 
 def test_what_decides_the_numbers_is_told_apart_from_what_does_not() -> None:
     base = training_identity(recipe())
-    same = recipe(train={"micro_batch": 2}, checkpoint={"every": 3}, track={"every": 1}, evaluate={"micro_batch": 1})
+    same = recipe(
+        train={"micro_batch": 2},
+        checkpoint={"every": 3},
+        track={"every": 1},
+        evaluate={"micro_batch": 1},
+    )
     assert changes(base, training_identity(same)) == []
-    assert changes(base, training_identity(recipe(train={"optimizer": {"lr": 1e-3}}))) == ["train.optimizer.lr 0.0003 -> 0.001"]
+    assert changes(base, training_identity(recipe(train={"optimizer": {"lr": 1e-3}}))) == [
+        "train.optimizer.lr 0.0003 -> 0.001"
+    ]
     assert changes(base, training_identity(recipe(seed=1))) == ["seed 0 -> 1"]
     early = {"early_stop": {}, "evaluate_every": 5}
-    assert changes(training_identity(recipe(train=early)), training_identity(recipe(train={**early, "evaluate_every": 6}))) == ["train.evaluate_every 5 -> 6"]
+    assert changes(
+        training_identity(recipe(train=early)),
+        training_identity(recipe(train={**early, "evaluate_every": 6})),
+    ) == ["train.evaluate_every 5 -> 6"]

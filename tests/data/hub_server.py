@@ -1,4 +1,6 @@
-"""A hub of the tests: the few routes by which Hugging Face's clients list and stream one data set."""
+"""A hub of the tests: the few routes by which Hugging Face's clients list and stream one data
+set.
+"""
 
 from __future__ import annotations
 
@@ -34,32 +36,62 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path, server = urlsplit(self.path).path, self.server
-        about, files = f"/api/datasets/{server.name}", f"/datasets/{server.name}/resolve/{server.commit}/"
+        about, files = (
+            f"/api/datasets/{server.name}",
+            f"/datasets/{server.name}/resolve/{server.commit}/",
+        )
         if path in (about, f"{about}/revision/{server.commit}"):
-            self._json({"id": server.name, "sha": server.commit, "private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0,
-                        "likes": 0, "siblings": [{"rfilename": name} for name in server.files]})
+            self._json(
+                {
+                    "id": server.name,
+                    "sha": server.commit,
+                    "private": False,
+                    "gated": False,
+                    "disabled": False,
+                    "tags": [],
+                    "downloads": 0,
+                    "likes": 0,
+                    "siblings": [{"rfilename": name} for name in server.files],
+                }
+            )
         elif path.startswith(f"{about}/tree/{server.commit}"):
             self._json(self._tree(path.removeprefix(f"{about}/tree/{server.commit}").strip("/")))
         elif path.startswith(files) and (name := path.removeprefix(files)) in server.files:
             self._file(server.files[name])
         else:
-            self._send(404, b"", {"X-Error-Code": "EntryNotFound" if server.name in path else "RepoNotFound"})
+            self._send(
+                404,
+                b"",
+                {"X-Error-Code": "EntryNotFound" if server.name in path else "RepoNotFound"},
+            )
 
     def _tree(self, folder: str) -> list[dict[str, Any]]:
         base, found = f"{folder}/" if folder else "", {}
         for name, data in self.server.files.items():
             if name.startswith(base):
-                first, _, rest = name[len(base):].partition("/")
-                kind = {"type": "directory", "size": 0} if rest else {"type": "file", "size": len(data)}
+                first, _, rest = name[len(base) :].partition("/")
+                kind = (
+                    {"type": "directory", "size": 0}
+                    if rest
+                    else {"type": "file", "size": len(data)}
+                )
                 found[first] = {"path": base + first, "oid": hashlib.sha1(data).hexdigest(), **kind}
         return list(found.values())
 
     def _file(self, data: bytes) -> None:
-        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": self.server.commit, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
+            "X-Repo-Commit": self.server.commit,
+            "Accept-Ranges": "bytes",
+        }
         if asked := self.headers.get("Range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             begin, end = int(first), min(int(last) + 1 if last else len(data), len(data))
-            self._send(206, data[begin:end], {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"})
+            self._send(
+                206,
+                data[begin:end],
+                {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"},
+            )
         else:
             self._send(200, data, headers)
 

@@ -1,4 +1,6 @@
-"""Training from columns that lie in a bucket: the same batches, and never more than a few parts on the disk."""
+"""Training from columns that lie in a bucket: the same batches, and never more than a few parts on
+the disk.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
 
 @pytest.fixture
 def whole(tmp_path: Path, server: gcs.Server) -> Path:
-    """Columns of two sources in a run folder that was pushed; each row of three tokens has its own number thrice."""
+    """Columns of two sources in a run folder that was pushed; each row of three tokens has its own
+    number thrice.
+    """
     root, half = tmp_path / "run", PARTS // 2
     (root / COLUMNS).mkdir(parents=True)
     documents = [[[10 * part + row + 1] * 3 for row in range(10)] for part in range(PARTS)]
@@ -71,7 +75,9 @@ def order_of(rows: Rows | Samples, window: int | None = 2) -> Order:
 
 def here(columns: Path) -> set[str]:
     """Parts on the disk."""
-    return {path.name for path in (columns / HIDDEN).glob("train.tokens-*.bin")} | {path.name for path in columns.glob("train.tokens-*.bin")}
+    return {path.name for path in (columns / HIDDEN).glob("train.tokens-*.bin")} | {
+        path.name for path in columns.glob("train.tokens-*.bin")
+    }
 
 
 def names(parts: list[int]) -> set[str]:
@@ -79,15 +85,23 @@ def names(parts: list[int]) -> set[str]:
 
 
 def same(left: list[Batch], right: list[Batch]) -> bool:
-    return all(torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels) for a, b in zip(left, right, strict=True))
+    return all(
+        torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels)
+        for a, b in zip(left, right, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("weights", "window"), [(None, 2), ([1.0, 3.0], 1)])
-def test_the_same_batches_from_a_few_parts_at_a_time(whole: Path, left: Path, weights: list[float] | None, window: int) -> None:
+def test_the_same_batches_from_a_few_parts_at_a_time(
+    whole: Path, left: Path, weights: list[float] | None, window: int
+) -> None:
     ours, theirs = rows_of(left, weights), rows_of(whole, weights)
     order = order_of(ours, window)
     most = 0
-    with contextlib.closing(Loader(ours, order, PLAN, 0)) as loader, contextlib.closing(Loader(theirs, order_of(theirs, window), PLAN, 0)) as beside:
+    with (
+        contextlib.closing(Loader(ours, order, PLAN, 0)) as loader,
+        contextlib.closing(Loader(theirs, order_of(theirs, window), PLAN, 0)) as beside,
+    ):
         for step in range(STEPS):
             assert same(loader.step(step), beside.step(step))
             soon = range(4 * step, 4 * step + 8)  # the next step is made meanwhile
@@ -101,7 +115,9 @@ def test_the_same_batches_from_a_few_parts_at_a_time(whole: Path, left: Path, we
 def test_two_ranks_of_a_machine_share_what_they_fetch(left: Path, server: gcs.Server) -> None:
     """One of them somewhat behind the other."""
     both = [rows_of(left) for _ in range(2)]
-    loaders = [Loader(rows, order_of(rows), BatchPlan(4, 2, 2), rank) for rank, rows in enumerate(both)]
+    loaders = [
+        Loader(rows, order_of(rows), BatchPlan(4, 2, 2), rank) for rank, rows in enumerate(both)
+    ]
     before = server.counts["media"]
     try:
         for step in range(STEPS // 2):
@@ -117,18 +133,27 @@ def test_two_ranks_of_a_machine_share_what_they_fetch(left: Path, server: gcs.Se
 def test_without_a_window_what_is_needed_comes_at_once_and_stays(whole: Path, left: Path) -> None:
     """As where held-out documents are evaluated."""
     ours = rows_of(left)
-    assert torch.equal(torch.from_numpy(ours.batch(range(15)).tokens), torch.from_numpy(rows_of(whole).batch(range(15)).tokens))
+    assert torch.equal(
+        torch.from_numpy(ours.batch(range(15)).tokens),
+        torch.from_numpy(rows_of(whole).batch(range(15)).tokens),
+    )
     assert here(left) == names([0, 1])
 
 
 def test_evaluation_reads_the_columns_of_a_split_all_the_same(whole: Path, left: Path) -> None:
     """Bigrams and documents' bytes are counted on columns and not on rows."""
-    here_, there = (open_columns(columns, read_prepared(columns), "train") for columns in (whole, left))
-    assert [column.slice(0, 30).tolist() for column in there] == [column.slice(0, 30).tolist() for column in here_]
+    here_, there = (
+        open_columns(columns, read_prepared(columns), "train") for columns in (whole, left)
+    )
+    assert [column.slice(0, 30).tolist() for column in there] == [
+        column.slice(0, 30).tolist() for column in here_
+    ]
     assert here(left) == names(list(range(PARTS)))
 
 
-def test_files_that_are_the_folders_own_are_used_and_never_dropped(left: Path, whole: Path, server: gcs.Server) -> None:
+def test_files_that_are_the_folders_own_are_used_and_never_dropped(
+    left: Path, whole: Path, server: gcs.Server
+) -> None:
     own = names(list(range(PARTS)))
     for path in [*whole.glob("*.bin"), *whole.glob("*.idx")]:
         (left / path.name).write_bytes(path.read_bytes())
@@ -150,12 +175,17 @@ def test_a_later_attempt_drops_what_an_earlier_one_left(left: Path) -> None:
             soon = range(4 * first, 4 * first + 8)
             wanted = names(order.parts(soon, after=1))
             wait_until(lambda wanted=wanted: here(left) >= wanted)  # type: ignore[misc]
-            assert ours.brought() == {int(name.removeprefix("train.tokens-").removesuffix(".bin")) for name in here(left)}
+            assert ours.brought() == {
+                int(name.removeprefix("train.tokens-").removesuffix(".bin")) for name in here(left)
+            }
     assert here(left) <= names(order.parts(soon, before=1, after=1))
 
 
 def test_a_bucket_that_is_away_for_a_while_is_told_and_asked_again(
-    left: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    left: Path,
+    server: gcs.Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(ahead, "AGAIN_S", 0.05)
     ours = rows_of(left)
@@ -164,7 +194,11 @@ def test_a_bucket_that_is_away_for_a_while_is_told_and_asked_again(
         loader.step(0)
         wait_until(lambda: here(left) >= names(order.parts(range(8), after=1)))
         server.fault("media", times=2, code=403)
-        turn = next(step for step in range(1, STEPS) if order.parts(range(4 * step, 4 * step + 8), after=1) != order.parts(range(8), after=1))
+        turn = next(
+            step
+            for step in range(1, STEPS)
+            if order.parts(range(4 * step, 4 * step + 8), after=1) != order.parts(range(8), after=1)
+        )
         loader.step(turn)
         wait_until(lambda: here(left) >= names(order.parts(range(4 * turn, 4 * turn + 8), after=1)))
     assert "; trying again" in capsys.readouterr().err
@@ -180,7 +214,9 @@ def test_a_part_that_is_nowhere_ends_training_in_one_line(left: Path, server: gc
 
 
 def test_who_waits_for_a_part_says_so_and_can_be_stopped(left: Path, server: gcs.Server) -> None:
-    """A rank that waits is no rank that hangs, and a request to stop is followed before the step."""
+    """A rank that waits is no rank that hangs, and a request to stop is followed before the
+    step.
+    """
     server.fault("media", times=100, delay_s=0.5)
     ours, asked = rows_of(left), list[float]()
     with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader:
@@ -190,7 +226,9 @@ def test_who_waits_for_a_part_says_so_and_can_be_stopped(left: Path, server: gcs
     assert max(np.diff(asked[5:])) < 5
 
 
-def test_the_end_does_not_wait_for_a_part_on_its_way(left: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_a_part_on_its_way(
+    left: Path, server: gcs.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ahead, "LAST_S", 0.01)
     ours, began, brought = rows_of(left), threading.Event(), threading.Event()
 
@@ -209,7 +247,9 @@ def test_the_end_does_not_wait_for_a_part_on_its_way(left: Path, server: gcs.Ser
         thread.join(20)
 
 
-def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(
+    left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, seconds in (("AGAIN_S", 0.02), ("AWAY_S", 0.1)):
         monkeypatch.setattr(ahead, name, seconds)
     ours = rows_of(left)
@@ -218,12 +258,19 @@ def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(left:
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(Later, "bring", broken)
-    with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader, pytest.raises(Failed, match=r"cannot be fetched \(.*broken\); see to the disk"):
+    with (
+        contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader,
+        pytest.raises(Failed, match=r"cannot be fetched \(.*broken\); see to the disk"),
+    ):
         loader.step(0)
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"cut")])
-def test_without_the_note_what_is_missing_is_missing(whole: Path, spoil: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"cut")]
+)
+def test_without_the_note_what_is_missing_is_missing(
+    whole: Path, spoil: Callable[[Path], None]
+) -> None:
     assert later(whole) is None
     spoil(whole / "train.tokens-00003.bin")
     with pytest.raises(WrongInput, match=r"train\.tokens-00003\.bin .*run `ingot prepare` again"):
@@ -247,7 +294,9 @@ def test_a_batch_of_many_windows_leaves_none_behind(left: Path) -> None:
             assert here(left) <= names(order.parts(soon, before=1, after=1))
 
 
-def test_what_goes_before_it_is_opened_comes_again(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_before_it_is_opened_comes_again(
+    left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, bring, goes = rows_of(left), Later.bring, [2]
 
     def brought(self: Later, name: str, sha256: str, *, wait: bool = True) -> bool:

@@ -27,21 +27,51 @@ def read(piece: Piece) -> list[Item | Bad]:
     with Path(piece.file.path).open("rb") as stream:
         stream.seek(piece.begin)
         assert piece.end is not None
-        return list(read_items(stream, piece.file.path, "jsonl", Wanted(), piece.row, piece.end - piece.begin))
+        return list(
+            read_items(
+                stream, piece.file.path, "jsonl", Wanted(), piece.row, piece.end - piece.begin
+            )
+        )
 
 
-LINES = st.one_of(st.sampled_from([b"", b" ", b"{", b'{"text": "x"}', b'{"text": "\xff"}', b'{"text": "' + b"long " * 9 + b'"}', b"\r"]), st.binary(max_size=9))
+LINES = st.one_of(
+    st.sampled_from(
+        [
+            b"",
+            b" ",
+            b"{",
+            b'{"text": "x"}',
+            b'{"text": "\xff"}',
+            b'{"text": "' + b"long " * 9 + b'"}',
+            b"\r",
+        ]
+    ),
+    st.binary(max_size=9),
+)
 
 
-@given(st.lists(LINES, max_size=30), st.integers(1, 60), st.integers(1, 40), st.sampled_from([20, 1 << 30]))
-def test_blocks_give_what_the_whole_file_gives(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], block: int, chunk: int, largest: int) -> None:
+@given(
+    st.lists(LINES, max_size=30),
+    st.integers(1, 60),
+    st.integers(1, 40),
+    st.sampled_from([20, 1 << 30]),
+)
+def test_blocks_give_what_the_whole_file_gives(
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[bytes],
+    block: int,
+    chunk: int,
+    largest: int,
+) -> None:
     path = tmp_path_factory.mktemp("blocks") / "a.jsonl"
     path.write_bytes(b"\n".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "CHUNK_BYTES", chunk)
         patch.setattr(items, "LARGEST_BYTES", largest)
         pieces = list(blocks._blocks(file_of(path), block))
-        assert [item for piece in pieces for item in read(piece)] == list(json_lines(io.BytesIO(path.read_bytes()), Wanted()))
+        assert [item for piece in pieces for item in read(piece)] == list(
+            json_lines(io.BytesIO(path.read_bytes()), Wanted())
+        )
     data = path.read_bytes()
     assert b"".join(data[piece.begin : piece.end] for piece in pieces) == data
     assert all(piece.bytes >= block for piece in pieces[:-1])
@@ -50,12 +80,23 @@ def test_blocks_give_what_the_whole_file_gives(tmp_path_factory: pytest.TempPath
 
 def test_only_plain_local_lines_are_cut_and_small_files_go_together(tmp_path: Path) -> None:
     files = []
-    for name, size in (("a.txt", 3), ("b.txt", 3), ("c.jsonl", 40), ("d.jsonl.gz", 40), ("e.parquet", 40), ("f.txt", 3), ("g.jsonl", 0)):
+    for name, size in (
+        ("a.txt", 3),
+        ("b.txt", 3),
+        ("c.jsonl", 40),
+        ("d.jsonl.gz", 40),
+        ("e.parquet", 40),
+        ("f.txt", 3),
+        ("g.jsonl", 0),
+    ):
         (tmp_path / name).write_bytes(b"{}\n" * (size // 3 + 1) if size == 40 else b"x" * size)
         kind: Format = "jsonl" if "jsonl" in name else "parquet" if "parquet" in name else "text"
         files.append(file_of(tmp_path / name, kind))
     assert [[(piece.file.name, piece.begin) for piece in task] for task in cut(files, 18)] == [
-        [("a.txt", 0), ("b.txt", 0), ("c.jsonl", 0)], [("c.jsonl", 18)], [("c.jsonl", 36), ("d.jsonl.gz", 0)], [("e.parquet", 0)],
+        [("a.txt", 0), ("b.txt", 0), ("c.jsonl", 0)],
+        [("c.jsonl", 18)],
+        [("c.jsonl", 36), ("d.jsonl.gz", 0)],
+        [("e.parquet", 0)],
         [("f.txt", 0), ("g.jsonl", 0)],
     ]
 

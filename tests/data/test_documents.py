@@ -25,7 +25,15 @@ def test_shares_are_kept_and_nest() -> None:
 
 def test_chosen_is_never_changed() -> None:
     """Held-out documents must stay held out in every later version."""
-    assert [row for row in range(60) if chosen(f"a.jsonl:{row}", "validation", 0.1)] == [7, 8, 39, 48, 53, 56, 57]
+    assert [row for row in range(60) if chosen(f"a.jsonl:{row}", "validation", 0.1)] == [
+        7,
+        8,
+        39,
+        48,
+        53,
+        56,
+        57,
+    ]
 
 
 def test_all_or_nothing() -> None:
@@ -43,9 +51,13 @@ def test_documents_of_each_split(tmp_path: Path) -> None:
     assert (10 < len(held) < 32, 25 < len(train) < 55) == (True, True)
     rows = [int(document.doc_id.rpartition(":")[2]) for document in train]
     assert rows == sorted(rows)
-    assert all(document.text == sentences(1, row - 1)[0] for row, document in zip(rows, train, strict=True))
+    assert all(
+        document.text == sentences(1, row - 1)[0] for row, document in zip(rows, train, strict=True)
+    )
 
 
 def test_before_ingest(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match="no ingested documents; run `ingot ingest` with this recipe first"):
+    with pytest.raises(
+        WrongInput, match="no ingested documents; run `ingot ingest` with this recipe first"
+    ):
         list(read_documents(recipe(tmp_path, "a.jsonl"), "train"))

@@ -1,4 +1,6 @@
-"""The download of a dump: resumed where it was broken off, never mixed with another version, told in words."""
+"""The download of a dump: resumed where it was broken off, never mixed with another version, told
+in words.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ NAME = "dewiki-20260101-pages-articles-multistream.xml.bz2"
 
 
 class Server(Loopback):
-    """Serves one file by HTTP ranges; `breaks` says after how many bytes each of the next answers ends."""
+    """Serves one file by HTTP ranges; `breaks` says after how many bytes each of the next answers
+    ends.
+    """
 
     def __init__(self) -> None:
         super().__init__(_Handler)
@@ -104,7 +108,10 @@ def test_a_broken_download_goes_on(server: Server) -> None:
 
 def test_a_download_that_gains_nothing_ends(server: Server) -> None:
     server.breaks = [100] + [0] * 20
-    with pytest.raises(Failed, match=rf"{NAME} broke off at 100 of [\d,]+ bytes .*; run the same command again to go on"):
+    with pytest.raises(
+        Failed,
+        match=rf"{NAME} broke off at 100 of [\d,]+ bytes .*; run the same command again to go on",
+    ):
         fetch_dump(find())
     server.breaks = []
     fetch_dump(file := find())
@@ -128,18 +135,33 @@ def test_two_versions_are_never_mixed(server: Server) -> None:
     assert Path(new.path).read_bytes() == server.data
 
 
-def test_without_a_network_what_is_known_is_used(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_network_what_is_known_is_used(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fetch_dump(file := find())
     server.server_close()
     assert find() == file
-    assert "the dump server cannot be reached; wikipedia:de:20260101 is taken to be as it was" in capsys.readouterr().err
-    with pytest.raises(Failed, match=r"cannot be reached .*; check the network, or give the path of a dump at hand"):
+    assert (
+        "the dump server cannot be reached; wikipedia:de:20260101 is taken to be as it was"
+        in capsys.readouterr().err
+    )
+    with pytest.raises(
+        Failed, match=r"cannot be reached .*; check the network, or give the path of a dump at hand"
+    ):
         find("wikipedia:de:20260202")
 
 
 def test_what_there_is_not(server: Server) -> None:
-    with pytest.raises(WrongInput, match=r"data\.train\[0\]\.source wikipedia:de:20250101: .* is not there; see http.*/dewiki/ for the dates"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"data\.train\[0\]\.source wikipedia:de:20250101: .* is not there; see http.*/dewiki/"
+            r" for the dates"
+        ),
+    ):
         find("wikipedia:de:20250101")
     for name in ("wikipedia:", "wikipedia:DE", "wikipedia:de:yesterday", "wikipedia:de/../x"):
-        with pytest.raises(WrongInput, match="write it as wikipedia:LANG or wikipedia:LANG:YYYYMMDD"):
+        with pytest.raises(
+            WrongInput, match="write it as wikipedia:LANG or wikipedia:LANG:YYYYMMDD"
+        ):
             find(name)

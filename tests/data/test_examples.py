@@ -20,20 +20,41 @@ LABELS = ["negative", "positive"]
 def label(value: Any, labels: list[str] = LABELS) -> int | str:
     """The number of a label, or why it has none."""
     found = to_labelled(1, {"text": "x", "label": value}, {}, labels)
-    return f"{found.reason} ({found.detail})" if isinstance(found, Bad) else from_labelled(found.text).label
+    return (
+        f"{found.reason} ({found.detail})"
+        if isinstance(found, Bad)
+        else from_labelled(found.text).label
+    )
 
 
 def test_pairs() -> None:
-    assert to_pair(1, {"source": "a", "target": "b", "x": 1}, {}) == Item(1, '{"source":"a","target":"b"}')
-    assert to_pair(1, {"body": "ä", "line": "b"}, {"source": "body", "target": "line"}) == Item(1, '{"source":"ä","target":"b"}')
-    with pytest.raises(WrongInput, match="renames text, which a pair does not have; write USUAL: YOURS, where USUAL is one of source, target"):
+    assert to_pair(1, {"source": "a", "target": "b", "x": 1}, {}) == Item(
+        1, '{"source":"a","target":"b"}'
+    )
+    assert to_pair(1, {"body": "ä", "line": "b"}, {"source": "body", "target": "line"}) == Item(
+        1, '{"source":"ä","target":"b"}'
+    )
+    with pytest.raises(
+        WrongInput,
+        match=(
+            "renames text, which a pair does not have; write USUAL: YOURS, where USUAL is one of"
+            " source, target"
+        ),
+    ):
         to_pair(1, {}, {"text": "x"})
 
 
-@pytest.mark.parametrize(("record", "reason"), [
-    ({"source": "a", "target": " "}, "empty `target`"), ({"source": "", "target": "b"}, "empty `source`"), ({"source": None, "target": "b"}, "null `source`"),
-    ({"source": ["a"], "target": "b"}, "`source` is not text"), ({"source": "a"}, "no `target`"), ({"source": "\ud800", "target": "b"}, "invalid UTF-8"),
-])
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"source": "a", "target": " "}, "empty `target`"),
+        ({"source": "", "target": "b"}, "empty `source`"),
+        ({"source": None, "target": "b"}, "null `source`"),
+        ({"source": ["a"], "target": "b"}, "`source` is not text"),
+        ({"source": "a"}, "no `target`"),
+        ({"source": "\ud800", "target": "b"}, "invalid UTF-8"),
+    ],
+)
 def test_bad_pairs(record: dict[str, Any], reason: str) -> None:
     found = to_pair(3, record, {})
     assert isinstance(found, Bad)
@@ -41,12 +62,16 @@ def test_bad_pairs(record: dict[str, Any], reason: str) -> None:
     assert found.keys == (("source",) if reason == "no `target`" else ())
 
 
-@pytest.mark.parametrize(("value", "number"), [("negative", 0), ("positive", 1), (0, 0), (1, 1), ("0", 0), ("1", 1)])
+@pytest.mark.parametrize(
+    ("value", "number"), [("negative", 0), ("positive", 1), (0, 0), (1, 1), ("0", 0), ("1", 1)]
+)
 def test_labels_by_name_or_number(value: Any, number: int) -> None:
     assert label(value) == number
 
 
-@pytest.mark.parametrize("value", [2, -1, "2", "-1", "Positive", " positive", "1.0", 1.0, True, "", "²", "9" * 5000, [1]])
+@pytest.mark.parametrize(
+    "value", [2, -1, "2", "-1", "Positive", " positive", "1.0", 1.0, True, "", "²", "9" * 5000, [1]]
+)
 def test_labels_outside(value: Any) -> None:
     told = str(label(value))
     assert told.startswith("label outside objective.labels (`label` is ")
@@ -69,7 +94,9 @@ def test_a_number_that_is_a_name_is_a_name() -> None:
 
 
 def test_other_columns() -> None:
-    found = to_labelled(1, {"sentence": "x", "class": "positive"}, {"text": "sentence", "label": "class"}, LABELS)
+    found = to_labelled(
+        1, {"sentence": "x", "class": "positive"}, {"text": "sentence", "label": "class"}, LABELS
+    )
     assert found == Item(1, '{"text":"x","label":1}')
     assert isinstance(to_labelled(1, {"text": "", "label": 0}, {}, LABELS), Bad)
 
@@ -77,16 +104,28 @@ def test_other_columns() -> None:
 def test_what_is_said_and_changing_it() -> None:
     assert said("pair", '{"source":"a","target":"b"}') == ["a", "b"]
     assert plain_text("labelled", '{"text":"a","label":1}') == "a"
-    assert from_pair(with_said("pair", '{"source":"a","target":"b"}', lambda texts: [text * 2 for text in texts])) == Pair("aa", "bb")
-    assert from_labelled(with_said("labelled", '{"text":"a","label":1}', lambda texts: ["c"])) == Labelled("c", 1)
+    assert from_pair(
+        with_said("pair", '{"source":"a","target":"b"}', lambda texts: [text * 2 for text in texts])
+    ) == Pair("aa", "bb")
+    assert from_labelled(
+        with_said("labelled", '{"text":"a","label":1}', lambda texts: ["c"])
+    ) == Labelled("c", 1)
     assert with_said("text", "a", lambda texts: ["c"]) == "c"
     for read in (from_pair, from_labelled):
         for stored in ("", "x", "[]", "{}", '{"messages":[]}'):
-            with pytest.raises(WrongInput, match=r"as `ingot ingest` stores it; run `ingot ingest` again"):
+            with pytest.raises(
+                WrongInput, match=r"as `ingot ingest` stores it; run `ingot ingest` again"
+            ):
                 read(stored)
 
 
-@given(st.dictionaries(st.sampled_from(["source", "target", "text", "label"]), st.none() | st.text(max_size=3) | st.integers() | st.floats(), max_size=4))
+@given(
+    st.dictionaries(
+        st.sampled_from(["source", "target", "text", "label"]),
+        st.none() | st.text(max_size=3) | st.integers() | st.floats(),
+        max_size=4,
+    )
+)
 def test_any_record_is_taken_or_bad(record: dict[str, Any]) -> None:
     for found in (to_pair(1, record, {}), to_labelled(1, record, {}, LABELS)):
         assert isinstance(found, Bad) or json.loads(found.text)

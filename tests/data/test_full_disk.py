@@ -1,4 +1,6 @@
-"""A disk that really is full: said in one line, nothing half-written kept, and with space again it goes on."""
+"""A disk that really is full: said in one line, nothing half-written kept, and with space again it
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from tests.data.small import recipe, sentences, write_jsonl
 
 
 def mount(folder: Path, options: str) -> bool:
-    return subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
+            capture_output=True,
+            check=False,
+        ).returncode
+        == 0
+    )
 
 
 @pytest.fixture
@@ -31,9 +40,15 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_ingest(tiny_disk: Path, tmp_path: Path) -> None:
-    noise = [f"{number * 7919 ** 9 % 10 ** 31:x} {text}" for number, text in enumerate(sentences(3000))]
+    noise = [f"{number * 7919**9 % 10**31:x} {text}" for number, text in enumerate(sentences(3000))]
     small = recipe(tiny_disk, write_jsonl(tmp_path / "a.jsonl", noise))
-    with pytest.raises(Failed, match=r"disk full while writing .*train-00000.parquet; make space and run the same command again"):
+    with pytest.raises(
+        Failed,
+        match=(
+            r"disk full while writing .*train-00000.parquet; make space and run the same command"
+            r" again"
+        ),
+    ):
         ingest(small)
     with pytest.raises(WrongInput, match="no ingested documents"):
         list(read_documents(small, "train"))
@@ -42,10 +57,14 @@ def test_ingest(tiny_disk: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_prepare(tiny_disk: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare(
+    tiny_disk: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ingot.data.raw.GROUP_BYTES", 50_000)
     monkeypatch.setattr("ingot.data.ranges.SMALLEST_BYTES", 100_000)
-    small = recipe(tiny_disk, write_jsonl(tmp_path / "a.jsonl", sentences(2000)), data__engine__workers=workers)
+    small = recipe(
+        tiny_disk, write_jsonl(tmp_path / "a.jsonl", sentences(2000)), data__engine__workers=workers
+    )
     ingest(small)
     with pytest.raises(Failed, match=r"disk full while writing .*tokens-0000\d"):
         prepare(small)

@@ -53,19 +53,32 @@ class _Handler(BaseHTTPRequestHandler):
         name = unquote(address.path.partition("/b/bucket/o/")[2])
         if address.path.endswith("/b/bucket/o"):
             prefix = parse_qs(address.query).get("prefix", [""])[0]
-            self._send(200, json.dumps({"items": [self._about(found) for found in files if found.startswith(prefix)]}).encode())
+            self._send(
+                200,
+                json.dumps(
+                    {"items": [self._about(found) for found in files if found.startswith(prefix)]}
+                ).encode(),
+            )
         elif name == self.server.broken and "alt=media" in address.query:
             self._send(403, b'{"error": {"code": 403, "message": "no longer yours"}}')
         elif name not in files:
             self._send(404, b'{"error": {"code": 404, "message": "no such object"}}')
         elif "alt=media" in address.query:
-            first, _, last = self.headers.get("Range", "bytes=0-999999999").removeprefix("bytes=").partition("-")
+            first, _, last = (
+                self.headers.get("Range", "bytes=0-999999999").removeprefix("bytes=").partition("-")
+            )
             self._send(206, files[name][int(first) : int(last) + 1])
         else:
             self._send(200, json.dumps(self._about(name)).encode())
 
     def _about(self, name: str) -> dict[str, Any]:
-        return {"name": name, "bucket": "bucket", "size": str(len(self.server.files[name])), "etag": "v1", "generation": "1"}
+        return {
+            "name": name,
+            "bucket": "bucket",
+            "size": str(len(self.server.files[name])),
+            "etag": "v1",
+            "generation": "1",
+        }
 
     def _send(self, code: int, data: bytes) -> None:
         self.send_response(code)
@@ -80,7 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def bucket() -> Iterator[Server]:
-    server = Server({"set/a.jsonl": b'{"text": "x"}\n{"text": null}\n', "set/deep/b.txt": "\n".join(sentences(3)).encode(), "other/c.txt": b"other"})
+    server = Server(
+        {
+            "set/a.jsonl": b'{"text": "x"}\n{"text": null}\n',
+            "set/deep/b.txt": "\n".join(sentences(3)).encode(),
+            "other/c.txt": b"other",
+        }
+    )
     yield server
     server.server_close()
 
@@ -88,21 +107,38 @@ def bucket() -> Iterator[Server]:
 def run(root: Path, bucket: Server, *sources: Any) -> subprocess.CompletedProcess[str]:
     (root / "recipe.yaml").write_text(dump_recipe(recipe(root, *sources)))
     (root / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{bucket.server_address[1]}", "FSSPEC_GS": '{"token": "anon"}',
-                   "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "PYTHONPATH": str(Path.cwd())}
+    environment = {
+        **os.environ,
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{bucket.server_address[1]}",
+        "FSSPEC_GS": '{"token": "anon"}',
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        "PYTHONPATH": str(Path.cwd()),
+    }
     command = [sys.executable, str(root / "script.py"), str(root / "recipe.yaml")]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=120
+    )
 
 
 def test_a_bucket(tmp_path: Path, bucket: Server) -> None:
-    done = run(tmp_path, bucket, "gs://bucket/set", {"source": "gs://bucket/other/*.txt", "weight": 2.0})
+    done = run(
+        tmp_path, bucket, "gs://bucket/set", {"source": "gs://bucket/other/*.txt", "weight": 2.0}
+    )
     assert done.returncode == 0, done.stderr
     stamps, documents = (json.loads(line) for line in done.stdout.splitlines())
-    assert stamps == [[len(bucket.files[name]), "v1"] for name in ("set/a.jsonl", "set/deep/b.txt", "other/c.txt")]
-    assert documents == [["a.jsonl:1", "x"], ["deep/b.txt:1", "\n".join(sentences(3))], ["c.txt:1", "other"]]
+    assert stamps == [
+        [len(bucket.files[name]), "v1"] for name in ("set/a.jsonl", "set/deep/b.txt", "other/c.txt")
+    ]
+    assert documents == [
+        ["a.jsonl:1", "x"],
+        ["deep/b.txt:1", "\n".join(sentences(3))],
+        ["c.txt:1", "other"],
+    ]
 
 
-def test_a_file_that_breaks_off_is_not_taken_for_its_beginning(tmp_path: Path, bucket: Server) -> None:
+def test_a_file_that_breaks_off_is_not_taken_for_its_beginning(
+    tmp_path: Path, bucket: Server
+) -> None:
     bucket.broken = "set/a.jsonl"
     done = run(tmp_path, bucket, "gs://bucket/set")
     assert done.returncode

@@ -1,4 +1,6 @@
-"""Data sets of the hub, by the real client against a hub of the tests, and of a folder that is laid out like one."""
+"""Data sets of the hub, by the real client against a hub of the tests, and of a folder that is laid
+out like one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ configs:
   data_files: [{split: train, path: "en/train-*.jsonl"}, {split: test, path: en/test.jsonl}]
 ---
 """
-# Its clients take the hub's address when they are imported, so whatever speaks to the tests' hub is another process.
+# Its clients take the hub's address when they are imported, so whatever speaks to the tests' hub is
+# another process.
 SCRIPT = """
 import json, sys
 from ingot.base.errors import IngotError
@@ -64,43 +67,79 @@ def lines(*texts: str | None) -> bytes:
 
 @pytest.fixture
 def hub() -> Iterator[Server]:
-    server = Server("org/set", {
-        "README.md": CARD, "de/a.jsonl": lines("eins"), "en/train-0.jsonl": lines("one", None, "three"), "en/train-1.jsonl": lines(*sentences(2500)),
-        "en/test.jsonl": lines("a test"),
-    })
+    server = Server(
+        "org/set",
+        {
+            "README.md": CARD,
+            "de/a.jsonl": lines("eins"),
+            "en/train-0.jsonl": lines("one", None, "three"),
+            "en/train-1.jsonl": lines(*sentences(2500)),
+            "en/test.jsonl": lines("a test"),
+        },
+    )
     yield server
     server.server_close()
 
 
 def do(root: Path, hub: Server, *tasks: tuple[str, dict[str, Any]]) -> tuple[list[Any], str]:
     (root / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(root / "hf"), "XDG_CACHE_HOME": str(root / "cache"),
-                   "PYTHONPATH": str(Path.cwd())}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(root / "hf"),
+        "XDG_CACHE_HOME": str(root / "cache"),
+        "PYTHONPATH": str(Path.cwd()),
+    }
     command = [sys.executable, str(root / "script.py"), str(root / "runs"), json.dumps(tasks)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
 def test_subsets_and_splits_of_the_hub(tmp_path: Path, hub: Server) -> None:
     english, german, no_subset, no_split, nothing, no_column, stamps = do(
-        tmp_path, hub, ("en", {"source": "hf:org/set:en", "weight": 2.0}), ("de", {"source": "hf:org/set:de"}), ("x", {"source": "hf:org/set:fr"}),
-        ("x", {"source": "hf:org/set:en", "split": "dev"}), ("x", {"source": "hf:org/none"}), ("x", {"source": "hf:org/set:de", "text": "body"}),
+        tmp_path,
+        hub,
+        ("en", {"source": "hf:org/set:en", "weight": 2.0}),
+        ("de", {"source": "hf:org/set:de"}),
+        ("x", {"source": "hf:org/set:fr"}),
+        ("x", {"source": "hf:org/set:en", "split": "dev"}),
+        ("x", {"source": "hf:org/none"}),
+        ("x", {"source": "hf:org/set:de", "text": "body"}),
         ("stamps", {"source": "hf:org/set:en", "split": "test"}),
     )[0]
     first = [["org/set/en/train-00000:1", "one"], ["org/set/en/train-00000:3", "three"]]
     assert english == {
-        "texts": first + [[f"org/set/en/train-00001:{row}", text] for row, text in enumerate(sentences(2500), start=1)], "bad": {"null `text`": 1},
+        "texts": (
+            first
+            + [
+                [f"org/set/en/train-00001:{row}", text]
+                for row, text in enumerate(sentences(2500), start=1)
+            ]
+        ),
+        "bad": {"null `text`": 1},
     }
     assert german["texts"] == [["org/set/de/train-00000:1", "eins"]]
-    assert "hf:org/set:fr cannot be used: BuilderConfig 'fr' not found. Available: ['de', 'en']" in no_subset["error"]
+    assert (
+        "hf:org/set:fr cannot be used: BuilderConfig 'fr' not found. Available: ['de', 'en']"
+        in no_subset["error"]
+    )
     assert "Bad split: dev. Available splits: ['train', 'test']" in no_split["error"]
-    assert nothing["error"].startswith("data.train[0].source hf:org/none is no data set on the hub; check the name")
+    assert nothing["error"].startswith(
+        "data.train[0].source hf:org/none is no data set on the hub; check the name"
+    )
     assert "hf:org/set:de has no column `body`; it has text" in no_column["error"]
-    assert [(stamp["revision"], stamp["share"], stamp["shares"]) for stamp in stamps] == [(hub.commit, 0, 1)]
+    assert [(stamp["revision"], stamp["share"], stamp["shares"]) for stamp in stamps] == [
+        (hub.commit, 0, 1)
+    ]
 
 
-def test_the_commit_is_the_stamp_and_a_hub_out_of_reach_is_not_waited_for(tmp_path: Path, hub: Server) -> None:
+def test_the_commit_is_the_stamp_and_a_hub_out_of_reach_is_not_waited_for(
+    tmp_path: Path, hub: Server
+) -> None:
     task = ("stamps", {"source": "hf:org/set:de"})
     seen = do(tmp_path, hub, task)[0]
     assert [stamp["revision"] for stamp in seen[0]] == [hub.commit]
@@ -119,9 +158,16 @@ def test_a_folder_laid_out_like_a_set(tmp_path: Path) -> None:
         (folder / "en" / f"{name}.jsonl").write_bytes(lines(*texts))
     (folder / "de").mkdir()
     (folder / "de" / "a.jsonl").write_bytes(lines("vier"))
-    small = recipe(tmp_path, f"hf:{folder}:en", data__validation=[{"source": f"hf:{folder}:en", "split": "test"}])
+    small = recipe(
+        tmp_path,
+        f"hf:{folder}:en",
+        data__validation=[{"source": f"hf:{folder}:en", "split": "test"}],
+    )
     ingest(small)
-    assert documents(small.folder.raw) == {"set/en/train-00000:1": "one", "set/en/train-00000:2": "two"}
+    assert documents(small.folder.raw) == {
+        "set/en/train-00000:1": "one",
+        "set/en/train-00000:2": "two",
+    }
     assert documents(small.folder.raw, "validation") == {"set/en/test-00000:1": "three"}
     open_raw(small)
     before = source_stamps(small)

@@ -30,7 +30,11 @@ def test_every_document_once_with_its_place(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in" / "a.jsonl", ["one", "two"])
     (tmp_path / "in" / "b.txt").write_text("three")
     outcome = ingest(small := recipe(tmp_path, tmp_path / "in"))
-    assert documents(small.folder.raw) == {"a.jsonl:1": "one", "a.jsonl:2": "two", "b.txt:1": "three"}
+    assert documents(small.folder.raw) == {
+        "a.jsonl:1": "one",
+        "a.jsonl:2": "two",
+        "b.txt:1": "three",
+    }
     assert outcome.result == "3 documents, 0.0 MB"
     assert outcome.where == str(small.folder.raw)
     assert set(outcome.files) == {"data/raw/manifest.json", "data/raw/train-00000.parquet"}
@@ -39,17 +43,25 @@ def test_every_document_once_with_its_place(tmp_path: Path) -> None:
 def test_a_split_of_its_own(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["one"])
     write_jsonl(tmp_path / "b.jsonl", ["two"])
-    small = recipe(tmp_path, tmp_path / "a.jsonl", data__validation=[{"source": str(tmp_path / "b.jsonl")}])
+    small = recipe(
+        tmp_path, tmp_path / "a.jsonl", data__validation=[{"source": str(tmp_path / "b.jsonl")}]
+    )
     ingest(small)
     assert documents(small.folder.raw) == {"a.jsonl:1": "one"}
     assert documents(small.folder.raw, "validation") == {"b.jsonl:1": "two"}
 
 
-def test_parts_hold_one_source_in_small_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_hold_one_source_in_small_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(raw_module, "GROUP_BYTES", 400)
     monkeypatch.setattr(raw_module, "PART_BYTES", 1500)
     first, second = sentences(20), sentences(12, 20)
-    small = recipe(tmp_path, write_jsonl(tmp_path / "a.jsonl", first), write_jsonl(tmp_path / "b.jsonl", second))
+    small = recipe(
+        tmp_path,
+        write_jsonl(tmp_path / "a.jsonl", first),
+        write_jsonl(tmp_path / "b.jsonl", second),
+    )
     ingest(small)
     opened = open_raw(small)
     assert [source.documents for source in opened.splits["train"]] == [20, 12]
@@ -59,7 +71,9 @@ def test_parts_hold_one_source_in_small_groups(tmp_path: Path, monkeypatch: pyte
     texts = []
     for number, source in enumerate(opened.splits["train"]):
         for part in source.parts:
-            assert set(pq.read_table(small.folder.raw / part.path).column("source").to_pylist()) == {number}
+            assert set(
+                pq.read_table(small.folder.raw / part.path).column("source").to_pylist()
+            ) == {number}
             for group, (count, size) in enumerate(part.groups):
                 found = [text for _, text in read_group(small.folder.raw / part.path, group)]
                 assert (len(found), sum(len(text.encode()) for text in found)) == (count, size)
@@ -88,28 +102,49 @@ def test_moved_data_are_the_same_documents(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-def test_bad_records_are_counted_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_records_are_counted_named_and_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "good"}\n{broken\n{"text": "\xff"}\n{"text": null}\n{"text": ""}\n{"other": "x"}\n{"text": "also good"}\n')
+    path.write_bytes(
+        b'{"text": "good"}\n{broken\n{"text": "\xff"}\n{"text": null}\n{"text": ""}\n{"other":'
+        b' "x"}\n{"text": "also good"}\n'
+    )
     small = recipe(tmp_path, path)
     outcome = ingest(small)
     assert outcome.result == "2 documents, 0.0 MB, 5 skipped"
     source = open_raw(small).splits["train"][0]
-    assert source.bad == {"broken JSON": 1, "invalid UTF-8": 1, "null `text`": 1, "empty text": 1, "no `text`": 1}
-    assert [example.split(" ")[0] for example in source.examples] == [f"{path}:{line}:" for line in (2, 3, 4, 5, 6)]
+    assert source.bad == {
+        "broken JSON": 1,
+        "invalid UTF-8": 1,
+        "null `text`": 1,
+        "empty text": 1,
+        "no `text`": 1,
+    }
+    assert [example.split(" ")[0] for example in source.examples] == [
+        f"{path}:{line}:" for line in (2, 3, 4, 5, 6)
+    ]
     told = capsys.readouterr().err
     assert f"skipped {path}:2: broken JSON (Expecting property name" in told
     assert "skipped 5 of 7" in told
 
 
-@pytest.mark.parametrize(("line", "reason"), [
-    (b"{broken", "broken JSON"), (b'{"text": "\xff"}', "invalid UTF-8"), (b'{"text": null}', "null `text`"), (b'{"text": " "}', "empty text"),
-])
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{broken", "broken JSON"),
+        (b'{"text": "\xff"}', "invalid UTF-8"),
+        (b'{"text": null}', "null `text`"),
+        (b'{"text": " "}', "empty text"),
+    ],
+)
 def test_stop_at_the_first_bad_record(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
     small = recipe(tmp_path, path, data__on_bad="stop")
-    with pytest.raises(WrongInput, match=rf"a.jsonl:2: {reason}.*; mend it, or set data.on_bad=skip"):
+    with pytest.raises(
+        WrongInput, match=rf"a.jsonl:2: {reason}.*; mend it, or set data.on_bad=skip"
+    ):
         ingest(small)
     with pytest.raises(WrongInput, match="no ingested documents"):
         open_raw(small)
@@ -122,7 +157,9 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path, on_bad: str) -> 
     for name in ("a.jsonl", "a.csv"):
         with pytest.raises(WrongInput, match=f"{name}.* has no column `text`; it has title, body"):
             ingest(recipe(tmp_path, tmp_path / name, data__on_bad=on_bad))
-        assert ingest(recipe(tmp_path, {"source": str(tmp_path / name), "text": "body"})).result.startswith(("3 documents", "1 documents"))
+        assert ingest(
+            recipe(tmp_path, {"source": str(tmp_path / name), "text": "body"})
+        ).result.startswith(("3 documents", "1 documents"))
 
 
 def test_a_missing_column_is_seen_early(tmp_path: Path) -> None:
@@ -131,9 +168,17 @@ def test_a_missing_column_is_seen_early(tmp_path: Path) -> None:
         ingest(recipe(tmp_path, tmp_path / "a.jsonl"))
 
 
-@pytest.mark.parametrize(("name", "data"), [
-    ("a.jsonl", b""), ("a.jsonl", b"\n\n"), ("a.jsonl", b"{broken\n"), ("a.txt", b""), ("a.csv", b""), ("a.json", b"[]"),
-])
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", b""),
+        ("a.jsonl", b"\n\n"),
+        ("a.jsonl", b"{broken\n"),
+        ("a.txt", b""),
+        ("a.csv", b""),
+        ("a.json", b"[]"),
+    ],
+)
 def test_an_empty_data_set(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(WrongInput, match=f"{name} has no documents in 1 files"):
@@ -156,7 +201,9 @@ def test_a_truncated_file_is_told(tmp_path: Path) -> None:
 
 def test_an_unreadable_file(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in" / "a.jsonl", ["x"])
-    (tmp_path / "in" / "b.jsonl").symlink_to("/proc/self/mem")  # opens, and fails to read, for root as well
+    (tmp_path / "in" / "b.jsonl").symlink_to(
+        "/proc/self/mem"
+    )  # opens, and fails to read, for root as well
     small = recipe(tmp_path, tmp_path / "in")
     ingest(small)
     assert open_raw(small).splits["train"][0].bad == {"unreadable file": 1}
@@ -174,7 +221,10 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 def test_a_link_to_nowhere(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in" / "a.jsonl", ["x"])
     (tmp_path / "in" / "b.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(WrongInput, match=r"in/b\.jsonl cannot be read \(No such file or directory\); mend or remove it"):
+    with pytest.raises(
+        WrongInput,
+        match=r"in/b\.jsonl cannot be read \(No such file or directory\); mend or remove it",
+    ):
         ingest(recipe(tmp_path, tmp_path / "in"))
 
 
@@ -201,9 +251,15 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_ingested_for_other_sources_is_refused(tmp_path: Path) -> None:
-    first, second = write_jsonl(tmp_path / "a.jsonl", ["x"]), write_jsonl(tmp_path / "b.jsonl", ["y"])
+    first, second = (
+        write_jsonl(tmp_path / "a.jsonl", ["x"]),
+        write_jsonl(tmp_path / "b.jsonl", ["y"]),
+    )
     ingest(recipe(tmp_path, first))
-    with pytest.raises(WrongInput, match=r"was made from train .*a.jsonl, the recipe says train .*b.jsonl; run `ingot ingest`"):
+    with pytest.raises(
+        WrongInput,
+        match=r"was made from train .*a.jsonl, the recipe says train .*b.jsonl; run `ingot ingest`",
+    ):
         open_raw(recipe(tmp_path, second))
     with pytest.raises(WrongInput, match=r"the recipe says train .*\{'text': 'body'\}"):
         open_raw(recipe(tmp_path, {"source": str(first), "text": "body"}))
@@ -219,8 +275,12 @@ def test_torn_and_damaged_parts_are_named(tmp_path: Path) -> None:
     part.write_bytes(data)
     marker = read_marker(small.folder.raw, "manifest.json")
     assert marker is not None
-    assert problems(small.folder.raw, marker, checksums=True) == [f"{part} does not match its checksum"]
-    with pytest.raises(WrongInput, match=r"train-00000\.parquet is damaged .*; run `ingot ingest` again"):
+    assert problems(small.folder.raw, marker, checksums=True) == [
+        f"{part} does not match its checksum"
+    ]
+    with pytest.raises(
+        WrongInput, match=r"train-00000\.parquet is damaged .*; run `ingot ingest` again"
+    ):
         read_group(part, 0)
     part.write_bytes(data[:-1])
     with pytest.raises(WrongInput, match=r"train-00000\.parquet has .* bytes"):

@@ -27,11 +27,17 @@ from tests.data.small import recipe, sentences, write_jsonl
 from tests.data.test_ingest import documents
 
 
-@pytest.mark.parametrize(("name", "size"), [("a.jsonl", 100_000_000), ("a.json", 20_000_000), ("a.txt", 20_000_000)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("a.jsonl", 100_000_000), ("a.json", 20_000_000), ("a.txt", 20_000_000)]
+)
 def test_a_very_large_document(tmp_path: Path, name: str, size: int) -> None:
     text = "grün und " * (size // 10)
     with (tmp_path / name).open("w", encoding="utf-8") as stream:
-        stream.write(text if name == "a.txt" else json.dumps({"text": text}) + "\n" + json.dumps({"text": "after"}))
+        stream.write(
+            text
+            if name == "a.txt"
+            else json.dumps({"text": text}) + "\n" + json.dumps({"text": "after"})
+        )
     small = recipe(tmp_path, tmp_path / name)
     ingest(small)
     source = open_raw(small).splits["train"][0]
@@ -42,7 +48,7 @@ def test_a_very_large_document(tmp_path: Path, name: str, size: int) -> None:
 @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
 def test_a_truncated_file_gives_what_stands_before(tmp_path: Path, ending: str) -> None:
     pack: dict[str, Any] = {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress}
-    noise = [f"{number} {number * 7919 ** 9 % 10 ** 31:x}" for number in range(60_000)]
+    noise = [f"{number} {number * 7919**9 % 10**31:x}" for number in range(60_000)]
     data = pack[ending]("".join(json.dumps({"text": text}) + "\n" for text in noise).encode())
     (tmp_path / f"a.jsonl{ending}").write_bytes(data[: len(data) * 2 // 3])
     small = recipe(tmp_path, tmp_path / f"a.jsonl{ending}")
@@ -76,7 +82,13 @@ def test_a_source_that_changed_since(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before, size, status = path.read_bytes(), path.stat().st_size, path.stat()
     open_raw(small, unchanged=True)
     path.write_bytes(before + b'{"text": "more"}\n')
-    with pytest.raises(WrongInput, match=rf"train\[0\] .*/in changed since it was ingested: {path} has .* it had {size:,}; run `ingot ingest` again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            rf"train\[0\] .*/in changed since it was ingested: {path} has .* it had {size:,}; run"
+            r" `ingot ingest` again"
+        ),
+    ):
         open_raw(small, unchanged=True)
     path.write_bytes(before[::-1])
     os.utime(path, ns=(1, 1))
@@ -93,7 +105,9 @@ def test_a_source_that_changed_since(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(WrongInput, match=r"b\.jsonl is gone"):
         open_raw(small, unchanged=True)
     path.rename(tmp_path / "a.jsonl")
-    assert open_raw(small, unchanged=True).splits["train"][0].documents == 7, "a source that is gone was copied in time"
+    assert open_raw(small, unchanged=True).splits["train"][0].documents == 7, (
+        "a source that is gone was copied in time"
+    )
     (tmp_path / "a.jsonl").rename(path)
     monkeypatch.setattr(stamps, "NAMED_FILES", 0)
     ingest(small)
@@ -104,13 +118,24 @@ def test_a_source_that_changed_since(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
-    with pytest.raises(WrongInput, match=r"gs://bucket/x needs a package that is not installed \(.*\); pip install 'ingot\[gcp\]'"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"gs://bucket/x needs a package that is not installed \(.*\); pip install"
+            r" 'ingot\[gcp\]'"
+        ),
+    ):
         find_source(recipe(tmp_path, "gs://bucket/x").data.train[0], "data.train[0].source")
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["text", "a", ""]) | st.text(max_size=2), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["text", "a", ""]) | st.text(max_size=2), inner, max_size=4
+        )
+    ),
     max_leaves=9,
 )
 
@@ -137,12 +162,21 @@ def test_lines_of_anything_are_judged_as_the_standard_library_does(lines: list[b
         line = line.removeprefix(b"\xef\xbb\xbf") if row == 1 else line
         item = found.pop(row, None)
         assert (item.text if isinstance(item, Item) else None) == reference(row, line)
-        assert item is not None or not line.strip(), "a line that is not empty is either good or bad"
+        assert item is not None or not line.strip(), (
+            "a line that is not empty is either good or bad"
+        )
     assert not found
 
 
-@given(st.lists(JSON, max_size=8), st.integers(1, 12), st.integers(0, 300), st.sampled_from([None, 0, 1]))
-def test_lists_of_anything_give_good_or_bad_items(values: list[Any], window: int, cut: int, indent: int | None) -> None:
+@given(
+    st.lists(JSON, max_size=8),
+    st.integers(1, 12),
+    st.integers(0, 300),
+    st.sampled_from([None, 0, 1]),
+)
+def test_lists_of_anything_give_good_or_bad_items(
+    values: list[Any], window: int, cut: int, indent: int | None
+) -> None:
     data = json.dumps(values, indent=indent).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_texts, "CHUNK_BYTES", window)
@@ -150,7 +184,9 @@ def test_lists_of_anything_give_good_or_bad_items(values: list[Any], window: int
         part = list(json_list(io.BytesIO(data[:cut]), Wanted()))
     if not any(isinstance(value, list) for value in values):
         assert [item.row for item in whole] == list(range(1, len(values) + 1))
-        assert [item.text if isinstance(item, Item) else None for item in whole] == [reference(0, json.dumps(value).encode()) for value in values]
+        assert [item.text if isinstance(item, Item) else None for item in whole] == [
+            reference(0, json.dumps(value).encode()) for value in values
+        ]
         assert all(isinstance(item, Bad) or item in whole for item in part)
 
 

@@ -22,11 +22,19 @@ from tests.data.test_ingest import documents
 ROWS = [
     {"instruction": "Name a metal.", "input": "", "output": "Kupfer"},
     {"instruction": "Translate.", "input": "金", "output": "gold\n🔥"},
-    {"instruction": "Say, \"nothing\".", "input": "now", "output": "no\tthing"},
+    {"instruction": 'Say, "nothing".', "input": "now", "output": "no\tthing"},
 ]
 CHATS = [
-    {"messages": [{"role": "user", "content": row["instruction"] + ("\n" + row["input"] if row["input"] else "")},
-                  {"role": "assistant", "content": row["output"]}]} for row in ROWS
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": row["instruction"] + ("\n" + row["input"] if row["input"] else ""),
+            },
+            {"role": "assistant", "content": row["output"]},
+        ]
+    }
+    for row in ROWS
 ]
 
 
@@ -68,7 +76,7 @@ def test_every_format_gives_the_same_chats(tmp_path: Path, kind: str) -> None:
 
 
 def test_tsv(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("instruction\toutput\nA \"question\"\tan answer\n")
+    (tmp_path / "a.tsv").write_text('instruction\toutput\nA "question"\tan answer\n')
     made = chats(tmp_path, tmp_path / "a.tsv")
     ingest(made)
     assert found(made)[0]["messages"][0]["content"] == 'A "question"'
@@ -76,32 +84,79 @@ def test_tsv(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_nested_messages_and_other_names(tmp_path: Path, kind: str) -> None:
-    rows = [{"talk": [{"who": "human", "says": "Hi"}, {"who": "gpt", "says": "Hello"}], "id": number} for number in range(3)]
+    rows = [
+        {"talk": [{"who": "human", "says": "Hi"}, {"who": "gpt", "says": "Hello"}], "id": number}
+        for number in range(3)
+    ]
     columns = {"conversations": "talk", "from": "who", "value": "says"}
-    made = chats(tmp_path, {"source": str(write(tmp_path / f"a.{kind}", rows)), "layout": "sharegpt", "columns": columns})
+    made = chats(
+        tmp_path,
+        {
+            "source": str(write(tmp_path / f"a.{kind}", rows)),
+            "layout": "sharegpt",
+            "columns": columns,
+        },
+    )
     ingest(made)
-    assert found(made) == [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 3
-    with pytest.raises(WrongInput, match=r"has no chat \(layout auto\) in its columns talk, id: set `layout` and `columns` of this source"):
+    assert (
+        found(made)
+        == [
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": "Hello"},
+                ]
+            }
+        ]
+        * 3
+    )
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"has no chat \(layout auto\) in its columns talk, id: set `layout` and `columns` of"
+            r" this source"
+        ),
+    ):
         ingest(chats(tmp_path, tmp_path / f"a.{kind}"))
 
 
 def test_large_integers_stay_exact(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 2**70 + 1}}}]}
-    made = chats(tmp_path, write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "go"}, call]}]))
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"n": 2**70 + 1}}}],
+    }
+    made = chats(
+        tmp_path,
+        write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "go"}, call]}]),
+    )
     ingest(made)
     assert found(made)[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["n"] == 2**70 + 1
 
 
 def test_bad_chats_are_counted(tmp_path: Path) -> None:
-    surrogate = '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}'
-    lines = [json.dumps(ROWS[0]), "{broken", '{"messages": []}', surrogate,
-             json.dumps({"messages": [{"role": "user", "content": "only a question"}]}), "[1]"]
+    surrogate = (
+        '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content":'
+        ' "x"}]}'
+    )
+    lines = [
+        json.dumps(ROWS[0]),
+        "{broken",
+        '{"messages": []}',
+        surrogate,
+        json.dumps({"messages": [{"role": "user", "content": "only a question"}]}),
+        "[1]",
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     made = chats(tmp_path, tmp_path / "a.jsonl")
     ingest(made)
     assert len(found(made)) == 1
     assert open_raw(made).splits["train"][0].bad == {
-        "broken JSON": 1, "empty chat": 1, "invalid UTF-8": 1, "no assistant turn": 1, "not a JSON object": 1,
+        "broken JSON": 1,
+        "empty chat": 1,
+        "invalid UTF-8": 1,
+        "no assistant turn": 1,
+        "not a JSON object": 1,
     }
 
 
@@ -109,14 +164,23 @@ def test_texts_are_not_chats(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("a text")
     for source in (tmp_path / "in", STDLIB):
-        with pytest.raises(WrongInput, match=r"data\.train\[0\]\.source .* holds text \(.*\), and objective\.kind=sft trains on chats; give JSONL"):
+        with pytest.raises(
+            WrongInput,
+            match=(
+                r"data\.train\[0\]\.source .* holds text \(.*\), and objective\.kind=sft trains on"
+                r" chats; give JSONL"
+            ),
+        ):
             ingest(chats(tmp_path, source))
 
 
 def test_what_was_ingested_as_text_is_not_used_for_chats(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     ingest(recipe(tmp_path, path))
-    with pytest.raises(WrongInput, match=r"a\.jsonl was ingested as text, objective\.kind=sft takes chat; run `ingot ingest`"):
+    with pytest.raises(
+        WrongInput,
+        match=r"a\.jsonl was ingested as text, objective\.kind=sft takes chat; run `ingot ingest`",
+    ):
         open_raw(chats(tmp_path, path))
 
 

@@ -1,4 +1,6 @@
-"""Preferences, pairs and labelled texts as sources: every format gives the same documents, and what does not fit is told."""
+"""Preferences, pairs and labelled texts as sources: every format gives the same documents, and what
+does not fit is told.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,20 @@ from tests.data.small import recipe
 from tests.data.test_ingest_chats import found, write
 
 KNOBS: dict[str, dict[str, Any]] = {
-    "preference": {"objective__kind": "dpo"}, "pair": {"objective__kind": "seq2seq"},
+    "preference": {"objective__kind": "dpo"},
+    "pair": {"objective__kind": "seq2seq"},
     "labelled": {"objective__kind": "classify", "objective__labels": ["bad", "good"]},
 }
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "preference": [{"prompt": f"Name metal {number}.", "chosen": "Kupfer\n金", "rejected": "\"wood\""} for number in range(3)],
+    "preference": [
+        {"prompt": f"Name metal {number}.", "chosen": "Kupfer\n金", "rejected": '"wood"'}
+        for number in range(3)
+    ],
     "pair": [{"source": f"long, text\n{number}", "target": "short"} for number in range(3)],
-    "labelled": [{"text": f"\"text\" {number}", "label": label} for number, label in enumerate(("good", "bad", "1"))],
+    "labelled": [
+        {"text": f'"text" {number}', "label": label}
+        for number, label in enumerate(("good", "bad", "1"))
+    ],
 }
 
 
@@ -36,9 +45,19 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, kind: str, format
     made = of(kind, tmp_path, write(tmp_path / f"a.{format}", ROWS[kind]))
     ingest(made)
     wanted: dict[str, list[Any]] = {
-        "preference": [{"prompt": [{"role": "user", "content": row.get("prompt")}], "chosen": [{"role": "assistant", "content": row.get("chosen")}],
-                        "rejected": [{"role": "assistant", "content": row.get("rejected")}]} for row in ROWS[kind]],
-        "pair": ROWS["pair"], "labelled": [{"text": row.get("text"), "label": label} for row, label in zip(ROWS[kind], (1, 0, 1), strict=True)],
+        "preference": [
+            {
+                "prompt": [{"role": "user", "content": row.get("prompt")}],
+                "chosen": [{"role": "assistant", "content": row.get("chosen")}],
+                "rejected": [{"role": "assistant", "content": row.get("rejected")}],
+            }
+            for row in ROWS[kind]
+        ],
+        "pair": ROWS["pair"],
+        "labelled": [
+            {"text": row.get("text"), "label": label}
+            for row, label in zip(ROWS[kind], (1, 0, 1), strict=True)
+        ],
     }
     assert found(made) == wanted[kind]
     source = open_raw(made).splits["train"][0]
@@ -46,8 +65,18 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, kind: str, format
 
 
 def test_integer_labels_of_tables(tmp_path: Path) -> None:
-    made = of("labelled", tmp_path, write(tmp_path / "a.parquet", [{"sentence": "x", "idx": 7, "label": 1}]))
-    with pytest.raises(WrongInput, match=r"a\.parquet has no column `text`; it has sentence, idx, label: set `columns` of this source, such as \{text: YOURS"):
+    made = of(
+        "labelled",
+        tmp_path,
+        write(tmp_path / "a.parquet", [{"sentence": "x", "idx": 7, "label": 1}]),
+    )
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"a\.parquet has no column `text`; it has sentence, idx, label: set `columns` of this"
+            r" source, such as \{text: YOURS"
+        ),
+    ):
         ingest(made)
     for knobs in ({"text": "sentence"}, {"columns": {"text": "sentence"}}):
         made = of("labelled", tmp_path, {"source": str(tmp_path / "a.parquet"), **knobs})
@@ -57,7 +86,16 @@ def test_integer_labels_of_tables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ending", "separator"), [("tsv", "\t"), ("csv", ",")])
 def test_a_table_without_a_header(tmp_path: Path, ending: str, separator: str) -> None:
-    lines = [separator.join(fields) for fields in (("a fine film", "1"), ("bad", "0"), ("one field",), ("a", "b", "c"), ("x", "7"))]
+    lines = [
+        separator.join(fields)
+        for fields in (
+            ("a fine film", "1"),
+            ("bad", "0"),
+            ("one field",),
+            ("a", "b", "c"),
+            ("x", "7"),
+        )
+    ]
     path = tmp_path / f"a.{ending}"
     path.write_text("\n".join(lines), encoding="utf-8")
     made = of("labelled", tmp_path, {"source": str(path), "names": ["text", "label"]})
@@ -66,8 +104,12 @@ def test_a_table_without_a_header(tmp_path: Path, ending: str, separator: str) -
     source = open_raw(made).splits["train"][0]
     assert source.bad == {"broken row": 2, "label outside objective.labels": 1}
     assert source.examples[0].endswith(f"a.{ending}:3: broken row (1 fields, `names` has 2)")
-    assert source.examples[2].endswith("label outside objective.labels (`label` is '7', the labels are bad, good)")
-    with pytest.raises(WrongInput, match=r"a\.[ct]sv has no column `text` and `label`; it has a fine film, 1"):
+    assert source.examples[2].endswith(
+        "label outside objective.labels (`label` is '7', the labels are bad, good)"
+    )
+    with pytest.raises(
+        WrongInput, match=r"a\.[ct]sv has no column `text` and `label`; it has a fine film, 1"
+    ):
         ingest(of("labelled", tmp_path, path))
 
 
@@ -75,21 +117,54 @@ def test_names_are_for_tables_alone_and_good_for_texts_too(tmp_path: Path) -> No
     (tmp_path / "a.tsv").write_text("one\t1\ntwo\t2\n")
     ingest(texts := recipe(tmp_path, {"source": str(tmp_path / "a.tsv"), "names": ["text", "x"]}))
     assert open_raw(texts).splits["train"][0].documents == 2
-    with pytest.raises(WrongInput, match=r"data\.train\[0\]\.names is for CSV and TSV without a header line, and .* holds jsonl \(a\.jsonl\); remove it"):
-        ingest(of("pair", tmp_path, {"source": str(write(tmp_path / "a.jsonl", ROWS["pair"])), "names": ["source", "target"]}))
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"data\.train\[0\]\.names is for CSV and TSV without a header line, and .* holds jsonl"
+            r" \(a\.jsonl\); remove it"
+        ),
+    ):
+        ingest(
+            of(
+                "pair",
+                tmp_path,
+                {
+                    "source": str(write(tmp_path / "a.jsonl", ROWS["pair"])),
+                    "names": ["source", "target"],
+                },
+            )
+        )
 
 
-@pytest.mark.parametrize(("kind", "words"), [("preference", "preferences"), ("pair", "pairs"), ("labelled", "labelled texts")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("preference", "preferences"), ("pair", "pairs"), ("labelled", "labelled texts")],
+)
 def test_texts_are_no_such_documents(tmp_path: Path, kind: str, words: str) -> None:
-    with pytest.raises(WrongInput, match=rf"holds text \(.*\), and objective\.kind=.* trains on {words}; give JSONL"):
+    with pytest.raises(
+        WrongInput,
+        match=rf"holds text \(.*\), and objective\.kind=.* trains on {words}; give JSONL",
+    ):
         ingest(of(kind, tmp_path, STDLIB))
 
 
-@pytest.mark.parametrize(("kind", "told"), [
-    ("preference", r"has no preference \(layout auto\) in its columns a, b: set `layout` and `columns`"),
-    ("pair", r"has no column `source` and `target`; it has a, b: set `columns` of this source, such as \{source: YOURS, target: YOURS\}"),
-    ("labelled", r"has no column `text` and `label`; it has a, b"),
-])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            "preference",
+            r"has no preference \(layout auto\) in its columns a, b: set `layout` and `columns`",
+        ),
+        (
+            "pair",
+            (
+                r"has no column `source` and `target`; it has a, b: set `columns` of this source,"
+                r" such as \{source: YOURS, target: YOURS\}"
+            ),
+        ),
+        ("labelled", r"has no column `text` and `label`; it has a, b"),
+    ],
+)
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
 def test_missing_columns_are_named(tmp_path: Path, kind: str, told: str, format: str) -> None:
     with pytest.raises(WrongInput, match=told):
@@ -97,27 +172,56 @@ def test_missing_columns_are_named(tmp_path: Path, kind: str, told: str, format:
 
 
 def test_bad_ones_are_counted_or_stop(tmp_path: Path) -> None:
-    rows = [*ROWS["preference"], {"prompt": "q", "chosen": "x", "rejected": "x"}, {"prompt": "q", "chosen": "x", "rejected": ""}]
+    rows = [
+        *ROWS["preference"],
+        {"prompt": "q", "chosen": "x", "rejected": "x"},
+        {"prompt": "q", "chosen": "x", "rejected": ""},
+    ]
     path = write(tmp_path / "a.jsonl", rows)
     ingest(made := of("preference", tmp_path, path))
-    assert open_raw(made).splits["train"][0].bad == {"chosen and rejected are equal": 1, "empty rejected": 1}
-    with pytest.raises(WrongInput, match=r"a\.jsonl:4: chosen and rejected are equal; mend it, or set data\.on_bad=skip"):
+    assert open_raw(made).splits["train"][0].bad == {
+        "chosen and rejected are equal": 1,
+        "empty rejected": 1,
+    }
+    with pytest.raises(
+        WrongInput,
+        match=r"a\.jsonl:4: chosen and rejected are equal; mend it, or set data\.on_bad=skip",
+    ):
         ingest(of("preference", tmp_path, path, data__on_bad="stop"))
 
 
 def test_hh_texts_as_chats(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"chosen": "\n\nHuman: hi\n\nAssistant: yo", "rejected": "x"}])
-    ingest(made := recipe(tmp_path, {"source": str(path), "layout": "hh", "text": "chosen"}, objective__kind="sft"))
-    assert found(made) == [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}]
+    path = write(
+        tmp_path / "a.jsonl", [{"chosen": "\n\nHuman: hi\n\nAssistant: yo", "rejected": "x"}]
+    )
+    ingest(
+        made := recipe(
+            tmp_path, {"source": str(path), "layout": "hh", "text": "chosen"}, objective__kind="sft"
+        )
+    )
+    assert found(made) == [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+    ]
 
 
 def test_other_documents_or_labels_are_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{**ROWS["labelled"][0], **ROWS["pair"][0]}])
     ingest(of("labelled", tmp_path, path))
-    with pytest.raises(WrongInput, match=r"was ingested as labelled, objective\.kind=seq2seq takes pair; run `ingot ingest`"):
+    with pytest.raises(
+        WrongInput,
+        match=r"was ingested as labelled, objective\.kind=seq2seq takes pair; run `ingot ingest`",
+    ):
         open_raw(of("pair", tmp_path, path))
-    with pytest.raises(WrongInput, match=r"was ingested with the labels bad, good, objective\.labels is good, bad; run `ingot ingest`"):
-        open_raw(recipe(tmp_path, path, objective__kind="classify", objective__labels=["good", "bad"]))
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"was ingested with the labels bad, good, objective\.labels is good, bad; run `ingot"
+            r" ingest`"
+        ),
+    ):
+        open_raw(
+            recipe(tmp_path, path, objective__kind="classify", objective__labels=["good", "bad"])
+        )
 
 
 def test_real_aeslc_and_sst2(test_data: Path, tmp_path: Path) -> None:
@@ -130,8 +234,16 @@ def test_real_aeslc_and_sst2(test_data: Path, tmp_path: Path) -> None:
         assert (source.documents, source.bad) == (count, {})
     for name, count in (("train", 6_920), ("dev", 872), ("test", 1_821)):
         path = test_data / "sst2" / f"{name}.tsv"
-        ingest(made := of("labelled", tmp_path / f"sst2-{name}", {"source": str(path), "names": ["text", "label"]}))
+        ingest(
+            made := of(
+                "labelled",
+                tmp_path / f"sst2-{name}",
+                {"source": str(path), "names": ["text", "label"]},
+            )
+        )
         source = open_raw(made).splits["train"][0]
         assert (source.documents, source.bad) == (count, {})
-        lines = [line.rsplit("\t", 1) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        lines = [
+            line.rsplit("\t", 1) for line in path.read_text(encoding="utf-8").split("\n") if line
+        ]
         assert found(made) == [{"text": text, "label": int(label)} for text, label in lines]

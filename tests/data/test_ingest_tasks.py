@@ -1,4 +1,6 @@
-"""Ingesting in several processes: the same folder for any number of them, and what they find told as one process tells it."""
+"""Ingesting in several processes: the same folder for any number of them, and what they find told
+as one process tells it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def mixed(root: Path) -> list[Path]:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_the_same_folder_for_any_number_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_folder_for_any_number_of_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sources = mixed(tmp_path)
     found, told = {}, {}
     for workers in (1, 3):
@@ -62,12 +66,20 @@ def test_blocks_keep_lines_and_order(tmp_path: Path) -> None:
     small = recipe(tmp_path, *sources, data__engine__workers=2)
     ingest(small)
     lines = (tmp_path / "large.jsonl").read_text().split("\n")
-    expected = {f"large.jsonl:{row}": json.loads(line)["text"] for row, line in enumerate(lines, start=1) if line[0:8] == '{"text":' and "null" not in line}
-    expected |= {path.name + ":1": path.read_text() for path in sorted((tmp_path / "many").iterdir())}
+    expected = {
+        f"large.jsonl:{row}": json.loads(line)["text"]
+        for row, line in enumerate(lines, start=1)
+        if line[0:8] == '{"text":' and "null" not in line
+    }
+    expected |= {
+        path.name + ":1": path.read_text() for path in sorted((tmp_path / "many").iterdir())
+    }
     assert list(documents(small.folder.raw).items()) == list(expected.items())
     first = open_raw(small).splits["train"][0]
     assert first.bad == {"null `text`": 8, "broken JSON": 8}
-    assert [int(example.split(":")[1]) for example in first.examples] == [row for row in range(1, 1501) if (row - 1) % 97 == 0]
+    assert [int(example.split(":")[1]) for example in first.examples] == [
+        row for row in range(1, 1501) if (row - 1) % 97 == 0
+    ]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -76,7 +88,10 @@ def test_a_bad_record_in_a_later_block_stops_all(tmp_path: Path) -> None:
     with path.open("a") as stream:
         stream.write('{"other": 1}\n')
     small = recipe(tmp_path, path, data__on_bad="stop", data__engine__workers=2)
-    with pytest.raises(WrongInput, match=r"a\.jsonl:1501: no `text` \(keys: other\); mend it, or set data\.on_bad=skip"):
+    with pytest.raises(
+        WrongInput,
+        match=r"a\.jsonl:1501: no `text` \(keys: other\); mend it, or set data\.on_bad=skip",
+    ):
         ingest(small)
     assert not list(small.folder.raw.iterdir()), "nothing half-written is left"
 
@@ -84,14 +99,19 @@ def test_a_bad_record_in_a_later_block_stops_all(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_no_text_in_any_block(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"title": "x", "note": "' + "x" * 900 + '"}\n' * 90)
-    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"title": "x" * 900}) for _ in range(90)))
+    (tmp_path / "b.jsonl").write_text(
+        "\n".join(json.dumps({"title": "x" * 900}) for _ in range(90))
+    )
     for name, keys in (("a.jsonl", "title, note"), ("b.jsonl", "title")):
         with pytest.raises(WrongInput, match=f"{name} has no column `text`; it has {keys}"):
             ingest(recipe(tmp_path, tmp_path / name, data__engine__workers=2))
 
 
 def test_a_share_of_a_source(tmp_path: Path) -> None:
-    first, second = write_jsonl(tmp_path / "a.jsonl", sentences(400)), write_jsonl(tmp_path / "b.jsonl", sentences(50, 400))
+    first, second = (
+        write_jsonl(tmp_path / "a.jsonl", sentences(400)),
+        write_jsonl(tmp_path / "b.jsonl", sentences(50, 400)),
+    )
     small = recipe(tmp_path, {"source": str(first), "fraction": 0.25}, second)
     ingest(small)
     found = documents(small.folder.raw)
@@ -102,7 +122,9 @@ def test_a_share_of_a_source(tmp_path: Path) -> None:
     assert sum(doc_id.startswith("b.") for doc_id in found) == 50
     with pytest.raises(WrongInput, match=r"was made from train .*a.jsonl \{'fraction': 0.25\}"):
         open_raw(recipe(tmp_path, first, second))
-    with pytest.raises(WrongInput, match=r"b\.jsonl: fraction=0\.0001 leaves none of its 50 documents; raise it"):
+    with pytest.raises(
+        WrongInput, match=r"b\.jsonl: fraction=0\.0001 leaves none of its 50 documents; raise it"
+    ):
         ingest(recipe(tmp_path, first, {"source": str(second), "fraction": 0.0001}))
 
 
@@ -125,7 +147,12 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(small))
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "recipe.yaml")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
     until = time.monotonic() + 60
     while not list(small.folder.raw.glob(".tasks/*/*.parquet")) and time.monotonic() < until:
         time.sleep(0.01)
@@ -137,6 +164,11 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
     assert list(small.folder.raw.glob(".tasks/*/*.parquet")), "it was killed in the middle"
     with pytest.raises(WrongInput, match="no ingested documents"):
         open_raw(small)
-    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())}, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": str(Path.cwd())}, check=False
+        ).returncode
+        == 0
+    )
     assert list(documents(small.folder.raw).values()) == sentences(20_000)
     assert not list(small.folder.raw.glob(".*"))

@@ -43,7 +43,9 @@ def start(root: Path, made: Recipe) -> subprocess.Popen[str]:
     (root / "recipe.yaml").write_text(dump_recipe(made))
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     command = [sys.executable, str(root / "verbs.py"), str(root / "recipe.yaml")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +65,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str
 
 def comparable(made: Recipe) -> dict[str, str]:
     """All files but the one with the sources' own paths and times."""
-    return {path: digest for path, digest in everything(made.folder.root / "data").items() if path not in ("raw/manifest.json", "columns/manifest.json")}
+    return {
+        path: digest
+        for path, digest in everything(made.folder.root / "data").items()
+        if path not in ("raw/manifest.json", "columns/manifest.json")
+    }
 
 
 @pytest.mark.parametrize("moment", [0.05, 0.5, 0.85])
-def test_killed_and_run_again(tmp_path: Path, undisturbed: tuple[dict[str, str], float], moment: float) -> None:
+def test_killed_and_run_again(
+    tmp_path: Path, undisturbed: tuple[dict[str, str], float], moment: float
+) -> None:
     expected, seconds = undisturbed
     made = small(tmp_path)
     process = start(tmp_path, made)

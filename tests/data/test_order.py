@@ -1,4 +1,6 @@
-"""Every row once per pass, shares kept at every sample, the same for any number of ranks, any position at once."""
+"""Every row once per pass, shares kept at every sample, the same for any number of ranks, any
+position at once.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,44 @@ WITHIN = 8
 
 
 @settings(max_examples=150, deadline=None)
-@given(sizes=st.lists(st.integers(0, 400), min_size=1, max_size=4).filter(sum), seed=SEEDS, epoch=st.integers(0, 10**12))
+@given(
+    sizes=st.lists(st.integers(0, 400), min_size=1, max_size=4).filter(sum),
+    seed=SEEDS,
+    epoch=st.integers(0, 10**12),
+)
 def test_every_row_once_per_pass(sizes: list[int], seed: int, epoch: int) -> None:
     total = sum(sizes)
     assert sorted(Order(sizes, seed).rows(epoch * total, total)) == list(range(total))
 
 
 @settings(max_examples=100, deadline=None)
-@given(size=st.integers(1, 500), seed=SEEDS, first=st.integers(0, 10**13), count=st.integers(0, 900), data=st.data())
-def test_any_window_is_the_same_sequence(size: int, seed: int, first: int, count: int, data: st.DataObject) -> None:
+@given(
+    size=st.integers(1, 500),
+    seed=SEEDS,
+    first=st.integers(0, 10**13),
+    count=st.integers(0, 900),
+    data=st.data(),
+)
+def test_any_window_is_the_same_sequence(
+    size: int, seed: int, first: int, count: int, data: st.DataObject
+) -> None:
     """What resumes at any sample, once or twice in a row, goes on as if it had never stopped."""
     weights = data.draw(st.sampled_from([None, [1.0, 3.0, 0.5]]))
     order = Order([size, 7, 90], seed, weights)
     whole = order.rows(first, count)
     cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=4)))
-    pieces = [Order([size, 7, 90], seed, weights).rows(first + begin, end - begin) for begin, end in zip([0, *cuts], [*cuts, count], strict=True)]
+    pieces = [
+        Order([size, 7, 90], seed, weights).rows(first + begin, end - begin)
+        for begin, end in zip([0, *cuts], [*cuts, count], strict=True)
+    ]
     assert np.array_equal(np.concatenate(pieces), whole)
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS, step=st.integers(0, 10**9), weights=st.sampled_from([None, [2.0, 1.0]]))
-def test_any_number_of_ranks_sees_the_same_batches(seed: int, step: int, weights: list[float] | None) -> None:
+def test_any_number_of_ranks_sees_the_same_batches(
+    seed: int, step: int, weights: list[float] | None
+) -> None:
     batch, order = 24, Order([100, 37], seed, weights)
     whole = order.rows(step * batch, batch)
     for world in (1, 2, 3, 8):
@@ -53,7 +72,11 @@ def test_any_number_of_ranks_sees_the_same_batches(seed: int, step: int, weights
 
 
 @settings(max_examples=40, deadline=None)
-@given(weights=st.lists(st.floats(0.001, 1000), min_size=2, max_size=5), seed=SEEDS, first=st.integers(0, 10**15))
+@given(
+    weights=st.lists(st.floats(0.001, 1000), min_size=2, max_size=5),
+    seed=SEEDS,
+    first=st.integers(0, 10**15),
+)
 def test_shares_hold_at_every_sample(weights: list[float], seed: int, first: int) -> None:
     sizes = [50 + 10 * number for number in range(len(weights))]
     order = Order(sizes, seed, weights)
@@ -96,7 +119,9 @@ def test_orders_look_random() -> None:
     ):
         counts = Counter(orders)
         assert len(counts) == 24
-        assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 60  # 23 degrees of freedom: p < 1e-4 beyond
+        assert (
+            sum((count - 200) ** 2 / 200 for count in counts.values()) < 60
+        )  # 23 degrees of freedom: p < 1e-4 beyond
 
 
 def test_large_orders_look_random() -> None:
@@ -130,13 +155,22 @@ def test_beyond_ten_billion_samples_costs_the_same(weights: list[float] | None) 
 
 @settings(max_examples=100)
 @given(
-    seed=SEEDS, skipped=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=6), first=st.integers(0, 400),
-    count=st.integers(0, 200), weights=st.sampled_from([None, [1.0, 3.0]]),
+    seed=SEEDS,
+    skipped=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=6),
+    first=st.integers(0, 400),
+    count=st.integers(0, 200),
+    weights=st.sampled_from([None, [1.0, 3.0]]),
 )
-def test_skipped_ranges_are_never_seen(seed: int, skipped: list[tuple[int, int]], first: int, count: int, weights: list[float] | None) -> None:
-    """The sequence with the ranges cut out, wherever one starts in it; ranges may touch, lie in each other, come in any order."""
+def test_skipped_ranges_are_never_seen(
+    seed: int, skipped: list[tuple[int, int]], first: int, count: int, weights: list[float] | None
+) -> None:
+    """The sequence with the ranges cut out, wherever one starts in it; ranges may touch, lie in
+    each other, come in any order.
+    """
     ranges = [(begin, begin + size) for begin, size in skipped]
-    places = [place for place in range(2000) if not any(begin <= place < end for begin, end in ranges)]
+    places = [
+        place for place in range(2000) if not any(begin <= place < end for begin, end in ranges)
+    ]
     whole = Order([70, 90], seed, weights).rows(0, 2000)
     order = Order([70, 90], seed, weights, ranges)
     assert np.array_equal(order.rows(first, count), whole[places[first : first + count]])
@@ -144,8 +178,13 @@ def test_skipped_ranges_are_never_seen(seed: int, skipped: list[tuple[int, int]]
 
 
 def test_another_global_batch_is_another_training(tmp_path: Path) -> None:
-    """A step is a range of samples only as long as the batch is the same: who resumes with another one is refused by what changed."""
-    one, other = (training_identity(recipe(tmp_path, "text.jsonl", train__global_batch=size)) for size in (8, 16))
+    """A step is a range of samples only as long as the batch is the same: who resumes with another
+    one is refused by what changed.
+    """
+    one, other = (
+        training_identity(recipe(tmp_path, "text.jsonl", train__global_batch=size))
+        for size in (8, 16)
+    )
     assert changes(one, other) == ["train.global_batch 8 -> 16"]
 
 
@@ -154,7 +193,12 @@ def test_skipping_costs_as_many_steps_as_there_are_ranges() -> None:
     skipped = [(2 * number * 10**9, (2 * number + 1) * 10**9) for number in range(1000)]
     began = time.process_time()
     order = Order([10**7], 0, None, skipped)
-    assert np.array_equal(order.rows(500 * 10**9 - 5, 10), np.concatenate([Order([10**7], 0).rows(place, 5) for place in (1000 * 10**9 - 5, 1001 * 10**9)]))
+    assert np.array_equal(
+        order.rows(500 * 10**9 - 5, 10),
+        np.concatenate(
+            [Order([10**7], 0).rows(place, 5) for place in (1000 * 10**9 - 5, 1001 * 10**9)]
+        ),
+    )
     assert time.process_time() - began < 0.5
 
 
@@ -165,9 +209,18 @@ def test_what_is_no_range_to_skip(skipped: tuple[int, int]) -> None:
 
 
 @settings(max_examples=40)
-@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=3), seed=SEEDS, first=st.integers(0, 10**12), epochs=st.integers(1, 3))
-def test_passes_follow_each_other_without_a_seam(sizes: list[int], seed: int, first: int, epochs: int) -> None:
-    """Begun anywhere in a pass and going on over its end, each row comes once in what is left of every pass."""
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    seed=SEEDS,
+    first=st.integers(0, 10**12),
+    epochs=st.integers(1, 3),
+)
+def test_passes_follow_each_other_without_a_seam(
+    sizes: list[int], seed: int, first: int, epochs: int
+) -> None:
+    """Begun anywhere in a pass and going on over its end, each row comes once in what is left of
+    every pass.
+    """
     total = sum(sizes)
     rows = Order(sizes, seed).rows(first, epochs * total)
     begin = -first % total
@@ -177,8 +230,15 @@ def test_passes_follow_each_other_without_a_seam(sizes: list[int], seed: int, fi
 
 
 @settings(max_examples=30)
-@given(seed=SEEDS, weights=st.lists(st.floats(0.05, 20), min_size=2, max_size=4), block=st.integers(0, 10**9), size=st.sampled_from([64, 256, 1024]))
-def test_mixtures_hold_within_one_block(seed: int, weights: list[float], block: int, size: int) -> None:
+@given(
+    seed=SEEDS,
+    weights=st.lists(st.floats(0.05, 20), min_size=2, max_size=4),
+    block=st.integers(0, 10**9),
+    size=st.sampled_from([64, 256, 1024]),
+)
+def test_mixtures_hold_within_one_block(
+    seed: int, weights: list[float], block: int, size: int
+) -> None:
     """In any run of samples each source has its share, to a few samples."""
     sizes = [100] * len(weights)
     source = Order(sizes, seed, weights).rows(block * size, size) // 100
@@ -192,10 +252,17 @@ def test_this_order_is_never_changed() -> None:
     assert Order([6, 4], 5, [1.0, 2.0]).rows(10**9, 10).tolist() == [7, 2, 9, 4, 9, 7, 5, 6, 8, 1]
 
 
-@pytest.mark.parametrize(("sizes", "weights", "message"), [
-    ([0], None, "0 training rows"), ([0, 0], [1.0, 2.0], "0 training rows"), ([5, 0], [1.0, 2.0], r"data.train\[1\] has a weight but not one row"),
-])
-def test_nothing_to_choose_from(sizes: list[int], weights: list[float] | None, message: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "weights", "message"),
+    [
+        ([0], None, "0 training rows"),
+        ([0, 0], [1.0, 2.0], "0 training rows"),
+        ([5, 0], [1.0, 2.0], r"data.train\[1\] has a weight but not one row"),
+    ],
+)
+def test_nothing_to_choose_from(
+    sizes: list[int], weights: list[float] | None, message: str
+) -> None:
     with pytest.raises(WrongInput, match=message):
         Order(sizes, 0, weights)
 

@@ -1,4 +1,6 @@
-"""Documents to columns: the records of the tokenizer, the same bytes whoever makes them, and only what changed made again."""
+"""Documents to columns: the records of the tokenizer, the same bytes whoever makes them, and only
+what changed made again.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from tests.tokenizers.small import bpe_files
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many parts of little data; groups are cut at ingest, ranges in the parent, so worker processes need no patch."""
+    """Many parts of little data; groups are cut at ingest, ranges in the parent, so worker
+    processes need no patch.
+    """
     monkeypatch.setattr(raw_module, "GROUP_BYTES", 1000)
     monkeypatch.setattr(raw_module, "PART_BYTES", 9000)
     monkeypatch.setattr(ranges_module, "SMALLEST_BYTES", 3000)
@@ -58,7 +62,11 @@ def tokenizer_folder(folder: Path, **config: Any) -> Path:
 def records(small: Recipe, split: str) -> list[list[int]]:
     columns = small.folder.columns
     listed = read_prepared(columns).splits[split]  # type: ignore[index]
-    opened = [Column(column_prefix(columns, split, "tokens", part.number)) for source in listed for part in source.parts]
+    opened = [
+        Column(column_prefix(columns, split, "tokens", part.number))
+        for source in listed
+        for part in source.parts
+    ]
     return [column[record].tolist() for column in opened for record in range(len(column))]
 
 
@@ -68,15 +76,22 @@ def test_columns_are_the_tokenizers_documents(tmp_path: Path, source: Path) -> N
     tokenizer = load_tokenizer(small.folder.tokenizer)
     for split in ("train", "validation"):
         documents = list(read_documents(small, split))  # type: ignore[arg-type]
-        assert records(small, split) == [tokenizer.encode_document(document.text) for document in documents]
+        assert records(small, split) == [
+            tokenizer.encode_document(document.text) for document in documents
+        ]
         totals = json.loads((small.folder.columns / "manifest.json").read_text())["totals"][split]
         assert totals == {
-            "documents": len(documents), "tokens": sum(map(len, records(small, split))),
+            "documents": len(documents),
+            "tokens": sum(map(len, records(small, split))),
             "bytes": sum(len(document.text.encode()) for document in documents),
         }
     manifest = read_prepared(small.folder.columns)
     assert len(manifest.splits["train"][0].parts) > 5
-    assert outcome.result == f"{sum(len(record) for split in ('train', 'validation') for record in records(small, split)) / 1e3:.1f} k tokens, vocabulary 280"
+    assert (
+        outcome.result
+        == f"{sum(len(record) for split in ('train', 'validation') for record in records(small, split)) / 1e3:.1f}"
+        " k tokens, vocabulary 280"
+    )
     assert outcome.outputs == manifest.data
     assert manifest.tokenizer == tokenizer.identity()
 
@@ -91,7 +106,9 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, source: Pat
     assert everything(small.folder.root / "data") == before
 
 
-def test_nothing_changed_nothing_made(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_changed_nothing_made(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = ingested(tmp_path, source)
     first = prepare(small)
     before = everything(small.folder.root / "data")
@@ -101,22 +118,36 @@ def test_nothing_changed_nothing_made(tmp_path: Path, source: Path, monkeypatch:
     assert everything(small.folder.root / "data") == before
 
 
-def test_a_changed_row_length_makes_nothing_again(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_row_length_makes_nothing_again(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = ingested(tmp_path, source)
     first = prepare(small)
     monkeypatch.setattr(Tokenise, "open", None)
-    assert prepare(recipe(tmp_path, source, data__seq_len=32, train__global_batch=4)).outputs == first.outputs
+    assert (
+        prepare(recipe(tmp_path, source, data__seq_len=32, train__global_batch=4)).outputs
+        == first.outputs
+    )
     rows = open_rows(small.folder.columns, "train", 32, pack="cut", pad_last=False)
     assert rows.fingerprint == first.outputs
 
 
-def test_finished_parts_are_kept(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_parts_are_kept(
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     small = ingested(tmp_path, source)
     prepare(small)
     before = everything(small.folder.columns)
     made: list[int] = []
     real = Tokenise._make
-    monkeypatch.setattr(Tokenise, "_make", lambda self, task, *rest: (made.append(task.number), real(self, task, *rest))[1])
+    monkeypatch.setattr(
+        Tokenise,
+        "_make",
+        lambda self, task, *rest: (made.append(task.number), real(self, task, *rest))[1],
+    )
     (small.folder.columns / "train.tokens-00002.bin").unlink()
     (small.folder.columns / "done" / "train-00003.json").write_text('{"torn')
     with (small.folder.columns / "train.tokens-00004.idx").open("ab") as stream:
@@ -129,11 +160,20 @@ def test_finished_parts_are_kept(tmp_path: Path, source: Path, monkeypatch: pyte
     assert "parts are finished already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("knobs", "relearns"), [
-    ({"data__validation__fraction": 0.3}, True), ({"data__fraction": 0.5}, True), ({"tokenizer__vocab_size": 290}, True),
-    ({"tokenizer__sample_bytes": 2000}, True), ({"data__seq_len": 8}, False), ({"seed": 5}, False),
-])
-def test_the_vocabulary_is_learnt_again_only_for_a_reason(tmp_path: Path, source: Path, knobs: dict[str, Any], relearns: bool) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "relearns"),
+    [
+        ({"data__validation__fraction": 0.3}, True),
+        ({"data__fraction": 0.5}, True),
+        ({"tokenizer__vocab_size": 290}, True),
+        ({"tokenizer__sample_bytes": 2000}, True),
+        ({"data__seq_len": 8}, False),
+        ({"seed": 5}, False),
+    ],
+)
+def test_the_vocabulary_is_learnt_again_only_for_a_reason(
+    tmp_path: Path, source: Path, knobs: dict[str, Any], relearns: bool
+) -> None:
     small = ingested(tmp_path, source)
     first = prepare(small)
     stamp = (small.folder.tokenizer / "tokenizer.json").stat().st_mtime_ns
@@ -141,7 +181,9 @@ def test_the_vocabulary_is_learnt_again_only_for_a_reason(tmp_path: Path, source
     assert ((small.folder.tokenizer / "tokenizer.json").stat().st_mtime_ns != stamp) == relearns
     assert relearns or again.outputs == first.outputs
     manifest = read_prepared(small.folder.columns)
-    assert manifest.tokenizer == load_tokenizer(small.folder.tokenizer).identity(), "columns of another vocabulary are never kept"
+    assert manifest.tokenizer == load_tokenizer(small.folder.tokenizer).identity(), (
+        "columns of another vocabulary are never kept"
+    )
     assert all(max(record) < manifest.vocab_size for record in records(small, "train"))
 
 
@@ -152,12 +194,19 @@ def test_a_changed_source_is_prepared_again(tmp_path: Path, source: Path) -> Non
     ingest(small)
     assert prepare(small).outputs != first.outputs
     tokenizer = load_tokenizer(small.folder.tokenizer)
-    assert "another last one" in {tokenizer.decode(record) for split in ("train", "validation") for record in records(small, split)}
+    assert "another last one" in {
+        tokenizer.decode(record)
+        for split in ("train", "validation")
+        for record in records(small, split)
+    }
 
 
 def test_held_out_text_is_not_learnt_from(tmp_path: Path) -> None:
     """Else what is measured on would have shaped the vocabulary."""
-    source, held = write_jsonl(tmp_path / "a.jsonl", sentences(60)), write_jsonl(tmp_path / "b.jsonl", ["zygomorphic " * 50] * 20)
+    source, held = (
+        write_jsonl(tmp_path / "a.jsonl", sentences(60)),
+        write_jsonl(tmp_path / "b.jsonl", ["zygomorphic " * 50] * 20),
+    )
     small = ingested(tmp_path, source, data__validation=[{"source": str(held)}])
     prepare(small)
     tokenizer = load_tokenizer(small.folder.tokenizer)
@@ -165,13 +214,20 @@ def test_held_out_text_is_not_learnt_from(tmp_path: Path) -> None:
     assert len(tokenizer.encode(" copper")) < 3
 
 
-def test_held_out_sets_are_told_apart_by_text_alone(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_sets_are_told_apart_by_text_alone(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = write_jsonl(tmp_path / "b.jsonl", sentences(40, 500))
     sets = []
     for vocab_size, training, cut in ((280, 120, 3000), (290, 90, 500)):
         monkeypatch.setattr(ranges_module, "SMALLEST_BYTES", cut)
         write_jsonl(source, sentences(training))
-        small = ingested(tmp_path, source, data__validation=[{"source": str(held)}], tokenizer__vocab_size=vocab_size)
+        small = ingested(
+            tmp_path,
+            source,
+            data__validation=[{"source": str(held)}],
+            tokenizer__vocab_size=vocab_size,
+        )
         prepare(small)
         sets.append(read_prepared(small.folder.columns).sets)
     assert sets[0]["validation"] == sets[1]["validation"]
@@ -188,18 +244,29 @@ def test_a_given_tokenizer(tmp_path: Path, source: Path) -> None:
     outcome = prepare(small)
     assert outcome.result.endswith("vocabulary 302")
     identity = load_tokenizer(given).identity()
-    assert load_tokenizer(small.folder.tokenizer).identity() == identity == read_prepared(small.folder.columns).tokenizer
+    assert (
+        load_tokenizer(small.folder.tokenizer).identity()
+        == identity
+        == read_prepared(small.folder.columns).tokenizer
+    )
     tokenizer_folder(given, eos_token="<|im_end|>")
     assert prepare(small).outputs != outcome.outputs
     assert records(small, "train")[0][-1] == 301
 
 
-def test_large_vocabularies_take_int32(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vocabularies_take_int32(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ingot.data.columns.UINT16_BELOW", 280)
     small = ingested(tmp_path, source)
     prepare(small)
-    assert json.loads((small.folder.columns / "manifest.json").read_text())["columns"] == [{"name": "tokens", "dtype": "int32"}]
-    assert open_rows(small.folder.columns, "train", 8, pack="cut", pad_last=False).row(0).tokens.max() < 280
+    assert json.loads((small.folder.columns / "manifest.json").read_text())["columns"] == [
+        {"name": "tokens", "dtype": "int32"}
+    ]
+    assert (
+        open_rows(small.folder.columns, "train", 8, pack="cut", pad_last=False).row(0).tokens.max()
+        < 280
+    )
 
 
 def test_sources_keep_their_weights_and_counts(tmp_path: Path, source: Path) -> None:
@@ -207,8 +274,14 @@ def test_sources_keep_their_weights_and_counts(tmp_path: Path, source: Path) -> 
     small = ingested(tmp_path, {"source": str(source), "weight": 3.0}, other)
     prepare(small)
     manifest = read_prepared(small.folder.columns)
-    assert [(item.source, item.weight) for item in manifest.splits["train"]] == [(str(source), 3.0), (str(other), 1.0)]
-    assert [sum(manifest.splits[split][number].documents for split in ("train", "validation")) for number in range(2)] == [120, 30]
+    assert [(item.source, item.weight) for item in manifest.splits["train"]] == [
+        (str(source), 3.0),
+        (str(other), 1.0),
+    ]
+    assert [
+        sum(manifest.splits[split][number].documents for split in ("train", "validation"))
+        for number in range(2)
+    ] == [120, 30]
     rows = open_rows(small.folder.columns, "train", 16, pack="cut", pad_last=False)
     assert rows.weights == [3.0, 1.0]
     assert rows.sizes == [item.tokens // 16 for item in manifest.splits["train"]]
@@ -216,7 +289,13 @@ def test_sources_keep_their_weights_and_counts(tmp_path: Path, source: Path) -> 
 
 def test_less_than_a_global_batch(tmp_path: Path, source: Path) -> None:
     small = ingested(tmp_path, source, data__seq_len=512, train__global_batch=100)
-    with pytest.raises(WrongInput, match=r"\d+ training documents have [\d,]+ tokens, \d+ rows of data.seq_len=512: less than one train.global_batch=100"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"\d+ training documents have [\d,]+ tokens, \d+ rows of data.seq_len=512: less than"
+            r" one train.global_batch=100"
+        ),
+    ):
         prepare(small)
     with pytest.raises(WrongInput, match="holds no prepared data"):
         read_prepared(small.folder.columns)
@@ -224,25 +303,36 @@ def test_less_than_a_global_batch(tmp_path: Path, source: Path) -> None:
 
 def test_an_empty_validation_split(tmp_path: Path, source: Path) -> None:
     small = ingested(tmp_path, source, data__validation__fraction=1e-9)
-    with pytest.raises(WrongInput, match=r"no document of 120 is held out by data.validation.fraction=1e-09; raise it"):
+    with pytest.raises(
+        WrongInput,
+        match=r"no document of 120 is held out by data.validation.fraction=1e-09; raise it",
+    ):
         prepare(small)
 
 
 def test_no_training_document(tmp_path: Path, source: Path) -> None:
     small = ingested(tmp_path, source, data__fraction=1e-9)
-    with pytest.raises(WrongInput, match=r"no training document to learn a vocabulary from; raise data\.fraction"):
+    with pytest.raises(
+        WrongInput, match=r"no training document to learn a vocabulary from; raise data\.fraction"
+    ):
         prepare(small)
 
 
-def test_a_source_without_a_row_is_told(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_without_a_row_is_told(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ingested(tmp_path, source, write_jsonl(tmp_path / "b.jsonl", ["tiny"]))
     prepare(small)
     assert "not one row of data.seq_len=16: it is not trained on" in capsys.readouterr().err
 
 
 def test_of_few_large_documents_one_is_the_sample(tmp_path: Path) -> None:
-    """Chance would choose none of them: there would be nothing to learn a vocabulary from, nor to try encoders on."""
-    small = ingested(tmp_path, write_jsonl(tmp_path / "a.jsonl", [text * 40 for text in sentences(12)]))
+    """Chance would choose none of them: there would be nothing to learn a vocabulary from, nor to
+    try encoders on.
+    """
+    small = ingested(
+        tmp_path, write_jsonl(tmp_path / "a.jsonl", [text * 40 for text in sentences(12)])
+    )
     opened, shares = raw_module.open_raw(small), Shares.of(small.data)
     for size in (1, 50):
         assert len(list(sample(opened, Cleaned.nothing(), shares, size))) >= 1
@@ -268,7 +358,9 @@ def test_a_sample_is_spread_over_everything(tmp_path: Path) -> None:
         texts = sampled(wanted)
         places = np.array([int(text.split(":")[0].removeprefix("Text ")) for text in texts])
         assert len(set(places)) == len(places)
-        assert 0.5 * wanted * 0.8 < sum(len(text.encode()) for text in texts) < 1.6 * wanted * 0.8, "a fifth is held out"
+        assert (
+            0.5 * wanted * 0.8 < sum(len(text.encode()) for text in texts) < 1.6 * wanted * 0.8
+        ), "a fifth is held out"
         assert abs(places.mean() - 1500) < 500
         assert texts == sampled(wanted)
     assert len(sampled(10 * total)) == sum(1 for _ in read_documents(small, "train"))

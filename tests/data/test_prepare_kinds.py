@@ -1,4 +1,6 @@
-"""What `prepare` makes of other kinds of documents: chats, and existing columns; and of a fast encoder that errs."""
+"""What `prepare` makes of other kinds of documents: chats, and existing columns; and of a fast
+encoder that errs.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,17 @@ from tests.data.small import recipe, sentences, write_jsonl
 
 def chats(path: Path, count: int = 60) -> Path:
     records = [
-        {"messages": [
-            {"role": "system", "content": "Speak of metal."}, {"role": "user", "content": f"Question {number}?"},
-            {"role": "assistant", "content": f"Answer {number}: copper melts. " * (number % 5 + 1)},
-        ]} for number in range(count)
+        {
+            "messages": [
+                {"role": "system", "content": "Speak of metal."},
+                {"role": "user", "content": f"Question {number}?"},
+                {
+                    "role": "assistant",
+                    "content": f"Answer {number}: copper melts. " * (number % 5 + 1),
+                },
+            ]
+        }
+        for number in range(count)
     ]
     if not path.exists():
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -38,7 +47,13 @@ def chats(path: Path, count: int = 60) -> Path:
 
 
 def chat_recipe(root: Path, **knobs: object) -> Recipe:
-    given = {"objective__kind": "sft", "tokenizer__template": "alpaca", "tokenizer__vocab_size": 400, "data__seq_len": 96, **knobs}
+    given = {
+        "objective__kind": "sft",
+        "tokenizer__template": "alpaca",
+        "tokenizer__vocab_size": 400,
+        "data__seq_len": 96,
+        **knobs,
+    }
     return recipe(root, chats(root / "chats.jsonl"), **given)
 
 
@@ -47,10 +62,15 @@ def test_chats_become_tokens_and_masks(tmp_path: Path) -> None:
     assert ingest(small).result.startswith("60 documents")
     prepare(small)
     prepared = prepared_for(small)
-    assert prepared.columns == [{"name": "tokens", "dtype": "uint16"}, {"name": "mask", "dtype": "uint8"}]
+    assert prepared.columns == [
+        {"name": "tokens", "dtype": "uint16"},
+        {"name": "mask", "dtype": "uint8"},
+    ]
     tokenizer = load_tokenizer(small.folder.tokenizer)
     assert prepared.template == tokenizer.template_identity is not None
-    tokens, mask = (Column(column_prefix(small.folder.columns, "train", name, 0)) for name in ("tokens", "mask"))
+    tokens, mask = (
+        Column(column_prefix(small.folder.columns, "train", name, 0)) for name in ("tokens", "mask")
+    )
     said = 0
     for record in range(len(tokens)):
         trained = tokens[record][mask[record] == 1]
@@ -60,7 +80,9 @@ def test_chats_become_tokens_and_masks(tmp_path: Path) -> None:
         assert "Question" not in text
         said += len(text.encode())
         assert tokens[record].tolist().count(tokenizer.special.bos) == 1
-    assert prepared.total("train", "bytes") == pytest.approx(said, abs=len(tokens)), "white space at the end of an answer may be trimmed"
+    assert prepared.total("train", "bytes") == pytest.approx(said, abs=len(tokens)), (
+        "white space at the end of an answer may be trimmed"
+    )
 
 
 def test_rows_of_chats_train_answers_alone(tmp_path: Path) -> None:
@@ -77,7 +99,9 @@ def test_rows_of_chats_train_answers_alone(tmp_path: Path) -> None:
         assert "metal" not in text
 
 
-def test_another_row_length_packs_again_and_encodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_row_length_packs_again_and_encodes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = chat_recipe(tmp_path)
     ingest(small)
     prepare(small)
@@ -93,17 +117,23 @@ def test_another_template_makes_other_columns(tmp_path: Path) -> None:
     first = prepare(small)
     template = tmp_path / "mine.jinja"
     template.write_text(
-        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if message.role"
+        " == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt"
+        " %}<assistant>{% endif %}"
     )
-    assert prepare(chat_recipe(tmp_path, tokenizer__template=str(template))).outputs != first.outputs
+    assert (
+        prepare(chat_recipe(tmp_path, tokenizer__template=str(template))).outputs != first.outputs
+    )
 
 
 def test_columns_of_another_objective_are_refused(tmp_path: Path) -> None:
     small = chat_recipe(tmp_path)
     ingest(small)
     prepare(small)
-    with pytest.raises(WrongInput, match=r"prepared for objective\.kind sft, the recipe says pretrain; run `ingot prepare`"):
+    with pytest.raises(
+        WrongInput,
+        match=r"prepared for objective\.kind sft, the recipe says pretrain; run `ingot prepare`",
+    ):
         prepared_for(recipe(tmp_path, tmp_path / "chats.jsonl"))
 
 
@@ -115,7 +145,9 @@ def columns_of(root: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> str:
     return f"megatron:{root / 'old'}"
 
 
-def test_existing_columns_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_columns_are_taken_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(ingest_module, "GROUP_DOCUMENTS", 40)
     monkeypatch.setattr(ranges, "SMALLEST_BYTES", 1000)
     monkeypatch.setattr(taken, "BATCH_TOKENS", 300)
@@ -138,22 +170,43 @@ def test_existing_columns_are_taken_as_they_are(tmp_path: Path, monkeypatch: pyt
             found |= {tokenizer.decode(column[record]) for record in range(len(column))}
     assert found == set(texts)
     held_out = prepared.splits["validation"][0]
-    assert 0 < held_out.bytes == pytest.approx(sum(map(len, (text.encode() for text in texts))) * held_out.documents / 150, rel=0.3)
+    assert (
+        0
+        < held_out.bytes
+        == pytest.approx(
+            sum(map(len, (text.encode() for text in texts))) * held_out.documents / 150, rel=0.3
+        )
+    )
     assert len(prepared.splits["train"][0].parts) > 1
 
 
 def test_columns_of_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
     texts = sentences(60)
-    first = recipe(tmp_path / "first", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer__vocab_size=320)
+    first = recipe(
+        tmp_path / "first", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer__vocab_size=320
+    )
     ingest(first)
     prepare(first)
     source = columns_of(tmp_path, load_tokenizer(first.folder.tokenizer), texts)
-    smaller = recipe(tmp_path / "other", write_jsonl(tmp_path / "b.jsonl", texts), tokenizer__vocab_size=280)
+    smaller = recipe(
+        tmp_path / "other", write_jsonl(tmp_path / "b.jsonl", texts), tokenizer__vocab_size=280
+    )
     ingest(smaller)
     prepare(smaller)
-    small = recipe(tmp_path / "second", source, tokenizer__source=str(smaller.folder.tokenizer), tokenizer__vocab_size=None)
+    small = recipe(
+        tmp_path / "second",
+        source,
+        tokenizer__source=str(smaller.folder.tokenizer),
+        tokenizer__vocab_size=None,
+    )
     ingest(small)
-    with pytest.raises(WrongInput, match=r"old\.bin: document old:\d+ has the id 29\d, the tokenizer only 280 ids; another one made these columns"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"old\.bin: document old:\d+ has the id 29\d, the tokenizer only 280 ids; another one"
+            r" made these columns"
+        ),
+    ):
         prepare(small)
 
 
@@ -172,7 +225,9 @@ class Erring:
         return flat, offsets
 
 
-def test_a_fast_encoder_that_errs_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fast_encoder_that_errs_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", sentences(200))
     right = recipe(tmp_path / "right", source, tokenizer__encoder="reference")
     ingest(right)
@@ -180,7 +235,13 @@ def test_a_fast_encoder_that_errs_is_found_out(tmp_path: Path, monkeypatch: pyte
     opened = parts.open_encoder
     choice = Choice("erring 1.0", [("erring 1.0", "taken: by a fault")], {"erring 1.0": 1.0})
     monkeypatch.setattr("ingot.data.prepare.choose_encoder", lambda tokenizer, texts: choice)
-    monkeypatch.setattr(parts, "open_encoder", lambda tokenizer, name: Erring(tokenizer) if name == "erring 1.0" else opened(tokenizer, name))
+    monkeypatch.setattr(
+        parts,
+        "open_encoder",
+        lambda tokenizer, name: (
+            Erring(tokenizer) if name == "erring 1.0" else opened(tokenizer, name)
+        ),
+    )
     monkeypatch.setattr(parts, "COMPARED", 0.05)
     small = recipe(tmp_path / "erring", source)
     ingest(small)
@@ -194,14 +255,17 @@ def refusing(root: Path, **knobs: object) -> Recipe:
     """A template that does not take chats of which one number is odd in its own way."""
     template = root / "refusing.jinja"
     template.write_text(
-        "{% for message in messages %}{% if 'Question 7?' in message.content %}{{ raise_exception('seven is refused') }}{% endif %}"
-        "<{{ message.role }}>{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% for message in messages %}{% if 'Question 7?' in message.content %}{{"
+        " raise_exception('seven is refused') }}{% endif %}<{{ message.role }}>{{ message.content"
+        " }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if"
+        " add_generation_prompt %}<assistant>{% endif %}"
     )
     return chat_recipe(root, tokenizer__template=str(template), **knobs)
 
 
-def test_a_chat_that_the_template_refuses_is_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_that_the_template_refuses_is_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = refusing(tmp_path)
     ingest(small)
     first = prepare(small)

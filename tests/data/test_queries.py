@@ -29,8 +29,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.server_close()
 
 
-def test_rows_become_documents(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    small = recipe(tmp_path, {"source": SQL, "text": "body", "weight": 3.0}, write_jsonl(tmp_path / "a.jsonl", ["x"]))
+def test_rows_become_documents(
+    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = recipe(
+        tmp_path,
+        {"source": SQL, "text": "body", "weight": 3.0},
+        write_jsonl(tmp_path / "a.jsonl", ["x"]),
+    )
     ingest(small)
     source = open_raw(small).splits["train"][0]
     assert (source.documents, source.bad) == (12, {"null `body`": 1, "empty text": 1})
@@ -44,8 +50,13 @@ def test_rows_become_documents(tmp_path: Path, server: Server, capsys: pytest.Ca
     assert "has no ORDER BY" in capsys.readouterr().err
 
 
-def test_the_recipes_project_pays_and_is_no_part_of_the_identity(tmp_path: Path, server: Server) -> None:
-    theirs, ours = recipe(tmp_path, {"source": SQL, "text": "body"}), recipe(tmp_path, {"source": SQL, "text": "body"}, cloud__project="ours")
+def test_the_recipes_project_pays_and_is_no_part_of_the_identity(
+    tmp_path: Path, server: Server
+) -> None:
+    theirs, ours = (
+        recipe(tmp_path, {"source": SQL, "text": "body"}),
+        recipe(tmp_path, {"source": SQL, "text": "body"}, cloud__project="ours"),
+    )
     ingest(theirs)
     ingest(ours)
     assert server.projects == ["p", "ours"]
@@ -54,11 +65,15 @@ def test_the_recipes_project_pays_and_is_no_part_of_the_identity(tmp_path: Path,
 
 
 def test_the_query_is_its_identity(tmp_path: Path, server: Server) -> None:
-    one, two = (source_stamps(recipe(tmp_path, f"bigquery:SELECT {column} FROM t")) for column in ("a", "b"))
+    one, two = (
+        source_stamps(recipe(tmp_path, f"bigquery:SELECT {column} FROM t")) for column in ("a", "b")
+    )
     assert one != two
     assert not server.queries, "nothing is asked before it is read"
 
 
 def test_a_missing_column(tmp_path: Path, server: Server) -> None:
-    with pytest.raises(WrongInput, match="the result of the query has no column `text`; it has body"):
+    with pytest.raises(
+        WrongInput, match="the result of the query has no column `text`; it has body"
+    ):
         ingest(recipe(tmp_path, SQL))

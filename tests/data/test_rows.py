@@ -20,26 +20,63 @@ from ingot.data.rows import IGNORE, Row, Rows, open_rows
 from tests.markers import changed
 
 Documents = list[list[int]]
-SOURCES = st.lists(st.lists(st.lists(st.lists(st.integers(1, 99), max_size=9), max_size=5), max_size=3), min_size=1, max_size=3)
+SOURCES = st.lists(
+    st.lists(st.lists(st.lists(st.integers(1, 99), max_size=9), max_size=5), max_size=3),
+    min_size=1,
+    max_size=3,
+)
 
 
-def write(folder: Path, sources: list[list[Documents]], weights: list[float] | None = None, masks: list[list[Documents]] | None = None) -> Path:
-    """Columns of sources, each of parts, each of documents, as `prepare` lays them down; `masks` make them those of chats."""
+def write(
+    folder: Path,
+    sources: list[list[Documents]],
+    weights: list[float] | None = None,
+    masks: list[list[Documents]] | None = None,
+) -> Path:
+    """Columns of sources, each of parts, each of documents, as `prepare` lays them down; `masks`
+    make them those of chats.
+    """
     made, entries, count = [], list[FileEntry](), 0
-    columns: dict[str, tuple[list[list[Documents]], np.dtype[Any]]] = {"tokens": (sources, np.dtype("uint16"))}
+    columns: dict[str, tuple[list[list[Documents]], np.dtype[Any]]] = {
+        "tokens": (sources, np.dtype("uint16"))
+    }
     if masks:
         columns["mask"] = masks, np.dtype("uint8")
     for number, parts in enumerate(sources):
         written = []
         for place, documents in enumerate(parts):
             for name, (values, dtype) in columns.items():
-                entries += column(column_prefix(folder, "train", name, count), values[number][place], dtype)
-            written.append(Part(count, len(documents), sum(map(len, documents)), 0, hashlib.sha256().hexdigest()))
+                entries += column(
+                    column_prefix(folder, "train", name, count), values[number][place], dtype
+                )
+            written.append(
+                Part(
+                    count, len(documents), sum(map(len, documents)), 0, hashlib.sha256().hexdigest()
+                )
+            )
             count += 1
         weight = weights[number] if weights else 1.0
-        made.append(PreparedSource(f"s{number}", weight, sum(part.documents for part in written), sum(part.tokens for part in written), 0, written))
+        made.append(
+            PreparedSource(
+                f"s{number}",
+                weight,
+                sum(part.documents for part in written),
+                sum(part.tokens for part in written),
+                0,
+                written,
+            )
+        )
     kinds = [{"name": name, "dtype": dtype.name} for name, (_, dtype) in columns.items()]
-    prepared = Prepared("sft" if masks else "pretrain", kinds, {"train": made}, "tokenizer", None, 100, "data", {"train": "set"})
+    prepared = Prepared(
+        "sft" if masks else "pretrain",
+        kinds,
+        {"train": made},
+        "tokenizer",
+        None,
+        100,
+        "data",
+        {"train": "set"},
+    )
     write_prepared(folder, prepared, {}, entries)
     return folder
 
@@ -47,13 +84,19 @@ def write(folder: Path, sources: list[list[Documents]], weights: list[float] | N
 def column(prefix: Path, documents: Documents, dtype: np.dtype[Any]) -> list[FileEntry]:
     with ColumnWriter(prefix, dtype) as writer:
         flat = [token for document in documents for token in document]
-        writer.append(np.array(flat, np.int64), np.array([len(document) for document in documents], np.int64))
+        writer.append(
+            np.array(flat, np.int64), np.array([len(document) for document in documents], np.int64)
+        )
     return [entry_of(prefix.parent, path.name) for path in (bin_path(prefix), idx_path(prefix))]
 
 
 def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[Row]:
     """Token by token."""
-    stream = [(token, number, place) for number, document in enumerate(documents) for place, token in enumerate(document)]
+    stream = [
+        (token, number, place)
+        for number, document in enumerate(documents)
+        for place, token in enumerate(document)
+    ]
     rows = []
     for begin in range(0, len(stream), length):
         cut = stream[begin : begin + length]
@@ -72,15 +115,25 @@ def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[Row]:
 
 
 def equal(left: Row, right: Row) -> bool:
-    return all(np.array_equal(a, b) and a.dtype == np.int64 for a, b in zip(left, right, strict=True))
+    return all(
+        np.array_equal(a, b) and a.dtype == np.int64 for a, b in zip(left, right, strict=True)
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @example(sources=[[[[1] * 8, [], [2]]]], length=9, pad_last=True)
 @given(sources=SOURCES, length=st.integers(1, 12), pad_last=st.booleans())
-def test_rows_are_cut_token_by_token(tmp_path_factory: pytest.TempPathFactory, sources: list[list[Documents]], length: int, pad_last: bool) -> None:
+def test_rows_are_cut_token_by_token(
+    tmp_path_factory: pytest.TempPathFactory,
+    sources: list[list[Documents]],
+    length: int,
+    pad_last: bool,
+) -> None:
     folder = write(tmp_path_factory.mktemp("rows"), sources)
-    expected = [slowly([document for part in parts for document in part], length, pad_last=pad_last) for parts in sources]
+    expected = [
+        slowly([document for part in parts for document in part], length, pad_last=pad_last)
+        for parts in sources
+    ]
     if not sum(map(len, expected)):
         with pytest.raises(WrongInput, match=f"not one row of data.seq_len={length}"):
             open_rows(folder, "train", length, pad_last=pad_last)
@@ -90,16 +143,23 @@ def test_rows_are_cut_token_by_token(tmp_path_factory: pytest.TempPathFactory, s
     flat = [row for source in expected for row in source]
     assert len(rows) == len(flat)
     assert all(equal(rows.row(index), row) for index, row in enumerate(flat))
-    assert rows.left_out == sum(len(document) for parts in sources for part in parts for document in part) - len(rows) * length or pad_last
+    assert (
+        rows.left_out
+        == sum(len(document) for parts in sources for part in parts for document in part)
+        - len(rows) * length
+        or pad_last
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(sources=SOURCES, length=st.integers(1, 12))
 def test_rows_that_keep_to_a_part_are_those_of_the_part_alone(
-    tmp_path_factory: pytest.TempPathFactory, sources: list[list[Documents]], length: int,
+    tmp_path_factory: pytest.TempPathFactory, sources: list[list[Documents]], length: int
 ) -> None:
     folder = write(tmp_path_factory.mktemp("rows"), sources)
-    expected = [[slowly(documents, length, pad_last=False) for documents in parts] for parts in sources]
+    expected = [
+        [slowly(documents, length, pad_last=False) for documents in parts] for parts in sources
+    ]
     flat = [row for parts in expected for part in parts for row in part]
     if not flat:
         with pytest.raises(WrongInput, match=f"not one row of data.seq_len={length}"):
@@ -108,21 +168,49 @@ def test_rows_that_keep_to_a_part_are_those_of_the_part_alone(
     rows = open_rows(folder, "train", length, pad_last=False, by_part=True)
     assert rows.part_rows == [[len(part) for part in parts] for parts in expected]
     assert all(equal(rows.row(index), row) for index, row in enumerate(flat))
-    assert rows.left_out == sum(len(document) for parts in sources for part in parts for document in part) - len(rows) * length
+    assert (
+        rows.left_out
+        == sum(len(document) for parts in sources for part in parts for document in part)
+        - len(rows) * length
+    )
 
 
 def test_an_example_by_hand(tmp_path: Path) -> None:
-    rows = open_rows(write(tmp_path, [[[[10, 11, 12], [20, 21]], [[30, 31, 32, 33]]]]), "train", 4, pad_last=True)
+    rows = open_rows(
+        write(tmp_path, [[[[10, 11, 12], [20, 21]], [[30, 31, 32, 33]]]]), "train", 4, pad_last=True
+    )
     first, second, last = (rows.row(index) for index in range(3))
-    assert [column.tolist() for column in first] == [[10, 11, 12, 20], [11, 12, IGNORE, 21], [0, 1, 2, 0], [1, 1, 1, 2]]
-    assert [column.tolist() for column in second] == [[21, 30, 31, 32], [IGNORE, 31, 32, 33], [0, 0, 1, 2], [1, 2, 2, 2]]
-    assert [column.tolist() for column in last] == [[33, 0, 0, 0], [IGNORE] * 4, [0] * 4, [1, 0, 0, 0]]
+    assert [column.tolist() for column in first] == [
+        [10, 11, 12, 20],
+        [11, 12, IGNORE, 21],
+        [0, 1, 2, 0],
+        [1, 1, 1, 2],
+    ]
+    assert [column.tolist() for column in second] == [
+        [21, 30, 31, 32],
+        [IGNORE, 31, 32, 33],
+        [0, 0, 1, 2],
+        [1, 2, 2, 2],
+    ]
+    assert [column.tolist() for column in last] == [
+        [33, 0, 0, 0],
+        [IGNORE] * 4,
+        [0] * 4,
+        [1, 0, 0, 0],
+    ]
 
 
 def test_every_token_but_the_first_of_a_document_is_a_label_once(tmp_path: Path) -> None:
-    documents = [[100 * number + place for place in range(number % 7 + 1)] for number in range(1, 40)]
+    documents = [
+        [100 * number + place for place in range(number % 7 + 1)] for number in range(1, 40)
+    ]
     rows = open_rows(write(tmp_path, [[documents]]), "train", 5, pad_last=True)
-    labels = sorted(int(label) for index in range(len(rows)) for label in rows.row(index).labels if label != IGNORE)
+    labels = sorted(
+        int(label)
+        for index in range(len(rows))
+        for label in rows.row(index).labels
+        if label != IGNORE
+    )
     assert labels == sorted(token for document in documents for token in document[1:])
 
 
@@ -135,7 +223,10 @@ def test_weights(tmp_path: Path) -> None:
     assert open_rows(columns, "train", 4, pad_last=False, weights=[1.0, 1.0]).weights is None
     with pytest.raises(WrongInput, match="prepared from 2 sources, the recipe has 1"):
         open_rows(columns, "train", 4, pad_last=False, weights=[1.0])
-    assert open_rows(write(tmp_path / "c", sources[:1], [3.0]), "train", 4, pad_last=False).weights is None
+    assert (
+        open_rows(write(tmp_path / "c", sources[:1], [3.0]), "train", 4, pad_last=False).weights
+        is None
+    )
 
 
 def test_rows_beyond_the_last(tmp_path: Path) -> None:
@@ -151,9 +242,16 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         folder = tmp_path / str(count)
         with ColumnWriter(folder / "train.tokens-00000", np.dtype("uint16")) as writer:
             writer.append(np.ones(count * 5), np.full(count, 5))
-        entries = [entry_of(folder, name) for name in ("train.tokens-00000.bin", "train.tokens-00000.idx")]
+        entries = [
+            entry_of(folder, name) for name in ("train.tokens-00000.bin", "train.tokens-00000.idx")
+        ]
         source = PreparedSource("s", 1.0, count, count * 5, 0, [Part(0, count, count * 5, 0, "0")])
-        write_prepared(folder, Prepared("pretrain", [], {"train": [source]}, "t", None, 100, "d", {"train": "s"}), {}, entries)
+        write_prepared(
+            folder,
+            Prepared("pretrain", [], {"train": [source]}, "t", None, 100, "d", {"train": "s"}),
+            {},
+            entries,
+        )
         tracemalloc.start()
         rows = open_rows(folder, "train", 64, pad_last=False)
         for index in range(0, len(rows), len(rows) // 50):
@@ -188,7 +286,12 @@ def test_a_part_that_is_not_the_manifests(tmp_path: Path) -> None:
     rows = open_rows(folder, "train", 2, pad_last=False)
     with ColumnWriter(folder / "train.tokens-00000", np.dtype("uint16")) as writer:
         writer.append(np.array([1, 2, 3]), np.array([1, 2]))
-    with pytest.raises(WrongInput, match=r"has 2 documents and 3 tokens, manifest.json says 2 and 4; run `ingot prepare` again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"has 2 documents and 3 tokens, manifest.json says 2 and 4; run `ingot prepare` again"
+        ),
+    ):
         rows.row(0)
 
 
@@ -198,21 +301,43 @@ def test_a_part_of_another_type(tmp_path: Path) -> None:
     index = idx_path(folder / "train.tokens-00000")
     content = index.read_bytes()
     index.write_bytes(content[:17] + b"\x03" + content[18:])
-    with pytest.raises(WrongInput, match=r"train.tokens-00000.bin holds int16, manifest.json says uint16; run `ingot prepare` again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"train.tokens-00000.bin holds int16, manifest.json says uint16; run `ingot prepare`"
+            r" again"
+        ),
+    ):
         open_rows(folder, "train", 2, pad_last=False).row(0)
 
 
 def test_a_batch_is_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many are made at once, in any order, some of them twice, into memory that holds other things."""
-    rows = open_rows(write(tmp_path, [[[[number] * (number % 9) for number in range(1, 90)]], [[[7] * 30]]]), "train", 6, pad_last=True)
+    """However many are made at once, in any order, some of them twice, into memory that holds other
+    things.
+    """
+    rows = open_rows(
+        write(tmp_path, [[[[number] * (number % 9) for number in range(1, 90)]], [[[7] * 30]]]),
+        "train",
+        6,
+        pad_last=True,
+    )
     ids = np.random.default_rng(0).integers(0, len(rows), 200).tolist()
     for block in (1, 12, 13, 10**6):
         monkeypatch.setattr("ingot.data.rows.BLOCK_TOKENS", block)
         made = rows.batch(ids, out=np.full((4, len(ids), 6), 77))
-        assert all(equal(Row(*(field[place] for field in made)), rows.row(i)) for place, i in enumerate(ids))
+        assert all(
+            equal(Row(*(field[place] for field in made)), rows.row(i))
+            for place, i in enumerate(ids)
+        )
 
 
 def test_rows_share_one_manifest(tmp_path: Path) -> None:
     rows = open_rows(write(tmp_path, [[[[1] * 8]]]), "train", 4, pad_last=False)
     assert isinstance(rows, Rows)
-    assert (rows.fingerprint, rows.set_fingerprint, rows.tokenizer, rows.documents, rows.tokens) == ("data", "set", "tokenizer", 1, 8)
+    assert (
+        rows.fingerprint,
+        rows.set_fingerprint,
+        rows.tokenizer,
+        rows.documents,
+        rows.tokens,
+    ) == ("data", "set", "tokenizer", 1, 8)

@@ -42,17 +42,31 @@ def save(folder: Path, texts: list[str], files: int = 2) -> Path:
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
     for number, name in enumerate(names):
-        (folder / name).write_bytes(arrow([{"text": texts[number::files], "id": list(range(len(texts[number::files])))}]))
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+        (folder / name).write_bytes(
+            arrow([{"text": texts[number::files], "id": list(range(len(texts[number::files])))}])
+        )
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
+    )
     (folder / "dataset_info.json").write_text("{}")
     return folder
 
 
 @pytest.mark.parametrize("file", [False, True])
 def test_streams_and_files_of_several_batches(file: bool) -> None:
-    items = read(arrow([{"id": [1, 2], "text": ["one", None]}, {"id": [3, 4], "text": ["", "four"]}], file=file))
-    assert [(item.row, item.text) for item in items if isinstance(item, Item)] == [(1, "one"), (4, "four")]
-    assert [(item.row, item.reason) for item in items if isinstance(item, Bad)] == [(2, "null `text`"), (3, "empty text")]
+    items = read(
+        arrow(
+            [{"id": [1, 2], "text": ["one", None]}, {"id": [3, 4], "text": ["", "four"]}], file=file
+        )
+    )
+    assert [(item.row, item.text) for item in items if isinstance(item, Item)] == [
+        (1, "one"),
+        (4, "four"),
+    ]
+    assert [(item.row, item.reason) for item in items if isinstance(item, Bad)] == [
+        (2, "null `text`"),
+        (3, "empty text"),
+    ]
 
 
 def test_damaged_arrow_is_named() -> None:
@@ -71,7 +85,11 @@ def test_bytes_that_are_no_text_spoil_no_batch() -> None:
     values = pa.array([b"a", b"\xff", b"b"], pa.binary())
     strings = pa.Array.from_buffers(pa.string(), 3, values.buffers())
     items = read(arrow([{"text": strings}]))
-    assert [(item.row, getattr(item, "reason", "")) for item in items] == [(1, ""), (2, "invalid UTF-8"), (3, "")]
+    assert [(item.row, getattr(item, "reason", "")) for item in items] == [
+        (1, ""),
+        (2, "invalid UTF-8"),
+        (3, ""),
+    ]
 
 
 def test_a_saved_data_set(tmp_path: Path) -> None:
@@ -86,7 +104,9 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
 def test_the_order_of_files_is_the_saved_one(tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", TEXTS)
     names = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names]})
+    )
     assert [file.name for file in find_source(Source(source=str(folder)))] == names
 
 
@@ -94,7 +114,11 @@ def test_several_splits(tmp_path: Path) -> None:
     for split, texts in (("train", TEXTS[:20]), ("test", TEXTS[20:])):
         save(tmp_path / "saved" / split, texts, 1)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    small = recipe(tmp_path, tmp_path / "saved", data__validation=[{"source": str(tmp_path / "saved"), "split": "test"}])
+    small = recipe(
+        tmp_path,
+        tmp_path / "saved",
+        data__validation=[{"source": str(tmp_path / "saved"), "split": "test"}],
+    )
     ingest(small)
     assert list(documents(small.folder.raw).values()) == TEXTS[:20]
     assert list(documents(small.folder.raw, "validation").values()) == TEXTS[20:]
@@ -105,7 +129,9 @@ def test_several_splits(tmp_path: Path) -> None:
 def test_a_torn_folder_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", TEXTS)
     (folder / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(WrongInput, match=r"data-00001-of-00002\.arrow is missing; save the data set again"):
+    with pytest.raises(
+        WrongInput, match=r"data-00001-of-00002\.arrow is missing; save the data set again"
+    ):
         find_source(Source(source=str(folder)))
     (folder / "state.json").write_text("{")
     with pytest.raises(WrongInput, match=r"state\.json cannot be read"):
@@ -116,8 +142,14 @@ def test_what_the_library_itself_saves(tmp_path: Path) -> None:
     library = pytest.importorskip("datasets", reason="datasets is not installed")
     made = library.Dataset.from_dict({"text": TEXTS, "label": list(range(len(TEXTS)))})
     made.save_to_disk(str(tmp_path / "one"), num_shards=3)
-    library.DatasetDict({"train": made, "test": made.select(range(5))}).save_to_disk(str(tmp_path / "two"))
-    small = recipe(tmp_path, tmp_path / "one", data__validation=[{"source": str(tmp_path / "two"), "split": "test"}])
+    library.DatasetDict({"train": made, "test": made.select(range(5))}).save_to_disk(
+        str(tmp_path / "two")
+    )
+    small = recipe(
+        tmp_path,
+        tmp_path / "one",
+        data__validation=[{"source": str(tmp_path / "two"), "split": "test"}],
+    )
     ingest(small)
     assert list(documents(small.folder.raw).values()) == TEXTS
     assert list(documents(small.folder.raw, "validation").values()) == TEXTS[:5]

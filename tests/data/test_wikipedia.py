@@ -41,8 +41,10 @@ __NOTOC__
 
 def page(number: int, title: str, text: str, ns: int = 0, extra: str = "") -> str:
     escaped = text.replace("<", "&lt;").replace(">", "&gt;")
-    return (f"  <page><title>{title}</title><ns>{ns}</ns><id>{number}</id>{extra}\n<revision><id>{number * 7}</id>"
-            f'<text bytes="1" xml:space="preserve">{escaped}</text></revision></page>\n')
+    return (
+        f"  <page><title>{title}</title><ns>{ns}</ns><id>{number}</id>{extra}\n<revision><id>{number * 7}</id>"
+        f'<text bytes="1" xml:space="preserve">{escaped}</text></revision></page>\n'
+    )
 
 
 def dump(*made: str) -> bytes:
@@ -50,8 +52,11 @@ def dump(*made: str) -> bytes:
 
 
 SMALL = dump(
-    page(12, "Kupfer", ARTICLE), page(13, "Cu", "#REDIRECT [[Kupfer]]", extra='<redirect title="Kupfer" />'), page(14, "Diskussion:Kupfer", "Hm.", 1),
-    page(15, "Leer", "{{nur eine Vorlage}}"), page(16, "Zinn &amp; Zink", "Beide sind Metalle."),
+    page(12, "Kupfer", ARTICLE),
+    page(13, "Cu", "#REDIRECT [[Kupfer]]", extra='<redirect title="Kupfer" />'),
+    page(14, "Diskussion:Kupfer", "Hm.", 1),
+    page(15, "Leer", "{{nur eine Vorlage}}"),
+    page(16, "Zinn &amp; Zink", "Beide sind Metalle."),
 )
 
 
@@ -64,14 +69,18 @@ def test_articles_become_plain_text() -> None:
     assert [item.row for item in items] == [12, 15, 16]
     first = items[0]
     assert isinstance(first, Item)
-    assert first.text == (
-        "Kupfer\n\nKupfer ist ein chemisches Element.\n\nGewinnung\nEs wird abgebaut und geschmolzen.\n\nEin Punkt – mehr"
+    assert (
+        first.text
+        == "Kupfer\n\nKupfer ist ein chemisches Element.\n\nGewinnung\nEs wird abgebaut und"
+        " geschmolzen.\n\nEin Punkt – mehr"
     )
     assert items[1] == Bad(15, "empty text", "Leer")
     assert items[2] == Item(16, "Zinn & Zink\n\nBeide sind Metalle.")
 
 
-@pytest.mark.parametrize("name", ["dewiki-20260101-pages-articles.xml", "dewiki-latest-pages-articles1.xml-p1p500.bz2"])
+@pytest.mark.parametrize(
+    "name", ["dewiki-20260101-pages-articles.xml", "dewiki-latest-pages-articles1.xml-p1p500.bz2"]
+)
 def test_a_dump_at_hand(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(bz2.compress(SMALL) if name.endswith(".bz2") else SMALL)
     small = recipe(tmp_path, tmp_path / name)
@@ -79,11 +88,24 @@ def test_a_dump_at_hand(tmp_path: Path, name: str) -> None:
     assert list(documents(small.folder.raw)) == [f"{name}:12", f"{name}:16"]
 
 
-def test_a_multistream_dump_is_read_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_multistream_dump_is_read_by_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "SMALLEST_BYTES", 3000)
     monkeypatch.setattr(ingest_module, "ALONE_BYTES", 0)
-    made = [page(number, f"Seite {number}", f"{'Ein Satz. ' * (number % 50)} {number * 7919 ** 9:x} [[Datei:Bild.jpg|mini]]") for number in range(1, 401)]
-    streams = [HEAD, *("".join(made[first : first + 10]) for first in range(0, 400, 10)), "</mediawiki>\n"]
+    made = [
+        page(
+            number,
+            f"Seite {number}",
+            f"{'Ein Satz. ' * (number % 50)} {number * 7919**9:x} [[Datei:Bild.jpg|mini]]",
+        )
+        for number in range(1, 401)
+    ]
+    streams = [
+        HEAD,
+        *("".join(made[first : first + 10]) for first in range(0, 400, 10)),
+        "</mediawiki>\n",
+    ]
     path = tmp_path / "dewiki-latest-pages-articles-multistream.xml.bz2"
     path.write_bytes(b"".join(bz2.compress(stream.encode()) for stream in streams))
     found = {}
@@ -95,7 +117,9 @@ def test_a_multistream_dump_is_read_by_several_processes(tmp_path: Path, monkeyp
     assert found[1] == found[2]
     assert len(found[1]) > 4, "several parts"
     assert list(articles) == [f"{path.name}:{number}" for number in range(1, 401)]
-    assert not any("Datei" in text for text in articles.values()), "each block knows the names of namespaces"
+    assert not any("Datei" in text for text in articles.values()), (
+        "each block knows the names of namespaces"
+    )
     path.write_bytes(path.read_bytes()[:-500])
     small = recipe(tmp_path, path, data__engine__workers=1)
     ingest(small)
@@ -116,7 +140,9 @@ def test_damage_is_told_and_what_stands_before_is_read() -> None:
         assert isinstance(items[0], Item)
         assert isinstance(items[-1], Bad)
         assert items[-1].reason == "broken XML"
-    assert [item.reason for item in read(b"no XML at all") if isinstance(item, Bad)] == ["broken XML"]
+    assert [item.reason for item in read(b"no XML at all") if isinstance(item, Bad)] == [
+        "broken XML"
+    ]
     assert [item.reason for item in read(b"") if isinstance(item, Bad)] == ["broken XML"]
 
 

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness itself on local items: a task of ours that has its own task's settings, without the hub."""
+"""lm-evaluation-harness itself on local items: a task of ours that has its own task's settings,
+without the hub.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ metadata: {{version: 1.0}}
 
 
 def local_hellaswag(folder: Path, items: Path) -> Path:
-    """A folder with the task `local_hellaswag` over `items`; how items are prepared is the package's own function."""
+    """A folder with the task `local_hellaswag` over `items`; how items are prepared is the
+    package's own function.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "theirs.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs\n")
     (folder / "local_hellaswag.yaml").write_text(HELLASWAG.format(path=items, utils="theirs"))
@@ -38,7 +42,9 @@ def evaluated(model: Path, tasks: Path, name: str, **settings: Any) -> dict[str,
 
     theirs = HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=8)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    found = simple_evaluate(model=theirs, tasks=[name], task_manager=manager, bootstrap_iters=0, **settings)
+    found = simple_evaluate(
+        model=theirs, tasks=[name], task_manager=manager, bootstrap_iters=0, **settings
+    )
     assert found is not None
     return dict(found)
 

@@ -1,4 +1,6 @@
-"""Runs on every kind of document that we made up, prepared, with a random model of the right kind in `model/`."""
+"""Runs on every kind of document that we made up, prepared, with a random model of the right kind
+in `model/`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,27 @@ from tests.evaluate.made import place_model, write_lines
 from tests.models import hub_tiny
 from tests.small import small_recipe
 
-WORDS = ["ingot", "melts", "copper", "the", "a", "bright", "mould", "cools", "slowly", "and", "rings", "true", "für", "naïve"]
+WORDS = [
+    "ingot",
+    "melts",
+    "copper",
+    "the",
+    "a",
+    "bright",
+    "mould",
+    "cools",
+    "slowly",
+    "and",
+    "rings",
+    "true",
+    "für",
+    "naïve",
+]
 LABELS = list(hub_tiny.LABELS)
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "chat": {"kind": "sft"}, "preference": {"kind": "dpo"}, "pair": {"kind": "seq2seq", "prefix": "short: "},
+    "chat": {"kind": "sft"},
+    "preference": {"kind": "dpo"},
+    "pair": {"kind": "seq2seq", "prefix": "short: "},
     "labelled": {"kind": "classify", "labels": LABELS},
 }
 
@@ -33,21 +52,42 @@ def records(documents: str, count: int = 60) -> list[dict[str, Any]]:
     made = []
     for number in range(count):
         question, answer = f"{said(generator)} {number}?", said(generator)
-        made.append({
-            "chat": {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]},
-            "preference": {"prompt": question, "chosen": answer, "rejected": said(generator, 1, 6)},
-            "pair": {"source": f"{question}\n{said(generator)}", "target": answer},
-            "labelled": {"text": f"{question} {said(generator)}", "label": LABELS[min(number % 4, 2)]},
-        }[documents])
+        made.append(
+            {
+                "chat": {
+                    "messages": [
+                        {"role": "user", "content": question},
+                        {"role": "assistant", "content": answer},
+                    ]
+                },
+                "preference": {
+                    "prompt": question,
+                    "chosen": answer,
+                    "rejected": said(generator, 1, 6),
+                },
+                "pair": {"source": f"{question}\n{said(generator)}", "target": answer},
+                "labelled": {
+                    "text": f"{question} {said(generator)}",
+                    "label": LABELS[min(number % 4, 2)],
+                },
+            }[documents]
+        )
     return made
 
 
 def recipe_of(root: Path, documents: str, **knobs: Any) -> Recipe:
     """The recipe on `root/DOCUMENTS.jsonl`."""
     given = {
-        "name": documents, "data__train": json.dumps([{"source": str(root / f"{documents}.jsonl")}]), "data__validation__fraction": 0.3, "data__seq_len": 48,
-        "data__target_len": 24, "objective": json.dumps(OBJECTIVES[documents]), "tokenizer__template": "chatml", "tokenizer__vocab_size": 400,
-        "evaluate__micro_batch": 3, **knobs,
+        "name": documents,
+        "data__train": json.dumps([{"source": str(root / f"{documents}.jsonl")}]),
+        "data__validation__fraction": 0.3,
+        "data__seq_len": 48,
+        "data__target_len": 24,
+        "objective": json.dumps(OBJECTIVES[documents]),
+        "tokenizer__template": "chatml",
+        "tokenizer__vocab_size": 400,
+        "evaluate__micro_batch": 3,
+        **knobs,
     }
     return small_recipe(root, **given)
 
@@ -70,5 +110,12 @@ def place(recipe: Recipe, folder: Path, seed: int = 3) -> None:
         place_model(recipe, folder, seed=seed)
         return
     own = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.special.eos, "seed": seed}
-    hub_tiny.write(hub_tiny.varied("t5", **own) if recipe.documents == "pair" else hub_tiny.drawn("bert", **own), folder)
+    hub_tiny.write(
+        (
+            hub_tiny.varied("t5", **own)
+            if recipe.documents == "pair"
+            else hub_tiny.drawn("bert", **own)
+        ),
+        folder,
+    )
     tokenizer.save(folder)

@@ -1,4 +1,6 @@
-"""The bigram against its formula written out with dictionaries, and against what every probability must obey."""
+"""The bigram against its formula written out with dictionaries, and against what every probability
+must obey.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ingot.evaluate.bigram import PairTable, bigram_nll, count_pairs, discounts_of, probabilities, unigrams
+from ingot.evaluate.bigram import (
+    PairTable,
+    bigram_nll,
+    count_pairs,
+    discounts_of,
+    probabilities,
+    unigrams,
+)
 from tests import tolerances
 
 V = 23
@@ -19,11 +28,17 @@ def pairs(seed: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of a Zipf-like language with structure; tokens 20 to 22 never occur."""
     generator = np.random.default_rng(seed)
     tokens = np.minimum(generator.zipf(1.4, size) - 1, 19)
-    following = np.where(generator.random(size) < 0.6, (tokens * 3 + 1) % 20, np.minimum(generator.zipf(1.2, size) - 1, 19))
+    following = np.where(
+        generator.random(size) < 0.6,
+        (tokens * 3 + 1) % 20,
+        np.minimum(generator.zipf(1.2, size) - 1, 19),
+    )
     return tokens.astype(np.int64), following.astype(np.int64)
 
 
-def chunks(data: tuple[np.ndarray, np.ndarray], size: int = 37) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def chunks(
+    data: tuple[np.ndarray, np.ndarray], size: int = 37
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for first in range(0, len(data[0]), size):
         yield data[0][first : first + size], data[1][first : first + size]
 
@@ -66,9 +81,16 @@ def test_equals_the_formula() -> None:
     held_out[0][:5] = 21  # a token that training never saw
     held_out[1][5:10] = 22  # a follower that training never saw
     direct = Direct(training)
-    assert all(0 < d < number + 1 for number, d in enumerate(direct.discount[1:])), "the estimates must not need their limits here"
-    expected = -sum(math.log(direct.probability(*pair)) for pair in zip(held_out[0].tolist(), held_out[1].tolist(), strict=True))
-    assert bigram_nll(lambda: chunks(training), chunks(held_out), V) == pytest.approx(expected, rel=tolerances.EXACT)
+    assert all(0 < d < number + 1 for number, d in enumerate(direct.discount[1:])), (
+        "the estimates must not need their limits here"
+    )
+    expected = -sum(
+        math.log(direct.probability(*pair))
+        for pair in zip(held_out[0].tolist(), held_out[1].tolist(), strict=True)
+    )
+    assert bigram_nll(lambda: chunks(training), chunks(held_out), V) == pytest.approx(
+        expected, rel=tolerances.EXACT
+    )
 
 
 @pytest.mark.parametrize("max_pairs", [1, 30, 10**6])
@@ -105,7 +127,10 @@ def test_beats_the_unigrams_on_a_language_with_structure() -> None:
     assert bigram_nll(lambda: chunks(training), chunks(held_out), V) < 0.75 * unigram_nll
 
 
-@pytest.mark.parametrize("histogram", [[0, 0, 0, 0], [5, 0, 0, 0], [3, 9, 40, 2], [1, 1, 0, 7], [9, 3, 1, 50], [100, 30, 12, 7]])
+@pytest.mark.parametrize(
+    "histogram",
+    [[0, 0, 0, 0], [5, 0, 0, 0], [3, 9, 40, 2], [1, 1, 0, 7], [9, 3, 1, 50], [100, 30, 12, 7]],
+)
 def test_discounts_never_exceed_the_count(histogram: list[int]) -> None:
     discounts = discounts_of(np.array(histogram))
     assert discounts[0] == 0
@@ -116,7 +141,9 @@ def test_a_large_vocabulary_needs_no_table_of_its_square() -> None:
     vocab = 150_000
     generator = np.random.default_rng(8)
     training = (generator.integers(0, vocab, 50_000), generator.integers(0, vocab, 50_000))
-    value = bigram_nll(lambda: chunks(training, 5000), chunks((training[0][:500], training[1][:500])), vocab)
+    value = bigram_nll(
+        lambda: chunks(training, 5000), chunks((training[0][:500], training[1][:500])), vocab
+    )
     assert 0 < value < 500 * math.log(vocab)
 
 
@@ -132,5 +159,9 @@ def test_a_table_counts_across_batches_of_keys() -> None:
     expected = np.unique(keys, return_counts=True)
     assert np.array_equal(table.keys, expected[0])
     assert np.array_equal(table.counts, expected[1])
-    assert table.look_up(np.array([-1, int(expected[0][3]), 10**6])).tolist() == [0, int(expected[1][3]), 0]
+    assert table.look_up(np.array([-1, int(expected[0][3]), 10**6])).tolist() == [
+        0,
+        int(expected[1][3]),
+        0,
+    ]
     assert PairTable().look_up(np.array([3])).tolist() == [0]

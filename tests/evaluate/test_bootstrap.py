@@ -1,4 +1,6 @@
-"""The interval of a ratio of sums: right about as often as it says, the same every time, in bounded memory."""
+"""The interval of a ratio of sums: right about as often as it says, the same every time, in bounded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests import tolerances
 
 
 def lengths_and_losses(generator: np.random.Generator, units: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of very unequal length, whose loss per token varies; the true ratio is E[length * loss] / E[length]."""
+    """Documents of very unequal length, whose loss per token varies; the true ratio is E[length *
+    loss] / E[length].
+    """
     length = np.ceil(generator.lognormal(4, 0.7, units))
     loss = 3.0 + generator.normal(0, 0.5, units)
     return length * loss, length
@@ -46,7 +50,9 @@ def test_same_seed_same_interval() -> None:
 def test_scaling_numbers_scales_the_interval() -> None:
     above, below = lengths_and_losses(np.random.default_rng(4), 50)
     low, high = ratio_interval(above, below)
-    assert ratio_interval(above * 4, below * 2) == pytest.approx((2 * low, 2 * high), rel=tolerances.EXACT)
+    assert ratio_interval(above * 4, below * 2) == pytest.approx(
+        (2 * low, 2 * high), rel=tolerances.EXACT
+    )
 
 
 @pytest.mark.parametrize(("above", "below"), [([6.0], [2.0]), ([6.0, 3.0, 9.0], [2.0, 1.0, 3.0])])
@@ -65,7 +71,9 @@ def test_nothing_to_resample_is_an_error(above: list[float], below: list[float])
         ratio_interval(above, below)
 
 
-def test_very_many_units_keep_their_width_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_many_units_keep_their_width_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     above, below = lengths_and_losses(np.random.default_rng(5), 40_000)
     monkeypatch.setattr(bootstrap, "RESAMPLES", 500)
     tracemalloc.start()

@@ -1,4 +1,6 @@
-"""Accuracy and F1 against scikit-learn, on numbers that we made up and on a classifier of transformers."""
+"""Accuracy and F1 against scikit-learn, on numbers that we made up and on a classifier of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,18 @@ def measured(recipe: Recipe, folder: Path | None = None) -> Measured:
 @pytest.mark.parametrize("classes", [2, 3, 7])
 def test_f1_is_that_of_scikit_learn(classes: int) -> None:
     generator = np.random.default_rng(classes)
-    label, chosen = generator.integers(0, classes, 200), np.minimum(generator.integers(0, classes, 200), 4)
+    label, chosen = (
+        generator.integers(0, classes, 200),
+        np.minimum(generator.integers(0, classes, 200), 4),
+    )
     names = [f"c{number}" for number in range(classes)]
     found = f1_metrics("t", names, label, chosen, "set")
-    assert found["t/f1"].value == pytest.approx(f1_score(label, chosen, average="macro"), rel=tolerances.EXACT)
-    for name, value in zip(names, f1_score(label, chosen, average=None, zero_division=0), strict=True):
+    assert found["t/f1"].value == pytest.approx(
+        f1_score(label, chosen, average="macro"), rel=tolerances.EXACT
+    )
+    for name, value in zip(
+        names, f1_score(label, chosen, average=None, zero_division=0), strict=True
+    ):
         assert found[f"t/f1_{name}"].value == pytest.approx(value, rel=tolerances.EXACT)
     assert all(metric.ci_low <= metric.value <= metric.ci_high for metric in found.values())
     assert found["t/f1"].ci_low < found["t/f1"].value < found["t/f1"].ci_high
@@ -53,9 +62,13 @@ def test_f1_is_that_of_scikit_learn(classes: int) -> None:
 def test_classes_that_nobody_has_do_not_count() -> None:
     label, chosen = np.array([0, 0, 2, 2]), np.array([0, 2, 2, 2])
     found = f1_metrics("t", ["a", "b", "c"], label, chosen, "set")
-    assert found["t/f1"].value == pytest.approx(f1_score(label, chosen, average="macro"), rel=tolerances.EXACT)
+    assert found["t/f1"].value == pytest.approx(
+        f1_score(label, chosen, average="macro"), rel=tolerances.EXACT
+    )
     assert set(found) == {"t/f1", "t/f1_a", "t/f1_c"}
-    many = f1_metrics("t", [str(number) for number in range(MOST_CLASSES + 1)], label, chosen, "set")
+    many = f1_metrics(
+        "t", [str(number) for number in range(MOST_CLASSES + 1)], label, chosen, "set"
+    )
     assert set(many) == {"t/f1"}
 
 
@@ -66,7 +79,9 @@ def test_the_interval_of_f1_covers_the_truth_as_often_as_it_says() -> None:
     for _ in range(100):
         label = (generator.random(150) < 0.3).astype(np.int64)
         wrong = generator.random(150) < np.where(label == 1, 0.3, 0.1)
-        metric = f1_metrics("t", ["a", "b"], label, np.where(wrong, 1 - label, label), "set")["t/f1"]
+        metric = f1_metrics("t", ["a", "b"], label, np.where(wrong, 1 - label, label), "set")[
+            "t/f1"
+        ]
         hits += metric.ci_low <= truth <= metric.ci_high
     assert 88 <= hits <= 100
 
@@ -79,19 +94,35 @@ def test_a_classifier_as_transformers_has_it(recipe: Recipe) -> None:
     label, chosen, log_probability = [], [], []
     for number in range(len(rows)):
         fields = rows.fields([number])
-        logits = reference(input_ids=torch.from_numpy(fields.tokens[fields.segments == 1])[None]).logits[0].double()
+        logits = (
+            reference(input_ids=torch.from_numpy(fields.tokens[fields.segments == 1])[None])
+            .logits[0]
+            .double()
+        )
         label.append(int(fields.labels[0]))
         chosen.append(int(logits.argmax()))
         log_probability.append(float(logits.log_softmax(-1)[label[-1]]))
     found = measured(recipe)
     assert [example["label"] for example in found.examples] == [LABELS[number] for number in label]
-    assert [example["predicted"] for example in found.examples] == [LABELS[number] for number in chosen]
-    assert [example["log_probability"] for example in found.examples] == pytest.approx(log_probability, abs=tolerances.LOGPROB)
-    assert found.metrics["classification/accuracy"].value == pytest.approx(accuracy_score(label, chosen))
-    assert found.metrics["classification/f1"].value == pytest.approx(f1_score(label, chosen, average="macro"))
+    assert [example["predicted"] for example in found.examples] == [
+        LABELS[number] for number in chosen
+    ]
+    assert [example["log_probability"] for example in found.examples] == pytest.approx(
+        log_probability, abs=tolerances.LOGPROB
+    )
+    assert found.metrics["classification/accuracy"].value == pytest.approx(
+        accuracy_score(label, chosen)
+    )
+    assert found.metrics["classification/f1"].value == pytest.approx(
+        f1_score(label, chosen, average="macro")
+    )
     majority = [max(set(label), key=label.count)] * len(label)
-    assert found.baselines["classification/accuracy/majority"] == pytest.approx(accuracy_score(label, majority))
-    assert found.baselines["classification/f1/majority"] == pytest.approx(f1_score(label, majority, average="macro"))
+    assert found.baselines["classification/accuracy/majority"] == pytest.approx(
+        accuracy_score(label, majority)
+    )
+    assert found.baselines["classification/f1/majority"] == pytest.approx(
+        f1_score(label, majority, average="macro")
+    )
 
 
 def test_two_ranks_find_what_one_does(recipe: Recipe, tmp_path: Path) -> None:
@@ -100,12 +131,17 @@ def test_two_ranks_find_what_one_does(recipe: Recipe, tmp_path: Path) -> None:
     for other in run_ranks(2, measured, recipe, tmp_path / "other"):
         assert other.metrics == alone.metrics
         assert other.baselines == alone.baselines
-        assert [example["predicted"] for example in other.examples] == [example["predicted"] for example in alone.examples]
+        assert [example["predicted"] for example in other.examples] == [
+            example["predicted"] for example in alone.examples
+        ]
 
 
 def test_what_is_no_classifier_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     place_model(recipe, tmp_path / "decoder")
-    with running_mesh() as mesh, pytest.raises(WrongInput, match="classification is for models of kind encoder"):
+    with (
+        running_mesh() as mesh,
+        pytest.raises(WrongInput, match="classification is for models of kind encoder"),
+    ):
         check(TASK, subject_in(tmp_path / "decoder", recipe, mesh))
 
 

@@ -1,4 +1,6 @@
-"""The compressors, against the libraries' one call for everything and the real programs where they are installed."""
+"""The compressors, against the libraries' one call for everything and the real programs where they
+are installed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ DATA = "".join(TEXTS).encode()
 def test_streams_make_what_the_libraries_make_of_the_whole() -> None:
     total, made = compressed_bytes(iter(TEXTS), ["gzip", "xz"])
     assert total == len(DATA)
-    assert made == {"gzip -9": len(gzip.compress(DATA, 9, mtime=0)), "xz -9": len(lzma.compress(DATA, preset=9))}
+    assert made == {
+        "gzip -9": len(gzip.compress(DATA, 9, mtime=0)),
+        "xz -9": len(lzma.compress(DATA, preset=9)),
+    }
 
 
 @pytest.mark.parametrize("program", ["gzip", "xz"])

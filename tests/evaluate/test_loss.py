@@ -43,14 +43,23 @@ def test_equals_the_loss_of_transformers_on_each_document_alone(root: Path) -> N
     for index in range(len(rows)):
         row = rows.row(index)
         for segment in range(1, row.segments.max() + 1):
-            tokens, labels = (torch.from_numpy(field[row.segments == segment])[None] for field in (row.tokens, row.labels))
+            tokens, labels = (
+                torch.from_numpy(field[row.segments == segment])[None]
+                for field in (row.tokens, row.labels)
+            )
             with torch.no_grad():
                 logits = reference(tokens).logits.double()
-            nll.append(float(torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")))
+            nll.append(
+                float(torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum"))
+            )
             targets.append(int((labels != -100).sum()))
-    ours = row_losses(load_model(recipe.folder.model, device=CPU), fixed_batches(rows, range(len(rows)), 5))
+    ours = row_losses(
+        load_model(recipe.folder.model, device=CPU), fixed_batches(rows, range(len(rows)), 5)
+    )
     assert ours.targets.tolist() == targets
-    assert ours.nll == pytest.approx(np.array(nll), rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32)
+    assert ours.nll == pytest.approx(
+        np.array(nll), rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32
+    )
 
 
 def test_equals_the_mean_that_transformers_reports_for_a_plain_batch(root: Path) -> None:
@@ -59,7 +68,12 @@ def test_equals_the_mean_that_transformers_reports_for_a_plain_batch(root: Path)
     generator = torch.Generator().manual_seed(0)
     stream = torch.randint(0, 300, (3, 21), generator=generator)
     shape = stream[:, 1:].shape
-    batch = Batch(stream[:, :-1], stream[:, 1:], torch.arange(20).expand(shape), torch.ones(shape, dtype=torch.int64))
+    batch = Batch(
+        stream[:, :-1],
+        stream[:, 1:],
+        torch.arange(20).expand(shape),
+        torch.ones(shape, dtype=torch.int64),
+    )
     reference = AutoModelForCausalLM.from_pretrained(recipe.folder.model)
     with torch.no_grad():
         expected = float(reference(input_ids=stream, labels=stream).loss)
@@ -72,7 +86,9 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once(root: Path) ->
     recipe = with_model(root)
     rows, columns = validation(recipe), held_out(recipe)
     lengths = [len(column[record]) for column in columns for record in range(len(column))]
-    ours = row_losses(load_model(recipe.folder.model, device=CPU), fixed_batches(rows, range(len(rows)), 4))
+    ours = row_losses(
+        load_model(recipe.folder.model, device=CPU), fixed_batches(rows, range(len(rows)), 4)
+    )
     assert np.bincount(ours.documents, ours.tokens).tolist() == lengths
     assert np.bincount(ours.documents, ours.targets).tolist() == [length - 1 for length in lengths]
     assert ours.rows.max() == len(rows) - 1
@@ -98,7 +114,9 @@ def assert_same(one: Stretches, other: Stretches) -> None:
 def score_all(recipe: Recipe, count: int) -> tuple[Stretches, float]:
     with running_mesh() as mesh:
         rows, model = validation(recipe), load_model(recipe.folder.model, device=mesh.device)
-        return gathered(score(model, rows, count, 2, "fp32", mesh), mesh), mean_loss(model, rows, count, 2, "fp32", mesh)
+        return gathered(score(model, rows, count, 2, "fp32", mesh), mesh), mean_loss(
+            model, rows, count, 2, "fp32", mesh
+        )
 
 
 @pytest.mark.parametrize("count", [1, 7])
@@ -117,19 +135,31 @@ def test_the_loss_of_a_model_that_knows_nothing(root: Path) -> None:
     assert model.lm_head is not None
     model.lm_head.weight.data.zero_()
     with running_mesh() as mesh:
-        assert mean_loss(model, validation(recipe), 5, 2, "fp32", mesh) == pytest.approx(math.log(model.config.vocab_size), rel=tolerances.LOSS_FP32)
+        assert mean_loss(model, validation(recipe), 5, 2, "fp32", mesh) == pytest.approx(
+            math.log(model.config.vocab_size), rel=tolerances.LOSS_FP32
+        )
 
 
-def test_pairs_are_the_inputs_and_labels_of_rows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_the_inputs_and_labels_of_rows(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = with_model(root)
     rows = validation(recipe)
     expected = []
     for index in range(len(rows)):
         row = rows.row(index)
-        expected += [pair for pair in zip(row.tokens.tolist(), row.labels.tolist(), strict=True) if pair[1] != -100]
+        expected += [
+            pair
+            for pair in zip(row.tokens.tolist(), row.labels.tolist(), strict=True)
+            if pair[1] != -100
+        ]
     for chunk in (7, 2**20):
         monkeypatch.setattr("ingot.evaluate.corpus.CHUNK_TOKENS", chunk)
-        found = [pair for tokens, following in pairs(held_out(recipe)) for pair in zip(tokens.tolist(), following.tolist(), strict=True)]
+        found = [
+            pair
+            for tokens, following in pairs(held_out(recipe))
+            for pair in zip(tokens.tolist(), following.tolist(), strict=True)
+        ]
         assert found == expected
 
 
@@ -140,4 +170,6 @@ def test_bytes_of_documents_are_those_of_their_texts(root: Path) -> None:
     texts = [len(document.text.encode()) for document in read_documents(recipe, "validation")]
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     assert document_bytes(held_out(recipe), tokenizer, sum(texts)).tolist() == texts
-    assert document_bytes(held_out(recipe), tokenizer, 2 * sum(texts)).tolist() == [2 * size for size in texts]
+    assert document_bytes(held_out(recipe), tokenizer, 2 * sum(texts)).tolist() == [
+        2 * size for size in texts
+    ]

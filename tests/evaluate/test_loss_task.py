@@ -1,4 +1,6 @@
-"""The loss of preferences, pairs and labelled texts against transformers on each sample alone, and the same however the work is split."""
+"""The loss of preferences, pairs and labelled texts against transformers on each sample alone, and
+the same however the work is split.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 from ingot.base.errors import WrongInput
 from ingot.config.evaluation import LossTask
@@ -49,13 +55,24 @@ def measured(recipe: Recipe, folder: Path | None = None) -> Measured:
 
 
 def samples(recipe: Recipe) -> Samples:
-    rows = open_rows(recipe.folder.columns, "validation", recipe.data.seq_len, pack="none", pad_last=True, target_len=recipe.data.target_len)
+    rows = open_rows(
+        recipe.folder.columns,
+        "validation",
+        recipe.data.seq_len,
+        pack="none",
+        pad_last=True,
+        target_len=recipe.data.target_len,
+    )
     assert isinstance(rows, Samples)
     return rows
 
 
 def nats(logits: Tensor, labels: Tensor) -> float:
-    return float(torch.nn.functional.cross_entropy(logits.double(), labels, reduction="sum", ignore_index=-100))
+    return float(
+        torch.nn.functional.cross_entropy(
+            logits.double(), labels, reduction="sum", ignore_index=-100
+        )
+    )
 
 
 def close(values: Any) -> Any:
@@ -70,7 +87,10 @@ def test_pairs_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
     expected, targets, size = [], 0, 0
     for number in range(len(rows)):
         fields = rows.fields([number])
-        tokens, labels = torch.from_numpy(fields.tokens[fields.segments == 1])[None], torch.from_numpy(fields.labels[fields.labels != -100])[None]
+        tokens, labels = (
+            torch.from_numpy(fields.tokens[fields.segments == 1])[None],
+            torch.from_numpy(fields.labels[fields.labels != -100])[None],
+        )
         expected.append(nats(reference(input_ids=tokens, labels=labels).logits[0], labels[0]))
         targets += labels.numel()
         size += len(tokenizer.decode(labels[0].numpy()).encode())
@@ -78,8 +98,12 @@ def test_pairs_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
     assert [example["nats"] for example in found.examples] == close(expected)
     loss = sum(expected) / targets
     assert found.metrics["loss/loss"].value == pytest.approx(loss, rel=tolerances.LOSS_FP32)
-    assert found.metrics["loss/perplexity"].value == pytest.approx(math.exp(loss), rel=tolerances.LOSS_FP32 * 10)
-    assert found.metrics["loss/bits_per_byte"].value == pytest.approx(sum(expected) / math.log(2) / size, rel=tolerances.LOSS_FP32)
+    assert found.metrics["loss/perplexity"].value == pytest.approx(
+        math.exp(loss), rel=tolerances.LOSS_FP32 * 10
+    )
+    assert found.metrics["loss/bits_per_byte"].value == pytest.approx(
+        sum(expected) / math.log(2) / size, rel=tolerances.LOSS_FP32
+    )
     assert found.metrics["loss/loss"].n == len(rows)
 
 
@@ -91,12 +115,16 @@ def test_labelled_texts_as_transformers_has_them(made: Callable[[str], Recipe]) 
     expected = []
     for number in range(len(rows)):
         fields = rows.fields([number])
-        logits = reference(input_ids=torch.from_numpy(fields.tokens[fields.segments == 1])[None]).logits
+        logits = reference(
+            input_ids=torch.from_numpy(fields.tokens[fields.segments == 1])[None]
+        ).logits
         expected.append(nats(logits, torch.from_numpy(fields.labels)))
     found = measured(recipe)
     assert set(found.metrics) == {"loss/loss"}
     assert [example["nats"] for example in found.examples] == close(expected)
-    assert found.metrics["loss/loss"].value == pytest.approx(np.mean(expected), rel=tolerances.LOSS_FP32)
+    assert found.metrics["loss/loss"].value == pytest.approx(
+        np.mean(expected), rel=tolerances.LOSS_FP32
+    )
 
 
 @torch.no_grad()
@@ -107,20 +135,37 @@ def test_preferences_as_transformers_has_them(made: Callable[[str], Recipe]) -> 
     for number in range(len(rows)):
         fields = rows.fields([number])
         one, other = (
-            nats(reference(input_ids=torch.from_numpy(fields.tokens[side][fields.segments[side] == 1])[None]).logits[0],
-                 torch.from_numpy(fields.labels[side][fields.segments[side] == 1])) for side in range(2)
+            nats(
+                reference(
+                    input_ids=torch.from_numpy(fields.tokens[side][fields.segments[side] == 1])[
+                        None
+                    ]
+                ).logits[0],
+                torch.from_numpy(fields.labels[side][fields.segments[side] == 1]),
+            )
+            for side in range(2)
         )
         sides.append((one, other))
     chosen, rejected = np.array(sides).T
     found = measured(recipe)
     assert [example["nats"] for example in found.examples] == close(chosen.tolist())
-    assert [example["margin"] for example in found.examples] == pytest.approx((rejected - chosen).tolist(), rel=tolerances.NLL_FP32, abs=tolerances.LOGPROB)
+    assert [example["margin"] for example in found.examples] == pytest.approx(
+        (rejected - chosen).tolist(), rel=tolerances.NLL_FP32, abs=tolerances.LOGPROB
+    )
     assert found.metrics["loss/accuracy"].value == pytest.approx(float((rejected > chosen).mean()))
     assert 0 < found.metrics["loss/accuracy"].value < 1
-    assert found.metrics["loss/margin"].value == pytest.approx(float((rejected - chosen).mean()), rel=tolerances.NLL_FP32, abs=tolerances.LOGPROB)
-    assert [found.metrics[f"loss/{name}"].direction for name in ("loss", "accuracy", "margin")] == ["lower", "higher", "higher"]
+    assert found.metrics["loss/margin"].value == pytest.approx(
+        float((rejected - chosen).mean()), rel=tolerances.NLL_FP32, abs=tolerances.LOGPROB
+    )
+    assert [found.metrics[f"loss/{name}"].direction for name in ("loss", "accuracy", "margin")] == [
+        "lower",
+        "higher",
+        "higher",
+    ]
     targets = sum(example["targets"] for example in found.examples)
-    assert found.metrics["loss/loss"].value == pytest.approx(chosen.sum() / targets, rel=tolerances.LOSS_FP32), "of the chosen answers alone"
+    assert found.metrics["loss/loss"].value == pytest.approx(
+        chosen.sum() / targets, rel=tolerances.LOSS_FP32
+    ), "of the chosen answers alone"
 
 
 @pytest.mark.parametrize("documents", KINDS)
@@ -130,15 +175,27 @@ def test_no_split_of_the_work_shows(documents: str, made: Callable[[str], Recipe
     one, two = run_ranks(2, measured, recipe)
     assert one == two
     root = recipe.folder.root.parent.parent
-    for other in (one, measured(recipe_of(root, documents, evaluate__micro_batch=1)), measured(recipe_of(root, documents, evaluate__micro_batch=64))):
-        assert [example["document"] for example in other.examples] == list(range(len(alone.examples)))
-        assert [example["nats"] for example in other.examples] == close([example["nats"] for example in alone.examples])
+    for other in (
+        one,
+        measured(recipe_of(root, documents, evaluate__micro_batch=1)),
+        measured(recipe_of(root, documents, evaluate__micro_batch=64)),
+    ):
+        assert [example["document"] for example in other.examples] == list(
+            range(len(alone.examples))
+        )
+        assert [example["nats"] for example in other.examples] == close(
+            [example["nats"] for example in alone.examples]
+        )
         for key, metric in alone.metrics.items():
             assert other.metrics[key].set_fingerprint == metric.set_fingerprint
-            assert other.metrics[key].value == pytest.approx(metric.value, rel=tolerances.SPLIT_LOSS, abs=tolerances.SPLIT_LOSS)
+            assert other.metrics[key].value == pytest.approx(
+                metric.value, rel=tolerances.SPLIT_LOSS, abs=tolerances.SPLIT_LOSS
+            )
 
 
-def test_the_first_rows_of_a_stream_are_measured_to_the_end_of_their_last_document(root: Path) -> None:
+def test_the_first_rows_of_a_stream_are_measured_to_the_end_of_their_last_document(
+    root: Path,
+) -> None:
     """Rows cut documents; what is left of one that was not read to its end does not count."""
     recipe = with_model(root)
     whole = measured(recipe)
@@ -150,7 +207,9 @@ def test_the_first_rows_of_a_stream_are_measured_to_the_end_of_their_last_docume
     for one, other in zip(some.examples, whole.examples, strict=False):
         assert one["nats"] == close(other["nats"])
         assert (one["targets"], one["bytes"]) == (other["targets"], other["bytes"])
-    nll, targets = (sum(example[name] for example in whole.examples[:count]) for name in ("nats", "targets"))
+    nll, targets = (
+        sum(example[name] for example in whole.examples[:count]) for name in ("nats", "targets")
+    )
     assert some.metrics["loss/loss"].value == pytest.approx(nll / targets, rel=tolerances.LOSS_FP32)
     assert some.metrics["loss/loss"].set_fingerprint != whole.metrics["loss/loss"].set_fingerprint
 
@@ -158,5 +217,8 @@ def test_the_first_rows_of_a_stream_are_measured_to_the_end_of_their_last_docume
 def test_another_kind_of_model_is_refused(made: Callable[[str], Recipe], tmp_path: Path) -> None:
     recipe = made("pair")
     place_model(recipe, tmp_path / "decoder")
-    with running_mesh() as mesh, pytest.raises(WrongInput, match="the loss of pair documents is for models of kind seq2seq"):
+    with (
+        running_mesh() as mesh,
+        pytest.raises(WrongInput, match="the loss of pair documents is for models of kind seq2seq"),
+    ):
         check(LossTask(), subject_in(tmp_path / "decoder", recipe, mesh))

@@ -25,16 +25,25 @@ def test_every_format_gives_the_same_records(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet")
     for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet"):
         found = read_records(str(tmp_path / name), KNOB, ["question", "c"], names={"question": "q"})
-        assert [record.values for record in found] == [{"question": row["q"], "c": row["c"]} for row in ROWS]
+        assert [record.values for record in found] == [
+            {"question": row["q"], "c": row["c"]} for row in ROWS
+        ]
         assert [record.place for record in found] == [f"{name}:{number}" for number in (1, 2, 3)]
-    assert [record.get("q") for record in read_records(str(tmp_path / "a.jsonl"), KNOB, ["q"], limit=2)] == ["für", "x"]
+    assert [
+        record.get("q") for record in read_records(str(tmp_path / "a.jsonl"), KNOB, ["q"], limit=2)
+    ] == ["für", "x"]
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ('{"q": 1', "a.jsonl:1: broken JSON"), ("[1]", "not a JSON object"),
-    ('{"p": 1}', "a.jsonl:1 has no column `q`; it has p: set evaluate.tasks, mine.columns"),
-    ("\n", "holds no record"), ('{"q": "x"}\n{"p": "x"}', "a.jsonl:2 has no column"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"q": 1', "a.jsonl:1: broken JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"p": 1}', "a.jsonl:1 has no column `q`; it has p: set evaluate.tasks, mine.columns"),
+        ("\n", "holds no record"),
+        ('{"q": "x"}\n{"p": "x"}', "a.jsonl:2 has no column"),
+    ],
+)
 def test_no_item_is_passed_over_in_silence(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(WrongInput) as error:

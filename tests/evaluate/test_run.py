@@ -27,7 +27,11 @@ from tests.evaluate.test_bigram import Direct
 from tests.ranks import run_ranks
 from tests.small import small_recipe
 
-FULL = {"evaluate__tasks": "[{kind: loss, baselines: [gzip, xz, bigram]}]", "evaluate__prompts": "[the ingot, copper]", "evaluate__sample_tokens": 6}
+FULL = {
+    "evaluate__tasks": "[{kind: loss, baselines: [gzip, xz, bigram]}]",
+    "evaluate__prompts": "[the ingot, copper]",
+    "evaluate__sample_tokens": 6,
+}
 
 
 def report_of(recipe: Recipe) -> EvaluationReport:
@@ -50,8 +54,15 @@ def test_report_table_and_files(root: Path, capfd: pytest.CaptureFixture[str]) -
     assert "bits per byte of bigram" in out
     assert "'the ingot' goes on" in out
     assert f"evaluate: {recipe.folder.model}, loss, fp32" in err
-    assert outcome.result == f"{bits.value:.2f} bits per byte, perplexity {report.metrics['loss/perplexity'].value:.1f}"
-    assert set(outcome.files) == {"reports/evaluate.json", "model/evaluate.json", "reports/examples/loss.parquet"}
+    assert (
+        outcome.result == f"{bits.value:.2f} bits per byte, perplexity"
+        f" {report.metrics['loss/perplexity'].value:.1f}"
+    )
+    assert set(outcome.files) == {
+        "reports/evaluate.json",
+        "model/evaluate.json",
+        "reports/examples/loss.parquet",
+    }
 
 
 def test_bits_per_byte_are_over_the_bytes_of_the_held_out_documents(root: Path) -> None:
@@ -67,21 +78,27 @@ def test_bits_per_byte_are_over_the_bytes_of_the_held_out_documents(root: Path) 
     assert metrics["loss/bits_per_byte"].value == pytest.approx(expected, rel=tolerances.EXACT)
 
 
-def test_the_bigram_is_that_of_the_training_split(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bigram_is_that_of_the_training_split(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = with_model(root, evaluate__tasks="[{kind: loss, baselines: [bigram]}]")
     evaluate(recipe)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     monkeypatch.setattr("tests.evaluate.test_bigram.V", tokenizer.vocab_size)
 
     def pairs(split: Any) -> list[tuple[int, int]]:
-        documents = [tokenizer.encode_document(document.text) for document in read_documents(recipe, split)]
+        documents = [
+            tokenizer.encode_document(document.text) for document in read_documents(recipe, split)
+        ]
         return [pair for ids in documents for pair in itertools.pairwise(ids)]
 
     training, held_out = np.array(pairs("train")).T, pairs("validation")
     direct = Direct((training[0], training[1]))
     nll = -sum(math.log(direct.probability(*pair)) for pair in held_out)
     size = sum(len(document.text.encode()) for document in read_documents(recipe, "validation"))
-    assert report_of(recipe).baselines == {"bigram": pytest.approx(nll / math.log(2) / size, rel=tolerances.EXACT)}
+    assert report_of(recipe).baselines == {
+        "bigram": pytest.approx(nll / math.log(2) / size, rel=tolerances.EXACT)
+    }
 
 
 def test_the_same_again_gives_the_same_outputs_and_another_model_does_not(root: Path) -> None:
@@ -110,11 +127,15 @@ def test_two_processes_report_what_one_does(root: Path) -> None:
         other = together.metrics[key]
         assert (other.n, other.set_fingerprint) == (metric.n, metric.set_fingerprint)
         for name in ("value", "ci_low", "ci_high"):
-            assert getattr(other, name) == pytest.approx(getattr(metric, name), rel=tolerances.SPLIT_LOSS)
+            assert getattr(other, name) == pytest.approx(
+                getattr(metric, name), rel=tolerances.SPLIT_LOSS
+            )
 
 
 def test_several_tasks_have_names_of_their_own(root: Path) -> None:
-    recipe = with_model(root, evaluate__tasks="[{kind: loss, name: a}, {kind: loss, name: b, baselines: [gzip]}]")
+    recipe = with_model(
+        root, evaluate__tasks="[{kind: loss, name: a}, {kind: loss, name: b, baselines: [gzip]}]"
+    )
     evaluate(recipe)
     report = report_of(recipe)
     assert report.metrics["a/loss"] == report.metrics["b/loss"]
@@ -131,7 +152,9 @@ def test_another_model_is_read_and_left_as_it_is(root: Path) -> None:
     assert report_of(recipe).model_hash == model_hash(other)
 
 
-def test_without_a_trained_model_the_source_is_evaluated(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_trained_model_the_source_is_evaluated(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     base = root / "base"
     recipe = with_model(root, base, model__source=str(base), model__config="{}")
     evaluate(recipe)
@@ -150,7 +173,9 @@ def refused(recipe: Recipe, kind: type[IngotError] = WrongInput) -> str:
 def test_no_model_yet(root: Path) -> None:
     assert "run `ingot train` first" in refused(small_recipe(root))
     base = root / "base"
-    recipe = with_model(root, base, model__source=str(base), model__init="random", model__config="{}")
+    recipe = with_model(
+        root, base, model__source=str(base), model__init="random", model__config="{}"
+    )
     assert "run `ingot train` first" in refused(recipe)
 
 
@@ -193,7 +218,14 @@ def test_a_model_with_fewer_positions_or_embeddings(root: Path) -> None:
     config = recipe.folder.model / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 300}))
     weights = load_file(recipe.folder.model / "model.safetensors")
-    cut = {name: tensor[:300].clone() if name in ("lm_head.weight", "model.embed_tokens.weight") else tensor for name, tensor in weights.items()}
+    cut = {
+        name: (
+            tensor[:300].clone()
+            if name in ("lm_head.weight", "model.embed_tokens.weight")
+            else tensor
+        )
+        for name, tensor in weights.items()
+    }
     save_file(cut, recipe.folder.model / "model.safetensors")
     assert "its model only 300" in refused(recipe)
 

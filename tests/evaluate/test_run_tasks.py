@@ -1,4 +1,6 @@
-"""`evaluate` over several tasks: what it writes of every item, the base model beside, and what is refused before anything is measured."""
+"""`evaluate` over several tasks: what it writes of every item, the base model beside, and what is
+refused before anything is measured.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,25 @@ def test_examples_are_the_documents_in_their_order(root: Path) -> None:
     table = pq.read_table(recipe.folder.reports / "examples" / "loss.parquet")
     assert table.column_names == ["document", "nats", "targets", "bytes"]
     assert table.column("document").to_pylist() == list(range(table.num_rows))
-    assert table.column("bytes").to_pylist() == [len(document.text.encode()) for document in read_documents(recipe, "validation")]
+    assert table.column("bytes").to_pylist() == [
+        len(document.text.encode()) for document in read_documents(recipe, "validation")
+    ]
     loss = report_of(recipe).metrics["loss/loss"]
     nats, targets = (np.array(table.column(name).to_pylist()) for name in ("nats", "targets"))
     assert nats.sum() / targets.sum() == pytest.approx(loss.value, rel=tolerances.EXACT)
 
 
-def test_the_base_stands_beside_and_in_the_examples(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_base_stands_beside_and_in_the_examples(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     base = root / "base"
-    recipe = with_model(root, model__source=str(base), model__config="{}", evaluate__base="true", evaluate__tasks="[{kind: loss, name: held}]")
+    recipe = with_model(
+        root,
+        model__source=str(base),
+        model__config="{}",
+        evaluate__base="true",
+        evaluate__tasks="[{kind: loss, name: held}]",
+    )
     place_model(recipe, base, seed=1)
     evaluate(recipe)
     report = report_of(recipe)
@@ -58,7 +70,9 @@ def test_the_base_stands_beside_and_in_the_examples(root: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("knobs", [{}, {"model__init": "random"}, {"evaluate__model": "base"}])
-def test_where_no_base_can_stand_beside_that_is_said(root: Path, knobs: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_where_no_base_can_stand_beside_that_is_said(
+    root: Path, knobs: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
     base = root / "base"
     own = {"model__source": str(base), "model__config": "{}"} if knobs else {}
     own |= {name: str(base) if value == "base" else value for name, value in knobs.items()}
@@ -72,15 +86,25 @@ def test_where_no_base_can_stand_beside_that_is_said(root: Path, knobs: dict[str
 def test_several_kinds_of_tasks_at_once(root: Path, tmp_path: Path) -> None:
     """Dealt over two ranks, the report is that of one."""
     items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(5))
-    pairs = write_lines(tmp_path / "pairs.jsonl", [{"source": "the ingot\nmelts", "target": "copper melts"}, {"source": "a", "target": "b"}])
-    tasks = f"[{{kind: loss}}, {{kind: hellaswag, source: {items}}}, {{kind: rouge, source: {pairs}, max_tokens: 4}}]"
+    pairs = write_lines(
+        tmp_path / "pairs.jsonl",
+        [{"source": "the ingot\nmelts", "target": "copper melts"}, {"source": "a", "target": "b"}],
+    )
+    tasks = (
+        f"[{{kind: loss}}, {{kind: hellaswag, source: {items}}}, {{kind: rouge, source: {pairs},"
+        " max_tokens: 4}]"
+    )
     recipe = with_model(root, evaluate__tasks=tasks)
     outcome = evaluate(recipe)
     alone = report_of(recipe)
-    assert [key.partition("/")[0] for key in alone.metrics] == ["loss"] * 3 + ["hellaswag"] * 2 + ["rouge"] * 4
+    assert [key.partition("/")[0] for key in alone.metrics] == ["loss"] * 3 + ["hellaswag"] * 2 + [
+        "rouge"
+    ] * 4
     assert "rouge/rouge1/first_line" in alone.baselines
     assert alone.bits_per_byte == {}
-    assert outcome.result.startswith(f"{alone.metrics['loss/bits_per_byte'].value:.2f} bits per byte")
+    assert outcome.result.startswith(
+        f"{alone.metrics['loss/bits_per_byte'].value:.2f} bits per byte"
+    )
     assert len([name for name in outcome.files if name.startswith("reports/examples/")]) == 3
     run_ranks(2, run_evaluate, recipe)
     together = report_of(recipe)
@@ -98,9 +122,17 @@ def test_tasks_that_do_not_go_by_them_need_no_prepared_rows(root: Path, tmp_path
 def test_what_cannot_be_measured_is_refused_before_anything_is(root: Path, tmp_path: Path) -> None:
     items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(1))
     for task, words in (
-        (f"{{kind: hellaswag, source: {tmp_path / 'none.jsonl'}}}", "no such file"), (f"{{kind: choice, source: {items}}}", "no column `question`"),
-        ("{kind: classification}", "classification is for models of kind encoder"), ("{kind: rouge}", "text documents have no text to write"),
-        (f"{{kind: rouge, source: {items}, columns: {{source: ctx_a, target: ctx_b}}, beams: 2}}", "set it to 1"),
+        (f"{{kind: hellaswag, source: {tmp_path / 'none.jsonl'}}}", "no such file"),
+        (f"{{kind: choice, source: {items}}}", "no column `question`"),
+        ("{kind: classification}", "classification is for models of kind encoder"),
+        ("{kind: rouge}", "text documents have no text to write"),
+        (
+            (
+                f"{{kind: rouge, source: {items}, columns: {{source: ctx_a, target: ctx_b}},"
+                " beams: 2}"
+            ),
+            "set it to 1",
+        ),
     ):
         assert words in refused(with_model(root, evaluate__tasks=f"[{{kind: loss}}, {task}]"))
 
@@ -110,7 +142,15 @@ def test_an_adapter_is_measured_on_its_base(root: Path) -> None:
     recipe = with_model(root, base, evaluate__model=str(adapter))
     model = AutoModelForCausalLM.from_pretrained(base)
     torch.manual_seed(0)
-    tuned = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
+    tuned = get_peft_model(
+        model,
+        LoraConfig(
+            r=4,
+            target_modules=["q_proj", "down_proj"],
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+        ),
+    )
     tuned.save_pretrained(adapter)
     evaluate(recipe)
     found = report_of(recipe)
@@ -119,27 +159,61 @@ def test_an_adapter_is_measured_on_its_base(root: Path) -> None:
     load_tokenizer(base).save(merged)
     evaluate(with_model(root, base, evaluate__model=str(merged)))
     expected, alone = report_of(recipe), "loss/loss"
-    assert found.metrics[alone].value == pytest.approx(expected.metrics[alone].value, rel=tolerances.NLL_FP32)
+    assert found.metrics[alone].value == pytest.approx(
+        expected.metrics[alone].value, rel=tolerances.NLL_FP32
+    )
     evaluate(with_model(root, base, evaluate__model=str(base)))
     assert abs(report_of(recipe).metrics[alone].value - found.metrics[alone].value) > 0.01
     assert len({found.model_hash, expected.model_hash, report_of(recipe).model_hash}) == 3
 
 
-def test_a_classifier_of_other_classes_is_refused_and_is_no_base(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_classifier_of_other_classes_is_refused_and_is_no_base(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Of the same classes in another order every number would be wrong, and look right."""
     recipe = prepared(tmp_path / "root", "labelled")
-    assert evaluate(recipe).result.endswith(f"classification/accuracy {report_of(recipe).metrics['classification/accuracy'].value:.4f}")
+    assert evaluate(recipe).result.endswith(
+        f"classification/accuracy {report_of(recipe).metrics['classification/accuracy'].value:.4f}"
+    )
     base = tmp_path / "base"
     shutil.copytree(recipe.folder.model, base)
     named = json.loads((base / "config.json").read_text())
-    for names, words in ((LABELS[::-1], "tells good, fair, bad apart, objective.labels are bad, fair, good"), ([*LABELS, "best"], "best apart")):
-        changed = {**named, "id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    for names, words in (
+        (LABELS[::-1], "tells good, fair, bad apart, objective.labels are bad, fair, good"),
+        ([*LABELS, "best"], "best apart"),
+    ):
+        changed = {
+            **named,
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: number for number, name in enumerate(names)},
+        }
         (base / "config.json").write_text(json.dumps(changed))
         with pytest.raises(WrongInput, match=words):
             evaluate(recipe_of(tmp_path / "root", "labelled", evaluate__model=str(base)))
-        evaluate(recipe_of(tmp_path / "root", "labelled", model__source=str(base), model__config="{}", evaluate__base="true"))
+        evaluate(
+            recipe_of(
+                tmp_path / "root",
+                "labelled",
+                model__source=str(base),
+                model__config="{}",
+                evaluate__base="true",
+            )
+        )
         assert words in capfd.readouterr().err
         assert report_of(recipe).base == {}
-    (base / "config.json").write_text(json.dumps({**named, "id2label": {str(number): f"LABEL_{number}" for number in range(3)}}))
-    evaluate(recipe_of(tmp_path / "root", "labelled", model__source=str(base), model__config="{}", evaluate__base="true"))
-    assert report_of(recipe).base["classification/f1"].value == report_of(recipe).metrics["classification/f1"].value
+    (base / "config.json").write_text(
+        json.dumps({**named, "id2label": {str(number): f"LABEL_{number}" for number in range(3)}})
+    )
+    evaluate(
+        recipe_of(
+            tmp_path / "root",
+            "labelled",
+            model__source=str(base),
+            model__config="{}",
+            evaluate__base="true",
+        )
+    )
+    assert (
+        report_of(recipe).base["classification/f1"].value
+        == report_of(recipe).metrics["classification/f1"].value
+    )

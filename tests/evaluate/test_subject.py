@@ -12,12 +12,24 @@ from tests.ranks import run_ranks
 
 
 def worked_through(asked_on: int, pieces: int, more: int) -> tuple[bool, list[int]]:
-    """What a rank did of its pieces (rank 1 has `more` of them) where rank `asked_on` is asked after its second; whether all was broken off."""
+    """What a rank did of its pieces (rank 1 has `more` of them) where rank `asked_on` is asked
+    after its second; whether all was broken off.
+    """
     done: list[int] = []
     with running_mesh() as mesh:
         nothing: Any = None
         asked = lambda: mesh.rank == asked_on and len(done) == 2  # noqa: E731
-        subject = Subject(nothing, nothing, cast(Any, "decoder"), nothing, frozenset(), "fp32", mesh, "a model", asked=asked)
+        subject = Subject(
+            nothing,
+            nothing,
+            cast(Any, "decoder"),
+            nothing,
+            frozenset(),
+            "fp32",
+            mesh,
+            "a model",
+            asked=asked,
+        )
         try:
             for piece in subject.pieces(range(pieces + more * mesh.rank)):
                 done.append(piece)
@@ -26,14 +38,23 @@ def worked_through(asked_on: int, pieces: int, more: int) -> tuple[bool, list[in
     return False, done
 
 
-@pytest.mark.parametrize(("asked_on", "expected"), [
-    (0, [(True, [0, 1]), (True, [0, 1, 2, 3, 4])]), (1, [(True, [0, 1, 2, 3]), (True, [0, 1])]), (5, [(False, [0, 1, 2, 3]), (False, [0, 1, 2, 3, 4])]),
-])
-def test_all_ranks_break_off_together_however_much_each_has_to_do(asked_on: int, expected: list[tuple[bool, list[int]]]) -> None:
+@pytest.mark.parametrize(
+    ("asked_on", "expected"),
+    [
+        (0, [(True, [0, 1]), (True, [0, 1, 2, 3, 4])]),
+        (1, [(True, [0, 1, 2, 3]), (True, [0, 1])]),
+        (5, [(False, [0, 1, 2, 3]), (False, [0, 1, 2, 3, 4])]),
+    ],
+)
+def test_all_ranks_break_off_together_however_much_each_has_to_do(
+    asked_on: int, expected: list[tuple[bool, list[int]]]
+) -> None:
     assert run_ranks(2, worked_through, asked_on, 4, 1) == expected
 
 
 def test_without_anybody_to_ask_nothing_is_agreed_upon() -> None:
     nothing: Any = None
-    subject = Subject(nothing, nothing, cast(Any, "decoder"), nothing, frozenset(), "fp32", nothing, "a model")
+    subject = Subject(
+        nothing, nothing, cast(Any, "decoder"), nothing, frozenset(), "fp32", nothing, "a model"
+    )
     assert list(subject.pieces("abc")) == ["a", "b", "c"]

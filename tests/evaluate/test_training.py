@@ -1,4 +1,6 @@
-"""Tasks and the objective on a model in training: the same numbers as from a folder, on every rank, and nothing of the model changed."""
+"""Tasks and the objective on a model in training: the same numbers as from a folder, on every rank,
+and nothing of the model changed.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,25 @@ def watched(recipe: Recipe, names: list[str]) -> Found:
 
 def test_named_tasks_on_the_first_rows(root: Path, tmp_path: Path) -> None:
     items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(4))
-    tasks = f"[{{kind: loss, name: held}}, {{kind: hellaswag, source: {items}}}, {{kind: loss, name: other}}]"
-    recipe = with_model(root, evaluate__tasks=tasks, train__evaluate_every=2, train__evaluate_rows=4, train__evaluate_tasks="[held, hellaswag]")
+    tasks = (
+        f"[{{kind: loss, name: held}}, {{kind: hellaswag, source: {items}}}, {{kind: loss, name:"
+        " other}]"
+    )
+    recipe = with_model(
+        root,
+        evaluate__tasks=tasks,
+        train__evaluate_every=2,
+        train__evaluate_rows=4,
+        train__evaluate_tasks="[held, hellaswag]",
+    )
     found = watched(recipe, recipe.train.evaluate_tasks)
-    assert set(found) == {"held/loss", "held/perplexity", "held/bits_per_byte", "hellaswag/accuracy", "hellaswag/accuracy_norm"}
+    assert set(found) == {
+        "held/loss",
+        "held/perplexity",
+        "held/bits_per_byte",
+        "hellaswag/accuracy",
+        "hellaswag/accuracy_norm",
+    }
     assert found["held/bits_per_byte"][1] == "lower"
     assert found["hellaswag/accuracy_norm"][1] == "higher"
     with running_mesh() as mesh:
@@ -54,18 +71,32 @@ def test_named_tasks_on_the_first_rows(root: Path, tmp_path: Path) -> None:
         everything = open_task(recipe.tasks[0], subject.about).measure(subject).metrics
     assert found["held/loss"][0] == alone["held/loss"].value != everything["held/loss"].value
     for other in run_ranks(2, watched, recipe, ["held", "hellaswag"]):
-        assert {key: value for key, (value, _) in other.items()} == pytest.approx({key: value for key, (value, _) in found.items()}, rel=tolerances.SPLIT_LOSS)
+        assert {key: value for key, (value, _) in other.items()} == pytest.approx(
+            {key: value for key, (value, _) in found.items()}, rel=tolerances.SPLIT_LOSS
+        )
 
 
-def test_what_cannot_be_measured_is_refused_before_the_first_step(root: Path, tmp_path: Path) -> None:
-    recipe = with_model(root, evaluate__tasks=f"[{{kind: loss}}, {{kind: hellaswag, source: {tmp_path / 'none.jsonl'}}}]")
+def test_what_cannot_be_measured_is_refused_before_the_first_step(
+    root: Path, tmp_path: Path
+) -> None:
+    recipe = with_model(
+        root,
+        evaluate__tasks=f"[{{kind: loss}}, {{kind: hellaswag, source: {tmp_path / 'none.jsonl'}}}]",
+    )
     with pytest.raises(WrongInput, match="no such file"):
         watched(recipe, ["hellaswag"])
     assert "loss/loss" in watched(recipe, ["loss"])
 
 
 def objective_of(recipe: Recipe, count: int) -> dict[str, float]:
-    rows = open_rows(recipe.folder.columns, "validation", recipe.data.seq_len, pack=recipe.pack_held_out, pad_last=True, target_len=recipe.data.target_len)
+    rows = open_rows(
+        recipe.folder.columns,
+        "validation",
+        recipe.data.seq_len,
+        pack=recipe.pack_held_out,
+        pad_last=True,
+        target_len=recipe.data.target_len,
+    )
     with running_mesh() as mesh:
         model = subject_in(recipe.folder.model, recipe, mesh).model
         return held_out_objective(model, CrossEntropy(), rows, count, 2, "fp32", mesh)
@@ -76,19 +107,26 @@ def test_the_objective_on_held_out_rows(root: Path) -> None:
     found = objective_of(recipe, 5)
     with running_mesh() as mesh:
         rows = open_rows(recipe.folder.columns, "validation", recipe.data.seq_len, pad_last=True)
-        expected = mean_loss(subject_in(recipe.folder.model, recipe, mesh).model, rows, 5, 3, "fp32", mesh)
+        expected = mean_loss(
+            subject_in(recipe.folder.model, recipe, mesh).model, rows, 5, 3, "fp32", mesh
+        )
     assert found == {"loss": pytest.approx(expected, rel=tolerances.LOSS_FP32)}
     for other in run_ranks(2, objective_of, recipe, 5):
         assert other == pytest.approx(found, rel=tolerances.SPLIT_LOSS)
     # Of two rows, one of three ranks has nothing, and adds nothing.
     two = objective_of(recipe, 2)
-    assert run_ranks(3, objective_of, recipe, 2) == [pytest.approx(two, rel=tolerances.SPLIT_LOSS)] * 3
+    assert (
+        run_ranks(3, objective_of, recipe, 2) == [pytest.approx(two, rel=tolerances.SPLIT_LOSS)] * 3
+    )
 
 
 @pytest.mark.parametrize("documents", ["chat", "pair"])
 def test_samples_of_a_model_in_training(documents: str, tmp_path: Path) -> None:
     recipe = prepared(tmp_path, documents, evaluate__sample_tokens=4)
-    with running_mesh() as mesh, evaluating((subject := subject_in(recipe.folder.model, recipe, mesh)).model):
+    with (
+        running_mesh() as mesh,
+        evaluating((subject := subject_in(recipe.folder.model, recipe, mesh)).model),
+    ):
         found: list[dict[str, Any]] = complete(subject, ["the ingot", "copper"])
         with torch.no_grad():
             assert complete(subject, []) == []

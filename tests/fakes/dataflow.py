@@ -1,4 +1,6 @@
-"""Jobs of Dataflow with their state: `install(server)` answers on a `tests.fakes.google.Server`. A list has summaries only, page by page."""
+"""Jobs of Dataflow with their state: `install(server)` answers on a `tests.fakes.google.Server`. A
+list has summaries only, page by page.
+"""
 
 from __future__ import annotations
 
@@ -25,34 +27,61 @@ class State:
     jobs: dict[str, types.Job] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
 
-    def make(self, id: str, name: str, labels: Mapping[str, str], state: STATES = STATES.JOB_STATE_RUNNING) -> None:
+    def make(
+        self,
+        id: str,
+        name: str,
+        labels: Mapping[str, str],
+        state: STATES = STATES.JOB_STATE_RUNNING,
+    ) -> None:
         self.jobs[id] = types.Job(id=id, name=name, labels=dict(labels), current_state=state)
 
     def list(self, request: types.ListJobsRequest) -> types.ListJobsResponse:
         self._check(request.project_id, request.location)
-        active = [job for job in self.jobs.values() if request.filter != types.ListJobsRequest.Filter.ACTIVE or job.current_state not in OVER]
+        active = [
+            job
+            for job in self.jobs.values()
+            if request.filter != types.ListJobsRequest.Filter.ACTIVE
+            or job.current_state not in OVER
+        ]
         start = int(request.page_token or 0)
-        summaries = [types.Job(id=job.id, name=job.name, current_state=job.current_state) for job in active[start : start + self.page]]
-        return types.ListJobsResponse(jobs=summaries, next_page_token=str(start + self.page) if len(active) > start + self.page else "")
+        summaries = [
+            types.Job(id=job.id, name=job.name, current_state=job.current_state)
+            for job in active[start : start + self.page]
+        ]
+        return types.ListJobsResponse(
+            jobs=summaries,
+            next_page_token=str(start + self.page) if len(active) > start + self.page else "",
+        )
 
     def get(self, request: types.GetJobRequest) -> types.Job:
         self._check(request.project_id, request.location)
         job = self._of(request.job_id)
         tells_all = request.view in (types.JobView.JOB_VIEW_DESCRIPTION, types.JobView.JOB_VIEW_ALL)
-        return job if tells_all else types.Job(id=job.id, name=job.name, current_state=job.current_state)
+        return (
+            job
+            if tells_all
+            else types.Job(id=job.id, name=job.name, current_state=job.current_state)
+        )
 
     def update(self, request: types.UpdateJobRequest) -> types.Job:
         self._check(request.project_id, request.location)
         job = self._of(request.job_id)
         if request.job.requested_state != STATES.JOB_STATE_CANCELLED or job.current_state in OVER:
-            raise Refused(400, f"The job {job.id} is in {job.current_state.name} and cannot become {request.job.requested_state.name}.")
+            raise Refused(
+                400,
+                f"The job {job.id} is in {job.current_state.name} and cannot become"
+                f" {request.job.requested_state.name}.",
+            )
         job.current_state = STATES.JOB_STATE_CANCELLING
         self.cancelled.append(job.id)
         return job
 
     def _of(self, id: str) -> types.Job:
         if id not in self.jobs:
-            raise Refused(404, f"({id}): Information about job {id} could not be found in our system.")
+            raise Refused(
+                404, f"({id}): Information about job {id} could not be found in our system."
+            )
         return self.jobs[id]
 
     def _check(self, project: str, region: str) -> None:

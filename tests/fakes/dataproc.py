@@ -1,7 +1,10 @@
-"""Dataproc Serverless with its state: `install(server)` answers for batches on a `tests.fakes.google.Server`.
+"""Dataproc Serverless with its state: `install(server)` answers for batches on a
+`tests.fakes.google.Server`.
 
-A batch is PENDING, then RUNNING, then at its end, as time passes. What Google documents of ids, runtimes, images, properties, labels, networks
-and times to live is checked. Where `submit` is given, it really runs: whatever it returns as exit code decides how the batch ends.
+A batch is PENDING, then RUNNING, then at its end, as time passes. What Google documents of ids,
+runtimes, images, properties, labels, networks
+and times to live is checked. Where `submit` is given, it really runs: whatever it returns as exit
+code decides how the batch ends.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ class Running:
 
 @dataclass
 class State:
-    """`batches` by id. `pending_s` and `running_s` are how long these states last; `fails` is why batches fail that nothing really runs."""
+    """`batches` by id. `pending_s` and `running_s` are how long these states last; `fails` is why
+    batches fail that nothing really runs.
+    """
 
     server: Server
     bucket: gcs.Server | None = None
@@ -66,26 +71,42 @@ class State:
     @property
     def alive(self) -> list[str]:
         """Ids of what is not over."""
-        return [name for name, running in self.batches.items() if self.look(running).state in (STATES.PENDING, STATES.RUNNING, STATES.CANCELLING)]
+        return [
+            name
+            for name, running in self.batches.items()
+            if self.look(running).state in (STATES.PENDING, STATES.RUNNING, STATES.CANCELLING)
+        ]
 
     def look(self, running: Running) -> Any:
         """The batch as it is now."""
         batch, now = running.batch, time.monotonic() - running.created
         if running.cancelled is not None:
-            batch.state = STATES.CANCELLED if time.monotonic() - running.cancelled > self.ending_s else STATES.CANCELLING
+            batch.state = (
+                STATES.CANCELLED
+                if time.monotonic() - running.cancelled > self.ending_s
+                else STATES.CANCELLING
+            )
         elif now < self.pending_s:
             batch.state = STATES.PENDING
         elif self.submit is not None:
             if not running.started:
                 running.started = True
                 threading.Thread(target=self._run, args=(running,), daemon=True).start()
-            batch.state = STATES.RUNNING if running.code is None else STATES.FAILED if running.code else STATES.SUCCEEDED
+            batch.state = (
+                STATES.RUNNING
+                if running.code is None
+                else STATES.FAILED
+                if running.code
+                else STATES.SUCCEEDED
+            )
         elif now < self.pending_s + self.running_s:
             batch.state = STATES.RUNNING
         else:
             batch.state = STATES.FAILED if self.fails else STATES.SUCCEEDED
         if batch.state == STATES.FAILED:
-            batch.state_message = self.fails or f"Job failed with message [driver exited with {running.code}]"
+            batch.state_message = (
+                self.fails or f"Job failed with message [driver exited with {running.code}]"
+            )
         if batch.state != STATES.PENDING and self.bucket is not None:
             batch.runtime_info.output_uri = f"gs://{self.bucket.bucket}/google-cloud-dataproc-metainfo/x/jobs/srvls-batch-{batch.uuid}/driveroutput"
         return batch
@@ -113,10 +134,16 @@ def install(server: Server, bucket: gcs.Server | None = None) -> State:
             raise Refused(400, f"batch_id must match {BATCH_ID.pattern}: {request.batch_id}")
         _check(state, request.batch)
         if request.batch_id in state.batches:
-            raise Refused(409, f"Already exists: Failed to create batch: Batch {request.parent}/batches/{request.batch_id}")
+            raise Refused(
+                409,
+                "Already exists: Failed to create batch: Batch"
+                f" {request.parent}/batches/{request.batch_id}",
+            )
         batch = types.Batch(request.batch)
         batch.name, batch.uuid = f"{state.parent}/batches/{request.batch_id}", str(server.number())
-        operation = server.operation(state.parent.replace("/locations/", "/regions/"), lambda: batch, polls=10**6)
+        operation = server.operation(
+            state.parent.replace("/locations/", "/regions/"), lambda: batch, polls=10**6
+        )
         batch.operation = operation.name
         state.batches[request.batch_id] = Running(batch, time.monotonic())
         return operation
@@ -128,12 +155,22 @@ def install(server: Server, bucket: gcs.Server | None = None) -> State:
         return state.look(state.batches[name])
 
     def listed(request: Any) -> Any:
-        wanted = [item.removeprefix("labels.").split("=") for item in request.filter.split(" AND ")] if request.filter else []
+        wanted = (
+            [item.removeprefix("labels.").split("=") for item in request.filter.split(" AND ")]
+            if request.filter
+            else []
+        )
         found = [state.look(running) for running in state.batches.values()]
-        matching = [batch for batch in reversed(found) if all(batch.labels.get(name) == value for name, value in wanted)]
+        matching = [
+            batch
+            for batch in reversed(found)
+            if all(batch.labels.get(name) == value for name, value in wanted)
+        ]
         start = int(request.page_token or 0)
         more = str(start + state.page) if len(matching) > start + state.page else ""
-        return types.ListBatchesResponse(batches=matching[start : start + state.page], next_page_token=more)
+        return types.ListBatchesResponse(
+            batches=matching[start : start + state.page], next_page_token=more
+        )
 
     def cancel(match: re.Match[str], query: dict[str, str], body: Any) -> Any:
         for running in state.batches.values():
@@ -153,13 +190,19 @@ def install(server: Server, bucket: gcs.Server | None = None) -> State:
 
 def _check(state: State, batch: Any) -> None:
     """What the service refuses."""
-    spark, runtime, execution = batch.pyspark_batch, batch.runtime_config, batch.environment_config.execution_config
+    spark, runtime, execution = (
+        batch.pyspark_batch,
+        batch.runtime_config,
+        batch.environment_config.execution_config,
+    )
     if "pyspark_batch" not in batch:
         raise Refused(400, "Batch must have a batch config")
     main = re.fullmatch(r"gs://([^/]+)/(.+\.py)", spark.main_python_file_uri)
     if main is None:
         raise Refused(400, f"main_python_file_uri must be a .py file: {spark.main_python_file_uri}")
-    if state.bucket is not None and (main[1] != state.bucket.bucket or main[2] not in state.bucket.objects):
+    if state.bucket is not None and (
+        main[1] != state.bucket.bucket or main[2] not in state.bucket.objects
+    ):
         raise Refused(400, f"File not found: {spark.main_python_file_uri}")
     if runtime.version not in RUNTIMES:
         raise Refused(400, f"Unsupported runtime version: {runtime.version}")
@@ -182,12 +225,20 @@ def _check_execution(state: State, execution: Any) -> None:
     if execution.network_uri and execution.subnetwork_uri:
         raise Refused(400, "network_uri and subnetwork_uri are mutually exclusive")
     if execution.subnetwork_uri:
-        found = re.fullmatch(r"projects/[^/]+/regions/([^/]+)/subnetworks/([^/]+)", execution.subnetwork_uri)
+        found = re.fullmatch(
+            r"projects/[^/]+/regions/([^/]+)/subnetworks/([^/]+)", execution.subnetwork_uri
+        )
         if found is None or found[1] != state.region or found[2] not in state.subnetworks:
-            raise Refused(400, f"Subnetwork {execution.subnetwork_uri} was not found in region {state.region}")
+            raise Refused(
+                400, f"Subnetwork {execution.subnetwork_uri} was not found in region {state.region}"
+            )
     if not 600 <= execution.ttl.total_seconds() <= 14 * 86_400:
-        raise Refused(400, f"ttl must be between 10 minutes and 14 days: {execution.ttl.total_seconds()}s")
+        raise Refused(
+            400, f"ttl must be between 10 minutes and 14 days: {execution.ttl.total_seconds()}s"
+        )
     if any(not TAG.fullmatch(tag) for tag in execution.network_tags):
         raise Refused(400, f"Invalid network tags: {list(execution.network_tags)}")
-    if execution.staging_bucket and not re.fullmatch(r"[a-z0-9][a-z0-9._-]+", execution.staging_bucket):
+    if execution.staging_bucket and not re.fullmatch(
+        r"[a-z0-9][a-z0-9._-]+", execution.staging_bucket
+    ):
         raise Refused(400, f"Invalid bucket name: {execution.staging_bucket}")

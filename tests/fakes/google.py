@@ -1,7 +1,10 @@
-"""A server of Google's REST interfaces, built from the installed clients: their paths and message types are its own.
+"""A server of Google's REST interfaces, built from the installed clients: their paths and message
+types are its own.
 
-What a client would not send is refused: an unknown path, query parameter or field is an error of the test. What nobody gave a handler for is
-501. Services (`tests/fakes/vertex.py`, ...) register handlers: `server.on("JobService.CreateCustomJob", handler)`.
+What a client would not send is refused: an unknown path, query parameter or field is an error of
+the test. What nobody gave a handler for is
+501. Services (`tests/fakes/vertex.py`, ...) register handlers:
+   `server.on("JobService.CreateCustomJob", handler)`.
 """
 
 from __future__ import annotations
@@ -30,8 +33,18 @@ from google.longrunning import operations_pb2
 from google.protobuf import any_pb2, json_format
 from google.rpc import status_pb2
 
-STATUS = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS", 412: "FAILED_PRECONDITION",
-          429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
+STATUS = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ALREADY_EXISTS",
+    412: "FAILED_PRECONDITION",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+}
 _SYSTEM = {"$alt", "alt", "prettyPrint", "fields"}
 """Query parameters that every method takes."""
 
@@ -59,7 +72,9 @@ class Method:
 
 @dataclass
 class Fault:
-    """What happens to the next `times` calls of a method: an error instead of an answer; with `lose`, it is done and the answer is an error all the same."""
+    """What happens to the next `times` calls of a method: an error instead of an answer; with
+    `lose`, it is done and the answer is an error all the same.
+    """
 
     times: int
     code: int
@@ -99,21 +114,36 @@ class Server(Loopback):
         self._ids = 0
 
     def server_close(self) -> None:
-        """Also the clients that were made to ask here: they are kept by their address, and nobody will have this one again."""
+        """Also the clients that were made to ask here: they are kept by their address, and nobody
+        will have this one again.
+        """
         super().server_close()
         clients._client.cache_clear()
 
     def on(self, method: str, handler: Callable[[Any], Any]) -> None:
-        """Answer `Service.Method` with `handler(request message) -> response message`; it may raise `Refused`."""
+        """Answer `Service.Method` with `handler(request message) -> response message`; it may raise
+        `Refused`.
+        """
         if method not in _methods():
             raise KeyError(f"no installed client has a method {method}")
         self.handlers[method] = handler
 
     def on_path(self, verb: str, path: str, handler: Callable[..., Any]) -> None:
-        """For what no generated client speaks: a regular expression over the path; `handler(match, query, body) -> JSON`."""
+        """For what no generated client speaks: a regular expression over the path; `handler(match,
+        query, body) -> JSON`.
+        """
         self.raw.append((verb, re.compile(path), handler))
 
-    def fault(self, method: str, code: int, *, times: int = 1, message: str = "on purpose", lose: bool = False, delay_s: float = 0.0) -> None:
+    def fault(
+        self,
+        method: str,
+        code: int,
+        *,
+        times: int = 1,
+        message: str = "on purpose",
+        lose: bool = False,
+        delay_s: float = 0.0,
+    ) -> None:
         """Let the next calls of `Service.Method` go wrong (`*`: of any)."""
         self.faults.setdefault(method, []).append(Fault(times, code, message, lose, delay_s))
 
@@ -128,10 +158,19 @@ class Server(Loopback):
             return self._ids
 
     def operation(
-        self, parent: str, result: Callable[[], Any], *, metadata: Any = None, polls: int = 1, seconds: float = 0.0, error: Refused | None = None
+        self,
+        parent: str,
+        result: Callable[[], Any],
+        *,
+        metadata: Any = None,
+        polls: int = 1,
+        seconds: float = 0.0,
+        error: Refused | None = None,
     ) -> Any:
-        """A long-running operation under `parent` (projects/P/locations/L): `result()` is called, and its message is the response, once it was
-        asked for more than `polls` times and `seconds` have passed; or it ends with `error`."""
+        """A long-running operation under `parent` (projects/P/locations/L): `result()` is called,
+        and its message is the response, once it was asked for more than `polls` times and `seconds`
+        have passed; or it ends with `error`.
+        """
         message = operations_pb2.Operation(name=f"{parent}/operations/{self.number()}")
         if metadata is not None:
             message.metadata.CopyFrom(_packed(metadata))
@@ -142,11 +181,15 @@ class Server(Loopback):
                     raise error
                 message.response.CopyFrom(_packed(result()))
             except Refused as refused:
-                code = {400: 3, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14}.get(refused.code, 2)
+                code = {400: 3, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14}.get(
+                    refused.code, 2
+                )
                 message.error.CopyFrom(status_pb2.Status(code=code, message=refused.message))
             message.done = True
 
-        self.operations[message.name] = _Operation(message, polls, time.monotonic() + seconds, finish)
+        self.operations[message.name] = _Operation(
+            message, polls, time.monotonic() + seconds, finish
+        )
         return message
 
     def poll(self, name: str) -> Any:
@@ -155,7 +198,11 @@ class Server(Loopback):
             raise Refused(404, f"operation {name} not found")
         operation = self.operations[name]
         operation.polls -= 1
-        if operation.polls < 0 and time.monotonic() >= operation.ready and not operation.message.done:
+        if (
+            operation.polls < 0
+            and time.monotonic() >= operation.ready
+            and not operation.message.done
+        ):
             operation.finish()
         return operation.message
 
@@ -175,7 +222,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, self._handled(self.command.lower(), body))
         except Refused as refused:
             status = STATUS.get(refused.code, "UNKNOWN")
-            self._send(refused.code, json.dumps({"error": {"code": refused.code, "message": refused.message, "status": status}}).encode())
+            self._send(
+                refused.code,
+                json.dumps(
+                    {"error": {"code": refused.code, "message": refused.message, "status": status}}
+                ).encode(),
+            )
 
     do_GET = do_POST = do_PATCH = do_DELETE = do_PUT = _answer
 
@@ -193,18 +245,31 @@ class _Handler(BaseHTTPRequestHandler):
             if wanted == verb and (match := pattern.fullmatch(path)):
                 with self.server.lock:
                     self.server.calls.append(Call(f"{verb} {path}", json.loads(body or b"null")))
-                    return json.dumps(handler(match, dict(query), json.loads(body or b"null"))).encode()
-        if (operation := re.fullmatch(r"/(?:v\d\w*|ui)/(.+/operations/[^/:]+)", path)) and verb == "get":
+                    return json.dumps(
+                        handler(match, dict(query), json.loads(body or b"null"))
+                    ).encode()
+        if (
+            operation := re.fullmatch(r"/(?:v\d\w*|ui)/(.+/operations/[^/:]+)", path)
+        ) and verb == "get":
             with self.server.lock:
                 return json_format.MessageToJson(self.server.poll(operation[1])).encode()
-        found = [(method, match) for method in _methods().values() if method.verb == verb and (match := method.path.fullmatch(path))]
+        found = [
+            (method, match)
+            for method in _methods().values()
+            if method.verb == verb and (match := method.path.fullmatch(path))
+        ]
         if not found:
             raise Refused(404, f"no installed client asks {verb.upper()} {path}")
-        # Of several (`.../{name=**}`, two versions of a service) the one that is answered here, else any.
-        method, match = next(((one, its) for one, its in found if one.name in self.server.handlers), found[0])
+        # Of several (`.../{name=**}`, two versions of a service) the one that is answered here,
+        # else any.
+        method, match = next(
+            ((one, its) for one, its in found if one.name in self.server.handlers), found[0]
+        )
         return self._called(method, self._request(method, match, query, body))
 
-    def _request(self, method: Method, match: re.Match[str], query: list[tuple[str, str]], body: bytes) -> Any:
+    def _request(
+        self, method: Method, match: re.Match[str], query: list[tuple[str, str]], body: bytes
+    ) -> Any:
         values: dict[str, Any] = {}
         if method.body == "*":
             values = json.loads(body or b"{}")
@@ -230,7 +295,15 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         with server.lock:
             server.calls.append(Call(method.name, request))
-            fault = next((fault for key in (method.name, "*") for fault in server.faults.get(key, []) if fault.times > 0), None)
+            fault = next(
+                (
+                    fault
+                    for key in (method.name, "*")
+                    for fault in server.faults.get(key, [])
+                    if fault.times > 0
+                ),
+                None,
+            )
             if fault is not None:
                 fault.times -= 1
         if fault is not None:
@@ -252,7 +325,9 @@ def _json(response: Any, method: Method) -> str:
         return "{}"
     raw = type(response).pb(response) if hasattr(type(response), "pb") else response
     if method.response is not None and not isinstance(response, method.response):
-        raise TypeError(f"{method.name} answers {method.response.__name__}, not {type(response).__name__}")
+        raise TypeError(
+            f"{method.name} answers {method.response.__name__}, not {type(response).__name__}"
+        )
     return json_format.MessageToJson(raw, use_integers_for_enums=True)
 
 
@@ -269,14 +344,19 @@ def _assign(values: dict[str, Any], dotted: str, value: str) -> None:
     for part in parents:
         values = values.setdefault(part, {})
     if last in values and values[last] != value:
-        values[last] = [*(values[last] if isinstance(values[last], list) else [values[last]]), value]
+        values[last] = [
+            *(values[last] if isinstance(values[last], list) else [values[last]]),
+            value,
+        ]
     else:
         values[last] = value
 
 
 @functools.cache
 def _methods() -> dict[str, Method]:
-    """All methods of all clients that ingot uses, by `Service.Method`; several paths of one are told apart by a number behind the name."""
+    """All methods of all clients that ingot uses, by `Service.Method`; several paths of one are
+    told apart by a number behind the name.
+    """
     found: dict[str, Method] = {}
     for module, client, _ in SERVICES.values():
         transport = getattr(importlib.import_module(module), client).get_transport_class("rest")
@@ -292,7 +372,15 @@ def _methods() -> dict[str, Method]:
                 key = f"{service}.{name.strip('_')}"
                 while key in found:
                     key += "'"
-                found[key] = Method(key.rstrip("'"), rule["method"], pattern, fields, rule.get("body"), hints["request"], hints.get("return"))
+                found[key] = Method(
+                    key.rstrip("'"),
+                    rule["method"],
+                    pattern,
+                    fields,
+                    rule.get("body"),
+                    hints["request"],
+                    hints.get("return"),
+                )
     return found
 
 
@@ -306,5 +394,8 @@ def _pattern(uri: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
         return "(" + re.escape(inner or "*").replace(r"\*\*", ".+").replace(r"\*", "[^/:]+") + ")"
 
     parts = re.split(r"(\{[^}]+\})", uri)
-    text = "".join(group(match) if (match := re.fullmatch(r"\{([^}]+)\}", part)) else re.escape(part) for part in parts)
+    text = "".join(
+        group(match) if (match := re.fullmatch(r"\{([^}]+)\}", part)) else re.escape(part)
+        for part in parts
+    )
     return re.compile(text), tuple(fields)

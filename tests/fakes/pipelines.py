@@ -1,7 +1,8 @@
-"""Vertex AI's pipeline jobs and schedules, with their state: `install(server)` answers on a `tests.fakes.google.Server`.
+"""Vertex AI's pipeline jobs and schedules, with their state: `install(server)` answers on a
+`tests.fakes.google.Server`.
 
-A specification must be one by kfp's own loader. A job does one step more each time it is looked at, in the order of its graph; what stands under
-a condition is done only where `decision` says so.
+A specification must be one by kfp's own loader. A job does one step more each time it is looked at,
+in the order of its graph; what stands under a condition is done only where `decision` says so.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class State:
             raise Refused(409, f"The PipelineJob {id} already exists.")
         _check(request.pipeline_job)
         kept = types.PipelineJob(request.pipeline_job)
-        kept.name, kept.state, kept.create_time = f"{self.parent}/pipelineJobs/{id}", JOB.PIPELINE_STATE_PENDING, datetime.now(UTC)
+        kept.name, kept.state, kept.create_time = (
+            f"{self.parent}/pipelineJobs/{id}",
+            JOB.PIPELINE_STATE_PENDING,
+            datetime.now(UTC),
+        )
         self.jobs[id] = kept
         return kept
 
@@ -70,8 +75,12 @@ class State:
         rest = re.sub(r'labels\.[\w-]+="[^"]*"|state="\w+"|AND|OR|[() ]', "", request.filter)
         if rest:
             raise Refused(400, f"Invalid filter: {rest}")
-        found = [job for job in self.jobs.values() if all(job.labels.get(key) == value for key, value in labels.items())
-                 and (not states or job.state.name.removeprefix("PIPELINE_STATE_") in states)]
+        found = [
+            job
+            for job in self.jobs.values()
+            if all(job.labels.get(key) == value for key, value in labels.items())
+            and (not states or job.state.name.removeprefix("PIPELINE_STATE_") in states)
+        ]
         return types.ListPipelineJobsResponse(pipeline_jobs=found)
 
     def cancel(self, request: types.CancelPipelineJobRequest) -> None:
@@ -100,7 +109,9 @@ class State:
         wanted = re.fullmatch(r'display_name="([^"]+)"', request.filter)
         if wanted is None:
             raise Refused(400, f"Invalid filter: {request.filter}")
-        return types.ListSchedulesResponse(schedules=[one for one in self.schedules.values() if one.display_name == wanted[1]])
+        return types.ListSchedulesResponse(
+            schedules=[one for one in self.schedules.values() if one.display_name == wanted[1]]
+        )
 
     def delete_schedule(self, request: types.DeleteScheduleRequest) -> Any:
         if self.schedules.pop(request.name, None) is None:
@@ -130,7 +141,11 @@ class State:
 
     def _check_parent(self, parent: str) -> None:
         if parent != self.parent:
-            raise Refused(404, f"Location or project of {parent} is not found; this endpoint serves {self.region}.")
+            raise Refused(
+                404,
+                f"Location or project of {parent} is not found; this endpoint serves"
+                f" {self.region}.",
+            )
 
     def _job(self, name: str) -> types.PipelineJob:
         id = name.rpartition("/")[2]
@@ -146,8 +161,20 @@ class State:
         elif details and details[-1].state == TASK.RUNNING:
             last = details[-1]
             if last.task_name in self.fails:
-                last.state, last.error = TASK.FAILED, {"code": 9, "message": self.fails[last.task_name]}
-                job.state, job.error = JOB.PIPELINE_STATE_FAILED, {"code": 9, "message": f"The DAG failed because {last.task_name} failed."}
+                last.state, last.error = (
+                    TASK.FAILED,
+                    {
+                        "code": 9,
+                        "message": self.fails[last.task_name],
+                    },
+                )
+                job.state, job.error = (
+                    JOB.PIPELINE_STATE_FAILED,
+                    {
+                        "code": 9,
+                        "message": f"The DAG failed because {last.task_name} failed.",
+                    },
+                )
                 return
             last.state = TASK.SUCCEEDED
         if len(details) == len(order):
@@ -156,7 +183,9 @@ class State:
         name, is_condition, within = order[len(details)]
         skipped = (within or is_condition) and self.decision != "deploy"
         state = TASK.NOT_TRIGGERED if skipped else TASK.SUCCEEDED if is_condition else TASK.RUNNING
-        job.job_detail.task_details.append(types.PipelineTaskDetail(task_id=100 + len(details), task_name=name, state=state))
+        job.job_detail.task_details.append(
+            types.PipelineTaskDetail(task_id=100 + len(details), task_name=name, state=state)
+        )
 
 
 def install(server: Server) -> State:
@@ -181,12 +210,18 @@ def _empty() -> Any:
 def _check(job: types.PipelineJob) -> None:
     if not 0 < len(job.display_name) <= 128:
         raise Refused(400, "The display name must have 1 to 128 characters.")
-    if len(job.labels) > 64 or not all(LABEL.fullmatch(key) and LABEL.fullmatch(value) for key, value in job.labels.items()):
+    if len(job.labels) > 64 or not all(
+        LABEL.fullmatch(key) and LABEL.fullmatch(value) for key, value in job.labels.items()
+    ):
         raise Refused(400, f"Invalid label in {dict(job.labels)}")
     if not job.runtime_config.gcs_output_directory.startswith("gs://"):
         raise Refused(400, "runtime_config.gcs_output_directory is required.")
     if job.network and not re.fullmatch(r"projects/\d+/global/networks/[a-z0-9-]+", job.network):
-        raise Refused(400, f"{job.network} must be of the form projects/{{project_number}}/global/networks/{{network}}.")
+        raise Refused(
+            400,
+            f"{job.network} must be of the form"
+            " projects/{project_number}/global/networks/{network}.",
+        )
     spec = json_format.MessageToDict(types.PipelineJob.pb(job).pipeline_spec)
     if spec.get("schemaVersion") != "2.1.0":
         raise Refused(400, "pipeline_spec.schemaVersion is missing or not supported.")
@@ -202,7 +237,9 @@ def _check(job: types.PipelineJob) -> None:
             raise Refused(400, f"image {executor['container']['image']} is not valid.")
 
 
-def _order(spec: dict[str, Any], dag: str = "", within: bool = False) -> list[tuple[str, bool, bool]]:
+def _order(
+    spec: dict[str, Any], dag: str = "", within: bool = False
+) -> list[tuple[str, bool, bool]]:
     """Steps as they are done: name, whether it is a condition, whether it stands under one."""
     tasks: dict[str, Any] = (spec["components"][dag] if dag else spec["root"])["dag"]["tasks"]
     found: list[tuple[str, bool, bool]] = []

@@ -1,4 +1,6 @@
-"""Queued resources of the TPU service, which no generated REST client speaks: asked for, waiting, active, deleted with what belongs to them."""
+"""Queued resources of the TPU service, which no generated REST client speaks: asked for, waiting,
+active, deleted with what belongs to them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from tests.fakes.google import Refused, Server
 
 ID = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 PATH = r"/v2/projects/p/locations/([a-z0-9-]+)/queuedResources"
-NODE = {"acceleratorType", "runtimeVersion", "networkConfig", "labels", "metadata", "serviceAccount"}
+NODE = {
+    "acceleratorType",
+    "runtimeVersion",
+    "networkConfig",
+    "labels",
+    "metadata",
+    "serviceAccount",
+}
 
 
 @dataclass
@@ -22,14 +31,26 @@ class Tpus:
     looks: dict[str, int] = field(default_factory=dict)
     lost: int = 0
 
-    def create(self, match: re.Match[str], query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+    def create(
+        self, match: re.Match[str], query: dict[str, str], body: dict[str, Any]
+    ) -> dict[str, Any]:
         id = query["queuedResourceId"]
         if not ID.fullmatch(id) or set(query) != {"queuedResourceId"}:
             raise Refused(400, f"queuedResourceId {id!r}")
-        if unknown := set(body) - {"tpu", "spot", "guaranteed", "queueingPolicy", "reservationName"}:
+        if unknown := set(body) - {
+            "tpu",
+            "spot",
+            "guaranteed",
+            "queueingPolicy",
+            "reservationName",
+        }:
             raise Refused(400, f"Unknown name {sorted(unknown)[0]!r}")
         [spec] = body["tpu"]["nodeSpec"]
-        if spec["parent"] != f"projects/p/locations/{match[1]}" or set(spec["node"]) != NODE or spec["nodeId"] != id:
+        if (
+            spec["parent"] != f"projects/p/locations/{match[1]}"
+            or set(spec["node"]) != NODE
+            or spec["nodeId"] != id
+        ):
             raise Refused(400, f"nodeSpec: {sorted(spec['node'])}")
         if id in self.states:
             raise Refused(409, f"Resource '{id}' already exists")

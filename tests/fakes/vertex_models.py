@@ -1,7 +1,9 @@
-"""Vertex AI's Model Registry, endpoints and predictions, with their state: `install(server)` answers on a `tests.fakes.google.Server`.
+"""Vertex AI's Model Registry, endpoints and predictions, with their state: `install(server)`
+answers on a `tests.fakes.google.Server`.
 
-Uploads and deployments take time and may fail; labels, ids and the sharing of traffic are checked as Google documents them. `served` is what
-served an endpoint over time. A deployed model answers by `answer`, which a test may replace by a real server.
+Uploads and deployments take time and may fail; labels, ids and the sharing of traffic are checked
+as Google documents them. `served` is what served an endpoint over time. A deployed model answers by
+`answer`, which a test may replace by a real server.
 """
 
 from __future__ import annotations
@@ -23,19 +25,25 @@ from google.rpc import status_pb2
 from tests.fakes.google import Call, Refused, Server
 from tests.fakes.google import _Handler as Plain
 
-MACHINES = re.compile(r"(n1|n2|e2|c2|c3|a2|a3|g2)-(standard|highmem|highcpu|highgpu|megagpu|ultragpu)-\d+g?")
+MACHINES = re.compile(
+    r"(n1|n2|e2|c2|c3|a2|a3|g2)-(standard|highmem|highcpu|highgpu|megagpu|ultragpu)-\d+g?"
+)
 BRING_THEIRS = {"a2": "NVIDIA_TESLA_A100", "g2": "NVIDIA_L4"}
 
 
 @dataclass
 class State:
-    """`models` by id: versions by number. `endpoints` by full name. Both are the client's own messages."""
+    """`models` by id: versions by number. `endpoints` by full name. Both are the client's own
+    messages.
+    """
 
     server: Server
     project: str = "proj"
     region: str = "us-central1"
     objects: Callable[[], list[str]] | None = None
-    """Names `BUCKET/OBJECT` that there are; what a model's artifacts are looked for in. None: not looked."""
+    """Names `BUCKET/OBJECT` that there are; what a model's artifacts are looked for in. None: not
+    looked.
+    """
     models: dict[str, dict[int, types.Model]] = field(default_factory=dict)
     endpoints: dict[str, types.Endpoint] = field(default_factory=dict)
     served: dict[str, list[tuple[float, dict[int, int]]]] = field(default_factory=dict)
@@ -43,16 +51,20 @@ class State:
     polls: int = 1
     page: int = 2
     asked: int = 0
-    answer: Callable[[types.DeployedModel, list[Any], dict[str, Any]], list[Any]] = lambda deployed, instances, parameters: [
-        f"{instance} from v{deployed.model_version_id}" for instance in instances
-    ]
+    answer: Callable[[types.DeployedModel, list[Any], dict[str, Any]], list[Any]] = (
+        lambda deployed, instances, parameters: [
+            f"{instance} from v{deployed.model_version_id}" for instance in instances
+        ]
+    )
 
     raw: Callable[[types.DeployedModel, dict[str, Any]], tuple[int, Any]] | None = None
     """What a deployed model's container says to a raw prediction: status and JSON."""
     says_who: bool = True
     """Whether a raw answer names the deployed model in its headers."""
     misses: int = 0
-    """So many predictions go on by the traffic of before, as while a new share spreads: to whatever was deployed first."""
+    """So many predictions go on by the traffic of before, as while a new share spreads: to whatever
+    was deployed first.
+    """
 
     @property
     def parent(self) -> str:
@@ -69,21 +81,45 @@ class State:
         return self.served[self.endpoint.name][-1][1]
 
     def gaps(self, name: str | None = None) -> list[dict[int, int]]:
-        """Moments since something served in which not all of the traffic was served. [] when there was none."""
+        """Moments since something served in which not all of the traffic was served. [] when there
+        was none.
+        """
         turns = [shares for _, shares in self.served[name or self.endpoint.name]]
         first = next((number for number, shares in enumerate(turns) if shares), len(turns))
         return [shares for shares in turns[first:] if sum(shares.values()) != 100]
 
     def alias(self, model: str, alias: str) -> int | None:
-        return next((number for number, version in self.models[model].items() if alias in version.version_aliases), None)
+        return next(
+            (
+                number
+                for number, version in self.models[model].items()
+                if alias in version.version_aliases
+            ),
+            None,
+        )
 
 
 def install(server: Server) -> State:
     state = State(server)
-    for name in ("upload_model", "list_model_versions", "list_models", "merge_version_aliases", "update_model"):
+    for name in (
+        "upload_model",
+        "list_model_versions",
+        "list_models",
+        "merge_version_aliases",
+        "update_model",
+    ):
         server.on(f"ModelService.{_camel(name)}", _bound(state, name))
-    for name in ("create_endpoint", "get_endpoint", "list_endpoints", "update_endpoint", "deploy_model", "undeploy_model", "delete_endpoint",
-                 "list_operations", "cancel_operation"):
+    for name in (
+        "create_endpoint",
+        "get_endpoint",
+        "list_endpoints",
+        "update_endpoint",
+        "deploy_model",
+        "undeploy_model",
+        "delete_endpoint",
+        "list_operations",
+        "cancel_operation",
+    ):
         server.on(f"EndpointService.{_camel(name)}", _bound(state, name))
     server.on("ModelService.ListOperations", _bound(state, "list_operations"))
     server.on("PredictionService.Predict", _bound(state, "predict"))
@@ -105,7 +141,9 @@ def _place(state: State, name: str) -> None:
     if found is None:
         raise Refused(400, f"Invalid resource name {name}")
     if found[1] != state.project:
-        raise Refused(403, f"Permission denied on resource project {found[1]} (or it may not exist).")
+        raise Refused(
+            403, f"Permission denied on resource project {found[1]} (or it may not exist)."
+        )
     if found[2] != state.region:
         raise Refused(400, f"The request is for {found[2]}, this is {state.region}.")
 
@@ -114,13 +152,20 @@ def _check_labels(labels: dict[str, str]) -> None:
     if len(labels) > 64:
         raise Refused(400, "More than 64 labels.")
     for key, value in labels.items():
-        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
+        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(
+            r"[a-z0-9_-]{0,63}", value
+        ):
             raise Refused(400, f"Invalid label {key}={value}.")
 
 
 def _idle(state: State, thing: str) -> None:
-    if any(name.startswith(f"{thing}/operations/") and not one.message.done for name, one in state.server.operations.items()):
-        raise Refused(400, f"{thing} is being operated on by another operation. Please try again later.")
+    if any(
+        name.startswith(f"{thing}/operations/") and not one.message.done
+        for name, one in state.server.operations.items()
+    ):
+        raise Refused(
+            400, f"{thing} is being operated on by another operation. Please try again later."
+        )
 
 
 def upload_model(state: State, request: Any) -> Any:
@@ -133,18 +178,24 @@ def upload_model(state: State, request: Any) -> Any:
     model_id = request.model_id or request.parent_model.rpartition("/")[2]
     if request.model_id and model_id in state.models:
         raise Refused(409, f"Model {model_id} already exists.")
-    if request.parent_model and (request.parent_model != f"{state.parent}/models/{model_id}" or model_id not in state.models):
+    if request.parent_model and (
+        request.parent_model != f"{state.parent}/models/{model_id}" or model_id not in state.models
+    ):
         raise Refused(404, f"Model {request.parent_model} not found.")
     if not model.display_name or len(model.display_name) > 128:
         raise Refused(400, "display_name is required, of at most 128 characters.")
     _check_labels(dict(model.labels))
     if not re.match(r"([a-z0-9-]+-docker\.pkg\.dev|([a-z]+\.)?gcr\.io)/.+/.+", spec.image_uri):
-        raise Refused(400, f"Image {spec.image_uri} is not in Artifact Registry or Container Registry.")
+        raise Refused(
+            400, f"Image {spec.image_uri} is not in Artifact Registry or Container Registry."
+        )
     if any(not route.startswith("/") for route in (spec.predict_route, spec.health_route) if route):
         raise Refused(400, "Routes begin with a slash.")
     if not re.fullmatch(r"gs://[^/]+/.+", model.artifact_uri):
         raise Refused(400, f"Invalid artifact_uri {model.artifact_uri}.")
-    if state.objects is not None and not any(name.startswith(model.artifact_uri.removeprefix("gs://") + "/") for name in state.objects()):
+    if state.objects is not None and not any(
+        name.startswith(model.artifact_uri.removeprefix("gs://") + "/") for name in state.objects()
+    ):
         raise Refused(400, f"There are no files under {model.artifact_uri}.")
 
     def done() -> Any:
@@ -155,7 +206,9 @@ def upload_model(state: State, request: Any) -> Any:
         made.version_aliases = [] if known else ["default"]
         made.version_create_time = {"seconds": int(time.time())}
         known[number] = made
-        return types.UploadModelResponse(model=f"{state.parent}/models/{model_id}", model_version_id=str(number))
+        return types.UploadModelResponse(
+            model=f"{state.parent}/models/{model_id}", model_version_id=str(number)
+        )
 
     return state.server.operation(f"{state.parent}/models/{model_id}", done, polls=state.polls)
 
@@ -179,7 +232,9 @@ def list_models(state: State, request: Any) -> Any:
     _place(state, request.parent)
     defaults = []
     for known in state.models.values():
-        model = types.Model(next(version for version in known.values() if "default" in version.version_aliases))
+        model = types.Model(
+            next(version for version in known.values() if "default" in version.version_aliases)
+        )
         model.name = model.name.partition("@")[0]
         defaults.append(model)
     page, token = _paged(state, defaults, request)
@@ -200,9 +255,18 @@ def merge_version_aliases(state: State, request: Any) -> Any:
     for alias in request.version_aliases:
         if not re.fullmatch(r"-?[a-z][a-zA-Z0-9-]{0,126}[a-z0-9]", alias):
             raise Refused(400, f"Invalid alias {alias}.")
-        holder = next((other for other, version in known.items() if alias.removeprefix("-") in version.version_aliases), None)
+        holder = next(
+            (
+                other
+                for other, version in known.items()
+                if alias.removeprefix("-") in version.version_aliases
+            ),
+            None,
+        )
         if alias.startswith("-") and holder == number:
-            known[number].version_aliases = [one for one in known[number].version_aliases if one != alias[1:]]
+            known[number].version_aliases = [
+                one for one in known[number].version_aliases if one != alias[1:]
+            ]
         elif not alias.startswith("-") and holder not in (None, number):
             raise Refused(400, f"Alias {alias} is that of version {holder}.")
         elif not alias.startswith("-") and holder is None:
@@ -224,7 +288,10 @@ def create_endpoint(state: State, request: Any) -> Any:
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?|[1-9]\d{0,8}", request.endpoint_id):
         raise Refused(400, f"Invalid endpoint_id {request.endpoint_id}.")
     name = f"{request.parent}/endpoints/{request.endpoint_id}"
-    if name in state.endpoints or any(one.startswith(f"{name}/") and not it.message.done for one, it in state.server.operations.items()):
+    if name in state.endpoints or any(
+        one.startswith(f"{name}/") and not it.message.done
+        for one, it in state.server.operations.items()
+    ):
         raise Refused(409, f"Endpoint {name} already exists.")
     if not request.endpoint.display_name:
         raise Refused(400, "display_name is required.")
@@ -256,7 +323,11 @@ def list_endpoints(state: State, request: Any) -> Any:
     wanted = re.fullmatch(r'display_name="([^"]*)"', request.filter)
     if wanted is None:
         raise Refused(400, f"Invalid filter {request.filter}.")
-    page, token = _paged(state, [endpoint for endpoint in state.endpoints.values() if endpoint.display_name == wanted[1]], request)
+    page, token = _paged(
+        state,
+        [endpoint for endpoint in state.endpoints.values() if endpoint.display_name == wanted[1]],
+        request,
+    )
     return types.ListEndpointsResponse(endpoints=page, next_page_token=token)
 
 
@@ -264,7 +335,9 @@ def _share(state: State, endpoint: types.Endpoint, traffic: dict[str, int]) -> N
     known = {deployed.id: int(deployed.model_version_id) for deployed in endpoint.deployed_models}
     if unknown := set(traffic) - set(known):
         raise Refused(400, f"Traffic for {unknown}, which is not deployed.")
-    if traffic and (sum(traffic.values()) != 100 or any(not 0 <= share <= 100 for share in traffic.values())):
+    if traffic and (
+        sum(traffic.values()) != 100 or any(not 0 <= share <= 100 for share in traffic.values())
+    ):
         raise Refused(400, f"Traffic {traffic} does not add up to 100.")
     endpoint.traffic_split = traffic
     _changed(state, endpoint)
@@ -292,10 +365,16 @@ def update_endpoint(state: State, request: Any) -> Any:
 
 
 def deploy_model(state: State, request: Any) -> Any:
-    endpoint, deployed = _endpoint(state, request.endpoint), types.DeployedModel(request.deployed_model)
+    endpoint, deployed = (
+        _endpoint(state, request.endpoint),
+        types.DeployedModel(request.deployed_model),
+    )
     _idle(state, endpoint.name)
     _, number = _model(state, deployed.model)
-    if deployed.id and (not re.fullmatch(r"[0-9]{1,10}", deployed.id) or deployed.id in {one.id for one in endpoint.deployed_models}):
+    if deployed.id and (
+        not re.fullmatch(r"[0-9]{1,10}", deployed.id)
+        or deployed.id in {one.id for one in endpoint.deployed_models}
+    ):
         raise Refused(400, f"Invalid id {deployed.id} of a deployed model.")
     _check_machine(deployed.dedicated_resources)
     error = state.deploy_errors.pop(0) if state.deploy_errors else None
@@ -306,7 +385,14 @@ def deploy_model(state: State, request: Any) -> Any:
         deployed.model = deployed.model.partition("@")[0]
         endpoint.deployed_models = [*endpoint.deployed_models, deployed]
         if request.traffic_split:
-            _share(state, endpoint, {deployed.id if key == "0" else key: share for key, share in request.traffic_split.items()})
+            _share(
+                state,
+                endpoint,
+                {
+                    deployed.id if key == "0" else key: share
+                    for key, share in request.traffic_split.items()
+                },
+            )
         else:
             _changed(state, endpoint)
         return types.DeployModelResponse(deployed_model=deployed)
@@ -337,8 +423,22 @@ def undeploy_model(state: State, request: Any) -> Any:
         raise Refused(400, f"DeployedModel {request.deployed_model_id} has traffic.")
 
     def done() -> Any:
-        endpoint.deployed_models = [one for one in endpoint.deployed_models if one.id != request.deployed_model_id]
-        _share(state, endpoint, {} if is_last else {key: share for key, share in endpoint.traffic_split.items() if key != request.deployed_model_id})
+        endpoint.deployed_models = [
+            one for one in endpoint.deployed_models if one.id != request.deployed_model_id
+        ]
+        _share(
+            state,
+            endpoint,
+            (
+                {}
+                if is_last
+                else {
+                    key: share
+                    for key, share in endpoint.traffic_split.items()
+                    if key != request.deployed_model_id
+                }
+            ),
+        )
         return types.UndeployModelResponse()
 
     return state.server.operation(endpoint.name, done, polls=state.polls)
@@ -359,9 +459,17 @@ def delete_endpoint(state: State, request: Any) -> Any:
 
 def list_operations(state: State, request: Any) -> Any:
     _place(state, request.name)
-    operations = [one.message for name, one in state.server.operations.items() if name.startswith(f"{request.name}/operations/")]
+    operations = [
+        one.message
+        for name, one in state.server.operations.items()
+        if name.startswith(f"{request.name}/operations/")
+    ]
     model = re.search(r"/models/([^/]+)$", request.name)
-    if not operations and request.name not in state.endpoints and not (model and model[1] in state.models):
+    if (
+        not operations
+        and request.name not in state.endpoints
+        and not (model and model[1] in state.models)
+    ):
         raise Refused(404, f"{request.name} not found.")
     return operations_pb2.ListOperationsResponse(operations=operations)
 
@@ -390,7 +498,9 @@ def _by_traffic(state: State, name: str) -> types.DeployedModel:
 
 
 def _raw_handler(state: State) -> type[BaseHTTPRequestHandler]:
-    """Raw predictions are the container's own answers, with who gave them in the headers, which no client's message has."""
+    """Raw predictions are the container's own answers, with who gave them in the headers, which no
+    client's message has.
+    """
 
     class Handler(Plain):
         def do_POST(self) -> None:
@@ -421,14 +531,34 @@ def predict(state: State, request: Any) -> Any:
     deployed = _by_traffic(state, request.endpoint)
     plain = json_format.MessageToDict(types.PredictRequest.pb(request))
     answers = state.answer(deployed, plain["instances"], plain.get("parameters") or {})
-    response = types.PredictResponse(deployed_model_id=deployed.id, model=deployed.model, model_version_id=deployed.model_version_id)
-    response.predictions.extend(json_format.ParseDict(answer, struct_pb2.Value()) for answer in answers)
+    response = types.PredictResponse(
+        deployed_model_id=deployed.id,
+        model=deployed.model,
+        model_version_id=deployed.model_version_id,
+    )
+    response.predictions.extend(
+        json_format.ParseDict(answer, struct_pb2.Value()) for answer in answers
+    )
     return response
 
 
 _HANDLERS: dict[str, Callable[[State, Any], Any]] = {
-    handler.__name__: handler for handler in (
-        upload_model, list_model_versions, list_models, merge_version_aliases, update_model, create_endpoint, get_endpoint, list_endpoints,
-        update_endpoint, deploy_model, undeploy_model, delete_endpoint, list_operations, cancel_operation, predict,
+    handler.__name__: handler
+    for handler in (
+        upload_model,
+        list_model_versions,
+        list_models,
+        merge_version_aliases,
+        update_model,
+        create_endpoint,
+        get_endpoint,
+        list_endpoints,
+        update_endpoint,
+        deploy_model,
+        undeploy_model,
+        delete_endpoint,
+        list_operations,
+        cancel_operation,
+        predict,
     )
 }

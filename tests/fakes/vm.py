@@ -1,6 +1,8 @@
-"""A machine of Google Cloud that really runs: its start-up script, by bash, with stand-ins for what a machine has (metadata, Docker, curl).
+"""A machine of Google Cloud that really runs: its start-up script, by bash, with stand-ins for what
+a machine has (metadata, Docker, curl).
 
-It has a folder of its own and nothing else; what it shares with others is the bucket. Docker's stand-in runs the container's command here.
+It has a folder of its own and nothing else; what it shares with others is the bucket. Docker's
+stand-in runs the container's command here.
 """
 
 from __future__ import annotations
@@ -17,26 +19,54 @@ import psutil
 
 PROJECT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-the-machine"
-TOOLS = ("curl", "docker", "docker-credential-gcr", "sleep", "shutdown", "mount", "cos-extensions", "iptables", "timeout")
+TOOLS = (
+    "curl",
+    "docker",
+    "docker-credential-gcr",
+    "sleep",
+    "shutdown",
+    "mount",
+    "cos-extensions",
+    "iptables",
+    "timeout",
+)
 
 
 class Machine:
-    """Runs from now on. `folder` becomes its disk; `calls` are the tools that it called, with their arguments."""
+    """Runs from now on. `folder` becomes its disk; `calls` are the tools that it called, with their
+    arguments.
+    """
 
     def __init__(self, name: str, metadata: Mapping[str, str], folder: Path) -> None:
         self.name, self.folder, bin = name, folder, folder / "bin"
         bin.mkdir(parents=True)  # the folder may be there, and hold what the tools are told by it
         (folder / "work").mkdir()
         for tool in TOOLS:
-            (bin / tool).write_text(f'#!/bin/bash\nexec {sys.executable} -m tests.fakes.vmtools {tool} "$@"\n')
+            (bin / tool).write_text(
+                f'#!/bin/bash\nexec {sys.executable} -m tests.fakes.vmtools {tool} "$@"\n'
+            )
             (bin / tool).chmod(0o755)
         script = metadata["startup-script"].replace("HOME=/var/lib/ingot", f"HOME={folder}/home")
         (folder / "startup.sh").write_text(script)
-        (folder / "about.json").write_text(json.dumps({"name": name, "attributes": dict(metadata), "token": TOKEN}))
-        environ = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT), "VM_FOLDER": str(folder)}
+        (folder / "about.json").write_text(
+            json.dumps({"name": name, "attributes": dict(metadata), "token": TOKEN})
+        )
+        environ = {
+            **os.environ,
+            "PATH": f"{bin}:{os.environ['PATH']}",
+            "PYTHONPATH": str(PROJECT),
+            "VM_FOLDER": str(folder),
+        }
         self._log = (folder / "serial.txt").open("wb")
-        self.process = subprocess.Popen(["bash", str(folder / "startup.sh")], env=environ, cwd=folder / "work", stdout=self._log, stderr=self._log,
-                                        stdin=subprocess.DEVNULL, start_new_session=True)
+        self.process = subprocess.Popen(
+            ["bash", str(folder / "startup.sh")],
+            env=environ,
+            cwd=folder / "work",
+            stdout=self._log,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     @property
     def serial(self) -> str:

@@ -1,4 +1,6 @@
-"""`python -m tests.fakes.vmtools TOOL ARGUMENTS...`: what a start-up script calls on a machine of `tests/fakes/vm.py`."""
+"""`python -m tests.fakes.vmtools TOOL ARGUMENTS...`: what a start-up script calls on a machine of
+`tests/fakes/vm.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from ingot.base.gcs import Conflict
 
 FOLDER = Path(os.environ["VM_FOLDER"])
 OPENED = ["iptables", "--wait", "--append", "INPUT", "--protocol", "tcp", "--jump", "ACCEPT"]
-"""What opens the system's own firewall, which lets in SSH alone: also to a container with `--network host`."""
+"""What opens the system's own firewall, which lets in SSH alone: also to a container with
+`--network host`.
+"""
 
 
 def main(tool: str, *arguments: str) -> int:
@@ -46,20 +50,32 @@ def curl(arguments: tuple[str, ...]) -> int:
     about = json.loads((FOLDER / "about.json").read_text())
     parts = urlsplit(asked.url)
     if parts.hostname == "metadata.google.internal":
-        return metadata(parts.path.removeprefix("/computeMetadata/v1/instance/"), asked.header, about)
+        return metadata(
+            parts.path.removeprefix("/computeMetadata/v1/instance/"), asked.header, about
+        )
     if f'header = "Authorization: Bearer {about["token"]}"' not in Path(asked.config).read_text():
         print("curl: (22) The requested URL returned error: 401", file=sys.stderr)
         return 22
     if parts.hostname == "storage.googleapis.com":
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-        assert (asked.request, query["uploadType"], parts.path) == ("POST", "media", "/upload/storage/v1/b/bucket/o")
+        assert (asked.request, query["uploadType"], parts.path) == (
+            "POST",
+            "media",
+            "/upload/storage/v1/b/bucket/o",
+        )
         try:
-            open_bucket("gs://bucket").put(query["name"], json.dumps(json.loads(asked.data)).encode(), generation=0 if "ifGenerationMatch" in query else None)
+            open_bucket("gs://bucket").put(
+                query["name"],
+                json.dumps(json.loads(asked.data)).encode(),
+                generation=0 if "ifGenerationMatch" in query else None,
+            )
         except Conflict:
             return 22
         return 0
     try:
-        with urllib.request.urlopen(urllib.request.Request(asked.url, method=asked.request)) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(asked.url, method=asked.request)
+        ) as answer:
             print(answer.read().decode())
     except urllib.error.HTTPError as error:
         print(f"curl: (22) The requested URL returned error: {error.code}", file=sys.stderr)
@@ -71,8 +87,13 @@ def metadata(path: str, header: str, about: dict[str, object]) -> int:
     assert header == "Metadata-Flavor: Google"
     attributes = about["attributes"]
     assert isinstance(attributes, dict)
-    known = {"name": about["name"], "service-accounts/default/token": json.dumps({"access_token": about["token"], "expires_in": 3599}),
-             **{f"attributes/{key}": value for key, value in attributes.items()}}
+    known = {
+        "name": about["name"],
+        "service-accounts/default/token": json.dumps(
+            {"access_token": about["token"], "expires_in": 3599}
+        ),
+        **{f"attributes/{key}": value for key, value in attributes.items()},
+    }
     if path not in known:
         return 22
     print(known[path])
@@ -105,16 +126,35 @@ def docker(arguments: tuple[str, ...]) -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     asked = parser.parse_args(arguments[1:])
     added = dict(variable.split("=", 1) for variable in asked.env)
-    if int(added["PET_NNODES"]) > 1 and OPENED not in [json.loads(line) for line in (FOLDER / "calls.jsonl").read_text().splitlines()]:
-        print("the other nodes cannot be reached: this machine drops what comes in", file=sys.stderr)
+    if int(added["PET_NNODES"]) > 1 and OPENED not in [
+        json.loads(line) for line in (FOLDER / "calls.jsonl").read_text().splitlines()
+    ]:
+        print(
+            "the other nodes cannot be reached: this machine drops what comes in", file=sys.stderr
+        )
         return 125
     # Names of machines mean nothing here; all of them are this one.
     added["PET_MASTER_ADDR"] = "127.0.0.1"
-    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH", "STORAGE_EMULATOR_HOST", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key
+        in (
+            "PATH",
+            "PYTHONPATH",
+            "STORAGE_EMULATOR_HOST",
+            "OMP_NUM_THREADS",
+            "HF_HUB_OFFLINE",
+        )
+    }
     if asked.command[0] != "python":
         return 127
     os.chdir(FOLDER / "work")
-    return os.execve(sys.executable, [sys.executable, *asked.command[1:]], {**kept, "HOME": str(FOLDER / "home"), **added})
+    return os.execve(
+        sys.executable,
+        [sys.executable, *asked.command[1:]],
+        {**kept, "HOME": str(FOLDER / "home"), **added},
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The project's own source, parsed: modules, what they import and where, functions and their lengths."""
+"""The project's own source, parsed: modules, what they import and where, functions and their
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ PROJECT = PACKAGE.parent
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module; `inside` is the function that the import stands in, "" at the top of the file."""
+    """One imported module; `inside` is the function that the import stands in, "" at the top of the
+    file.
+    """
 
     module: str
     line: int
@@ -77,9 +81,12 @@ def _imports(node: ast.AST, inside: str, typing_only: bool, known: set[str]) -> 
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "imports are written in full"
             for alias in child.names:
-                # `from ingot.base import storage` means the module, `from ingot.base.storage import stamp` the one before it.
+                # `from ingot.base import storage` means the module, `from ingot.base.storage import
+                # stamp` the one before it.
                 full = f"{child.module}.{alias.name}"
-                yield Import(full if full in known else str(child.module), child.lineno, inside, typing_only)
+                yield Import(
+                    full if full in known else str(child.module), child.lineno, inside, typing_only
+                )
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _imports(child, child.name, typing_only, known)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):

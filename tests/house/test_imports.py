@@ -1,4 +1,6 @@
-"""Who may import whom. The table is the plan of the house; a change to it is a decision, to be told in docs/ARCHITECTURE.md."""
+"""Who may import whom. The table is the plan of the house; a change to it is a decision, to be told
+in docs/ARCHITECTURE.md.
+"""
 
 from __future__ import annotations
 
@@ -22,37 +24,98 @@ MAY_IMPORT: dict[str, set[str]] = {
     "objectives": GROUND | {"models", "data"},
     "checkpoints": GROUND | {"parallel", "models", "tokenizers"},
     "evaluate": GROUND | {"checkpoints", "parallel", "objectives", "models", "data", "tokenizers"},
-    "train": GROUND | {"evaluate", "checkpoints", "objectives", "parallel", "models", "data", "tokenizers"},
+    "train": (
+        GROUND
+        | {"evaluate", "checkpoints", "objectives", "parallel", "models", "data", "tokenizers"}
+    ),
     "serve": GROUND | {"models", "tokenizers"},
-    "verify": GROUND | {"tokenizers", "data", "models", "parallel", "objectives", "checkpoints", "evaluate", "train", "serve"},
+    "verify": (
+        GROUND
+        | {
+            "tokenizers",
+            "data",
+            "models",
+            "parallel",
+            "objectives",
+            "checkpoints",
+            "evaluate",
+            "train",
+            "serve",
+        }
+    ),
     "registry": GROUND | {"cloud"},
     "launch": GROUND | {"cloud"},
     "report": GROUND,
     "pipeline": GROUND | {"launch", "registry", "report", "cloud"},
 }
-WORK = {"tokenizers", "data", "models", "parallel", "objectives", "checkpoints", "evaluate", "train", "serve", "verify"}
+WORK = {
+    "tokenizers",
+    "data",
+    "models",
+    "parallel",
+    "objectives",
+    "checkpoints",
+    "evaluate",
+    "train",
+    "serve",
+    "verify",
+}
 PLACE = {"pipeline", "launch", "registry", "report"}
 # The one file that may import an optional or heavy library inside a function.
 LAZY_OWNERS = {
-    "huggingface_hub": {"ingot.base.hub", "ingot.data.hubsets"}, "tensorboard": {"ingot.base.sinks"}, "wandb": {"ingot.base.sinks"},
-    "pynvml": {"ingot.models.device"}, "rich": {"ingot.base.progress"},
+    "huggingface_hub": {"ingot.base.hub", "ingot.data.hubsets"},
+    "tensorboard": {"ingot.base.sinks"},
+    "wandb": {"ingot.base.sinks"},
+    "pynvml": {"ingot.models.device"},
+    "rich": {"ingot.base.progress"},
     "torch": {"ingot.cli.doctor"},
-    "gigatoken": {"ingot.tokenizers.fast"}, "fastokens": {"ingot.tokenizers.fast"}, "tiktoken": {"ingot.tokenizers.ranks"},
-    "sentencepiece": {"ingot.tokenizers.pieces"}, "datasets": {"ingot.data.hubsets"}, "mwparserfromhell": {"ingot.data.wikipedia"},
-    "google": {"ingot.cloud.bigquery", "ingot.cloud.clients", "ingot.base.gcs"}, "requests": {"ingot.cloud.clients"}, "google_crc32c": {"ingot.base.gcs"},
-    "py3langid": {"ingot.data.cleaning.languages"}, "pyspark": {"ingot.data.engines.spark"},
+    "gigatoken": {"ingot.tokenizers.fast"},
+    "fastokens": {"ingot.tokenizers.fast"},
+    "tiktoken": {"ingot.tokenizers.ranks"},
+    "sentencepiece": {"ingot.tokenizers.pieces"},
+    "datasets": {"ingot.data.hubsets"},
+    "mwparserfromhell": {"ingot.data.wikipedia"},
+    "google": {"ingot.cloud.bigquery", "ingot.cloud.clients", "ingot.base.gcs"},
+    "requests": {"ingot.cloud.clients"},
+    "google_crc32c": {"ingot.base.gcs"},
+    "py3langid": {"ingot.data.cleaning.languages"},
+    "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
-    "transformers": {"ingot.models.hub_config", "ingot.serve.causal", "ingot.verify.theirs"}, "peft": {"ingot.verify.theirs"},
-    "rouge_score": {"ingot.evaluate.rouge"}, "kfp": {"ingot.pipeline.spec"},
+    "transformers": {"ingot.models.hub_config", "ingot.serve.causal", "ingot.verify.theirs"},
+    "peft": {"ingot.verify.theirs"},
+    "rouge_score": {"ingot.evaluate.rouge"},
+    "kfp": {"ingot.pipeline.spec"},
     # Kubeflow sends the source of a component's function along, and nothing around it.
     "ingot": {"ingot.pipeline.component"},
-    "lm_eval": {"ingot.evaluate.lm_eval"}, "torchao": {"ingot.parallel.float8"},
+    "lm_eval": {"ingot.evaluate.lm_eval"},
+    "torchao": {"ingot.parallel.float8"},
 }
 TORCH_FREE = (
-    "ingot.cli.app", "ingot.cli.verbs", "ingot.data.prepare", "ingot.data.ingest", "ingot.pipeline.run", "ingot.pipeline.summary", "ingot.launch.local",
-    "ingot.launch.supervise", "ingot.launch.node", "ingot.launch.places", "ingot.registry.verbs", "ingot.registry.deploying", "ingot.pipeline.submit",
-    "ingot.cloud.checks", "ingot.cloud.builds", "ingot.config.serving", "ingot.config.adopt", "ingot.report.page", "ingot.config.load", "ingot.tokenizers.load",
-    "ingot.data.engines.spark", "ingot.data.engines.beam", "ingot.data.parts", "ingot.data.cleaning.stages", "ingot.data.packing",
+    "ingot.cli.app",
+    "ingot.cli.verbs",
+    "ingot.data.prepare",
+    "ingot.data.ingest",
+    "ingot.pipeline.run",
+    "ingot.pipeline.summary",
+    "ingot.launch.local",
+    "ingot.launch.supervise",
+    "ingot.launch.node",
+    "ingot.launch.places",
+    "ingot.registry.verbs",
+    "ingot.registry.deploying",
+    "ingot.pipeline.submit",
+    "ingot.cloud.checks",
+    "ingot.cloud.builds",
+    "ingot.config.serving",
+    "ingot.config.adopt",
+    "ingot.report.page",
+    "ingot.config.load",
+    "ingot.tokenizers.load",
+    "ingot.data.engines.spark",
+    "ingot.data.engines.beam",
+    "ingot.data.parts",
+    "ingot.data.cleaning.stages",
+    "ingot.data.packing",
 )
 CLI_FREE = ("torch", "pyarrow", "pydantic", "transformers", "numpy", "httpx")
 
@@ -62,7 +125,11 @@ def _room(name: str) -> str:
 
 
 def _ours(module: Module) -> list[Import]:
-    return [item for item in module.imports() if item.module == "ingot" or item.module.startswith("ingot.")]
+    return [
+        item
+        for item in module.imports()
+        if item.module == "ingot" or item.module.startswith("ingot.")
+    ]
 
 
 def test_every_room_is_in_the_table() -> None:
@@ -73,7 +140,8 @@ def test_every_room_is_in_the_table() -> None:
 def test_rooms_import_only_what_the_table_allows() -> None:
     wrong = [
         f"{module.where}:{item.line} imports {item.module}"
-        for module in modules() if module.room not in ("", "cli")
+        for module in modules()
+        if module.room not in ("", "cli")
         for item in _ours(module)
         if _room(item.module) and _room(item.module) not in MAY_IMPORT[module.room] | {module.room}
     ]
@@ -88,13 +156,16 @@ def test_the_wings_never_meet() -> None:
 
 def test_no_circles_between_modules() -> None:
     """Imports inside functions and for type checking count too: a circle is a circle."""
-    graph = {module.name: {item.module for item in _ours(module)} - {module.name, "ingot"} for module in modules()}
+    graph = {
+        module.name: {item.module for item in _ours(module)} - {module.name, "ingot"}
+        for module in modules()
+    }
     done: set[str] = set()
     path: list[str] = []
 
     def visit(name: str) -> None:
         if name in path:
-            pytest.fail("a circle: " + " -> ".join([*path[path.index(name):], name]))
+            pytest.fail("a circle: " + " -> ".join([*path[path.index(name) :], name]))
         if name in done:
             return
         path.append(name)
@@ -108,28 +179,49 @@ def test_no_circles_between_modules() -> None:
 
 
 def test_imports_stand_at_the_top() -> None:
-    """But for the command line's lazy verbs, and optional heavy libraries in the one file that owns them."""
+    """But for the command line's lazy verbs, and optional heavy libraries in the one file that owns
+    them.
+    """
     wrong = []
     for module in modules():
         for item in module.imports():
             library = item.module.split(".")[0]
             lazy_verb = module.room == "cli" and library in ("ingot", "rich", "httpx")
             if item.inside and not lazy_verb and module.name not in LAZY_OWNERS.get(library, set()):
-                wrong.append(f"{module.where}:{item.line} imports {item.module} inside {item.inside}()")
+                wrong.append(
+                    f"{module.where}:{item.line} imports {item.module} inside {item.inside}()"
+                )
     assert not wrong, "\n".join(wrong)
 
 
 def test_torch_stays_out_of_the_ground_and_the_place_wing() -> None:
-    free = ("base", "config", "cloud", "tokenizers", "data", "registry", "launch", "report", "pipeline", "cli")
+    free = (
+        "base",
+        "config",
+        "cloud",
+        "tokenizers",
+        "data",
+        "registry",
+        "launch",
+        "report",
+        "pipeline",
+        "cli",
+    )
     found = {
-        module.name for module in modules() if module.room in free
-        for item in module.imports() if item.module.split(".")[0] == "torch" and not item.inside
+        module.name
+        for module in modules()
+        if module.room in free
+        for item in module.imports()
+        if item.module.split(".")[0] == "torch" and not item.inside
     }
     assert found <= {"ingot.data.loader"}
 
 
 def _loaded_by(name: str, libraries: tuple[str, ...]) -> list[str]:
-    code = f"import sys, {name}; print([library for library in {libraries!r} if library in sys.modules])"
+    code = (
+        f"import sys, {name}; print([library for library in {libraries!r} if library in"
+        " sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: list[str] = ast.literal_eval(done.stdout)

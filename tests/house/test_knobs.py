@@ -1,4 +1,6 @@
-"""The list of knobs is frozen: a new knob, another default or another type is a decision, not an accident."""
+"""The list of knobs is frozen: a new knob, another default or another type is a decision, not an
+accident.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def _lines() -> list[str]:
 
 def test_the_list_of_knobs_is_the_frozen_one() -> None:
     now, frozen = _lines(), FROZEN.read_text(encoding="utf-8").splitlines()
-    changed = [f"+ {line}" for line in now if line not in frozen] + [f"- {line}" for line in frozen if line not in now]
+    changed = [f"+ {line}" for line in now if line not in frozen] + [
+        f"- {line}" for line in frozen if line not in now
+    ]
     assert not changed, "write the decision into tests/house/knobs.txt:\n" + "\n".join(changed)
     assert now == frozen
 

@@ -44,7 +44,12 @@ def test_its_head_says_how_to_run_it_and_on_what(path: Path) -> None:
 
 def _for_recipes(place: Path) -> list[Path]:
     """The recipes that the first line of a place names."""
-    return [PROJECT / name for name in re.findall(r"recipes/\w+\.yaml", place.read_text(encoding="utf-8").splitlines()[0])]
+    return [
+        PROJECT / name
+        for name in re.findall(
+            r"recipes/\w+\.yaml", place.read_text(encoding="utf-8").splitlines()[0]
+        )
+    ]
 
 
 PAIRS = [(place, recipe) for place in PLACES for recipe in _for_recipes(place)]
@@ -56,9 +61,17 @@ def _with(place: Path, recipe: Path) -> Recipe:
 
 def test_every_documented_case_has_its_place() -> None:
     assert {(place.stem, recipe.stem) for place, recipe in PAIRS} >= {
-        ("laptop", "quickstart"), ("vertex", "continue_llama"), ("gce_1x1", "t5_small"), ("gce_2x16", "t5_small"), ("gce_2x16", "t5_xxl"),
-        ("gce_8x16", "t5_xxl"), ("gce_2x16", "bart_large"), ("vertex_1x1", "roberta_large"), ("tpu", "roberta_large"),
-        ("slurm", "sft_llama_8b"), ("ssh", "pretrain_llama"),
+        ("laptop", "quickstart"),
+        ("vertex", "continue_llama"),
+        ("gce_1x1", "t5_small"),
+        ("gce_2x16", "t5_small"),
+        ("gce_2x16", "t5_xxl"),
+        ("gce_8x16", "t5_xxl"),
+        ("gce_2x16", "bart_large"),
+        ("vertex_1x1", "roberta_large"),
+        ("tpu", "roberta_large"),
+        ("slurm", "sft_llama_8b"),
+        ("ssh", "pretrain_llama"),
         *(("gpus_8", f"{name}_llama") for name in ("pretrain", "sft", "lora", "dpo", "distill")),
     }
     assert {place for place, _ in PAIRS} == set(PLACES)
@@ -78,7 +91,9 @@ def test_a_place_fits_each_recipe_that_its_first_line_names(place: Path, recipe:
 @pytest.mark.parametrize("place", PLACES, ids=lambda path: path.stem)
 def test_a_place_changes_little_besides_where_things_run(place: Path) -> None:
     sections = set(yaml.safe_load(place.read_text(encoding="utf-8")))
-    assert sections <= {"launch", "cloud", "pipeline", "registry", "serve"} | ({"train", "parallel"} if place.stem == "gce_8x16" else set())
+    assert sections <= {"launch", "cloud", "pipeline", "registry", "serve"} | (
+        {"train", "parallel"} if place.stem == "gce_8x16" else set()
+    )
 
 
 @pytest.mark.parametrize(("place", "recipe"), PAIRS, ids=lambda path: path.stem)
@@ -98,18 +113,26 @@ def test_its_machines_exist_and_have_a_device_for_each_process(place: Path, reci
         assert len(launch.ssh.hosts) == launch.nodes
 
 
-@pytest.mark.parametrize(("place", "recipe"), [pair for pair in PAIRS if "ingot submit" in pair[0].read_text(encoding="utf-8")], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("place", "recipe"),
+    [pair for pair in PAIRS if "ingot submit" in pair[0].read_text(encoding="utf-8")],
+    ids=lambda path: path.stem,
+)
 def test_a_place_for_pipelines_is_one(place: Path, recipe: Path) -> None:
     """But for data of this machine, which a pipeline does not see."""
     loaded = _with(place, recipe)
     assert [reason for reason in reasons(loaded) if "lies on this machine" not in reason] == []
-    assert all("launch.kind=vertex" in step.place for step in plan(loaded).steps if step.verb in ("train", "evaluate"))
+    assert all(
+        "launch.kind=vertex" in step.place
+        for step in plan(loaded).steps
+        if step.verb in ("train", "evaluate")
+    )
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda path: path.stem)
 def test_what_must_be_replaced_is_listed_at_its_head(place: Path) -> None:
     text = place.read_text(encoding="utf-8")
-    body = text[text.index("\n\n"):]
+    body = text[text.index("\n\n") :]
     listed = re.findall(r"^# Replace: (.*)$", text, flags=re.MULTILINE)
     named = set(listed[0].split(", ")) if listed else set()
     assert named == set(re.findall(r"(?<![\w/.:@-])(?:secret:)?((?:me@)?my-[\w@.-]+)", body))
@@ -121,12 +144,22 @@ def test_what_must_be_replaced_is_listed_at_its_head(place: Path) -> None:
 def test_a_place_is_run_as_its_head_says() -> None:
     for place in PLACES:
         text = place.read_text(encoding="utf-8")
-        assert re.search(rf"^#   ingot (run|submit|launch train) recipes/\w+\.yaml recipes/places/{place.name}", text, flags=re.MULTILINE), place
+        assert re.search(
+            rf"^#   ingot (run|submit|launch train) recipes/\w+\.yaml recipes/places/{place.name}",
+            text,
+            flags=re.MULTILINE,
+        ), place
 
 
 def test_the_table_of_recipes_and_places_is_whole() -> None:
-    """Every pair that it names is one that fits, every place stands in it, and every command names files that exist."""
-    rows = [line for line in (PROJECT / "recipes/README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|") and "`ingot" in line]
+    """Every pair that it names is one that fits, every place stands in it, and every command names
+    files that exist.
+    """
+    rows = [
+        line
+        for line in (PROJECT / "recipes/README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|") and "`ingot" in line
+    ]
     named = [[PROJECT / name for name in re.findall(r"recipes/[\w/]+\.yaml", row)] for row in rows]
     assert all(path.is_file() for paths in named for path in paths)
     pairs = {(paths[1], paths[0]) for paths in named if len(paths) == 2}

@@ -20,7 +20,11 @@ class Instruction:
 
 
 def instructions(path: Path) -> list[Instruction]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if not line.lstrip().startswith("#")
+    ]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
     found = []
     for line in joined.splitlines():

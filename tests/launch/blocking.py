@@ -1,4 +1,6 @@
-"""A verb that runs until it is stopped: `ingot show config` of a recipe that is a pipe nobody writes to. And ways to watch processes."""
+"""A verb that runs until it is stopped: `ingot show config` of a recipe that is a pipe nobody
+writes to. And ways to watch processes.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def waiting_on(argv: tuple[str, ...]) -> list[psutil.Process]:
-    """The processes, shells and those that only wait for others aside, that run `argv` and have come as far as opening the pipe."""
+    """The processes, shells and those that only wait for others aside, that run `argv` and have
+    come as far as opening the pipe.
+    """
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        is_rank = line[-len(argv):] == list(argv) and not {"ingot.launch", "ingot.launch.node"} & set(line)
+        is_rank = line[-len(argv) :] == list(argv) and not {
+            "ingot.launch",
+            "ingot.launch.node",
+        } & set(line)
         if is_rank and Path(line[0]).name.startswith("python") and _in_open(process.pid):
             found.append(process)
     return found
@@ -39,16 +46,29 @@ def waiting_on(argv: tuple[str, ...]) -> list[psutil.Process]:
 def _in_open(pid: int) -> bool:
     """Whether the process sleeps in opening a pipe: then its signal handlers are in place."""
     try:
-        return "fifo" in Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8") or _asleep_and_loaded(pid)
+        return "fifo" in Path(f"/proc/{pid}/wchan").read_text(
+            encoding="utf-8"
+        ) or _asleep_and_loaded(pid)
     except OSError:
         return False
 
 
 def _asleep_and_loaded(pid: int) -> bool:
-    """Where the kernel hides what a process waits for: asleep, after the recipe loader's libraries were mapped."""
+    """Where the kernel hides what a process waits for: asleep, after the recipe loader's libraries
+    were mapped.
+    """
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
-    return psutil.Process(pid).status() == psutil.STATUS_SLEEPING and "_pydantic_core" in maps and "_yaml" in maps
+    return (
+        psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+        and "_pydantic_core" in maps
+        and "_yaml" in maps
+    )
 
 
 def start_script(code: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -25,10 +25,14 @@ Supervised = Callable[..., Ended]
 def made(tmp_path: Path) -> Made:
     """A recipe with these knobs, and the plan of its stand-in."""
 
-    def make(*attempts: Any, steps: int = 30, every: int = 10, step_s: float = 0.01, **knobs: Any) -> Recipe:
+    def make(
+        *attempts: Any, steps: int = 30, every: int = 10, step_s: float = 0.01, **knobs: Any
+    ) -> Recipe:
         recipe = small_recipe(tmp_path, **knobs)
         recipe.folder.root.mkdir(parents=True, exist_ok=True)
-        (recipe.folder.root / "plan.json").write_text(json.dumps({"steps": steps, "every": every, "step_s": step_s, "attempts": attempts}))
+        (recipe.folder.root / "plan.json").write_text(
+            json.dumps({"steps": steps, "every": every, "step_s": step_s, "attempts": attempts})
+        )
         return recipe
 
     return make
@@ -39,7 +43,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Supervised:
     """Supervise the stand-in as if it were `ingot train`."""
 
     def supervised(recipe: Recipe, *options: str, processes: int = 1) -> Ended:
-        monkeypatch.setattr("ingot.launch.ranks.python", lambda job: [sys.executable, stand_in.__file__, str(recipe.folder.root), *job.argv])
+        monkeypatch.setattr(
+            "ingot.launch.ranks.python",
+            lambda job: [sys.executable, stand_in.__file__, str(recipe.folder.root), *job.argv],
+        )
         return supervise(Job("train", ("train", "r.yaml", *options), processes), recipe)
 
     return supervised

@@ -1,4 +1,6 @@
-"""A small training that several nodes share, as a person launches it; what it must come to is what as many processes on one machine come to."""
+"""A small training that several nodes share, as a person launches it; what it must come to is what
+as many processes on one machine come to.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ ENDLESS: dict[str, Any] = {"train__steps": 100_000, "checkpoint__every": 20, "ch
 
 def recipe_for(root: Path, **knobs: Any) -> Recipe:
     """The training of `root`, with knobs of its place."""
-    return small_recipe(root, **{**KNOBS, "launch__environment": ENVIRONMENT, "launch__port": free_port(), **knobs})
+    return small_recipe(
+        root, **{**KNOBS, "launch__environment": ENVIRONMENT, "launch__port": free_port(), **knobs}
+    )
 
 
 def written(root: Path, recipe: Recipe) -> Path:
@@ -46,8 +50,14 @@ def ingot(*arguments: object, cwd: Path, **variables: str) -> subprocess.Popen[s
     """`ingot ARGUMENTS` in a folder, as a person types it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(
-        [sys.executable, "-m", "ingot", *map(str, arguments)], cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [sys.executable, "-m", "ingot", *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -63,7 +73,9 @@ def ended(process: subprocess.Popen[str], seconds: float = 180) -> tuple[int, st
 
 
 def until_it_says(process: subprocess.Popen[str], text: str, seconds: float = 120) -> str:
-    """Wait for words among a command's messages; what it said up to then, which `ended` leaves out."""
+    """Wait for words among a command's messages; what it said up to then, which `ended` leaves
+    out.
+    """
     assert process.stderr is not None
     poll = select.poll()  # `select` takes no descriptor above 1023
     poll.register(process.stderr, select.POLLIN)
@@ -77,13 +89,21 @@ def until_it_says(process: subprocess.Popen[str], text: str, seconds: float = 12
 
 
 def reference(prepared_root: Path, place: Path) -> dict[str, str]:
-    """The weights that two processes of this machine come to, trained once for all workers of a test session; `place` is this one's base folder."""
+    """The weights that two processes of this machine come to, trained once for all workers of a
+    test session; `place` is this one's base folder.
+    """
     place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
     with FileLock(place / "reference.lock"):
         kept = place / "reference.json"
         if not kept.exists():
             root = copy_of(prepared_root, place / "reference")
-            code, _, said = ended(ingot("train", written(root, small_recipe(root, **KNOBS, launch__processes=2)), cwd=root))
+            code, _, said = ended(
+                ingot(
+                    "train",
+                    written(root, small_recipe(root, **KNOBS, launch__processes=2)),
+                    cwd=root,
+                )
+            )
             assert code == 0, said
             kept.write_text(json.dumps(weights(root)))
         return dict(json.loads(kept.read_text()))
@@ -91,7 +111,10 @@ def reference(prepared_root: Path, place: Path) -> dict[str, str]:
 
 def weights(root: Path) -> dict[str, str]:
     """What the training came to: the exported weights, by their bytes."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((root / "runs" / "small" / "model").glob("*.safetensors"))}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((root / "runs" / "small" / "model").glob("*.safetensors"))
+    }
 
 
 def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
@@ -100,7 +123,9 @@ def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
 
 def steps(recipe: Recipe) -> list[int]:
     """The steps with a committed checkpoint."""
-    return sorted(int(path.parent.name[5:]) for path in recipe.folder.checkpoints.glob("step-*/COMMIT.json"))
+    return sorted(
+        int(path.parent.name[5:]) for path in recipe.folder.checkpoints.glob("step-*/COMMIT.json")
+    )
 
 
 def ranks_of(root: Path) -> list[psutil.Process]:
@@ -108,7 +133,11 @@ def ranks_of(root: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []
-        if _is_in(root, process, line) and ("ingot.launch.node" in line or _is_rank(process)) and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if (
+            _is_in(root, process, line)
+            and ("ingot.launch.node" in line or _is_rank(process))
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+        ):
             found.append(process)
     return found
 
@@ -146,7 +175,9 @@ def end_all(root: Path) -> None:
             process.kill()
 
 
-def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(
+    process: subprocess.Popen[str], condition: Callable[[], bool], seconds: float = 120
+) -> None:
     """Wait for a condition while a command runs."""
     try:
         wait_until(lambda: condition() or process.poll() is not None, seconds)

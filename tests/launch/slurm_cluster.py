@@ -1,4 +1,5 @@
-"""A real Slurm of two nodes on this machine, in a folder of its own and on free ports; daemons listen on loopback only.
+"""A real Slurm of two nodes on this machine, in a folder of its own and on free ports; daemons
+listen on loopback only.
 
 `python -m tests.launch.slurm_cluster FOLDER` starts one for a person, and ends it with Ctrl-C.
 """
@@ -64,7 +65,13 @@ class Cluster:
         host = socket.gethostname().partition(".")[0]
         for name in ("state", "spool-n1", "spool-n2"):
             (self.folder / name).mkdir(parents=True)
-        values = {"host": host, "folder": self.folder, "port": free_port(), "first": free_port(), "second": free_port()}
+        values = {
+            "host": host,
+            "folder": self.folder,
+            "port": free_port(),
+            "first": free_port(),
+            "second": free_port(),
+        }
         self.conf = self.folder / "slurm.conf"
         self.conf.write_text(CONFIGURATION.format(**values))
         key = self.folder / "munge.key"
@@ -79,19 +86,38 @@ class Cluster:
             raise
 
     def _start(self) -> None:
-        self._daemon("munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key", f"--socket={self.folder}/munge.socket",
-                     f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munged.seed")
+        self._daemon(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={self.folder}/munge.key",
+            f"--socket={self.folder}/munge.socket",
+            f"--pid-file={self.folder}/munged.pid",
+            f"--log-file={self.folder}/munged.log",
+            f"--seed-file={self.folder}/munged.seed",
+        )
         self._wait(lambda: (self.folder / "munge.socket").exists())
         self._daemon("slurmctld", "-D", "-f", str(self.conf))
         self._daemon("slurmd", "-D", "-N", "n1", "-f", str(self.conf))
         self._daemon("slurmd", "-D", "-N", "n2", "-f", str(self.conf))
-        self._wait(lambda: self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle", "idle"])
+        self._wait(
+            lambda: (
+                self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle", "idle"]
+            )
+        )
 
     def _daemon(self, name: str, *arguments: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
-            self._processes.append(subprocess.Popen(
-                [f"/usr/sbin/{name}", *arguments], env=self.environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-            ))
+            self._processes.append(
+                subprocess.Popen(
+                    [f"/usr/sbin/{name}", *arguments],
+                    env=self.environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                )
+            )
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
@@ -102,7 +128,9 @@ class Cluster:
             time.sleep(0.1)
 
     def ask(self, *command: str) -> str:
-        return subprocess.run(command, env=self.environ, capture_output=True, text=True, check=False, timeout=60).stdout
+        return subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, check=False, timeout=60
+        ).stdout
 
     def jobs(self) -> list[str]:
         """The jobs that are queued or run."""

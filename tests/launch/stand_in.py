@@ -1,7 +1,10 @@
-"""A training without mathematics, to be supervised: beats, commits checkpoints, and does what a plan says. Run as `python stand_in.py RUN_FOLDER`.
+"""A training without mathematics, to be supervised: beats, commits checkpoints, and does what a
+plan says. Run as `python stand_in.py RUN_FOLDER`.
 
-The plan is `RUN_FOLDER/plan.json`: `{"steps": 40, "every": 10, "step_s": 0.01, "attempts": [[RANK, STEP, DEED, ARGUMENT], ...]}`. The n-th start does the
-n-th deed (null for none) when `RANK` has done `STEP` steps; after the last one nothing happens any more. Ranks wait for each other after every step.
+The plan is `RUN_FOLDER/plan.json`: `{"steps": 40, "every": 10, "step_s": 0.01, "attempts": [[RANK,
+STEP, DEED, ARGUMENT], ...]}`. The n-th start does the n-th deed (null for none) when `RANK` has
+done `STEP` steps; after the last one nothing happens any more. Ranks wait for each other after
+every step.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ def main(run: RunFolder) -> int:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     attempt = 1 + sum(line["rank"] == rank for line in read_lines(run.root / "starts"))
     append_line(run.root / "starts", {"rank": rank, "argv": sys.argv[2:], "pid": os.getpid()})
-    who, at, deed, argument = (plan["attempts"][attempt - 1] if attempt <= len(plan["attempts"]) else None) or (None, 0, "", None)
+    who, at, deed, argument = (
+        plan["attempts"][attempt - 1] if attempt <= len(plan["attempts"]) else None
+    ) or (None, 0, "", None)
     if deed == "never" and rank == who:
         time.sleep(600)
     run.logs.mkdir(exist_ok=True)
@@ -35,7 +40,14 @@ def main(run: RunFolder) -> int:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     heart = Heart(run.heartbeats, rank=rank, local_rank=rank, attempt=attempt)
-    done = max((int(folder.name[5:]) for folder in run.checkpoints.glob("step-*") if read_marker(folder, "COMMIT.json")), default=0)
+    done = max(
+        (
+            int(folder.name[5:])
+            for folder in run.checkpoints.glob("step-*")
+            if read_marker(folder, "COMMIT.json")
+        ),
+        default=0,
+    )
     heart.usual_s = plan["step_s"]
     heart.beat("loading", step=done)
     if rank == 0:
@@ -49,7 +61,9 @@ def main(run: RunFolder) -> int:
         wait_for_others(run, done, attempt, world)
         done += 1
         if rank == 0 and (done % plan["every"] == 0 or asked):
-            write_marker(make(run.checkpoints / f"step-{done:08d}"), "COMMIT.json", {"step": done}, [])
+            write_marker(
+                make(run.checkpoints / f"step-{done:08d}"), "COMMIT.json", {"step": done}, []
+            )
         if asked:
             return 75
     heart.beat("over", step=done)
@@ -74,7 +88,14 @@ def hang_here() -> None:
 
 def wait_for_others(run: RunFolder, step: int, attempt: int, world: int) -> None:
     """As in a collective: until all ranks of this attempt have come as far."""
-    while sum((beat.step, beat.place) >= (step, 1) for beat in read_beats(heartbeat_file(run.heartbeats)) if beat.attempt == attempt) < world:
+    while (
+        sum(
+            (beat.step, beat.place) >= (step, 1)
+            for beat in read_beats(heartbeat_file(run.heartbeats))
+            if beat.attempt == attempt
+        )
+        < world
+    ):
         time.sleep(0.002)
 
 

@@ -1,4 +1,6 @@
-"""Kills on purpose: at random moments that a seed repeats, written down before they happen, and no reason to give up."""
+"""Kills on purpose: at random moments that a seed repeats, written down before they happen, and no
+reason to give up.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,17 @@ class Victims:
         return {rank: Beat(0, rank, 4, 7, 0, "step", 0.0, 0.0, 0.0, {}) for rank in range(3)}
 
     def send(self, number: int, rank: int | None = None) -> None:
-        self.sent.append((number, rank, [(event["kind"], event["rank"]) for event in read_lines(self.path)]))
+        self.sent.append(
+            (number, rank, [(event["kind"], event["rank"]) for event in read_lines(self.path)])
+        )
 
     def stop(self) -> None:
         raise AssertionError("not asked for")
 
 
-def drawn(knobs: Chaos, path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str, int | None]]:
+def drawn(
+    knobs: Chaos, path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[float, str, int | None]]:
     """The next `count` kills: after how many seconds, what, and which rank."""
     found = []
     for _ in range(count):
@@ -60,21 +66,34 @@ def drawn(knobs: Chaos, path: Path, count: int, monkeypatch: pytest.MonkeyPatch)
         assert noted[-1] == ("killed", rank), "written down before it happens"
         assert kills.struck
         event = list(read_lines(path))[-1]
-        assert (event["cause"], event["phase"], event["step"], event["attempt"]) == ("chaos", "step", 7, 4)
+        assert (event["cause"], event["phase"], event["step"], event["attempt"]) == (
+            "chaos",
+            "step",
+            7,
+            4,
+        )
         found.append((round(now[0], 2), event["what"], rank))
         kills.look(victims)
         assert len(victims.sent) == 1, "once an attempt"
     return found
 
 
-def test_the_seed_and_how_many_were_killed_decide_the_next_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them is drawn by another supervisor here: one that is started again does not repeat itself."""
+def test_the_seed_and_how_many_were_killed_decide_the_next_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is drawn by another supervisor here: one that is started again does not repeat
+    itself.
+    """
     knobs = Chaos(kill_every_s=5, what=["rank", "group"], seed=1)
     first = drawn(knobs, tmp_path / "a.jsonl", 60, monkeypatch)
     assert drawn(knobs, tmp_path / "b.jsonl", 60, monkeypatch) == first
-    assert drawn(knobs.model_copy(update={"seed": 2}), tmp_path / "c.jsonl", 60, monkeypatch) != first
+    assert (
+        drawn(knobs.model_copy(update={"seed": 2}), tmp_path / "c.jsonl", 60, monkeypatch) != first
+    )
     assert len({seconds for seconds, _, _ in first}) > 50
-    assert 3 < sum(seconds for seconds, _, _ in first) / 60 < 7, "exponential with a mean of 5 s: the mean of 60 lies within three of its own deviations"
+    assert 3 < sum(seconds for seconds, _, _ in first) / 60 < 7, (
+        "exponential with a mean of 5 s: the mean of 60 lies within three of its own deviations"
+    )
     assert {rank for _, what, rank in first if what == "rank"} == {0, 1, 2}
     assert {rank for _, what, rank in first if what == "group"} == {None}
 
@@ -85,8 +104,12 @@ def test_without_the_knob_nothing_is_killed(made: Made, run: Supervised) -> None
     assert not events(recipe, "killed")
 
 
-def test_ranks_are_killed_and_training_ends_well(made: Made, run: Supervised, capfd: pytest.CaptureFixture[str]) -> None:
-    recipe = made(steps=60, step_s=0.03, chaos__kill_every_s=1.2, chaos__what="[rank, group]", chaos__seed=3)
+def test_ranks_are_killed_and_training_ends_well(
+    made: Made, run: Supervised, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = made(
+        steps=60, step_s=0.03, chaos__kill_every_s=1.2, chaos__what="[rank, group]", chaos__seed=3
+    )
     assert run(recipe, processes=2) == Ended(0, 0)
     killed = events(recipe, "killed")
     assert killed
@@ -100,16 +123,26 @@ def test_ranks_are_killed_and_training_ends_well(made: Made, run: Supervised, ca
     assert said.count("starting again") == len(killed)
 
 
-def test_what_chaos_did_is_no_reason_to_give_up_but_to_wait(made: Made, run: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three kills before the first checkpoint, with a failure of its own among them; a second one of those is the end."""
+def test_what_chaos_did_is_no_reason_to_give_up_but_to_wait(
+    made: Made, run: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three kills before the first checkpoint, with a failure of its own among them; a second one
+    of those is the end.
+    """
     numbers = iter(range(1, 100))
 
     def arm(kills: Kills) -> None:
-        kills.struck, kills._draw, kills._due = False, random.Random(0), 0.0 if next(numbers) in (1, 2, 4) else None
+        kills.struck, kills._draw, kills._due = (
+            False,
+            random.Random(0),
+            0.0 if next(numbers) in (1, 2, 4) else None,
+        )
 
     look = Kills.look
     monkeypatch.setattr(Kills, "arm", arm)
-    monkeypatch.setattr(Kills, "look", lambda kills, attempt: look(kills, attempt) if attempt.beats() else None)
+    monkeypatch.setattr(
+        Kills, "look", lambda kills, attempt: look(kills, attempt) if attempt.beats() else None
+    )
     recipe = made(None, None, [0, 3, "exit", 6], None, [0, 3, "exit", 8], chaos__kill_every_s=1.0)
     assert run(recipe) == Ended(8, 0)
     assert len(events(recipe, "killed")) == 3
@@ -117,12 +150,25 @@ def test_what_chaos_did_is_no_reason_to_give_up_but_to_wait(made: Made, run: Sup
     assert [round(event["seconds"]) for event in events(recipe, "restart")] == [0, 1, 2, 4]
 
 
-def test_a_supervisor_kills_itself_and_the_same_command_goes_on_with_the_next_kill(made: Made, tmp_path: Path) -> None:
-    """With this seed the first two kills come within two seconds of a start, sooner than any training ends, and the third after a minute."""
-    recipe = made(steps=300, step_s=0.01, chaos__kill_every_s=20, chaos__what="[supervisor]", chaos__seed=12364)
+def test_a_supervisor_kills_itself_and_the_same_command_goes_on_with_the_next_kill(
+    made: Made, tmp_path: Path
+) -> None:
+    """With this seed the first two kills come within two seconds of a start, sooner than any
+    training ends, and the third after a minute.
+    """
+    recipe = made(
+        steps=300,
+        step_s=0.01,
+        chaos__kill_every_s=20,
+        chaos__what="[supervisor]",
+        chaos__seed=12364,
+    )
     (tmp_path / "r.yaml").write_text(dump_recipe(recipe))
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "r.yaml"), stand_in.__file__]
-    codes = [subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).returncode for _ in range(3)]
+    codes = [
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).returncode
+        for _ in range(3)
+    ]
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
     assert [event["what"] for event in events(recipe, "killed")] == ["supervisor"] * 2
 

@@ -1,4 +1,6 @@
-"""A cluster of virtual machines: made for a job, told of, and destroyed whatever happens. Against Compute Engine's own interface on loopback."""
+"""A cluster of virtual machines: made for a job, told of, and destroyed whatever happens. Against
+Compute Engine's own interface on loopback.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +56,32 @@ def cloud() -> Iterator[compute.Compute]:
 
 
 def recipe_for(root: Path, address: str | None, **knobs: Any) -> Recipe:
-    return small_recipe(root, **{
-        "launch.kind": "gce", "launch.nodes": 3, "cloud.project": "p", "cloud.bucket": "bucket", "cloud.endpoint": address,
-        "cloud.images.train": "us-central1-docker.pkg.dev/p/ingot/ingot-train:latest", **knobs,
-    })
+    return small_recipe(
+        root,
+        **{
+            "launch.kind": "gce",
+            "launch.nodes": 3,
+            "cloud.project": "p",
+            "cloud.bucket": "bucket",
+            "cloud.endpoint": address,
+            "cloud.images.train": "us-central1-docker.pkg.dev/p/ingot/ingot-train:latest",
+            **knobs,
+        },
+    )
 
 
 def job_of(recipe: Recipe, start: int = 1, **about: Any) -> Job:
     argv = ("train", "runs/small/jobs/nodes.train.yaml")
-    return Job("train", argv, recipe.launch.processes, recipe.launch.nodes, meet=f"{REPLICA}/jobs/train-{start}", mirror=REPLICA,
-               time_limit_s=recipe.cloud.max_run, **about)
+    return Job(
+        "train",
+        argv,
+        recipe.launch.processes,
+        recipe.launch.nodes,
+        meet=f"{REPLICA}/jobs/train-{start}",
+        mirror=REPLICA,
+        time_limit_s=recipe.cloud.max_run,
+        **about,
+    )
 
 
 class Run:
@@ -103,20 +121,47 @@ NAME = f"ingot-small-train-{fingerprint(REPLICA)[:6]}"
 NAMES = [f"{NAME}-1-{node}" for node in range(3)]
 
 
-@pytest.mark.parametrize(("name", "knobs"), [
-    ("cpu", {"launch.nodes": 1}),
-    ("gpus", {
-        "launch.nodes": 2, "launch.processes": 2, "launch.machine.accelerator": "NVIDIA_TESLA_T4", "launch.machine.accelerators": 2,
-        "launch.machine.spot": True, "cloud.zone": "us-central1-b", "cloud.subnetwork": "inner", "cloud.service_account": "ingot@p.iam.gserviceaccount.com",
-        "cloud.secrets": {"HF_TOKEN": "secret:hf-token/3"}, "cloud.labels": {"team": "Models"}, "cloud.max_run": "24h",
-        "launch.environment": {"NCCL_DEBUG": "WARN", "GREETING": "it's $HOME"},
-    }),
-    ("reserved", {
-        "launch.nodes": 1, "launch.processes": 8, "launch.machine.type": "a3-highgpu-8g", "cloud.network": "ours", "cloud.images.train": "example.com/i:1",
-        "launch.machine.reservation": "projects/other/zones/europe-west4-a/reservations/big", "cloud.region": "europe-west4", "cloud.max_run": "20m",
-    }),
-])
-def test_what_would_be_sent_stands_in_golden_files(tmp_path: Path, name: str, knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("cpu", {"launch.nodes": 1}),
+        (
+            "gpus",
+            {
+                "launch.nodes": 2,
+                "launch.processes": 2,
+                "launch.machine.accelerator": "NVIDIA_TESLA_T4",
+                "launch.machine.accelerators": 2,
+                "launch.machine.spot": True,
+                "cloud.zone": "us-central1-b",
+                "cloud.subnetwork": "inner",
+                "cloud.service_account": "ingot@p.iam.gserviceaccount.com",
+                "cloud.secrets": {"HF_TOKEN": "secret:hf-token/3"},
+                "cloud.labels": {"team": "Models"},
+                "cloud.max_run": "24h",
+                "launch.environment": {"NCCL_DEBUG": "WARN", "GREETING": "it's $HOME"},
+            },
+        ),
+        (
+            "reserved",
+            {
+                "launch.nodes": 1,
+                "launch.processes": 8,
+                "launch.machine.type": "a3-highgpu-8g",
+                "cloud.network": "ours",
+                "cloud.images.train": "example.com/i:1",
+                "launch.machine.reservation": (
+                    "projects/other/zones/europe-west4-a/reservations/big"
+                ),
+                "cloud.region": "europe-west4",
+                "cloud.max_run": "20m",
+            },
+        ),
+    ],
+)
+def test_what_would_be_sent_stands_in_golden_files(
+    tmp_path: Path, name: str, knobs: dict[str, Any]
+) -> None:
     recipe = recipe_for(tmp_path, None, output="runs", **knobs)
     launcher, job = GceLauncher(recipe), job_of(recipe)
     job = replace(job, environment=recipe.launch.environment)
@@ -140,7 +185,9 @@ def test_what_is_sent_is_what_was_shown(run: Run, cloud: compute.Compute) -> Non
         assert (request.project, request.zone) == ("p", "us-central1-a")
 
 
-def test_a_cluster_comes_up_runs_and_is_gone_when_it_is_done(run: Run, cloud: compute.Compute) -> None:
+def test_a_cluster_comes_up_runs_and_is_gone_when_it_is_done(
+    run: Run, cloud: compute.Compute
+) -> None:
     handle = run.submit()
     assert cloud.names() == NAMES
     assert run.handle == handle
@@ -157,7 +204,9 @@ def test_a_cluster_comes_up_runs_and_is_gone_when_it_is_done(run: Run, cloud: co
     assert run.launcher.status(handle) == "succeeded"
 
 
-def test_one_nodes_failure_leaves_the_others_a_while_and_then_takes_them_down(run: Run, cloud: compute.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_nodes_failure_leaves_the_others_a_while_and_then_takes_them_down(
+    run: Run, cloud: compute.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handle = run.submit()
     run.come(handle)
     run.leave(handle, EXIT, n1=1)
@@ -167,7 +216,9 @@ def test_one_nodes_failure_leaves_the_others_a_while_and_then_takes_them_down(ru
     assert cloud.names() == []
 
 
-def test_a_machine_that_is_taken_away_is_told_of_and_the_rest_goes(tmp_path: Path, cloud: compute.Compute) -> None:
+def test_a_machine_that_is_taken_away_is_told_of_and_the_rest_goes(
+    tmp_path: Path, cloud: compute.Compute
+) -> None:
     run = Run(tmp_path, cloud, **{"launch.machine.spot": True})
     handle = run.submit()
     run.come(handle)
@@ -180,7 +231,9 @@ def test_a_machine_that_is_taken_away_is_told_of_and_the_rest_goes(tmp_path: Pat
     assert second.id == f"{NAME}-2"
 
 
-def test_a_machine_that_failed_while_another_was_lost_is_a_failure(run: Run, cloud: compute.Compute) -> None:
+def test_a_machine_that_failed_while_another_was_lost_is_a_failure(
+    run: Run, cloud: compute.Compute
+) -> None:
     handle = run.submit()
     run.come(handle)
     run.leave(handle, EXIT, n0=1)
@@ -188,7 +241,9 @@ def test_a_machine_that_failed_while_another_was_lost_is_a_failure(run: Run, clo
     assert run.launcher.status(handle) == "failed"
 
 
-def test_nobody_comes_back_and_all_is_gone_when_the_time_is_over(run: Run, cloud: compute.Compute) -> None:
+def test_nobody_comes_back_and_all_is_gone_when_the_time_is_over(
+    run: Run, cloud: compute.Compute
+) -> None:
     run.submit()
     cloud.advance(run.recipe.cloud.max_run - 60)
     assert cloud.names() == NAMES
@@ -225,7 +280,9 @@ def test_cancel_destroys_and_says_so(run: Run, cloud: compute.Compute) -> None:
 def test_a_signal_is_a_note_that_nodes_look_for(run: Run, bucket: gcs.Server) -> None:
     handle = run.submit()
     run.launcher.signal(handle, signal.SIGTERM)
-    [note] = [json.loads(stored.data) for name, stored in bucket.objects.items() if f"/{SIGNAL}-" in name]
+    [note] = [
+        json.loads(stored.data) for name, stored in bucket.objects.items() if f"/{SIGNAL}-" in name
+    ]
     assert note == {"number": 15, "rank": None}
 
 
@@ -236,39 +293,71 @@ def test_the_next_zone_is_tried_and_nothing_stays_behind(run: Run, cloud: comput
     assert handle.about["zone"] == "us-central1-b"
     assert cloud.names() == NAMES
     assert {zone for zone, _ in cloud.machines} == {"us-central1-b"}
-    assert "us-central1-b.c.p.internal" in cloud.machines["us-central1-b", NAMES[0]].metadata["startup-script"]
+    assert (
+        "us-central1-b.c.p.internal"
+        in cloud.machines["us-central1-b", NAMES[0]].metadata["startup-script"]
+    )
 
 
-def test_a_zone_that_knows_no_such_machine_is_passed_over(tmp_path: Path, cloud: compute.Compute) -> None:
+def test_a_zone_that_knows_no_such_machine_is_passed_over(
+    tmp_path: Path, cloud: compute.Compute
+) -> None:
     cloud.lacking = {"us-central1-a": {"n1-standard-8"}, "us-central1-b": {"nvidia-tesla-t4"}}
-    run = Run(tmp_path, cloud, **{"launch.machine.accelerator": "nvidia-tesla-t4", "launch.machine.accelerators": 1})
+    run = Run(
+        tmp_path,
+        cloud,
+        **{"launch.machine.accelerator": "nvidia-tesla-t4", "launch.machine.accelerators": 1},
+    )
     assert run.submit().about["zone"] == "us-central1-c"
 
 
-@pytest.mark.parametrize("text", [
-    "Invalid value for field 'resource.machineType': 'zones/us-east4-a/machineTypes/n2-highcpu-16'. Machine type with name 'n2-highcpu-16' does not exist "
-    "in zone 'us-east4-a'.",
-    "Invalid value for field 'resource.machineType': 'https://compute.googleapis.com/compute/v1/projects/p/zones/us-east4-a/machineTypes/n2-highcpu-16'. "
-    "The referenced resource does not exist.",
-    "Invalid value for field 'zone': 'us-east1-a'. Unknown zone.",
-    "The resource 'projects/p/zones/us-east1-a' was not found",
-    "The resource 'projects/p/zones/us-east1-a/acceleratorTypes/nvidia-l4' was not found",
-])
-def test_every_way_of_saying_that_a_zone_has_none_leads_to_the_next(run: Run, cloud: compute.Compute, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        (
+            "Invalid value for field 'resource.machineType':"
+            " 'zones/us-east4-a/machineTypes/n2-highcpu-16'. Machine type with name 'n2-highcpu-16'"
+            " does not exist in zone 'us-east4-a'."
+        ),
+        (
+            "Invalid value for field 'resource.machineType':"
+            " 'https://compute.googleapis.com/compute/v1/projects/p/zones/us-east4-a/machineTypes/n2-highcpu-16'."
+            " The referenced resource does not exist."
+        ),
+        "Invalid value for field 'zone': 'us-east1-a'. Unknown zone.",
+        "The resource 'projects/p/zones/us-east1-a' was not found",
+        "The resource 'projects/p/zones/us-east1-a/acceleratorTypes/nvidia-l4' was not found",
+    ],
+)
+def test_every_way_of_saying_that_a_zone_has_none_leads_to_the_next(
+    run: Run, cloud: compute.Compute, text: str
+) -> None:
     cloud.server.fault("Instances.Insert", 400, message=text)
     assert run.submit().about["zone"] == "us-central1-b"
 
 
-def test_a_region_whose_zones_begin_at_b_and_end_at_d_is_searched(tmp_path: Path, cloud: compute.Compute) -> None:
+def test_a_region_whose_zones_begin_at_b_and_end_at_d_is_searched(
+    tmp_path: Path, cloud: compute.Compute
+) -> None:
     cloud.zones = ("us-east1-b", "us-east1-c", "us-east1-d")
     cloud.rooms = {"us-east1-b": 0, "us-east1-c": 0}
-    assert Run(tmp_path, cloud, **{"cloud.region": "us-east1"}).submit().about["zone"] == "us-east1-d"
+    assert (
+        Run(tmp_path, cloud, **{"cloud.region": "us-east1"}).submit().about["zone"] == "us-east1-d"
+    )
 
 
-def test_no_room_anywhere_is_one_line_and_may_be_tried_again(run: Run, cloud: compute.Compute) -> None:
+def test_no_room_anywhere_is_one_line_and_may_be_tried_again(
+    run: Run, cloud: compute.Compute
+) -> None:
     cloud.quota = 5
     cloud.rooms = {"us-central1-a": 1, "us-central1-c": 0, "us-central1-f": 0}
-    with pytest.raises(NoRoom, match=r"no room for 3 x n1-standard-8 in us-central1-a, .*RESOURCE_POOL_EXHAUSTED.*QUOTA_EXCEEDED") as caught:
+    with pytest.raises(
+        NoRoom,
+        match=(
+            r"no room for 3 x n1-standard-8 in us-central1-a,"
+            r" .*RESOURCE_POOL_EXHAUSTED.*QUOTA_EXCEEDED"
+        ),
+    ) as caught:
         run.submit()
     assert "\n" not in str(caught.value)
     assert cloud.names() == []
@@ -283,8 +372,14 @@ def test_a_machine_that_no_zone_knows_is_wrong_input(run: Run, cloud: compute.Co
     assert cloud.names() == []
 
 
-def test_what_is_refused_for_other_reasons_ends_at_once(tmp_path: Path, cloud: compute.Compute) -> None:
-    cloud.server.fault("Instances.Insert", 403, message="Required 'compute.instances.create' permission for 'projects/p'")
+def test_what_is_refused_for_other_reasons_ends_at_once(
+    tmp_path: Path, cloud: compute.Compute
+) -> None:
+    cloud.server.fault(
+        "Instances.Insert",
+        403,
+        message="Required 'compute.instances.create' permission for 'projects/p'",
+    )
     with pytest.raises(WrongInput, match="Compute Instance Admin"):
         Run(tmp_path, cloud).submit()
     assert len(cloud.server.requests("Instances.Insert")) == 1
@@ -302,7 +397,9 @@ def test_a_lost_answer_makes_no_second_machine(run: Run, cloud: compute.Compute,
     assert len(cloud.server.requests("Instances.Insert")) == 5
 
 
-def test_deleting_is_gone_on_with_when_the_service_breaks_down(run: Run, cloud: compute.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_is_gone_on_with_when_the_service_breaks_down(
+    run: Run, cloud: compute.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handle = run.submit()
     run.come(handle)
     run.leave(handle, EXIT, n0=0, n1=0, n2=0)
@@ -315,9 +412,15 @@ def test_deleting_is_gone_on_with_when_the_service_breaks_down(run: Run, cloud: 
     assert cloud.names() == []
 
 
-def test_a_run_of_the_same_name_in_another_bucket_is_left_alone(tmp_path: Path, cloud: compute.Compute) -> None:
+def test_a_run_of_the_same_name_in_another_bucket_is_left_alone(
+    tmp_path: Path, cloud: compute.Compute
+) -> None:
     ours, theirs = Run(tmp_path / "a", cloud), Run(tmp_path / "b", cloud)
-    other = replace(job_of(theirs.recipe, 7), mirror="gs://bucket/elsewhere", meet="gs://bucket/elsewhere/jobs/train-7")
+    other = replace(
+        job_of(theirs.recipe, 7),
+        mirror="gs://bucket/elsewhere",
+        meet="gs://bucket/elsewhere/jobs/train-7",
+    )
     handle = theirs.launcher.submit(other)
     ours.submit()
     ours.launcher.cancel(ours.submit(2))
@@ -325,16 +428,26 @@ def test_a_run_of_the_same_name_in_another_bucket_is_left_alone(tmp_path: Path, 
     assert theirs.launcher.status(handle) == "queued"
 
 
-def test_two_runs_of_one_name_in_one_project_run_side_by_side(tmp_path: Path, cloud: compute.Compute) -> None:
+def test_two_runs_of_one_name_in_one_project_run_side_by_side(
+    tmp_path: Path, cloud: compute.Compute
+) -> None:
     ours, theirs = Run(tmp_path / "a", cloud), Run(tmp_path / "b", cloud)
-    other = replace(job_of(theirs.recipe), mirror="gs://bucket/elsewhere", meet="gs://bucket/elsewhere/jobs/train-1")
+    other = replace(
+        job_of(theirs.recipe),
+        mirror="gs://bucket/elsewhere",
+        meet="gs://bucket/elsewhere/jobs/train-1",
+    )
     handles = [ours.submit(), theirs.launcher.submit(other)]
     assert len(cloud.names()) == 6
-    assert [run.launcher.status(handle) for run, handle in zip((ours, theirs), handles, strict=True)] == ["queued", "queued"]
+    assert [
+        run.launcher.status(handle) for run, handle in zip((ours, theirs), handles, strict=True)
+    ] == ["queued", "queued"]
 
 
 @pytest.mark.parametrize("start", [1, 2])
-def test_what_another_computer_started_is_left_alone_and_not_started_again(tmp_path: Path, cloud: compute.Compute, start: int) -> None:
+def test_what_another_computer_started_is_left_alone_and_not_started_again(
+    tmp_path: Path, cloud: compute.Compute, start: int
+) -> None:
     """Whether the number of its start is ours too, or is one that we have never had."""
     here, there = Run(tmp_path / "here", cloud), Run(tmp_path / "there", cloud)
     ended = here.submit()
@@ -343,7 +456,10 @@ def test_what_another_computer_started_is_left_alone_and_not_started_again(tmp_p
     handle = there.submit(start)
     there.come(handle)
     made = cloud.names()
-    told = f"{NAME}-{start}-0 in us-central1-a works on this run and was started elsewhere; cancel it there, or delete it"
+    told = (
+        f"{NAME}-{start}-0 in us-central1-a works on this run and was started elsewhere; cancel it"
+        " there, or delete it"
+    )
     for run in (here, Run(tmp_path / "third", cloud)):
         assert run.launcher.busy(job_of(run.recipe, 3)) == told
         with pytest.raises(Failed, match=told):
@@ -358,7 +474,9 @@ def test_what_another_computer_started_is_left_alone_and_not_started_again(tmp_p
     here.launcher.cancel(here.submit(3))
 
 
-def test_after_no_room_here_another_computer_is_not_taken_for_us(tmp_path: Path, cloud: compute.Compute) -> None:
+def test_after_no_room_here_another_computer_is_not_taken_for_us(
+    tmp_path: Path, cloud: compute.Compute
+) -> None:
     here, there = Run(tmp_path / "here", cloud), Run(tmp_path / "there", cloud)
     cloud.quota = 0
     with pytest.raises(NoRoom):
@@ -370,7 +488,9 @@ def test_after_no_room_here_another_computer_is_not_taken_for_us(tmp_path: Path,
     assert cloud.names() == NAMES
 
 
-def test_what_stopped_without_being_deleted_goes_with_the_next_command(run: Run, cloud: compute.Compute) -> None:
+def test_what_stopped_without_being_deleted_goes_with_the_next_command(
+    run: Run, cloud: compute.Compute
+) -> None:
     """As a machine does whose account may not delete it."""
     handle = run.submit()
     run.come(handle)
@@ -381,7 +501,9 @@ def test_what_stopped_without_being_deleted_goes_with_the_next_command(run: Run,
     assert cloud.names() == []
 
 
-def test_what_stopped_elsewhere_stands_in_nobody_s_way(tmp_path: Path, cloud: compute.Compute) -> None:
+def test_what_stopped_elsewhere_stands_in_nobody_s_way(
+    tmp_path: Path, cloud: compute.Compute
+) -> None:
     here, there = Run(tmp_path / "here", cloud), Run(tmp_path / "there", cloud)
     there.submit()
     for machine in cloud.machines.values():
@@ -400,9 +522,13 @@ def test_a_job_that_runs_is_not_started_twice(run: Run, cloud: compute.Compute) 
     assert len(cloud.server.requests("Instances.Insert")) == 3
 
 
-def test_while_machines_are_being_made_nobody_else_removes_them(run: Run, cloud: compute.Compute) -> None:
+def test_while_machines_are_being_made_nobody_else_removes_them(
+    run: Run, cloud: compute.Compute
+) -> None:
     handle = run.submit()
-    unmade = replace(handle, about={key: value for key, value in handle.about.items() if key != "machines"})
+    unmade = replace(
+        handle, about={key: value for key, value in handle.about.items() if key != "machines"}
+    )
     with folder_lock(jobs_folder(run.recipe.folder.root), "train.gce.lock"):
         assert run.launcher.status(unmade) == "queued"
         with pytest.raises(Failed, match="in use"):
@@ -428,7 +554,9 @@ def child(act: Callable[[], None]) -> int:
 
 
 class Killer:
-    """Kills a process at its n-th call to Compute Engine: before it is done, or after it was done and before it is answered."""
+    """Kills a process at its n-th call to Compute Engine: before it is done, or after it was done
+    and before it is answered.
+    """
 
     def __init__(self, cloud: compute.Compute, number: int, *, before: bool) -> None:
         self.pid, self._left = 0, number
@@ -476,15 +604,27 @@ def cancelled_midway(run: Run) -> None:
     run.launcher.cancel(handle)
 
 
-
 LIVES = {
-    "success": lambda run: follow_to_the_end(run, 0), "failure": lambda run: follow_to_the_end(run, 1), "cancel": cancelled_midway,
+    "success": lambda run: follow_to_the_end(run, 0),
+    "failure": lambda run: follow_to_the_end(run, 1),
+    "cancel": cancelled_midway,
     "another zone": cancelled_midway,
 }
 
 
-@pytest.mark.parametrize(("life", "before"), [("success", False), ("failure", False), ("cancel", False), ("cancel", True), ("another zone", False)])
-def test_whenever_the_controller_is_killed_nothing_is_left(tmp_path: Path, life: str, before: bool) -> None:
+@pytest.mark.parametrize(
+    ("life", "before"),
+    [
+        ("success", False),
+        ("failure", False),
+        ("cancel", False),
+        ("cancel", True),
+        ("another zone", False),
+    ],
+)
+def test_whenever_the_controller_is_killed_nothing_is_left(
+    tmp_path: Path, life: str, before: bool
+) -> None:
     deaths = 0
     for number in range(1, 100):
         server = google.Server()
@@ -507,7 +647,9 @@ def test_whenever_the_controller_is_killed_nothing_is_left(tmp_path: Path, life:
 
 
 def check_what_follows(run: Run, cloud: compute.Compute, *, wait: bool) -> None:
-    """After a death: the next command removes what is left, unless it is a job that is whole; and if there is none, time does."""
+    """After a death: the next command removes what is left, unless it is a job that is whole; and
+    if there is none, time does.
+    """
     left, handle = cloud.names(), run.handle
     assert left == [] or handle is not None  # what nobody could find again was never made
     if wait:
@@ -530,7 +672,9 @@ def check_what_follows(run: Run, cloud: compute.Compute, *, wait: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 4, 7, 9])
-def test_the_next_start_removes_what_a_killed_one_left(tmp_path: Path, cloud: compute.Compute, number: int) -> None:
+def test_the_next_start_removes_what_a_killed_one_left(
+    tmp_path: Path, cloud: compute.Compute, number: int
+) -> None:
     run = Run(tmp_path, cloud)
     Killer(cloud, number, before=False).watch(lambda: cancelled_midway(run))
     cloud.settle()
@@ -538,7 +682,9 @@ def test_the_next_start_removes_what_a_killed_one_left(tmp_path: Path, cloud: co
     assert cloud.names() == [f"{second.id}-{node}" for node in range(3)]
 
 
-def test_an_interrupt_while_machines_are_made_removes_them(run: Run, cloud: compute.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_machines_are_made_removes_them(
+    run: Run, cloud: compute.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked = instances.wait
 
     def interrupted(*about: Any, **more: Any) -> None:
@@ -553,17 +699,32 @@ def test_an_interrupt_while_machines_are_made_removes_them(run: Run, cloud: comp
 
 
 # What is refused before anything is sent.
-@pytest.mark.parametrize(("knobs", "told"), [
-    ({"launch.machine.type": "n1-standart-8"}, "n1-standard-8"), ({"launch.machine.type": "ct5lp-hightpu-4t"}, "TPU"),
-    ({"launch.machine.type": "a2-highgpu-1g", "launch.processes": 2}, "launch.processes"), ({"launch.machine.flex_start": True}, "Vertex AI"),
-    ({"launch.code": "sync"}, "images build"), ({"launch.secrets": ["HF_TOKEN"]}, "Secret Manager"), ({"cloud.zone": "europe-west4-a"}, "cloud.region"),
-    ({"cloud.max_run": "121d"}, "120 days"), ({"cloud.max_cost": 1000, "launch.machine.type": "n2-custom-8-16384"}, "cloud.prices"),
-    ({"cloud.images.train": None}, "images build train"), ({"cloud.max_run": "400s"}, "checkpoint.grace_s"),
-    ({"launch.machine.type": "a3-ultragpu-8g"}, "launch.machine.spot"), ({"launch.machine.type": "a4-highgpu-8g"}, "launch.kind to vertex"),
-    ({"launch.machine.type": "a3-highgpu-2g"}, "neither on demand"),
-    ({"launch.machine.type": "a4-highgpu-8g", "launch.machine.reservation": "ours"}, "nor by a plain reservation"),
-])
-def test_what_cannot_be_is_said_before_anything_is_sent(tmp_path: Path, cloud: compute.Compute, knobs: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"launch.machine.type": "n1-standart-8"}, "n1-standard-8"),
+        ({"launch.machine.type": "ct5lp-hightpu-4t"}, "TPU"),
+        ({"launch.machine.type": "a2-highgpu-1g", "launch.processes": 2}, "launch.processes"),
+        ({"launch.machine.flex_start": True}, "Vertex AI"),
+        ({"launch.code": "sync"}, "images build"),
+        ({"launch.secrets": ["HF_TOKEN"]}, "Secret Manager"),
+        ({"cloud.zone": "europe-west4-a"}, "cloud.region"),
+        ({"cloud.max_run": "121d"}, "120 days"),
+        ({"cloud.max_cost": 1000, "launch.machine.type": "n2-custom-8-16384"}, "cloud.prices"),
+        ({"cloud.images.train": None}, "images build train"),
+        ({"cloud.max_run": "400s"}, "checkpoint.grace_s"),
+        ({"launch.machine.type": "a3-ultragpu-8g"}, "launch.machine.spot"),
+        ({"launch.machine.type": "a4-highgpu-8g"}, "launch.kind to vertex"),
+        ({"launch.machine.type": "a3-highgpu-2g"}, "neither on demand"),
+        (
+            {"launch.machine.type": "a4-highgpu-8g", "launch.machine.reservation": "ours"},
+            "nor by a plain reservation",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_sent(
+    tmp_path: Path, cloud: compute.Compute, knobs: dict[str, Any], told: str
+) -> None:
     run = Run(tmp_path, cloud, **knobs)
     job = replace(job_of(run.recipe), secrets=tuple(run.recipe.launch.secrets))
     assert any(told in reason for reason in run.launcher.can(job))
@@ -572,22 +733,36 @@ def test_what_cannot_be_is_said_before_anything_is_sent(tmp_path: Path, cloud: c
     assert cloud.server.calls == []
 
 
-@pytest.mark.parametrize(("kind", "disk"), [
-    ("a3-ultragpu-8g", "hyperdisk-balanced"), ("a4-highgpu-8g", "hyperdisk-balanced"), ("a3-highgpu-1g", "pd-balanced"),
-])
-def test_what_is_not_given_on_demand_can_be_had_as_spot(tmp_path: Path, kind: str, disk: str) -> None:
-    recipe = recipe_for(tmp_path, None, **{"launch.machine.type": kind, "launch.machine.spot": True})
+@pytest.mark.parametrize(
+    ("kind", "disk"),
+    [
+        ("a3-ultragpu-8g", "hyperdisk-balanced"),
+        ("a4-highgpu-8g", "hyperdisk-balanced"),
+        ("a3-highgpu-1g", "pd-balanced"),
+    ],
+)
+def test_what_is_not_given_on_demand_can_be_had_as_spot(
+    tmp_path: Path, kind: str, disk: str
+) -> None:
+    recipe = recipe_for(
+        tmp_path, None, **{"launch.machine.type": kind, "launch.machine.spot": True}
+    )
     assert GceLauncher(recipe).can(job_of(recipe)) == []
     machine = gce_cluster.Cluster(recipe, job_of(recipe)).machine(0, "us-central1-a")
     assert machine.disks[0].initialize_params.disk_type == f"zones/us-central1-a/diskTypes/{disk}"
 
 
 def test_without_a_bucket_there_is_no_cluster(run: Run) -> None:
-    assert any("cloud.bucket" in reason for reason in run.launcher.can(replace(job_of(run.recipe), mirror=None, meet=None)))
+    assert any(
+        "cloud.bucket" in reason
+        for reason in run.launcher.can(replace(job_of(run.recipe), mirror=None, meet=None))
+    )
 
 
 # Logs.
-def test_the_log_is_what_the_containers_say_each_line_once(run: Run, cloud: compute.Compute) -> None:
+def test_the_log_is_what_the_containers_say_each_line_once(
+    run: Run, cloud: compute.Compute
+) -> None:
     handle = run.submit()
     log = run.launcher.log(handle)
     assert log.read() == b""
@@ -606,11 +781,16 @@ def test_more_than_a_page_of_the_log_comes(run: Run, cloud: compute.Compute) -> 
     assert run.launcher.log(handle).read().count(b"\n") == 2500
 
 
-def test_a_machine_that_never_logged_is_heard_on_its_serial_port(run: Run, cloud: compute.Compute) -> None:
+def test_a_machine_that_never_logged_is_heard_on_its_serial_port(
+    run: Run, cloud: compute.Compute
+) -> None:
     handle = run.submit()
     machine = cloud.machines["us-central1-a", NAMES[0]]
     log = run.launcher.log(handle)
-    machine.serial = "[    0.1] Linux\nJan 1 google_metadata_script_runner[9]: startup-script: ingot: pulling the image\n"
+    machine.serial = (
+        "[    0.1] Linux\nJan 1 google_metadata_script_runner[9]: startup-script: ingot: pulling"
+        " the image\n"
+    )
     assert log.read() == f"[{NAMES[0]}] ingot: pulling the image\n".encode()
     assert log.read() == b""
     machine.serial += "startup-script: manifest unknown\nshutting down\n"
@@ -635,4 +815,7 @@ def test_names_fit_and_tell_apart(tmp_path: Path) -> None:
     names = [gce_cluster.Cluster(recipe, job_of(recipe)).name(999) for recipe in (long, other)]
     assert len(set(names)) == 2
     assert all(compute.NAME.fullmatch(name) for name in names)
-    assert all(compute.LABEL_VALUE.fullmatch(value) for value in gce_cluster.Cluster(long, job_of(long)).labels(0).values())
+    assert all(
+        compute.LABEL_VALUE.fullmatch(value)
+        for value in gce_cluster.Cluster(long, job_of(long)).labels(0).values()
+    )

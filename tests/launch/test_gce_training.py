@@ -1,4 +1,6 @@
-"""A training on two machines that share nothing but a bucket, from the recipe to the model: as if it had run here."""
+"""A training on two machines that share nothing but a bucket, from the recipe to the model: as if
+it had run here.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     made: list[Machine] = []
 
     def up(stored: Stored) -> None:
-        machine = running[stored.wanted.name] = Machine(stored.wanted.name, stored.metadata, tmp_path / "machines" / stored.wanted.name)
+        machine = running[stored.wanted.name] = Machine(
+            stored.wanted.name, stored.metadata, tmp_path / "machines" / stored.wanted.name
+        )
         made.append(machine)
 
     def down(stored: Stored) -> None:
@@ -63,19 +67,41 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def recipe_in(root: Path, **knobs: Any) -> Recipe:
-    """With relative paths, as machines with a working folder of their own need them; `root` is the working folder."""
-    return small_recipe(root, output="runs", **{
-        "data.train": [{"source": f"text/doc0{number}*.txt"} for number in (0, 1)], "data.window": 1,
-        "train.steps": 12, "train.evaluate_every": 4, "checkpoint.every": 4, "checkpoint.grace_s": 20,
-        "parallel.shard": 2, **knobs,
-    })
+    """With relative paths, as machines with a working folder of their own need them; `root` is the
+    working folder.
+    """
+    return small_recipe(
+        root,
+        output="runs",
+        **{
+            "data.train": [{"source": f"text/doc0{number}*.txt"} for number in (0, 1)],
+            "data.window": 1,
+            "train.steps": 12,
+            "train.evaluate_every": 4,
+            "checkpoint.every": 4,
+            "checkpoint.grace_s": 20,
+            "parallel.shard": 2,
+            **knobs,
+        },
+    )
 
 
 def on_machines(root: Path, address: str, **knobs: Any) -> Recipe:
-    return recipe_in(root, **{
-        "launch.kind": "gce", "launch.nodes": 2, "launch.port": free_port(), "launch.machine.spot": True, "launch.restarts": 3, "cloud.project": "p",
-        "cloud.bucket": "bucket", "cloud.endpoint": address, "cloud.images.train": "example.com/train:1", **knobs,
-    })
+    return recipe_in(
+        root,
+        **{
+            "launch.kind": "gce",
+            "launch.nodes": 2,
+            "launch.port": free_port(),
+            "launch.machine.spot": True,
+            "launch.restarts": 3,
+            "cloud.project": "p",
+            "cloud.bucket": "bucket",
+            "cloud.endpoint": address,
+            "cloud.images.train": "example.com/train:1",
+            **knobs,
+        },
+    )
 
 
 def trained_here(root: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
@@ -96,7 +122,7 @@ def prepared_in(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is_taken_away(
-    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud, made = machines
     here, there = tmp_path / "here", tmp_path / "there"
@@ -124,7 +150,10 @@ def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is
     assert cloud.names() == []
     assert (recipe.folder.model / "model.safetensors").read_bytes() == expected
     events = list(read_lines(recipe.folder.events))
-    assert [event["kind"] for event in events if event["kind"] in ("start", "restart")][-2:] == ["restart", "start"]
+    assert [event["kind"] for event in events if event["kind"] in ("start", "restart")][-2:] == [
+        "restart",
+        "start",
+    ]
     assert [event["step"] for event in events if event["kind"] == "finish"] == [12]
     # Nothing but the bucket was shared, and no machine was given our data by another way.
     assert not any((machine.folder / "work" / "text").exists() for machine in made)
@@ -137,11 +166,24 @@ def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is
     for machine in made:
         said = [call for call in machine.calls if call[0] == "docker" and call[1] == "run"]
         assert len(said) == 1
-    assert not any("a-token-of-the-machine" in argument for machine in made for call in machine.calls for argument in call)
+    assert not any(
+        "a-token-of-the-machine" in argument
+        for machine in made
+        for call in machine.calls
+        for argument in call
+    )
 
 
-def one_machine(tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], **knobs: Any) -> tuple[GceLauncher, Handle]:
-    """A job of one machine whose tools find these files on its disk, followed until it has asked to be deleted; nobody looks meanwhile."""
+def one_machine(
+    tmp_path: Path,
+    machines: Machines,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    **knobs: Any,
+) -> tuple[GceLauncher, Handle]:
+    """A job of one machine whose tools find these files on its disk, followed until it has asked to
+    be deleted; nobody looks meanwhile.
+    """
     cloud, made = machines
     up = cloud.on_running
 
@@ -156,7 +198,9 @@ def one_machine(tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     recipe = on_machines(tmp_path, cloud.server.address, **{"launch.nodes": 1, **knobs})
     launcher = GceLauncher(recipe)
-    handle = launcher.submit(replace(places.place(recipe, "train", shared=True), argv=("train", "r.yaml")))
+    handle = launcher.submit(
+        replace(places.place(recipe, "train", shared=True), argv=("train", "r.yaml"))
+    )
     deadline = time.monotonic() + 120
     while not cloud.server.requests("Instances.Delete") and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -165,7 +209,7 @@ def one_machine(tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_machine_that_cannot_have_the_image_says_so_and_deletes_itself(
-    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nobody ever looks."""
     cloud, made = machines
@@ -175,16 +219,21 @@ def test_a_machine_that_cannot_have_the_image_says_so_and_deletes_itself(
     assert launcher.status(handle) == "failed"
     [note] = Meeting(handle.about["meet"]).notes(EXIT).values()
     assert note["code"] == 1
-    assert "the image could not be pulled: Error response from daemon: manifest for  it  not found" in note["how"]
+    assert (
+        "the image could not be pulled: Error response from daemon: manifest for  it  not found"
+        in note["how"]
+    )
     [last] = Meeting(handle.about["meet"]).notes("boot").values()
     assert last["phase"] == "over"
 
 
 def test_a_machine_that_may_not_delete_itself_shuts_down_and_the_next_look_removes_it(
-    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud, made = machines
-    cloud.server.fault("Instances.Delete", 403, message="Required 'compute.instances.delete' permission")
+    cloud.server.fault(
+        "Instances.Delete", 403, message="Required 'compute.instances.delete' permission"
+    )
     launcher, handle = one_machine(tmp_path, machines, monkeypatch, {"no-run": ""})
     made[0].process.wait(60)
     assert made[0].calls[-1] == ["shutdown", "-h", "now"]
@@ -195,10 +244,16 @@ def test_a_machine_that_may_not_delete_itself_shuts_down_and_the_next_look_remov
 
 
 def test_ranks_leave_by_the_clock_of_the_machine_however_long_it_took_to_come_up(
-    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The place counts from when it runs: what the driver and the image take is not theirs."""
-    one_machine(tmp_path, machines, monkeypatch, {"no-run": "", "pull-takes": "4"}, **{"cloud.max_run": "20m"})
+    one_machine(
+        tmp_path,
+        machines,
+        monkeypatch,
+        {"no-run": "", "pull-takes": "4"},
+        **{"cloud.max_run": "20m"},
+    )
     calls = machines[1][0].calls
     [waited] = [call for call in calls if call[0] == "timeout"]
     assert waited[1:3] == ["--preserve-status", "--signal=TERM"]
@@ -208,9 +263,11 @@ def test_ranks_leave_by_the_clock_of_the_machine_however_long_it_took_to_come_up
 
 
 def test_a_machine_that_came_up_too_late_starts_nothing(
-    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher, handle = one_machine(tmp_path, machines, monkeypatch, {"pull-takes": "4"}, **{"cloud.max_run": "142s"})
+    launcher, handle = one_machine(
+        tmp_path, machines, monkeypatch, {"pull-takes": "4"}, **{"cloud.max_run": "142s"}
+    )
     assert launcher.status(handle) == "failed"
     [note] = Meeting(handle.about["meet"]).notes(EXIT).values()
     assert "its time was over before the container could start; raise cloud.max_run" in note["how"]

@@ -1,4 +1,6 @@
-"""The jobs of a run as a person asks for them: how one that runs elsewhere is cancelled, and one that cannot be asked."""
+"""The jobs of a run as a person asks for them: how one that runs elsewhere is cancelled, and one
+that cannot be asked.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,17 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
     return There(recipe.folder.root, HANDLE)
 
 
-@pytest.mark.parametrize(("place", "did", "state"), [
-    (Place(), ["SIGTERM"], "cancelled"),
-    (Place(deaf=True), ["SIGTERM", "cancel"], "failed"),
-    (Place("queued"), ["cancel"], "failed"),  # there is nobody yet who could be asked
-    (Place("succeeded"), [], "succeeded"),
-])
+@pytest.mark.parametrize(
+    ("place", "did", "state"),
+    [
+        (Place(), ["SIGTERM"], "cancelled"),
+        (Place(deaf=True), ["SIGTERM", "cancel"], "failed"),
+        (Place("queued"), ["cancel"], "failed"),  # there is nobody yet who could be asked
+        (Place("succeeded"), [], "succeeded"),
+    ],
+)
 def test_a_job_that_is_cancelled_has_the_time_to_save(
-    place: Place, did: list[str], state: State, there: There, monkeypatch: pytest.MonkeyPatch,
+    place: Place, did: list[str], state: State, there: There, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingot.launch.known.MORE_S", 0.5)
     monkeypatch.setattr(there, "_launcher", place)
@@ -80,11 +85,19 @@ def test_a_job_whose_recipe_cannot_be_read_hides_no_other(tmp_path: Path) -> Non
         unreadable.cancel()
 
 
-@pytest.mark.parametrize(("waits", "ends"), [("run", ["run", "train"]), ("train", ["train", "train"]), ("prepare", ["prepare"])])
+@pytest.mark.parametrize(
+    ("waits", "ends"),
+    [("run", ["run", "train"]), ("train", ["train", "train"]), ("prepare", ["prepare"])],
+)
 def test_who_waits_for_a_job_and_the_job_itself_are_both_cancelled(
-    waits: str, ends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    waits: str,
+    ends: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Under `ingot launch run` they have different names."""
+
     class Known:
         where, has_log, look_s = "", False, 0.0
 

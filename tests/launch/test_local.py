@@ -42,7 +42,15 @@ def _recipe(tmp_path: Path) -> str:
 def test_one_process_is_plain_python_and_several_are_started_by_one() -> None:
     job = Job("train", ("train", "r.yaml", "train.steps=3"))
     assert command(job) == [sys.executable, "-m", "ingot", "train", "r.yaml", "train.steps=3"]
-    assert command(dataclasses.replace(job, processes=4)) == [sys.executable, "-m", "ingot.launch", "4", "train", "r.yaml", "train.steps=3"]
+    assert command(dataclasses.replace(job, processes=4)) == [
+        sys.executable,
+        "-m",
+        "ingot.launch",
+        "4",
+        "train",
+        "r.yaml",
+        "train.steps=3",
+    ]
 
 
 def test_cores_are_shared_out_unless_the_person_did(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +63,18 @@ def test_cores_are_shared_out_unless_the_person_did(monkeypatch: pytest.MonkeyPa
     assert environment(Job("train", (), processes=4)) == {}
 
 
-def test_render_is_a_script_without_secrets(launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_is_a_script_without_secrets(
+    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    job = Job("train-1", ("train", "my recipe.yaml"), environment={"SEEN": "a b", "TOKEN": "hidden"}, secrets=("TOKEN",), time_limit_s=90)
+    job = Job(
+        "train-1",
+        ("train", "my recipe.yaml"),
+        environment={"SEEN": "a b", "TOKEN": "hidden"},
+        secrets=("TOKEN",),
+        time_limit_s=90,
+    )
     text = launcher.render(job).replace(sys.executable, "PYTHON").replace(str(tmp_path), "HERE")
     assert text == (Path(__file__).parent / "local.sh").read_text(encoding="utf-8")
     subprocess.run(["sh", "-n"], input=launcher.render(job), text=True, check=True)
@@ -80,7 +96,9 @@ def test_a_job_that_fails_says_why_in_its_log(launcher: LocalLauncher, tmp_path:
     assert "missing.yaml does not exist" in launcher.logs(handle).read_text(encoding="utf-8")
 
 
-def test_a_running_job_is_not_started_twice_and_can_be_cancelled(launcher: LocalLauncher, tmp_path: Path) -> None:
+def test_a_running_job_is_not_started_twice_and_can_be_cancelled(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
     argv = blocking_argv(tmp_path)
     job = Job("long", argv)
     handle = launcher.submit(job)
@@ -91,7 +109,9 @@ def test_a_running_job_is_not_started_twice_and_can_be_cancelled(launcher: Local
     launcher.cancel(handle)
     assert launcher.status(handle) == "cancelled"
     assert not waiting_on(argv)
-    assert (tmp_path / "run" / "jobs" / "long.exit").read_text(encoding="utf-8") == f"{128 + signal.SIGTERM}\n"
+    assert (tmp_path / "run" / "jobs" / "long.exit").read_text(
+        encoding="utf-8"
+    ) == f"{128 + signal.SIGTERM}\n"
 
 
 def test_a_job_over_its_time_is_stopped(launcher: LocalLauncher, tmp_path: Path) -> None:
@@ -103,15 +123,23 @@ def test_a_job_over_its_time_is_stopped(launcher: LocalLauncher, tmp_path: Path)
 
 
 def test_a_handle_whose_process_is_another_now_is_unknown(launcher: LocalLauncher) -> None:
-    for about in ({"machine": str(machine()), "started": "1"}, {"machine": "another", "started": str(ticks(1))}, {}):
+    for about in (
+        {"machine": str(machine()), "started": "1"},
+        {"machine": "another", "started": str(ticks(1))},
+        {},
+    ):
         handle = Handle("old", "local", "1", ("train",), started=1.0, log="nowhere", about=about)
         assert launcher.status(handle) == "unknown"
         launcher.cancel(handle)  # must not signal process 1
 
 
-def test_a_job_runs_whatever_the_clock_says(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_runs_whatever_the_clock_says(
+    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handle = launcher.begin(Job("train", ("train", "r.yaml")))
-    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 1.0)  # counted from a time of boot that moves when the clock is set
+    monkeypatch.setattr(
+        psutil.Process, "create_time", lambda self: 1.0
+    )  # counted from a time of boot that moves when the clock is set
     assert launcher.status(handle) == "running"
 
 
@@ -124,7 +152,9 @@ def test_what_this_machine_cannot_do_is_refused_with_the_reason(launcher: LocalL
             refuse(job)
 
 
-def test_a_process_can_do_a_job_itself_under_a_handle(launcher: LocalLauncher, tmp_path: Path) -> None:
+def test_a_process_can_do_a_job_itself_under_a_handle(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
     job = Job("train", ("train", "r.yaml"))
     handle = launcher.begin(job)
     assert launcher.status(handle) == "running"
@@ -149,7 +179,10 @@ def test_foreground_hands_back_the_exit_code_and_keeps_stdout_clean(tmp_path: Pa
     assert err == "error: recipe missing.yaml does not exist; check the path\n"
 
 
-@pytest.mark.parametrize(("sent", "arrives"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGUSR1", "")])
+@pytest.mark.parametrize(
+    ("sent", "arrives"),
+    [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGUSR1", "")],
+)
 def test_foreground_hands_signals_on(tmp_path: Path, sent: str, arrives: str) -> None:
     argv = blocking_argv(tmp_path)
     parent = start_script(FOREGROUND, *argv)
@@ -157,7 +190,9 @@ def test_foreground_hands_signals_on(tmp_path: Path, sent: str, arrives: str) ->
     parent.send_signal(signal.Signals[sent])
     out, err = parent.communicate(timeout=60)
     assert out == f"{128 + signal.Signals[arrives or sent]} {signal.Signals[sent]:d}\n"
-    assert err == (f"stopped by {arrives}\n" if arrives else ""), "SIGUSR1 means something to a training only"
+    assert err == (f"stopped by {arrives}\n" if arrives else ""), (
+        "SIGUSR1 means something to a training only"
+    )
 
 
 def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None:
@@ -168,7 +203,9 @@ def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None
     child.suspend()  # deaf to all but SIGKILL
     parent.send_signal(signal.SIGINT)
     time.sleep(SAME_REQUEST_S / 4)
-    parent.send_signal(signal.SIGINT)  # so soon after it is one request, from a terminal and from a launcher
+    parent.send_signal(
+        signal.SIGINT
+    )  # so soon after it is one request, from a terminal and from a launcher
     time.sleep(SAME_REQUEST_S)
     assert parent.poll() is None
     parent.send_signal(signal.SIGINT)

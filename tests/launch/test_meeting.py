@@ -1,4 +1,6 @@
-"""Notes of the nodes of one start, in a folder and in a bucket: read once, read anew when they are replaced, and waited for."""
+"""Notes of the nodes of one start, in a folder and in a bucket: read once, read anew when they are
+replaced, and waited for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NODES = 20
 
 
 @pytest.fixture(params=["folder", "bucket"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     if request.param == "folder":
         yield str(tmp_path)
         return
@@ -38,7 +42,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def test_who_waits_for_all_reads_each_note_once(place: str, read: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_all_reads_each_note_once(
+    place: str, read: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ingot.launch.meeting.LOOK_BUCKET_S", 0.01)
     theirs, ours, left = Meeting(place), Meeting(place), iter(range(NODES))
 
@@ -62,5 +68,7 @@ def test_a_note_that_is_replaced_is_read_again(place: str, read: Counter[str]) -
 def test_who_does_not_come_is_named_and_what_to_do(tmp_path: Path) -> None:
     meeting = Meeting(str(tmp_path))
     meeting.leave(0, HERE)
-    with pytest.raises(Failed, match=r"node 1, 2 did not come to .* within 0\.1 s; .*longer launch\.start_s"):
+    with pytest.raises(
+        Failed, match=r"node 1, 2 did not come to .* within 0\.1 s; .*longer launch\.start_s"
+    ):
         meeting.wait_for(HERE, 3, seconds=0.1)

@@ -1,4 +1,6 @@
-"""What is told before a machine is made: nothing of it may be found out by machines that are paid."""
+"""What is told before a machine is made: nothing of it may be found out by machines that are
+paid.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,28 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
 
 def recipe_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **knobs: Any) -> Recipe:
     monkeypatch.chdir(tmp_path)
-    return small_recipe(tmp_path, output="runs", **{"launch.kind": "gce", "cloud.bucket": "bucket", "cloud.project": "p", **knobs})
+    return small_recipe(
+        tmp_path,
+        output="runs",
+        **{"launch.kind": "gce", "cloud.bucket": "bucket", "cloud.project": "p", **knobs},
+    )
 
 
 def missing(recipe: Recipe, verb: str = "train", *options: str) -> list[str]:
     return what_is_missing(recipe, places.place(recipe, verb, shared=True, options=options))
 
 
-def test_columns_are_here_or_in_the_bucket(server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_here_or_in_the_bucket(
+    server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_in(tmp_path, monkeypatch)
     for verb in ("train", "evaluate"):
         [reason] = missing(recipe, verb)
-        assert reason == f"nothing is prepared, neither here nor in {MIRROR}; run `ingot ingest` and `ingot prepare` with the same recipe first"
+        assert (
+            reason
+            == f"nothing is prepared, neither here nor in {MIRROR}; run `ingot ingest` and `ingot"
+            " prepare` with the same recipe first"
+        )
     assert missing(recipe, "prepare") == []
     recipe.folder.columns.mkdir(parents=True)
     write_marker(recipe.folder.columns, "manifest.json", {}, [])
@@ -55,14 +67,18 @@ def checkpoint(folder: Path, step: int) -> None:
     write_marker(folder / f"step-{step:08d}", "COMMIT.json", {"step": step}, [])
 
 
-def test_a_checkpoint_is_not_left_behind_nor_in_the_way(server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_not_left_behind_nor_in_the_way(
+    server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_in(tmp_path, monkeypatch)
     recipe.folder.columns.mkdir(parents=True)
     write_marker(recipe.folder.columns, "manifest.json", {}, [])
     checkpoint(recipe.folder.checkpoints, 40)
     [reason] = missing(recipe)
-    assert reason.startswith(f"checkpoint 40 of this machine is newer than what {MIRROR}/checkpoints holds; send it (gcloud storage cp -r "
-                             f"runs/small/checkpoints/step-00000040 {MIRROR}/checkpoints/)")
+    assert reason.startswith(
+        f"checkpoint 40 of this machine is newer than what {MIRROR}/checkpoints holds; send it"
+        f" (gcloud storage cp -r runs/small/checkpoints/step-00000040 {MIRROR}/checkpoints/)"
+    )
     assert missing(recipe, "train", "--fresh") == []
     open_bucket(f"{MIRROR}/checkpoints").put("step-00000040/COMMIT.json", b"{}")
     assert missing(recipe) == []
@@ -70,17 +86,30 @@ def test_a_checkpoint_is_not_left_behind_nor_in_the_way(server: gcs.Server, tmp_
     assert "holds checkpoints up to step 40, which --fresh would not begin from" in reason
 
 
-@pytest.mark.parametrize(("knobs", "told"), [
-    ({"cloud.bucket": None}, "set cloud.bucket"), ({"output": "/home/me/runs"}, "output /home/me/runs is a folder of this machine"),
-    ({"model.source": "models/mine"}, "model.source models/mine"),
-    ({"model.source": "gs://bucket/model"}, "model.source gs://bucket/model"),
-    ({"tokenizer.source": "mine.json"}, "tokenizer.source mine.json"), ({"evaluate.model": "runs/other"}, "evaluate.model runs/other"),
-    ({"train.start_from": "runs/other"}, "train.start_from runs/other"),
-    ({"objective": {"kind": "distill", "teacher": "runs/teacher"}}, "objective.teacher runs/teacher"),
-    ({"objective": {"kind": "dpo", "reference": "./reference"}}, "objective.reference ./reference"),
-    ({"model.lora": {"rank": 4, "adapter": "adapters/a"}}, "model.lora.adapter adapters/a"),
-])
-def test_what_lies_on_this_machine_alone_is_named(knobs: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"cloud.bucket": None}, "set cloud.bucket"),
+        ({"output": "/home/me/runs"}, "output /home/me/runs is a folder of this machine"),
+        ({"model.source": "models/mine"}, "model.source models/mine"),
+        ({"model.source": "gs://bucket/model"}, "model.source gs://bucket/model"),
+        ({"tokenizer.source": "mine.json"}, "tokenizer.source mine.json"),
+        ({"evaluate.model": "runs/other"}, "evaluate.model runs/other"),
+        ({"train.start_from": "runs/other"}, "train.start_from runs/other"),
+        (
+            {"objective": {"kind": "distill", "teacher": "runs/teacher"}},
+            "objective.teacher runs/teacher",
+        ),
+        (
+            {"objective": {"kind": "dpo", "reference": "./reference"}},
+            "objective.reference ./reference",
+        ),
+        ({"model.lora": {"rank": 4, "adapter": "adapters/a"}}, "model.lora.adapter adapters/a"),
+    ],
+)
+def test_what_lies_on_this_machine_alone_is_named(
+    knobs: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_in(tmp_path, monkeypatch)
     values = recipe.model_dump(exclude_unset=True)
     for knob, value in knobs.items():
@@ -97,7 +126,9 @@ def test_what_lies_on_this_machine_alone_is_named(knobs: dict[str, Any], told: s
     assert ";" in reason
 
 
-def test_a_bucket_elsewhere_is_told_before_anything_is_sent(server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_elsewhere_is_told_before_anything_is_sent(
+    server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.location = "EUROPE-WEST4"
     recipe = recipe_in(tmp_path, monkeypatch)
     [reason] = missing(recipe)

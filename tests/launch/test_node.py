@@ -1,4 +1,6 @@
-"""What runs on each node, as processes of this machine: notes, exit codes, signals, and that all end when one does."""
+"""What runs on each node, as processes of this machine: notes, exit codes, signals, and that all
+end when one does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from ingot.launch.ranks import Node, free_port
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
 from tests.launch.nodes import end_all
 
-TWO = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "10.0.0.7", "PET_MASTER_PORT": "29501"}
+TWO = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "10.0.0.7",
+    "PET_MASTER_PORT": "29501",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -32,18 +40,47 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     end_all(tmp_path)
 
 
-def nodes(meet: Path, argv: tuple[str, ...], *options: str, count: int = 2, processes: int = 1, **variables: str) -> list[subprocess.Popen[str]]:
+def nodes(
+    meet: Path,
+    argv: tuple[str, ...],
+    *options: str,
+    count: int = 2,
+    processes: int = 1,
+    **variables: str,
+) -> list[subprocess.Popen[str]]:
     """The node processes of a job on `count` nodes."""
     meet.mkdir(parents=True, exist_ok=True)
     port = str(free_port())
     started = []
     for number in range(count):
-        environment = {**os.environ, "PET_NNODES": str(count), "PET_NODE_RANK": str(number), "PET_NPROC_PER_NODE": str(processes),
-                       "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, **variables}
-        started.append(subprocess.Popen(
-            [sys.executable, "-m", "ingot.launch.node", "--meet", str(meet), *options, "--", *argv], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ))
+        environment = {
+            **os.environ,
+            "PET_NNODES": str(count),
+            "PET_NODE_RANK": str(number),
+            "PET_NPROC_PER_NODE": str(processes),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": port,
+            **variables,
+        }
+        started.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "ingot.launch.node",
+                    "--meet",
+                    str(meet),
+                    *options,
+                    "--",
+                    *argv,
+                ],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
     return started
 
 
@@ -54,14 +91,22 @@ def said(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_the_place_of_a_node_is_told_by_torchruns_variables() -> None:
     job, node = placed(("train", "r.yaml"), TWO, meet="there")
-    assert (job, node) == (Job("train", ("train", "r.yaml"), 4, 2, meet="there"), Node(1, "10.0.0.7", 29501))
+    assert (job, node) == (
+        Job("train", ("train", "r.yaml"), 4, 2, meet="there"),
+        Node(1, "10.0.0.7", 29501),
+    )
     assert placed(("train",), {}) == (Job("train", ("train",), 1, 1), Node(0, "", 0))
 
 
-@pytest.mark.parametrize(("changed", "told"), [
-    ({"PET_NODE_RANK": "2"}, "node 2 of 2"), ({"PET_NODE_RANK": "x"}, "must be integers"), ({"PET_NPROC_PER_NODE": "0"}, "0 processes"),
-    ({"PET_MASTER_ADDR": ""}, "PET_MASTER_ADDR"),
-])
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"PET_NODE_RANK": "2"}, "node 2 of 2"),
+        ({"PET_NODE_RANK": "x"}, "must be integers"),
+        ({"PET_NPROC_PER_NODE": "0"}, "0 processes"),
+        ({"PET_MASTER_ADDR": ""}, "PET_MASTER_ADDR"),
+    ],
+)
 def test_variables_that_make_no_sense_are_refused(changed: dict[str, str], told: str) -> None:
     with pytest.raises(WrongInput, match=told):
         placed(("train",), {**TWO, **changed})
@@ -75,8 +120,12 @@ def test_exit_codes_come_back_as_they_are_and_are_noted(tmp_path: Path) -> None:
     code, err = said(one)
     assert code == 2
     assert "rank 1: error: recipe missing.yaml does not exist" in err
-    # Both ranks fail, and the ranks of a second node as well; which one ends first is chance, and what it ended with is the answer.
-    two = [said(process) for process in nodes(tmp_path / "meet", ("show", "config", "missing.yaml"), processes=2)]
+    # Both ranks fail, and the ranks of a second node as well; which one ends first is chance, and
+    # what it ended with is the answer.
+    two = [
+        said(process)
+        for process in nodes(tmp_path / "meet", ("show", "config", "missing.yaml"), processes=2)
+    ]
     meeting = Meeting(str(tmp_path / "meet"))
     notes = meeting.notes(EXIT)
     assert {number: note["rank"] // 2 for number, note in notes.items()} == {0: 0, 1: 1}
@@ -85,7 +134,10 @@ def test_exit_codes_come_back_as_they_are_and_are_noted(tmp_path: Path) -> None:
     assert [code for code, _ in two] == [2 if number in by_themselves else 1 for number in range(2)]
     assert {note["code"] for note in meeting.notes(HERE).values()} == {code_hash()}
     (tmp_path / "r.yaml").write_text("name: here\ndata: {train: [{source: nothing}]}\n")
-    assert [process.wait(60) for process in nodes(tmp_path / "good", ("show", "config", str(tmp_path / "r.yaml")))] == [0, 0]
+    assert [
+        process.wait(60)
+        for process in nodes(tmp_path / "good", ("show", "config", str(tmp_path / "r.yaml")))
+    ] == [0, 0]
 
 
 def test_a_rank_that_dies_on_one_node_ends_the_ranks_of_the_other(tmp_path: Path) -> None:
@@ -98,7 +150,11 @@ def test_a_rank_that_dies_on_one_node_ends_the_ranks_of_the_other(tmp_path: Path
     (zero, _), (one, _) = said(two[0]), said(two[1])
     assert (zero, one) == (1, 128 + signal.SIGKILL)
     notes = Meeting(str(tmp_path / "meet")).notes(EXIT)
-    assert (notes[1]["rank"], notes[1]["code"], "because" in notes[1]) == (1, -signal.SIGKILL, False)
+    assert (notes[1]["rank"], notes[1]["code"], "because" in notes[1]) == (
+        1,
+        -signal.SIGKILL,
+        False,
+    )
     assert notes[0]["because"] == "1"
     assert not waiting_on(argv)
 
@@ -127,7 +183,9 @@ def test_a_node_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     wait_until(lambda: not waiting_on(argv), 10)
 
 
-def test_different_code_is_refused_and_so_is_a_place_that_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_code_is_refused_and_so_is_a_place_that_is_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meet = tmp_path / "meet"
     meet.mkdir()
     Meeting(str(meet)).leave(1, HERE, host="other", version="0.0.1", code="f00")
@@ -172,17 +230,24 @@ def test_a_tied_node_gets_secrets_and_ends_with_its_connection(tmp_path: Path) -
 def test_secrets_in_a_file_are_read_and_removed(tmp_path: Path) -> None:
     argv = blocking_argv(tmp_path)
     for number in range(2):
-        (tmp_path / f"secrets-{number}.json").write_text(json.dumps({"TOKEN_OF_MINE": f"hush {number}"}))
+        (tmp_path / f"secrets-{number}.json").write_text(
+            json.dumps({"TOKEN_OF_MINE": f"hush {number}"})
+        )
     two = nodes(tmp_path / "meet", argv, "--environment", str(tmp_path / "secrets-{node}.json"))
     wait_until(lambda: len(waiting_on(argv)) == 2)
-    assert {process.environ()["RANK"]: process.environ()["TOKEN_OF_MINE"] for process in waiting_on(argv)} == {"0": "hush 0", "1": "hush 1"}
+    assert {
+        process.environ()["RANK"]: process.environ()["TOKEN_OF_MINE"]
+        for process in waiting_on(argv)
+    } == {"0": "hush 0", "1": "hush 1"}
     assert not list(tmp_path.glob("secrets-*"))
     for node in two:
         node.terminate()
     assert [said(node)[0] for node in two] == [143, 143]
 
 
-def test_nodes_of_one_name_beat_into_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_one_name_beat_into_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in range(2):
         monkeypatch.setenv("GROUP_RANK", str(rank))
         Heart(tmp_path, rank=rank, local_rank=0, attempt=1).beat("step", step=rank)
@@ -195,7 +260,9 @@ def test_nodes_of_one_name_beat_into_files_of_their_own(tmp_path: Path, monkeypa
 def test_signs_of_life_are_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingot.launch.nodewatch.FLUSH_S", 0.02)
     flushed = []
-    monkeypatch.setattr("os.fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(
+        "os.fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
     path = heartbeat_file(tmp_path / "heartbeats")
     path.parent.mkdir()
     with flushing(tmp_path):

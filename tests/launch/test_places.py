@@ -1,4 +1,6 @@
-"""What a job gets from a recipe before its place is asked: what may be spent, and a meeting place that is empty."""
+"""What a job gets from a recipe before its place is asked: what may be spent, and a meeting place
+that is empty.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Standing:
         return self.state
 
 
-def test_nodes_meet_where_nobody_has_left_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_meet_where_nobody_has_left_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
     job = places.place(recipe, "train", shared=True)
     with gcs.serving(monkeypatch) as server:
@@ -45,8 +49,13 @@ def test_nodes_meet_where_nobody_has_left_anything(tmp_path: Path, monkeypatch: 
         assert not server.objects
 
 
-@pytest.mark.parametrize(("state", "runs"), [("running", True), ("queued", True), ("failed", False), ("preempted", False)])
-def test_a_job_that_an_earlier_launcher_left_running_is_known(tmp_path: Path, state: State, runs: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "runs"),
+    [("running", True), ("queued", True), ("failed", False), ("preempted", False)],
+)
+def test_a_job_that_an_earlier_launcher_left_running_is_known(
+    tmp_path: Path, state: State, runs: bool
+) -> None:
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
     job = places.place(recipe, "train", shared=True)
     elsewhere = Standing(state)
@@ -56,7 +65,9 @@ def test_a_job_that_an_earlier_launcher_left_running_is_known(tmp_path: Path, st
 
 
 class Ending:
-    """A launcher of which each job ends as it is told to, at once; `limits` are the times that they were given."""
+    """A launcher of which each job ends as it is told to, at once; `limits` are the times that they
+    were given.
+    """
 
     look_s = 0.01
 
@@ -91,17 +102,28 @@ def bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     monkeypatch.setattr("ingot.launch.remote.NOTES_S", 0.0)
     monkeypatch.setattr(places, "checkpoints", lambda recipe, job: lambda: {4: (1, 1)})
     monkeypatch.chdir(tmp_path)
-    return small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p", cloud__max_run="2h", launch__restarts=1)
+    return small_recipe(
+        tmp_path,
+        launch__kind="gce",
+        cloud__bucket="bucket",
+        cloud__project="p",
+        cloud__max_run="2h",
+        launch__restarts=1,
+    )
 
 
-def run_out(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, states: list[State], *options: str) -> tuple[Ended, list[float | None]]:
+def run_out(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, states: list[State], *options: str
+) -> tuple[Ended, list[float | None]]:
     elsewhere = Ending(states)
     monkeypatch.setitem(places.LAUNCHERS, "gce", lambda recipe: elsewhere)
     job = replace(places.place(recipe, "train", shared=True, options=options), mirror=None)
     return places.do(recipe, job, supervised=True), elsewhere.limits
 
 
-def test_the_bounds_hold_for_all_launches_together_until_the_job_is_done(bounded: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bounds_hold_for_all_launches_together_until_the_job_is_done(
+    bounded: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spent = bounded.folder.root / "jobs" / "train.spent.json"
     ended, limits = run_out(bounded, monkeypatch, ["preempted", "preempted"])
     assert (ended.code, [round(limit or 0) for limit in limits]) == (75, [7200, 7200])
@@ -109,9 +131,17 @@ def test_the_bounds_hold_for_all_launches_together_until_the_job_is_done(bounded
     _, limits = run_out(bounded, monkeypatch, ["preempted", "preempted"])
     assert [round(limit or 0) for limit in limits] == [3600, 3600]
     write_atomic(spent, '{"seconds": 7000, "dollars": 9.5}')
-    with pytest.raises(Failed, match=r"is used up \(1h 56m, about 9\.50 US dollars\); raise them, and the same command goes on"):
+    with pytest.raises(
+        Failed,
+        match=(
+            r"is used up \(1h 56m, about 9\.50 US dollars\); raise them, and the same command"
+            r" goes on"
+        ),
+    ):
         run_out(bounded, monkeypatch, [])
-    raised = bounded.model_copy(update={"cloud": bounded.cloud.model_copy(update={"max_run": 10_600.0})})
+    raised = bounded.model_copy(
+        update={"cloud": bounded.cloud.model_copy(update={"max_run": 10_600.0})}
+    )
     ended, limits = run_out(raised, monkeypatch, ["succeeded"])
     assert (ended.code, [round(limit or 0) for limit in limits]) == (0, [3600])
     assert not spent.exists(), "it is done"
@@ -119,7 +149,9 @@ def test_the_bounds_hold_for_all_launches_together_until_the_job_is_done(bounded
     assert round(run_out(bounded, monkeypatch, ["succeeded"], "--fresh")[1][0] or 0) == 7200
 
 
-def test_a_restart_asks_nobody_how_its_own_last_start_ended(bounded: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_asks_nobody_how_its_own_last_start_ended(
+    bounded: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A place that does not answer at that moment would end the training."""
     submit = Ending.submit
 
@@ -131,38 +163,67 @@ def test_a_restart_asks_nobody_how_its_own_last_start_ended(bounded: Recipe, mon
     assert (ended.code, len(limits)) == (0, 2)
 
 
-def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(bounded: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(
+    bounded: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meet = tmp_path / "meet"
     meet.mkdir()
     now = time.time()
-    (meet / "exit-0.json").write_text(json.dumps({"node": 0, "rank": 0, "code": 0, "t_wall": now - 80_000}))
+    (meet / "exit-0.json").write_text(
+        json.dumps({"node": 0, "rank": 0, "code": 0, "t_wall": now - 80_000})
+    )
     root = bounded.folder.root
     store(root, Handle("train", "gce", "0", ("train",), 1.0, "", {"meet": str(meet)}), bounded)
-    write_atomic(root / "jobs" / "train.spent.json", json.dumps({"since": now - 81_800, "limit_s": 7200, "dollars_an_hour": 2.0}))
+    write_atomic(
+        root / "jobs" / "train.spent.json",
+        json.dumps({"since": now - 81_800, "limit_s": 7200, "dollars_an_hour": 2.0}),
+    )
     _, limits = run_out(bounded, monkeypatch, ["failed", "succeeded"])
     assert [round(limit or 0) for limit in limits] == [5400]
 
 
-def test_a_place_that_does_not_say_whether_the_job_runs_is_sent_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_does_not_say_whether_the_job_runs_is_sent_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
     store(recipe.folder.root, Handle("train", "gce", "ingot-1", ("train",), 0.0, ""), recipe)
-    with pytest.raises(Failed, match=r"whether gce ingot-1 still does train cannot be told now; run the same command again"):
-        places._runs_already(recipe, Standing("unknown"), places.place(recipe, "train", shared=True))
+    with pytest.raises(
+        Failed,
+        match=(
+            r"whether gce ingot-1 still does train cannot be told now; run the same command again"
+        ),
+    ):
+        places._runs_already(
+            recipe, Standing("unknown"), places.place(recipe, "train", shared=True)
+        )
 
 
-def test_nodes_read_the_recipe_as_it_is_resolved_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_read_the_recipe_as_it_is_resolved_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files, overrides and variables of this machine alike; also where they share its disk."""
     monkeypatch.chdir(tmp_path)
     for kind, options in (("ssh", ("--fresh",)), ("gce", ())):
-        recipe = small_recipe(tmp_path, output="runs", launch__kind=kind, cloud__bucket="bucket", cloud__project="p", train__steps=7)
+        recipe = small_recipe(
+            tmp_path,
+            output="runs",
+            launch__kind=kind,
+            cloud__bucket="bucket",
+            cloud__project="p",
+            train__steps=7,
+        )
         with gcs.serving(monkeypatch):
-            job = staging.staged(recipe, places.place(recipe, "train", shared=True, options=options))
+            job = staging.staged(
+                recipe, places.place(recipe, "train", shared=True, options=options)
+            )
         verb, given, *more = job.argv
         assert (verb, given, more) == ("train", "runs/small/jobs/nodes.train.yaml", list(options))
         assert load_recipe([given], environ={}, dotenv=None).train.steps == 7
 
 
-def test_what_a_job_made_while_nobody_waited_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_job_made_while_nobody_waited_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A laptop that was closed, and the same command the next morning."""
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
     root, node = recipe.folder.root, tmp_path / "node"
@@ -181,4 +242,7 @@ def test_what_a_job_made_while_nobody_waited_is_not_written_over(tmp_path: Path,
     for folder in (root, tmp_path / "third"):
         assert (folder / "model" / "model.safetensors").read_bytes() == b"weights"
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
-        assert {event["kind"] for event in read_lines(folder / "events.jsonl")} == {"finish", "hang"}
+        assert {event["kind"] for event in read_lines(folder / "events.jsonl")} == {
+            "finish",
+            "hang",
+        }

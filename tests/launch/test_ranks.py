@@ -1,4 +1,6 @@
-"""Several processes on one machine: the ranks' exit codes come back, signals reach them, none stays behind, and torch can meet over them."""
+"""Several processes on one machine: the ranks' exit codes come back, signals reach them, none stays
+behind, and torch can meet over them.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,15 @@ def wait_for(attempt: LocalRanks) -> Exit:
         return follow(attempt, stops)
 
 
-def test_each_rank_is_told_who_it_is_as_torchrun_would(ranks: type[LocalRanks], tmp_path: Path) -> None:
+def test_each_rank_is_told_who_it_is_as_torchrun_would(
+    ranks: type[LocalRanks], tmp_path: Path
+) -> None:
     with (tmp_path / "out").open("w") as out:
         assert wait_for(ranks(Job("test", (SHOW,), processes=3), results=out)) == Exit(0, 0)
     lines = sorted((tmp_path / "out").read_text().splitlines())
-    assert [line.rsplit(" ", 1)[0] for line in lines] == [f"{rank} {rank} 3 3 127.0.0.1" for rank in range(3)]
+    assert [line.rsplit(" ", 1)[0] for line in lines] == [
+        f"{rank} {rank} 3 3 127.0.0.1" for rank in range(3)
+    ]
     groups = {line.rsplit(" ", 1)[1] for line in lines}
     assert len(groups) == 1
     assert groups != {str(os.getpgrp())}
@@ -61,13 +67,30 @@ def test_one_process_is_no_rank(ranks: type[LocalRanks], tmp_path: Path) -> None
     assert (tmp_path / "out").read_text().startswith("- - - - - ")
 
 
-@pytest.mark.parametrize(("code", "expected"), [
-    ("import os, sys, time; r = os.environ['RANK']; time.sleep(0 if r == '1' else 60); sys.exit(5)", Exit(1, 5)),
-    ("import os, time; r = os.environ['RANK']; os.kill(os.getpid(), 9) if r == '2' else time.sleep(60)", Exit(2, -9)),
-    ("import os, sys; sys.exit({'0': 0, '1': 75, '2': 0}[os.environ['RANK']])", Exit(1, 75)),
-    ("import os, sys; sys.exit({'0': 1, '1': 2, '2': 0}[os.environ['RANK']])", None),
-])
-def test_the_first_rank_that_fails_decides_and_the_others_are_ended(ranks: type[LocalRanks], code: str, expected: Exit | None) -> None:
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            (
+                "import os, sys, time; r = os.environ['RANK']; time.sleep(0 if r == '1' else 60);"
+                " sys.exit(5)"
+            ),
+            Exit(1, 5),
+        ),
+        (
+            (
+                "import os, time; r = os.environ['RANK']; os.kill(os.getpid(), 9) if r == '2' else"
+                " time.sleep(60)"
+            ),
+            Exit(2, -9),
+        ),
+        ("import os, sys; sys.exit({'0': 0, '1': 75, '2': 0}[os.environ['RANK']])", Exit(1, 75)),
+        ("import os, sys; sys.exit({'0': 1, '1': 2, '2': 0}[os.environ['RANK']])", None),
+    ],
+)
+def test_the_first_rank_that_fails_decides_and_the_others_are_ended(
+    ranks: type[LocalRanks], code: str, expected: Exit | None
+) -> None:
     attempt = ranks(Job("test", (code,), processes=3))
     began = time.monotonic()
     end = wait_for(attempt)
@@ -76,31 +99,61 @@ def test_the_first_rank_that_fails_decides_and_the_others_are_ended(ranks: type[
     assert not attempt.running()
 
 
-def test_of_those_that_are_found_ended_together_the_killed_one_was_first(ranks: type[LocalRanks]) -> None:
+def test_of_those_that_are_found_ended_together_the_killed_one_was_first(
+    ranks: type[LocalRanks],
+) -> None:
     """The others noticed that it was gone, and failed of that."""
-    attempt = ranks(Job("test", ("import os, sys; sys.exit(1) if os.environ['RANK'] == '0' else os.kill(os.getpid(), 9)",), processes=2))
+    attempt = ranks(
+        Job(
+            "test",
+            (
+                (
+                    "import os, sys; sys.exit(1) if os.environ['RANK'] == '0' else"
+                    " os.kill(os.getpid(), 9)"
+                ),
+            ),
+            processes=2,
+        )
+    )
     for process in attempt._processes:
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
     assert attempt.poll() == Exit(1, -9)
 
 
-def test_a_rank_that_ended_well_does_not_end_the_others(ranks: type[LocalRanks], tmp_path: Path) -> None:
+def test_a_rank_that_ended_well_does_not_end_the_others(
+    ranks: type[LocalRanks], tmp_path: Path
+) -> None:
     """Rank 0 may still write what all have made."""
-    code = f"import os, time; os.environ['RANK'] == '0' and (time.sleep(4), open({str(tmp_path / 'done')!r}, 'w').close())"
+    code = (
+        "import os, time; os.environ['RANK'] == '0' and (time.sleep(4),"
+        f" open({str(tmp_path / 'done')!r}, 'w').close())"
+    )
     assert wait_for(ranks(Job("test", (code,), processes=2))) == Exit(0, 0)
     assert (tmp_path / "done").exists()
 
 
 def test_what_a_rank_started_goes_with_it(ranks: type[LocalRanks], tmp_path: Path) -> None:
-    code = f"import os, subprocess, sys; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path)!r} + '/pid', 'w').write(str(p.pid)); sys.exit(4)"
+    code = (
+        f"import os, subprocess, sys; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path)!r}"
+        " + '/pid', 'w').write(str(p.pid)); sys.exit(4)"
+    )
     assert wait_for(ranks(Job("test", (code,)))) == Exit(0, 4)
     left = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE, 5)
+    wait_until(
+        lambda: (
+            not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+        ),
+        5,
+    )
 
 
 def test_ports_are_not_those_that_a_system_gives_away() -> None:
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) if sys.platform == "linux" else 49_152
+    first = (
+        int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        if sys.platform == "linux"
+        else 49_152
+    )
     assert PORTS.stop <= first
     assert free_port() in PORTS
 
@@ -116,7 +169,13 @@ def test_the_exit_code_of_the_ranks_comes_back_without_a_traceback() -> None:
 @pytest.mark.parametrize("through", ["foreground", "command"])
 def test_a_signal_reaches_every_rank(through: str, tmp_path: Path) -> None:
     argv = blocking_argv(tmp_path)
-    alone = subprocess.Popen(command(Job("test", argv, 2)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) if through == "command" else None
+    alone = (
+        subprocess.Popen(
+            command(Job("test", argv, 2)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        if through == "command"
+        else None
+    )
     parent = alone or start_script(TWO, *argv)
     wait_until(lambda: len(waiting_on(argv)) == 2)
     parent.send_signal(signal.SIGTERM)
@@ -148,15 +207,29 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_ranks_that_torchrun_started_share_a_step(root: Path) -> None:
-    """A person's or a cluster's own torchrun: its variables make ranks of its processes, and it starts none again."""
+    """A person's or a cluster's own torchrun: its variables make ranks of its processes, and it
+    starts none again.
+    """
     from ingot.config.load import dump_recipe
     from tests.small import small_recipe
 
     recipe = small_recipe(root, train__steps=2, launch__processes=2)
     (root / "r.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=0"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+    ]
     done = subprocess.run(
-        [*torchrun, "-m", "ingot", "train", str(root / "r.yaml")], env=clean_environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=180,
+        [*torchrun, "-m", "ingot", "train", str(root / "r.yaml")],
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""An attempt whose ranks run elsewhere, at a place that does what a test says: how the end is told, whose beats count, what is tried again."""
+"""An attempt whose ranks run elsewhere, at a place that does what a test says: how the end is told,
+whose beats count, what is tried again.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.small import small_recipe
 
 
 class Place:
-    """A launcher (`ingot.launch.job.Launcher`) without machines: `state` is what it answers, or what it raises."""
+    """A launcher (`ingot.launch.job.Launcher`) without machines: `state` is what it answers, or
+    what it raises.
+    """
 
     look_s = 0.01
 
@@ -74,15 +78,21 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def begin(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RemoteAttempt, Meeting]]:
+def begin(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[RemoteAttempt, Meeting]]:
     monkeypatch.setattr("ingot.launch.remote.NOTES_S", 0.2)
     monkeypatch.setattr("ingot.launch.remote.RETRY_S", 0.01)
 
-    def make(*, name: str = "train", mirror: str | None = None, **knobs: Any) -> tuple[RemoteAttempt, Meeting]:
+    def make(
+        *, name: str = "train", mirror: str | None = None, **knobs: Any
+    ) -> tuple[RemoteAttempt, Meeting]:
         meet = tmp_path / "meet"
         meet.mkdir(exist_ok=True)
         place.state = "queued"
-        return RemoteAttempt(place, Job(name, (name,), 2, 2, meet=str(meet), mirror=mirror), tmp_path, **knobs), Meeting(str(meet))
+        return RemoteAttempt(
+            place, Job(name, (name,), 2, 2, meet=str(meet), mirror=mirror), tmp_path, **knobs
+        ), Meeting(str(meet))
 
     return make
 
@@ -91,23 +101,43 @@ Begin = Callable[..., tuple[RemoteAttempt, Meeting]]
 Note = dict[str, Any]
 
 
-@pytest.mark.parametrize(("state", "notes", "end", "taken"), [
-    # All went well, or was stopped in good order by whom nobody asked.
-    ("succeeded", [{"code": 0}, {"code": 0}], Exit(0, 0), False),
-    ("failed", [{"code": 75}, {"code": 75}], Exit(0, 75, "place stopped the job before its time"), True),
-    # The one that failed by itself decides; a killed one before those that noticed.
-    ("failed", [{"code": 1, "because": "1"}, {"code": 7, "rank": 3}], Exit(3, 7), False),
-    ("failed", [{"code": 1}, {"code": -9, "rank": 2}], Exit(2, -9), False),
-    ("failed", [{"code": 2}, {"code": 2, "rank": 2}], Exit(0, 2), False),
-    ("failed", [{"code": 1, "how": "port 5 of node 0 is taken"}], Exit(0, 1, "port 5 of node 0 is taken"), False),
-    ("failed", [{"code": 1, "because": "1"}, None], Exit(2, 1, "node 1 was lost"), False),
-    ("failed", [], Exit(0, 1, "place says that the job failed"), False),
-    ("succeeded", [{"code": 0}, None], Exit(2, 1, "node 1 was lost"), False),
-    # What the place took away is started again, whatever those said who were left alone.
-    ("preempted", [{"code": 1}, None], Exit(0, EXIT_STOPPED, "place took the job's machines away"), True),
-    ("cancelled", [{"code": 143}, {"code": 143}], Exit(0, EXIT_STOPPED), False),
-])
-def test_how_it_ended(state: str, notes: list[Note | None], end: Exit, taken: bool, place: Place, begin: Begin) -> None:
+@pytest.mark.parametrize(
+    ("state", "notes", "end", "taken"),
+    [
+        # All went well, or was stopped in good order by whom nobody asked.
+        ("succeeded", [{"code": 0}, {"code": 0}], Exit(0, 0), False),
+        (
+            "failed",
+            [{"code": 75}, {"code": 75}],
+            Exit(0, 75, "place stopped the job before its time"),
+            True,
+        ),
+        # The one that failed by itself decides; a killed one before those that noticed.
+        ("failed", [{"code": 1, "because": "1"}, {"code": 7, "rank": 3}], Exit(3, 7), False),
+        ("failed", [{"code": 1}, {"code": -9, "rank": 2}], Exit(2, -9), False),
+        ("failed", [{"code": 2}, {"code": 2, "rank": 2}], Exit(0, 2), False),
+        (
+            "failed",
+            [{"code": 1, "how": "port 5 of node 0 is taken"}],
+            Exit(0, 1, "port 5 of node 0 is taken"),
+            False,
+        ),
+        ("failed", [{"code": 1, "because": "1"}, None], Exit(2, 1, "node 1 was lost"), False),
+        ("failed", [], Exit(0, 1, "place says that the job failed"), False),
+        ("succeeded", [{"code": 0}, None], Exit(2, 1, "node 1 was lost"), False),
+        # What the place took away is started again, whatever those said who were left alone.
+        (
+            "preempted",
+            [{"code": 1}, None],
+            Exit(0, EXIT_STOPPED, "place took the job's machines away"),
+            True,
+        ),
+        ("cancelled", [{"code": 143}, {"code": 143}], Exit(0, EXIT_STOPPED), False),
+    ],
+)
+def test_how_it_ended(
+    state: str, notes: list[Note | None], end: Exit, taken: bool, place: Place, begin: Begin
+) -> None:
     attempt, meeting = begin()
     assert attempt.poll() is None
     place.state = "running"
@@ -122,9 +152,13 @@ def test_how_it_ended(state: str, notes: list[Note | None], end: Exit, taken: bo
     assert attempt.taken() is taken
 
 
-def test_asked_by_its_place_before_there_was_anything_to_save_it_is_started_again(place: Place, begin: Begin, tmp_path: Path) -> None:
+def test_asked_by_its_place_before_there_was_anything_to_save_it_is_started_again(
+    place: Place, begin: Begin, tmp_path: Path
+) -> None:
     attempt, meeting = begin()
-    (tmp_path / "meet" / f"{SIGNAL}-1.json").write_text('{"number": 10, "rank": null, "by": "slurm"}\n')
+    (tmp_path / "meet" / f"{SIGNAL}-1.json").write_text(
+        '{"number": 10, "rank": null, "by": "slurm"}\n'
+    )
     for node in range(2):
         meeting.leave(node, EXIT, rank=2 * node, code=138)
     place.state = "failed"
@@ -137,7 +171,9 @@ def test_what_we_asked_for_is_not_taken(place: Place, begin: Begin) -> None:
     place.state = "running"
     wait_until(lambda: attempt.poll() is None and bool(attempt.running()))
     attempt.send(signal.SIGUSR2, 3)
-    assert [(asked["number"], asked["rank"]) for asked in meeting.signals(set())] == [(signal.SIGUSR2, 3)]
+    assert [(asked["number"], asked["rank"]) for asked in meeting.signals(set())] == [
+        (signal.SIGUSR2, 3)
+    ]
     attempt.send(signal.SIGTERM)
     assert place.did == ["submit", f"signal {signal.SIGTERM}"]
     for node in range(2):
@@ -156,7 +192,9 @@ def test_being_asked_for_stacks_is_no_request_to_stop(place: Place, begin: Begin
     assert attempt.taken()
 
 
-def test_only_beats_of_this_attempt_count_though_an_earlier_one_had_the_same_number(place: Place, begin: Begin, tmp_path: Path) -> None:
+def test_only_beats_of_this_attempt_count_though_an_earlier_one_had_the_same_number(
+    place: Place, begin: Begin, tmp_path: Path
+) -> None:
     """Attempts that die while they load have no number of their own."""
     old = Heart(tmp_path / "heartbeats", rank=1, local_rank=0, attempt=1)
     old.beat("loading")
@@ -169,7 +207,9 @@ def test_only_beats_of_this_attempt_count_though_an_earlier_one_had_the_same_num
     assert {rank: beat.step for rank, beat in attempt.beats().items()} == {0: 0, 1: 3}
 
 
-def test_a_place_without_an_answer_ends_nothing_and_is_told_of_once(place: Place, begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_place_without_an_answer_ends_nothing_and_is_told_of_once(
+    place: Place, begin: Begin, capfd: pytest.CaptureFixture[str]
+) -> None:
     attempt, meeting = begin()
     place.state = "error"
     for _ in range(5):
@@ -184,7 +224,9 @@ def test_a_place_without_an_answer_ends_nothing_and_is_told_of_once(place: Place
     assert "the last word\n" in capfd.readouterr().err
 
 
-def test_a_place_that_takes_no_job_is_an_error_at_first_and_asked_again_later(place: Place, begin: Begin) -> None:
+def test_a_place_that_takes_no_job_is_an_error_at_first_and_asked_again_later(
+    place: Place, begin: Begin
+) -> None:
     place.refuses = 1
     with pytest.raises(Failed, match="the place is not there"):
         begin()
@@ -198,7 +240,9 @@ def test_a_place_that_takes_no_job_is_an_error_at_first_and_asked_again_later(pl
     assert attempt.poll() == Exit(0, EXIT_FAILED, "the place is not there")
 
 
-def test_what_was_right_at_the_first_start_is_not_wrong_input_later(place: Place, begin: Begin) -> None:
+def test_what_was_right_at_the_first_start_is_not_wrong_input_later(
+    place: Place, begin: Begin
+) -> None:
     """A controller that is away, a disk that is not mounted yet after a reboot."""
     place.refuses, place.refusal = 2, WrongInput
     with pytest.raises(WrongInput):
@@ -208,7 +252,9 @@ def test_what_was_right_at_the_first_start_is_not_wrong_input_later(place: Place
     assert place.did == ["submit"]
 
 
-def test_what_is_to_be_ready_is_made_ready_once_and_as_patiently(place: Place, begin: Begin) -> None:
+def test_what_is_to_be_ready_is_made_ready_once_and_as_patiently(
+    place: Place, begin: Begin
+) -> None:
     made: list[str] = []
 
     def ready(job: Job) -> Job:
@@ -224,7 +270,9 @@ def test_what_is_to_be_ready_is_made_ready_once_and_as_patiently(place: Place, b
     assert (made, attempt.handle.argv) == (["try"] * 3, ("evaluate",))
 
 
-def test_a_request_to_stop_is_handed_on_when_the_place_answers_again(place: Place, begin: Begin) -> None:
+def test_a_request_to_stop_is_handed_on_when_the_place_answers_again(
+    place: Place, begin: Begin
+) -> None:
     attempt, _ = begin()
     place.state = "error"
     attempt.send(signal.SIGTERM)
@@ -236,7 +284,9 @@ def test_a_request_to_stop_is_handed_on_when_the_place_answers_again(place: Plac
     assert place.did == ["submit", f"signal {signal.SIGTERM}", f"signal {signal.SIGUSR2}"]
 
 
-def test_a_place_is_asked_to_cancel_until_it_answers(place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_asked_to_cancel_until_it_answers(
+    place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt, _ = begin()
     place.refuses = 2
     attempt.stop()
@@ -249,7 +299,9 @@ def test_a_place_is_asked_to_cancel_until_it_answers(place: Place, begin: Begin,
         attempt.stop()
 
 
-def test_signs_of_life_that_cannot_be_had_are_no_silence_of_the_ranks(place: Place, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_life_that_cannot_be_had_are_no_silence_of_the_ranks(
+    place: Place, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt, _ = begin()
     place.state = "running"
     wait_until(lambda: attempt.poll() is None and attempt.running() == range(4))
@@ -265,7 +317,9 @@ def test_signs_of_life_that_cannot_be_had_are_no_silence_of_the_ranks(place: Pla
     assert (list(attempt.beats()), attempt.running()) == ([0], range(4))
 
 
-def test_results_are_fetched_until_the_bucket_answers(place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_results_are_fetched_until_the_bucket_answers(
+    place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     tries: list[str] = []
 
     def bring_back(mirror: str, root: Path) -> None:
@@ -274,7 +328,9 @@ def test_results_are_fetched_until_the_bucket_answers(place: Place, begin: Begin
             raise Failed("no answer")
 
     monkeypatch.setattr("ingot.launch.remote.bring_back", bring_back)
-    monkeypatch.setattr("ingot.launch.remote.RemoteBeats", lambda root, mirror: RemoteBeats(root, None))
+    monkeypatch.setattr(
+        "ingot.launch.remote.RemoteBeats", lambda root, mirror: RemoteBeats(root, None)
+    )
     attempt, meeting = begin(mirror="gs://bucket/run")
     for node in range(2):
         meeting.leave(node, EXIT, rank=2 * node, code=0)
@@ -285,14 +341,24 @@ def test_results_are_fetched_until_the_bucket_answers(place: Place, begin: Begin
     attempt, _ = begin(mirror="gs://bucket/never")
     place.state = "succeeded"
     wait_until(lambda: attempt.poll() is not None)
-    assert "what the job has made lies in gs://bucket/never, and the same command fetches it" in capfd.readouterr().err
+    assert (
+        "what the job has made lies in gs://bucket/never, and the same command fetches it"
+        in capfd.readouterr().err
+    )
 
 
-def test_what_somebody_cancelled_goes_on_only_where_there_is_a_checkpoint(tmp_path: Path, place: Place, begin: Begin) -> None:
+def test_what_somebody_cancelled_goes_on_only_where_there_is_a_checkpoint(
+    tmp_path: Path, place: Place, begin: Begin
+) -> None:
     def ended(name: str, checkpoints: dict[int, tuple[int, int]]) -> Ended:
         attempt, _ = begin(name=name)
         place.state = "cancelled"
-        return supervise(Job("train", ("train",), 2, 2), small_recipe(tmp_path), start=lambda job: attempt, checkpoints=lambda: checkpoints)
+        return supervise(
+            Job("train", ("train",), 2, 2),
+            small_recipe(tmp_path),
+            start=lambda job: attempt,
+            checkpoints=lambda: checkpoints,
+        )
 
     assert ended("train", {4: (1, 1)}) == Ended(75, 0)
     assert ended("train", {}) == Ended(143, 0)
@@ -304,7 +370,7 @@ def test_what_somebody_cancelled_goes_on_only_where_there_is_a_checkpoint(tmp_pa
 
 @pytest.mark.parametrize(("checkpoints", "code"), [({4: (1, 1)}, 75), ({}, 130)])
 def test_stopped_in_the_queue_it_goes_on_where_earlier_starts_were(
-    checkpoints: dict[int, tuple[int, int]], code: int, tmp_path: Path, place: Place, begin: Begin,
+    checkpoints: dict[int, tuple[int, int]], code: int, tmp_path: Path, place: Place, begin: Begin
 ) -> None:
     attempt, _ = begin()
 
@@ -312,7 +378,12 @@ def test_stopped_in_the_queue_it_goes_on_where_earlier_starts_were(
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return attempt
 
-    assert supervise(Job("train", ("train",), 2, 2), small_recipe(tmp_path), start=start, checkpoints=lambda: checkpoints) == Ended(code, signal.SIGINT)
+    assert supervise(
+        Job("train", ("train",), 2, 2),
+        small_recipe(tmp_path),
+        start=start,
+        checkpoints=lambda: checkpoints,
+    ) == Ended(code, signal.SIGINT)
     assert place.did == ["submit", "cancel"]
 
 
@@ -327,7 +398,9 @@ def test_a_job_in_the_queue_is_no_hang(tmp_path: Path, place: Place, begin: Begi
         place.state = "succeeded"
 
     threading.Thread(target=later).start()
-    assert supervise(Job("train", ("train",), 2, 2), recipe, start=lambda job: attempt) == Ended(0, 0)
+    assert supervise(Job("train", ("train",), 2, 2), recipe, start=lambda job: attempt) == Ended(
+        0, 0
+    )
     assert place.did == ["submit"]
 
 

@@ -30,7 +30,9 @@ def beat_of(folder: Path, rank: int, step: int) -> bytes:
     return heartbeat_file(folder / str(rank)).read_bytes()
 
 
-def test_only_what_is_new_is_fetched_and_what_lay_there_does_not_count(server: gcs.Server, tmp_path: Path) -> None:
+def test_only_what_is_new_is_fetched_and_what_lay_there_does_not_count(
+    server: gcs.Server, tmp_path: Path
+) -> None:
     bucket = open_bucket(f"{MIRROR}/heartbeats")
     bucket.put("old", beat_of(tmp_path, 5, 9))
     beats = RemoteBeats(tmp_path, MIRROR)
@@ -47,7 +49,9 @@ def test_only_what_is_new_is_fetched_and_what_lay_there_does_not_count(server: g
     beats.end()
 
 
-def test_a_bucket_that_does_not_answer_makes_nobody_wait(server: gcs.Server, tmp_path: Path) -> None:
+def test_a_bucket_that_does_not_answer_makes_nobody_wait(
+    server: gcs.Server, tmp_path: Path
+) -> None:
     bucket = open_bucket(f"{MIRROR}/heartbeats")
     beats = RemoteBeats(tmp_path, MIRROR)
     bucket.put("a", beat_of(tmp_path, 0, 3))

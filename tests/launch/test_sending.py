@@ -1,4 +1,6 @@
-"""What goes between a run folder and its replica while a job runs, and what a launcher brings back: its own words are not lost to the job's."""
+"""What goes between a run folder and its replica while a job runs, and what a launcher brings back:
+its own words are not lost to the job's.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
 def root(tmp_path: Path) -> Path:
     """A run folder as the launcher has sent it."""
     root = tmp_path / "run"
-    fill(root, {"recipe.yaml": "name: one", "jobs/nodes.train.yaml": NODES, "jobs/train.gce.json": "{}", "logs/train.log": "", "metrics.jsonl": ""})
+    fill(
+        root,
+        {
+            "recipe.yaml": "name: one",
+            "jobs/nodes.train.yaml": NODES,
+            "jobs/train.gce.json": "{}",
+            "logs/train.log": "",
+            "metrics.jsonl": "",
+        },
+    )
     append_line(root / "events.jsonl", {"kind": "submitted"})
     push(root, MIRROR)
     return root
@@ -55,60 +66,146 @@ def generation(server: gcs.Server, name: str) -> int:
     return found.generation if found else 0
 
 
-def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(server: gcs.Server, root: Path, tmp_path: Path) -> None:
+def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(
+    server: gcs.Server, root: Path, tmp_path: Path
+) -> None:
     node = tmp_path / "node"
     bring(MIRROR, node, "train")
-    fill(root, {"logs/train.log": "said", "jobs/train.gce.json": '{"id": 1}', "jobs/train-1/HERE": "", "recipe.yaml": "name: mine"})
+    fill(
+        root,
+        {
+            "logs/train.log": "said",
+            "jobs/train.gce.json": '{"id": 1}',
+            "jobs/train-1/HERE": "",
+            "recipe.yaml": "name: mine",
+        },
+    )
     for event in ({"kind": "hang"}, {"kind": "restart"}):
         append_line(root / "events.jsonl", event)
     for event in ({"kind": "start"}, {"kind": "finish"}):
         append_line(node / "events.jsonl", event)
-    fill(node, {"model/w": "weights", "metrics.jsonl": "1\n", "logs/train.log": "stale", "jobs/train.gce.json": "stale", "logs/stacks-rank0.txt": "stacks"})
+    fill(
+        node,
+        {
+            "model/w": "weights",
+            "metrics.jsonl": "1\n",
+            "logs/train.log": "stale",
+            "jobs/train.gce.json": "stale",
+            "logs/stacks-rank0.txt": "stacks",
+        },
+    )
     push(node, MIRROR)
     for _ in range(2):  # the second time there is nothing to do
         bring_back(MIRROR, root)
-        assert [event["kind"] for event in read_lines(root / "events.jsonl")] == ["submitted", "start", "finish", "hang", "restart"]
-        kept = {path: (root / path).read_text() for path in ("logs/train.log", "jobs/train.gce.json", "jobs/train-1/HERE")}
-        assert kept == {"logs/train.log": "said", "jobs/train.gce.json": '{"id": 1}', "jobs/train-1/HERE": ""}
-        made = {path: (root / path).read_text() for path in ("model/w", "metrics.jsonl", "logs/stacks-rank0.txt", "recipe.yaml")}
-        assert made == {"model/w": "weights", "metrics.jsonl": "1\n", "logs/stacks-rank0.txt": "stacks", "recipe.yaml": "name: one"}
+        assert [event["kind"] for event in read_lines(root / "events.jsonl")] == [
+            "submitted",
+            "start",
+            "finish",
+            "hang",
+            "restart",
+        ]
+        kept = {
+            path: (root / path).read_text()
+            for path in ("logs/train.log", "jobs/train.gce.json", "jobs/train-1/HERE")
+        }
+        assert kept == {
+            "logs/train.log": "said",
+            "jobs/train.gce.json": '{"id": 1}',
+            "jobs/train-1/HERE": "",
+        }
+        made = {
+            path: (root / path).read_text()
+            for path in ("model/w", "metrics.jsonl", "logs/stacks-rank0.txt", "recipe.yaml")
+        }
+        assert made == {
+            "model/w": "weights",
+            "metrics.jsonl": "1\n",
+            "logs/stacks-rank0.txt": "stacks",
+            "recipe.yaml": "name: one",
+        }
     push(root, MIRROR)
     pull(MIRROR, tmp_path / "third")
     assert len(list(read_lines(tmp_path / "third/events.jsonl"))) == 5
     assert (tmp_path / "third/logs/train.log").read_text() == "said"
 
 
-def test_a_node_in_the_launchers_own_folder_leaves_alone_what_that_goes_on_writing(server: gcs.Server, root: Path, tmp_path: Path) -> None:
-    fill(root, {"logs/train.log": "said since", "jobs/train.gce.json": "a handle", "jobs/nodes.train.yaml": "of a start before", "recipe.yaml": "other"})
+def test_a_node_in_the_launchers_own_folder_leaves_alone_what_that_goes_on_writing(
+    server: gcs.Server, root: Path, tmp_path: Path
+) -> None:
+    fill(
+        root,
+        {
+            "logs/train.log": "said since",
+            "jobs/train.gce.json": "a handle",
+            "jobs/nodes.train.yaml": "of a start before",
+            "recipe.yaml": "other",
+        },
+    )
     bring(MIRROR, root, "train")
-    texts = [(root / name).read_text() for name in ("logs/train.log", "jobs/train.gce.json", "jobs/nodes.train.yaml", "recipe.yaml")]
+    texts = [
+        (root / name).read_text()
+        for name in (
+            "logs/train.log",
+            "jobs/train.gce.json",
+            "jobs/nodes.train.yaml",
+            "recipe.yaml",
+        )
+    ]
     assert texts == ["said since", "a handle", NODES, "name: one"]
 
 
 TASKS = "evaluate: {tasks: [{kind: rouge}]}\n"
 
 
-@pytest.mark.parametrize(("verb", "knobs", "left"), [
-    ("train", "", {"raw"}), ("train", TASKS, set()), ("train", "window", {"raw", "columns"}), ("train", f"{TASKS}window", {"columns"}),
-    ("evaluate", "", {"columns"}), ("prepare", "window", set()), ("ingest", "", set()),
-])
+@pytest.mark.parametrize(
+    ("verb", "knobs", "left"),
+    [
+        ("train", "", {"raw"}),
+        ("train", TASKS, set()),
+        ("train", "window", {"raw", "columns"}),
+        ("train", f"{TASKS}window", {"columns"}),
+        ("evaluate", "", {"columns"}),
+        ("prepare", "window", set()),
+        ("ingest", "", set()),
+    ],
+)
 def test_what_a_verb_does_not_read_or_a_part_at_a_time_stays_in_the_bucket(
-    server: gcs.Server, root: Path, tmp_path: Path, verb: str, knobs: str, left: set[str],
+    server: gcs.Server, root: Path, tmp_path: Path, verb: str, knobs: str, left: set[str]
 ) -> None:
-    nodes = f"{NODES.replace('{train', '{window: 2, train')}{knobs.removesuffix('window')}" if knobs.endswith("window") else NODES + knobs
+    nodes = (
+        f"{NODES.replace('{train', '{window: 2, train')}{knobs.removesuffix('window')}"
+        if knobs.endswith("window")
+        else NODES + knobs
+    )
     large = {"raw": ["train-00000.parquet"], "columns": PARTS}
-    fill(root, {f"jobs/nodes.{verb}.yaml": nodes, **{f"data/{kind}/{name}": name for kind in large for name in ("manifest.json", *large[kind])}})
+    fill(
+        root,
+        {
+            f"jobs/nodes.{verb}.yaml": nodes,
+            **{
+                f"data/{kind}/{name}": name
+                for kind in large
+                for name in ("manifest.json", *large[kind])
+            },
+        },
+    )
     push(root, MIRROR)
     node = tmp_path / "node"
     for _ in range(2):  # a start, and another one of the same machine
         bring(MIRROR, node, verb)
         columns = node / "data/columns"
         for kind, names in large.items():
-            found = sorted(path.name for path in (node / "data" / kind).iterdir() if not path.name.startswith("."))
+            found = sorted(
+                path.name
+                for path in (node / "data" / kind).iterdir()
+                if not path.name.startswith(".")
+            )
             assert found == ["manifest.json", *([] if kind in left else names)]
         assert (later(columns) is not None) == ("columns" in left)
         push(node, MIRROR)
-    assert {f"ingot/runs/one/data/{kind}/{name}" for kind in large for name in large[kind]} <= set(server.objects)
+    assert {f"ingot/runs/one/data/{kind}/{name}" for kind in large for name in large[kind]} <= set(
+        server.objects
+    )
     # A verb that needs all of it finds nothing left over from one that does not.
     bring(MIRROR, node, "prepare")
     assert all((node / "data" / kind / name).exists() for kind in large for name in large[kind])
@@ -118,9 +215,18 @@ def test_what_a_verb_does_not_read_or_a_part_at_a_time_stays_in_the_bucket(
     assert later(root / "data/columns") is None
 
 
-def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(server: gcs.Server, root: Path, tmp_path: Path) -> None:
+def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(
+    server: gcs.Server, root: Path, tmp_path: Path
+) -> None:
     large = ("data/raw/train-00000.parquet", "data/columns/train.tokens-00000.bin")
-    fill(root, {**dict.fromkeys(large, "large"), "data/columns/manifest.json": "{}", "model/config.json": "{}"})
+    fill(
+        root,
+        {
+            **dict.fromkeys(large, "large"),
+            "data/columns/manifest.json": "{}",
+            "model/config.json": "{}",
+        },
+    )
     push(root, MIRROR)
     for submits in (False, True):  # the second one in a container of a pipeline
         launcher = tmp_path / f"launcher-{submits}"
@@ -134,7 +240,9 @@ def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(serve
     assert {f"ingot/runs/one/{path}" for path in large} <= set(server.objects)
 
 
-def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(
+    server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sending, "BEAT_S", 0.05)
     monkeypatch.setattr(sending, "LIVE_S", 0.05)
     slow, over = threading.Event(), threading.Event()
@@ -157,7 +265,9 @@ def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(server: gcs.
     heart.close()
 
 
-def test_a_bucket_that_does_not_answer_is_not_waited_for_by_signs_of_life(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_does_not_answer_is_not_waited_for_by_signs_of_life(
+    server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sending, "BEAT_S", 1.5)
     Heart(root / "heartbeats", rank=0, local_rank=0, attempt=1).close()
     name = next((root / "heartbeats").iterdir()).name
@@ -166,7 +276,9 @@ def test_a_bucket_that_does_not_answer_is_not_waited_for_by_signs_of_life(server
         wait_until(lambda: generation(server, f"heartbeats/{name}") > 0, timeout_s=30)
 
 
-def test_every_node_shows_stacks_that_were_written_since_it_began(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_node_shows_stacks_that_were_written_since_it_began(
+    server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sending, "BEAT_S", 0.05)
     fill(root, {"logs/stacks-rank2.txt": "of a start before", "logs/stacks-rank3.txt": ""})
     with Sending(JOB, root, 1):
@@ -179,9 +291,16 @@ def test_every_node_shows_stacks_that_were_written_since_it_began(server: gcs.Se
     assert generation(server, "stacks/stacks-rank2.txt") == 0
 
 
-def test_ranks_are_told_of_the_replica_as_long_as_it_is_sent_to(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_told_of_the_replica_as_long_as_it_is_sent_to(
+    server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(REPLICA, raising=False)
     with Sending(JOB, root, 1):
-        said = subprocess.run([sys.executable, "-c", f"import os; print(os.environ[{REPLICA!r}])"], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [sys.executable, "-c", f"import os; print(os.environ[{REPLICA!r}])"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert said.stdout.strip() == MIRROR
     assert REPLICA not in os.environ

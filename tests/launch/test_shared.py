@@ -1,4 +1,6 @@
-"""Places whose nodes see our disk: how a job ended by its nodes' notes, and for how long they wait for each other."""
+"""Places whose nodes see our disk: how a job ended by its nodes' notes, and for how long they wait
+for each other.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,19 @@ from ingot.launch.shared import node_argv, told_by_nodes
 from tests.small import small_recipe
 
 
-@pytest.mark.parametrize(("asked", "state"), [
-    ([], "preempted"), ([signal.SIGTERM], "cancelled"), ([signal.SIGUSR1], "cancelled"),
-    ([signal.SIGUSR2], "preempted"),  # for its stacks
-    ([signal.SIGUSR2, signal.SIGTERM], "cancelled"),
-])
-def test_a_job_whose_ranks_saved_and_stopped_was_cancelled_if_somebody_asked(asked: list[int], state: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "state"),
+    [
+        ([], "preempted"),
+        ([signal.SIGTERM], "cancelled"),
+        ([signal.SIGUSR1], "cancelled"),
+        ([signal.SIGUSR2], "preempted"),  # for its stacks
+        ([signal.SIGUSR2, signal.SIGTERM], "cancelled"),
+    ],
+)
+def test_a_job_whose_ranks_saved_and_stopped_was_cancelled_if_somebody_asked(
+    asked: list[int], state: str, tmp_path: Path
+) -> None:
     meeting = Meeting(str(tmp_path))
     for number in asked:
         meeting.send(number, 0 if number == signal.SIGUSR2 else None)
@@ -30,7 +39,9 @@ def test_a_job_whose_ranks_saved_and_stopped_was_cancelled_if_somebody_asked(ask
     assert told_by_nodes(str(tmp_path), 2) == "preempted"
 
 
-def test_a_job_that_was_stopped_before_there_was_anything_to_save_did_not_fail(tmp_path: Path) -> None:
+def test_a_job_that_was_stopped_before_there_was_anything_to_save_did_not_fail(
+    tmp_path: Path,
+) -> None:
     """Else whoever supervises it elsewhere would start it again."""
     meeting = Meeting(str(tmp_path))
     for node, code in enumerate((143, 130)):
@@ -43,13 +54,30 @@ def test_a_job_that_was_stopped_before_there_was_anything_to_save_did_not_fail(t
 
 
 def test_secrets_are_read_by_the_node_and_named_alone(tmp_path: Path) -> None:
-    recipe = small_recipe(tmp_path, cloud__project="p", cloud__secrets={"HF_TOKEN": "secret:hf-token"}, cloud__bucket="bucket")
+    recipe = small_recipe(
+        tmp_path,
+        cloud__project="p",
+        cloud__secrets={"HF_TOKEN": "secret:hf-token"},
+        cloud__bucket="bucket",
+    )
     argv = node_argv(recipe, Job("train", ("train",), nodes=2, meet="there"), "python")
     told = json.loads(argv[argv.index("--cloud") + 1])
-    assert told == {"project": "p", "region": "us-central1", "secrets": {"HF_TOKEN": "secret:hf-token"}}
-    assert "--cloud" not in node_argv(small_recipe(tmp_path), Job("train", ("train",), nodes=2, meet="there"), "python")
+    assert told == {
+        "project": "p",
+        "region": "us-central1",
+        "secrets": {"HF_TOKEN": "secret:hf-token"},
+    }
+    assert "--cloud" not in node_argv(
+        small_recipe(tmp_path), Job("train", ("train",), nodes=2, meet="there"), "python"
+    )
 
 
-def test_nodes_wait_for_each_other_within_what_may_pass_before_they_count_as_hanging(tmp_path: Path) -> None:
-    argv = node_argv(small_recipe(tmp_path, launch__start_s=600), Job("train", ("train",), nodes=2, meet="there"), "python")
+def test_nodes_wait_for_each_other_within_what_may_pass_before_they_count_as_hanging(
+    tmp_path: Path,
+) -> None:
+    argv = node_argv(
+        small_recipe(tmp_path, launch__start_s=600),
+        Job("train", ("train",), nodes=2, meet="there"),
+        "python",
+    )
     assert float(argv[argv.index("--meet-s") + 1]) == 540

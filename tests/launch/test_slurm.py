@@ -1,4 +1,6 @@
-"""Slurm: a real cluster of two nodes on this machine, real trainings on it, and what happens when a node or an answer is lost."""
+"""Slurm: a real cluster of two nodes on this machine, real trainings on it, and what happens when a
+node or an answer is lost.
+"""
 
 from __future__ import annotations
 
@@ -89,18 +91,39 @@ def gone(root: Path, slurm: Cluster, seconds: float = 40) -> None:
 
 
 def script_of(tmp_path: Path, job: Job, **knobs: Any) -> str:
-    recipe = small_recipe(tmp_path, launch__kind="slurm", launch__folder="/shared/work", launch__python="/opt/py/bin/python", **knobs)
+    recipe = small_recipe(
+        tmp_path,
+        launch__kind="slurm",
+        launch__folder="/shared/work",
+        launch__python="/opt/py/bin/python",
+        **knobs,
+    )
     return SlurmLauncher(recipe).render(job)
 
 
 def test_the_script_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     meet = str(tmp_path / "runs" / "small" / "jobs" / "train-1")
-    job = Job("train", ("train", "my recipe.yaml", "train.steps=10"), 8, 2, {"NCCL_SOCKET_IFNAME": "eth0"}, ("WANDB_API_KEY",), meet=meet)
+    job = Job(
+        "train",
+        ("train", "my recipe.yaml", "train.steps=10"),
+        8,
+        2,
+        {"NCCL_SOCKET_IFNAME": "eth0"},
+        ("WANDB_API_KEY",),
+        meet=meet,
+    )
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     full = script_of(
-        tmp_path, job, launch__slurm__account="acct", launch__slurm__partition="gpu", launch__slurm__time="1d", launch__slurm__gpus=8,
-        launch__slurm__image="registry/team#ingot:1", launch__slurm__mounts=["/data:/data"], launch__slurm__signal_s=600,
+        tmp_path,
+        job,
+        launch__slurm__account="acct",
+        launch__slurm__partition="gpu",
+        launch__slurm__time="1d",
+        launch__slurm__gpus=8,
+        launch__slurm__image="registry/team#ingot:1",
+        launch__slurm__mounts=["/data:/data"],
+        launch__slurm__signal_s=600,
         launch__slurm__options={"constraint": "h100", "cpus-per-task": "64"},
     )
     least = script_of(tmp_path, Job("evaluate", ("evaluate", "r.yaml"), meet=meet))
@@ -110,12 +133,23 @@ def test_the_script_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert "--exclusive" in least
     assert "--exclusive" not in full, "the person said how many cores"
-    assert "--exclusive" not in script_of(tmp_path, Job("evaluate", ("evaluate",), meet=meet), launch__slurm__gpus=1), "one of several devices of a node"
+    assert "--exclusive" not in script_of(
+        tmp_path, Job("evaluate", ("evaluate",), meet=meet), launch__slurm__gpus=1
+    ), "one of several devices of a node"
 
 
-@pytest.mark.parametrize(("written", "seconds"), [
-    ("30", 1800), ("30:15", 1815), ("1:30:15", 5415), ("2-3", 183_600), ("2-00:00:30", 172_830), ("UNLIMITED", None), ("NONE", None),
-])
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("1:30:15", 5415),
+        ("2-3", 183_600),
+        ("2-00:00:30", 172_830),
+        ("UNLIMITED", None),
+        ("NONE", None),
+    ],
+)
 def test_times_are_read_as_slurm_writes_them(written: str, seconds: float | None) -> None:
     assert cluster.seconds(written) == seconds
     if seconds:
@@ -123,22 +157,59 @@ def test_times_are_read_as_slurm_writes_them(written: str, seconds: float | None
 
 
 def test_every_state_of_slurm_is_one_of_ours() -> None:
-    assert {name: cluster.STATES[name] for name in ("TIMEOUT", "NODE_FAIL", "PREEMPTED", "CANCELLED", "FAILED", "OUT_OF_MEMORY", "PENDING", "COMPLETING")} == {
-        "TIMEOUT": "preempted", "NODE_FAIL": "preempted", "PREEMPTED": "preempted", "CANCELLED": "cancelled", "FAILED": "failed", "OUT_OF_MEMORY": "failed",
-        "PENDING": "queued", "COMPLETING": "running",
+    assert {
+        name: cluster.STATES[name]
+        for name in (
+            "TIMEOUT",
+            "NODE_FAIL",
+            "PREEMPTED",
+            "CANCELLED",
+            "FAILED",
+            "OUT_OF_MEMORY",
+            "PENDING",
+            "COMPLETING",
+        )
+    } == {
+        "TIMEOUT": "preempted",
+        "NODE_FAIL": "preempted",
+        "PREEMPTED": "preempted",
+        "CANCELLED": "cancelled",
+        "FAILED": "failed",
+        "OUT_OF_MEMORY": "failed",
+        "PENDING": "queued",
+        "COMPLETING": "running",
     }
 
 
-def test_what_the_cluster_cannot_do_is_refused_with_the_knob(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_cluster_cannot_do_is_refused_with_the_knob(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def reasons(nodes: int = 1, **knobs: Any) -> list[str]:
-        return SlurmLauncher(small_recipe(tmp_path, launch__kind="slurm", **knobs)).can(Job("train", ("train",), nodes=nodes))
+        return SlurmLauncher(small_recipe(tmp_path, launch__kind="slurm", **knobs)).can(
+            Job("train", ("train",), nodes=nodes)
+        )
 
     assert reasons(2) == []
-    assert reasons(launch__slurm__partition="one", launch__slurm__time="5m", launch__slurm__signal_s=60) == []
-    assert reasons(launch__slurm__partition="mian") == ["launch.slurm.partition mian is unknown; there are main, one; nearest: main"]
-    assert reasons(3) == ["launch.nodes=3 and partition main gives 2; lower it, or choose another launch.slurm.partition"]
-    assert reasons(2, launch__slurm__partition="one") == ["launch.nodes=2 and partition one gives 1; lower it, or choose another launch.slurm.partition"]
-    assert reasons(launch__slurm__time="2h") == ["launch.slurm.time 2h 00m is beyond the limit of partition main, 1h 00m"]
+    assert (
+        reasons(
+            launch__slurm__partition="one", launch__slurm__time="5m", launch__slurm__signal_s=60
+        )
+        == []
+    )
+    assert reasons(launch__slurm__partition="mian") == [
+        "launch.slurm.partition mian is unknown; there are main, one; nearest: main"
+    ]
+    assert reasons(3) == [
+        "launch.nodes=3 and partition main gives 2; lower it, or choose another"
+        " launch.slurm.partition"
+    ]
+    assert reasons(2, launch__slurm__partition="one") == [
+        "launch.nodes=2 and partition one gives 1; lower it, or choose another"
+        " launch.slurm.partition"
+    ]
+    assert reasons(launch__slurm__time="2h") == [
+        "launch.slurm.time 2h 00m is beyond the limit of partition main, 1h 00m"
+    ]
     assert "no longer than launch.slurm.signal_s" in reasons(launch__slurm__time="5m")[0]
     assert "launch.slurm.options.output" in reasons(launch__slurm__options={"output": "x"})[0]
     assert "launch.code=sync" in reasons(launch__code="sync")[0]
@@ -151,10 +222,18 @@ def test_what_the_cluster_cannot_do_is_refused_with_the_knob(tmp_path: Path, slu
         patch.setenv("PATH", str(tmp_path))
         assert reasons() == ["sbatch is not installed here; log in to a node of the Slurm cluster"]
     (fake / "sbatch").unlink()
-    program(fake, "scontrol", "echo 'slurm_load_partitions error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    program(
+        fake,
+        "scontrol",
+        "echo 'slurm_load_partitions error: Unable to contact slurm controller (connect failure)'"
+        " >&2; exit 1",
+    )
     monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
     (reason,) = reasons()
-    assert "Unable to contact slurm controller (connect failure); see whether Slurm's controller is up (`scontrol ping`)" in reason
+    assert (
+        "Unable to contact slurm controller (connect failure); see whether Slurm's controller is up"
+        " (`scontrol ping`)" in reason
+    )
 
 
 def program(folder: Path, name: str, script: str) -> None:
@@ -170,17 +249,24 @@ def waiting(root: Path, **knobs: Any) -> tuple[SlurmLauncher, Job]:
     return SlurmLauncher(recipe), again(recipe, job)
 
 
-def test_a_lost_answer_makes_no_second_job_and_secrets_are_nowhere(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_answer_makes_no_second_job_and_secrets_are_nowhere(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKEN_OF_MINE", SECRET)
     monkeypatch.setattr("ingot.launch.slurm.TRY_AGAIN_S", 0.1)
-    # The first time the answer is lost, and the job is there; before that the controller is not reached at all.
-    program(tmp_path / "bin", "sbatch", f"""
+    # The first time the answer is lost, and the job is there; before that the controller is not
+    # reached at all.
+    program(
+        tmp_path / "bin",
+        "sbatch",
+        f"""
 [ "$1" = --version ] && exec /usr/bin/sbatch "$@"
 echo x >> {tmp_path}/asked
 [ $(wc -l < {tmp_path}/asked) -ge 2 ] && /usr/bin/sbatch "$@" > {tmp_path}/answer
 echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
-exit 1""")
+exit 1""",
+    )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     launcher, job = waiting(tmp_path, launch__secrets=["TOKEN_OF_MINE"])
     handle = launcher.submit(job)
@@ -190,10 +276,18 @@ exit 1""")
     assert launcher.status(handle) == "running"
     for process in waiting_on(job.argv):
         assert process.environ()["TOKEN_OF_MINE"] == SECRET
-    told = [slurm.ask("scontrol", "show", "job", handle.id), slurm.ask("scontrol", "write", "batch_script", handle.id, "-")]
+    told = [
+        slurm.ask("scontrol", "show", "job", handle.id),
+        slurm.ask("scontrol", "write", "batch_script", handle.id, "-"),
+    ]
     assert "ingot-small-show" in told[0]
     assert not any(SECRET in text for text in told)
-    kept = [path for folder in (slurm.folder, tmp_path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    kept = [
+        path
+        for folder in (slurm.folder, tmp_path)
+        for path in folder.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
     assert kept == []
     # The same command finds the job that runs; another one is refused.
     assert launcher.submit(again(launcher.recipe, job)) == handle
@@ -207,22 +301,30 @@ exit 1""")
 
 
 def test_a_submission_that_nobody_answers_for_is_asked_about_before_another_is_made(
-    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKEN_OF_MINE", SECRET)
     monkeypatch.setattr("ingot.launch.slurm.TRY_AGAIN_S", 0.1)
     monkeypatch.setattr("ingot.launch.remote.RETRY_S", 0.1)
     lost = "slurm_load_jobs error: Socket timed out on send/recv operation"
-    program(tmp_path / "bin", "sbatch", f"""
+    program(
+        tmp_path / "bin",
+        "sbatch",
+        f"""
 [ "$1" = --version ] || echo "$@" >> {tmp_path}/submitted
 /usr/bin/sbatch "$@"
 [ "$1" = --version ] && exit 0
-echo '{lost}' >&2; exit 1""")
-    program(tmp_path / "bin", "squeue", f"""
+echo '{lost}' >&2; exit 1""",
+    )
+    program(
+        tmp_path / "bin",
+        "squeue",
+        f"""
 echo x >> {tmp_path}/asked
 [ $(wc -l < {tmp_path}/asked) = 1 ] || exec /usr/bin/squeue "$@"
-echo '{lost}' >&2; exit 1""")
+echo '{lost}' >&2; exit 1""",
+    )
     with monkeypatch.context() as patch:
         patch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
         launcher, job = waiting(tmp_path, launch__secrets=["TOKEN_OF_MINE"])
@@ -233,7 +335,9 @@ echo '{lost}' >&2; exit 1""")
         assert slurm.jobs() == [attempt.handle.id]
         assert len((tmp_path / "submitted").read_text().splitlines()) == 1
         wait_until(lambda: len(waiting_on(job.argv)) == 2)
-        assert {process.environ()["TOKEN_OF_MINE"] for process in waiting_on(job.argv)} == {SECRET}, "kept for nodes that might come"
+        assert {process.environ()["TOKEN_OF_MINE"] for process in waiting_on(job.argv)} == {
+            SECRET
+        }, "kept for nodes that might come"
         attempt.stop()
         gone(tmp_path, slurm)
         # Another command of the same verb finds it too, whoever had asked.
@@ -247,36 +351,60 @@ echo '{lost}' >&2; exit 1""")
     gone(tmp_path, slurm)
 
 
-def test_a_refusal_of_sbatch_leaves_nothing_to_ask_about(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_sbatch_leaves_nothing_to_ask_about(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKEN_OF_MINE", SECRET)
-    launcher, job = waiting(tmp_path, launch__secrets=["TOKEN_OF_MINE"], launch__slurm__options={"constraint": "nowhere"})
+    launcher, job = waiting(
+        tmp_path,
+        launch__secrets=["TOKEN_OF_MINE"],
+        launch__slurm__options={"constraint": "nowhere"},
+    )
     with pytest.raises(Failed, match="sbatch: "):
         launcher.submit(job)
     assert sorted(path.name for path in Path(job.meet or "").iterdir()) == ["slurm.sh"]
 
 
-def test_a_controller_that_does_not_answer_is_no_fault_of_the_recipe(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_does_not_answer_is_no_fault_of_the_recipe(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A restart waits for it to answer; what is wrong with the recipe ends it."""
     monkeypatch.chdir(tmp_path)
-    program(tmp_path / "bin", "scontrol", "echo 'slurm_load_partitions error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    program(
+        tmp_path / "bin",
+        "scontrol",
+        "echo 'slurm_load_partitions error: Unable to contact slurm controller (connect failure)'"
+        " >&2; exit 1",
+    )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     launcher, job = waiting(tmp_path)
     with pytest.raises(Failed, match="Unable to contact slurm controller"):
         launcher.submit(job)
-    launcher, job = SlurmLauncher(on_cluster(tmp_path, launch__code="sync")), again(launcher.recipe, job)
+    launcher, job = (
+        SlurmLauncher(on_cluster(tmp_path, launch__code="sync")),
+        again(launcher.recipe, job),
+    )
     with pytest.raises(WrongInput, match=r"launch\.code=sync"):
         launcher.submit(job)
 
 
-def test_a_job_of_another_recipe_is_not_taken_over(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_another_recipe_is_not_taken_over(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recipe file that was edited has the same name."""
     monkeypatch.chdir(tmp_path)
     launcher, job = waiting(tmp_path)
     handle = launcher.submit(job)
     for knobs in ({"train__optimizer__lr": 0.5}, {"launch__processes": 3}):
         other = SlurmLauncher(on_cluster(tmp_path, **knobs))
-        with pytest.raises(Failed, match=f"as Slurm job {handle.id} with another recipe; wait for it, or `ingot launch cancel"):
+        with pytest.raises(
+            Failed,
+            match=(
+                f"as Slurm job {handle.id} with another recipe; wait for it, or `ingot launch"
+                " cancel"
+            ),
+        ):
             other.submit(again(other.recipe, job))
     elsewhere = SlurmLauncher(on_cluster(tmp_path, launch__slurm__time="30m", serve__port=9999))
     assert elsewhere.submit(again(elsewhere.recipe, job)) == handle
@@ -285,17 +413,34 @@ def test_a_job_of_another_recipe_is_not_taken_over(tmp_path: Path, slurm: Cluste
     gone(tmp_path, slurm)
 
 
-def test_a_persons_variables_do_not_override_the_script(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sbatch takes its variables before the options of a script; those of knobs that are not set may come from there."""
+def test_a_persons_variables_do_not_override_the_script(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch takes its variables before the options of a script; those of knobs that are not set
+    may come from there.
+    """
     monkeypatch.chdir(tmp_path)
-    for name, value in {"EXPORT": "NONE", "TIMELIMIT": "1", "REQUEUE": "1", "SIGNAL": "KILL@60", "WAIT": "1", "PARTITION": "one", "ARRAY_INX": "0-3"}.items():
+    for name, value in {
+        "EXPORT": "NONE",
+        "TIMELIMIT": "1",
+        "REQUEUE": "1",
+        "SIGNAL": "KILL@60",
+        "WAIT": "1",
+        "PARTITION": "one",
+        "ARRAY_INX": "0-3",
+    }.items():
         monkeypatch.setenv(f"SBATCH_{name}", value)
     monkeypatch.setenv("COLOUR", "blue")
     launcher, job = waiting(tmp_path, launch__slurm__time="4m", launch__slurm__signal_s=60)
-    assert launcher.can(job) == ["launch.nodes=2 and partition one gives 1; lower it, or choose another launch.slurm.partition"]
+    assert launcher.can(job) == [
+        "launch.nodes=2 and partition one gives 1; lower it, or choose another"
+        " launch.slurm.partition"
+    ]
     with monkeypatch.context() as patch:
         patch.setenv("SBATCH_PARTITION", "mian")
-        assert launcher.can(job) == ["SBATCH_PARTITION mian is unknown; there are main, one; nearest: main"]
+        assert launcher.can(job) == [
+            "SBATCH_PARTITION mian is unknown; there are main, one; nearest: main"
+        ]
     job = dataclasses.replace(job, nodes=1)
     handle = launcher.submit(job)
     wait_until(lambda: len(waiting_on(job.argv)) == 1)
@@ -307,18 +452,26 @@ def test_a_persons_variables_do_not_override_the_script(tmp_path: Path, slurm: C
     gone(tmp_path, slurm)
 
 
-def test_a_job_that_does_not_go_is_told_of(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_does_not_go_is_told_of(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ingot.launch.slurm.GONE_S", 1.0)
     program(tmp_path / "bin", "scontrol", "echo 'JobId=7 JobState=COMPLETING'")
     program(tmp_path / "bin", "scancel", f"echo $1 >> {tmp_path}/cancelled")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    handle = Handle("train", "slurm", "7", ("train",), 1.0, "", {"meet": str(tmp_path), "nodes": "1"})
-    with pytest.raises(Failed, match=r"Slurm job 7 is not gone 1 s after scancel.*scontrol show job 7"):
+    handle = Handle(
+        "train", "slurm", "7", ("train",), 1.0, "", {"meet": str(tmp_path), "nodes": "1"}
+    )
+    with pytest.raises(
+        Failed, match=r"Slurm job 7 is not gone 1 s after scancel.*scontrol show job 7"
+    ):
         SlurmLauncher(on_cluster(tmp_path)).cancel(handle)
     assert (tmp_path / "cancelled").read_text() == "7\n"
 
 
-def test_a_job_that_a_person_cancels_is_not_started_again(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_a_person_cancels_is_not_started_again(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     launcher, job = waiting(tmp_path)
     attempt = RemoteAttempt(launcher, job, launcher.recipe.folder.root)
@@ -331,7 +484,9 @@ def test_a_job_that_a_person_cancels_is_not_started_again(tmp_path: Path, slurm:
     gone(tmp_path, slurm)
 
 
-def test_a_job_in_the_queue_is_cancelled_when_we_are_asked_to_stop(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_in_the_queue_is_cancelled_when_we_are_asked_to_stop(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     launcher, job = waiting(tmp_path, launch__slurm__options={"begin": "now+1hour"})
     attempt = RemoteAttempt(launcher, job, launcher.recipe.folder.root)
@@ -345,7 +500,9 @@ def test_a_job_in_the_queue_is_cancelled_when_we_are_asked_to_stop(tmp_path: Pat
     gone(tmp_path, slurm)
 
 
-def test_two_nodes_come_to_what_two_processes_come_to_though_a_node_goes_down(root: Path, slurm: Cluster, expected: dict[str, str]) -> None:
+def test_two_nodes_come_to_what_two_processes_come_to_though_a_node_goes_down(
+    root: Path, slurm: Cluster, expected: dict[str, str]
+) -> None:
     recipe = on_cluster(root)
     training = ingot("launch", "train", written(root, recipe), cwd=root)
     wait_for(training, lambda: 5 in steps(recipe))
@@ -356,7 +513,9 @@ def test_two_nodes_come_to_what_two_processes_come_to_though_a_node_goes_down(ro
     try:
         wait_for(training, lambda: (now := handle_of(recipe)) is not None and now.id != first.id)
         wait_until(lambda: not ranks_of(root))
-        assert ended(ingot("launch", "status", root / "runs" / "small", cwd=root.parent))[1].splitlines()[1].split()[:2] == ["train", "queued"]
+        assert ended(ingot("launch", "status", root / "runs" / "small", cwd=root.parent))[
+            1
+        ].splitlines()[1].split()[:2] == ["train", "queued"]
         assert training.poll() is None
     finally:
         slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
@@ -364,16 +523,27 @@ def test_two_nodes_come_to_what_two_processes_come_to_though_a_node_goes_down(ro
     assert code == 0, err
     assert weights(root) == expected
     # Slurm asks the ranks first, and they may have had the time to save.
-    assert re.search(r"slurm (took the job's machines away|stopped the job before its time); starting again from checkpoint", err), err
+    assert re.search(
+        r"slurm (took the job's machines away|stopped the job before its time); starting again from"
+        r" checkpoint",
+        err,
+    ), err
     assert [event["kind"] for event in events(recipe, "restart")] == ["restart"]
     status = ended(ingot("launch", "status", root / "runs" / "small", cwd=root.parent))[1]
     assert [line.split()[1] for line in status.splitlines()] == ["succeeded", "succeeded"]
-    assert "train: 30 steps" in ended(ingot("launch", "logs", root / "runs" / "small", cwd=root.parent))[1]
+    assert (
+        "train: 30 steps"
+        in ended(ingot("launch", "logs", root / "runs" / "small", cwd=root.parent))[1]
+    )
     gone(root, slurm)
 
 
-def test_before_its_time_is_over_it_saves_and_goes_on_in_a_new_job(root: Path, slurm: Cluster) -> None:
-    """Also: the job outlives whoever supervises it, the same command takes it over, and `ingot launch cancel` saves and leaves nothing."""
+def test_before_its_time_is_over_it_saves_and_goes_on_in_a_new_job(
+    root: Path, slurm: Cluster
+) -> None:
+    """Also: the job outlives whoever supervises it, the same command takes it over, and `ingot
+    launch cancel` saves and leaves nothing.
+    """
     recipe = on_cluster(root, **ENDLESS)
     file, run = written(root, recipe), root / "runs" / "small"
     training = ingot("launch", "train", file, cwd=root)
@@ -385,7 +555,9 @@ def test_before_its_time_is_over_it_saves_and_goes_on_in_a_new_job(root: Path, s
     training = ingot("launch", "train", file, cwd=root)
     told = until_it_says(training, f"train: slurm {first.id}")
     assert slurm.jobs() == [first.id]
-    slurm.ask("scancel", "--signal=USR1", "--batch", first.id)  # as Slurm does by itself; see the slow test
+    slurm.ask(
+        "scancel", "--signal=USR1", "--batch", first.id
+    )  # as Slurm does by itself; see the slow test
     wait_for(training, lambda: len(events(recipe, "start")) == 2)
     (stop,) = events(recipe, "stop")
     assert [event["step"] for event in events(recipe, "start")] == [0, stop["step"]]

@@ -1,4 +1,6 @@
-"""What starts of a job have cost: counted over launchers that die, laptops that sleep and commands that are repeated."""
+"""What starts of a job have cost: counted over launchers that die, laptops that sleep and commands
+that are repeated.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_starts_add_up_at_their_own_prices(tmp_path: Path, clock: list[float]) -
     assert meter.used() == (0.0, 0.0)
 
 
-def test_a_start_that_nobody_saw_end_cost_no_more_than_its_place_allowed(tmp_path: Path, clock: list[float]) -> None:
+def test_a_start_that_nobody_saw_end_cost_no_more_than_its_place_allowed(
+    tmp_path: Path, clock: list[float]
+) -> None:
     Meter(tmp_path, "train", 1.0).begin(7200.0)
     clock[0] += 90_000.0
     again = Meter(tmp_path, "train", 1.0)

@@ -1,4 +1,6 @@
-"""Nodes by ssh: real sshd on loopback and in network namespaces, real trainings, and what happens when anything of it breaks."""
+"""Nodes by ssh: real sshd on loopback and in network namespaces, real trainings, and what happens
+when anything of it breaks.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ from tests.launch.sshd import Sshd, client_config, free_port, keygen, need
 from tests.small import small_recipe
 
 SECRET = "hush-9c1f"
-APART: dict[str, Any] = {"launch__interface": "eth0", "launch__environment": {"OMP_NUM_THREADS": "1"}}
+APART: dict[str, Any] = {
+    "launch__interface": "eth0",
+    "launch__environment": {"OMP_NUM_THREADS": "1"},
+}
 """Knobs of hosts that talk over a network of their own."""
 
 
@@ -59,7 +64,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two daemons on loopback, `h1` and `h2`; the client's configuration file."""
     need("sshd", "ssh", "ssh-keygen")
     folder = tmp_path_factory.mktemp("ssh")
-    daemons = [Sshd(folder, name, SetEnv=f"XDG_CACHE_HOME={folder / 'cache'}") for name in ("h1", "h2")]
+    daemons = [
+        Sshd(folder, name, SetEnv=f"XDG_CACHE_HOME={folder / 'cache'}") for name in ("h1", "h2")
+    ]
     yield client_config(folder, daemons)
     for daemon in daemons:
         daemon.stop()
@@ -72,11 +79,24 @@ def expected(prepared_root: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 def on_hosts(root: Path, config: Path, **knobs: Any) -> Recipe:
     """The small training on h1 and h2."""
-    return recipe_for(root, **{"launch__kind": "ssh", "launch__nodes": 2, "launch__ssh__hosts": ["h1", "h2"], "launch__ssh__config": str(config), **knobs})
+    return recipe_for(
+        root,
+        **{
+            "launch__kind": "ssh",
+            "launch__nodes": 2,
+            "launch__ssh__hosts": ["h1", "h2"],
+            "launch__ssh__config": str(config),
+            **knobs,
+        },
+    )
 
 
 def secret_in(root: Path) -> list[str]:
-    return [str(path) for path in root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    return [
+        str(path)
+        for path in root.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
 
 
 def gone(root: Path, seconds: float = 40) -> None:
@@ -84,18 +104,34 @@ def gone(root: Path, seconds: float = 40) -> None:
     wait_until(lambda: not ranks_of(root), seconds)
 
 
-def test_what_is_started_is_shown_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_started_is_shown_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need("ssh")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     config = tmp_path / "config"
     config.write_text("Host node-a\n HostName 10.0.0.7\n")
     recipe = small_recipe(
-        tmp_path, launch__kind="ssh", launch__nodes=2, launch__processes=8, launch__ssh__hosts=["node-a", "me@node-b"], launch__ssh__config="config",
-        launch__folder="/shared/my work", launch__python="/opt/py/bin/python", launch__secrets=["WANDB_API_KEY"],
+        tmp_path,
+        launch__kind="ssh",
+        launch__nodes=2,
+        launch__processes=8,
+        launch__ssh__hosts=["node-a", "me@node-b"],
+        launch__ssh__config="config",
+        launch__folder="/shared/my work",
+        launch__python="/opt/py/bin/python",
+        launch__secrets=["WANDB_API_KEY"],
     )
-    job = Job("train", ("train", "my recipe.yaml"), 8, 2, {"A": "b c", "GLOO_SOCKET_IFNAME": "eth0"}, ("WANDB_API_KEY",),
-              meet=str(recipe.folder.root / "jobs" / "train-1"))
+    job = Job(
+        "train",
+        ("train", "my recipe.yaml"),
+        8,
+        2,
+        {"A": "b c", "GLOO_SOCKET_IFNAME": "eth0"},
+        ("WANDB_API_KEY",),
+        meet=str(recipe.folder.root / "jobs" / "train-1"),
+    )
     launcher = SshLauncher(recipe)
     assert launcher.can(job) == []
     text = launcher.render(job)
@@ -110,22 +146,28 @@ def test_what_ssh_cannot_do_is_refused_with_the_knob(tmp_path: Path) -> None:
         return SshLauncher(small_recipe(tmp_path, launch__kind="ssh", **knobs)).can(job)
 
     assert reasons(Job("train", ("train",), nodes=2), launch__ssh__hosts=["a"]) == [
-        "launch.nodes=2 and launch.ssh.hosts names 1; name as many hosts as nodes",
+        "launch.nodes=2 and launch.ssh.hosts names 1; name as many hosts as nodes"
     ]
     assert reasons(Job("train", ("train",), nodes=1), launch__ssh__hosts=["a", "b"]) == []
     (reason,) = reasons(Job("train", ("train",)), launch__ssh__hosts=["-oProxyCommand=touch x"])
     assert "is no host" in reason
     (reason,) = reasons(Job("train", ("train",)), launch__ssh__hosts=["a"], launch__code="image")
     assert "launch.code" in reason
-    (reason,) = reasons(Job("train", ("train",), secrets=("NOT_SET_ANYWHERE",)), launch__ssh__hosts=["a"])
+    (reason,) = reasons(
+        Job("train", ("train",), secrets=("NOT_SET_ANYWHERE",)), launch__ssh__hosts=["a"]
+    )
     assert "NOT_SET_ANYWHERE" in reason
-    (reason,) = reasons(Job("train", ("train",)), launch__ssh__hosts=["a"], launch__folder="relative")
+    (reason,) = reasons(
+        Job("train", ("train",)), launch__ssh__hosts=["a"], launch__folder="relative"
+    )
     assert "launch.folder" in reason
 
 
 @pytest.fixture
 def namespaces(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """Two network namespaces joined by a bridge, an sshd in each; the client's configuration, and the link of the second."""
+    """Two network namespaces joined by a bridge, an sshd in each; the client's configuration, and
+    the link of the second.
+    """
     need("sshd", "ssh", "ip")
     tag, net = f"{os.getpid() % 10_000}", f"10.{77 + os.getpid() % 100}.{os.getpid() % 250}"
     bridge, names = f"igb{tag}", [f"ign{tag}-{number}" for number in (1, 2)]
@@ -140,13 +182,33 @@ def namespaces(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         ip("link", "set", bridge, "up")
         for number, name in enumerate(names, start=1):
             ip("netns", "add", name)
-            ip("link", "add", f"igv{tag}-{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip(
+                "link",
+                "add",
+                f"igv{tag}-{number}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
             ip("link", "set", f"igv{tag}-{number}", "master", bridge, "up")
             ip("-n", name, "addr", "add", f"{net}.{number}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", "eth0", "up")
             cache = f"XDG_CACHE_HOME={tmp_path / 'cache'}"
-            daemons.append(Sshd(tmp_path / "ssh", f"h{number}", address=f"{net}.{number}", port=2222, namespace=name, SetEnv=cache))
+            daemons.append(
+                Sshd(
+                    tmp_path / "ssh",
+                    f"h{number}",
+                    address=f"{net}.{number}",
+                    port=2222,
+                    namespace=name,
+                    SetEnv=cache,
+                )
+            )
         yield client_config(tmp_path / "ssh", daemons), f"igv{tag}-2"
     finally:
         for daemon in daemons:
@@ -157,11 +219,15 @@ def namespaces(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def test_two_hosts_come_to_what_two_processes_come_to_whatever_happens_on_the_way(
-    root: Path, namespaces: tuple[Path, str], expected: dict[str, str],
+    root: Path, namespaces: tuple[Path, str], expected: dict[str, str]
 ) -> None:
-    """A rank is killed, then the launcher is asked to stop, then the same command goes on. Also: the secret reaches ranks and nothing else, each
-    line says which host it is of, and the job is found from elsewhere."""
-    recipe = on_hosts(root, namespaces[0], launch__secrets=["TOKEN_OF_MINE"], launch__code="sync", **APART)
+    """A rank is killed, then the launcher is asked to stop, then the same command goes on. Also:
+    the secret reaches ranks and nothing else, each line says which host it is of, and the job is
+    found from elsewhere.
+    """
+    recipe = on_hosts(
+        root, namespaces[0], launch__secrets=["TOKEN_OF_MINE"], launch__code="sync", **APART
+    )
     file, run = written(root, recipe), root / "runs" / "small"
     training = ingot("launch", "train", file, cwd=root, TOKEN_OF_MINE=SECRET)
     wait_for(training, lambda: 5 in steps(recipe))
@@ -173,11 +239,17 @@ def test_two_hosts_come_to_what_two_processes_come_to_whatever_happens_on_the_wa
         environment = rank.environ()
         assert environment["TOKEN_OF_MINE"] == SECRET
         assert "/cache/ingot/code/" in environment["PYTHONPATH"], "launch.code=sync"
-    said = [part for process in psutil.process_iter(["cmdline"]) for part in process.info["cmdline"] or [] if SECRET in part]
+    said = [
+        part
+        for process in psutil.process_iter(["cmdline"])
+        for part in process.info["cmdline"] or []
+        if SECRET in part
+    ]
     assert not said, "a secret on a command line"
     status = ended(ingot("launch", "status", run, cwd=root.parent))[1]
     assert [line.split()[:4] for line in status.splitlines()] == [
-        ["train", "running", "process", f"{training.pid},"], ["train", "running", "ssh", "train-2,"],
+        ["train", "running", "process", f"{training.pid},"],
+        ["train", "running", "ssh", "train-2,"],
     ]
     for rank in ranks:
         rank.resume()
@@ -227,9 +299,18 @@ class Waiting:
         self.start()
 
     def start(self) -> None:
-        meet = self.recipe.folder.root / "jobs" / f"show-{len(list((self.recipe.folder.root / 'jobs').glob('show-*'))) + 1}"
+        meet = (
+            self.recipe.folder.root
+            / "jobs"
+            / f"show-{len(list((self.recipe.folder.root / 'jobs').glob('show-*'))) + 1}"
+        )
         meet.mkdir(parents=True)
-        self.process = start_script(SUBMIT, str(written(self.recipe.folder.root.parent.parent, self.recipe)), str(meet), *self.argv)
+        self.process = start_script(
+            SUBMIT,
+            str(written(self.recipe.folder.root.parent.parent, self.recipe)),
+            str(meet),
+            *self.argv,
+        )
         wait_until(lambda: len(waiting_on(self.argv)) == 2)
 
     @property
@@ -239,7 +320,9 @@ class Waiting:
         return handle
 
 
-def test_the_nodes_end_with_their_launcher_and_are_found_again(root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nodes_end_with_their_launcher_and_are_found_again(
+    root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(root)
     waiting = Waiting(root, hosts)
     launcher, process = waiting.launcher, waiting.process
@@ -274,7 +357,9 @@ def test_the_nodes_end_with_their_launcher_and_are_found_again(root: Path, hosts
     assert launcher.status(waiting.handle) == "failed"
 
 
-def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(
+    root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as the second login node of a cluster, where no process of the first can be seen."""
     monkeypatch.chdir(root)
     waiting = Waiting(root, hosts)
@@ -282,21 +367,34 @@ def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(root: Pa
     with monkeypatch.context() as patch:
         patch.setattr("ingot.launch.ssh.machine", lambda: "another")
         assert launcher.status(handle) == "running"
-        with pytest.raises(Failed, match=f"show runs already and was started on {socket.gethostname()}; cancel it there"):
+        with pytest.raises(
+            Failed,
+            match=f"show runs already and was started on {socket.gethostname()}; cancel it there",
+        ):
             launcher.submit(Job("show", waiting.argv, 1, 2, meet=handle.about["meet"]))
         launcher.cancel(handle)
         assert launcher.status(handle) == "cancelled"
     out, err = waiting.process.communicate(timeout=60)
-    assert (waiting.process.returncode, out, err.count("stopped by SIGTERM")) == (0, "cancelled\n", 2)
+    assert (waiting.process.returncode, out, err.count("stopped by SIGTERM")) == (
+        0,
+        "cancelled\n",
+        2,
+    )
     gone(root)
 
 
-def test_a_launcher_lives_whatever_the_clock_says(root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_lives_whatever_the_clock_says(
+    root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(root)
     waiting = Waiting(root, hosts)
-    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 1.0)  # counted from a time of boot that moves when the clock is set
+    monkeypatch.setattr(
+        psutil.Process, "create_time", lambda self: 1.0
+    )  # counted from a time of boot that moves when the clock is set
     with pytest.raises(Failed, match="runs already, started by process"):
-        SshLauncher(waiting.recipe).submit(Job("show", waiting.argv, 1, 2, meet=waiting.handle.about["meet"]))
+        SshLauncher(waiting.recipe).submit(
+            Job("show", waiting.argv, 1, 2, meet=waiting.handle.about["meet"])
+        )
     assert len(waiting_on(waiting.argv)) == 2
     waiting.process.kill()
     waiting.process.communicate()
@@ -306,7 +404,13 @@ def test_a_launcher_lives_whatever_the_clock_says(root: Path, hosts: Path, monke
 def test_a_job_whose_nodes_have_all_said_how_they_ended_is_over(tmp_path: Path) -> None:
     """Though the process that launched it lives, which goes on to something else."""
     recipe = small_recipe(tmp_path, launch__kind="ssh", launch__ssh__hosts=["a", "b"])
-    about = {"meet": str(tmp_path), "hosts": '["a", "b"]', "process": str(os.getpid()), "started": str(ticks(os.getpid())), "machine": str(machine())}
+    about = {
+        "meet": str(tmp_path),
+        "hosts": '["a", "b"]',
+        "process": str(os.getpid()),
+        "started": str(ticks(os.getpid())),
+        "machine": str(machine()),
+    }
     handle = Handle("train", "ssh", "train-1", ("train",), 1.0, "", about)
     launcher, meeting = SshLauncher(recipe), Meeting(str(tmp_path))
     meeting.leave(0, EXIT, rank=0, code=0)
@@ -315,13 +419,17 @@ def test_a_job_whose_nodes_have_all_said_how_they_ended_is_over(tmp_path: Path) 
     assert launcher.status(handle) == "succeeded"
 
 
-def test_a_copied_ingot_comes_before_what_the_recipe_puts_on_the_path(root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_ingot_comes_before_what_the_recipe_puts_on_the_path(
+    root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(root)
     recipe = on_hosts(root, hosts, launch__code="sync")
     meet = recipe.folder.root / "jobs" / "show-1"
     meet.mkdir(parents=True)
     launcher, argv = SshLauncher(recipe), blocking_argv(root)
-    handle = launcher.submit(Job("show", argv, environment={"PYTHONPATH": "/opt/my libraries"}, meet=str(meet)))
+    handle = launcher.submit(
+        Job("show", argv, environment={"PYTHONPATH": "/opt/my libraries"}, meet=str(meet))
+    )
     wait_until(lambda: len(waiting_on(argv)) == 1)
     code, theirs = waiting_on(argv)[0].environ()["PYTHONPATH"].split(":")
     assert code.startswith(f"{hosts.parent}/cache/ingot/code/")
@@ -343,18 +451,37 @@ def test_a_last_line_without_an_end_is_shown_when_nobody_will_end_it(tmp_path: P
     assert log.read() == b""
 
 
-@pytest.mark.parametrize(("fault", "kind", "told"), [
-    ("down", Failed, "host h3 cannot be reached (ssh: connect to host 127.0.0.1 port {port}: Connection refused)"),
-    ("unknown", Failed, "host nowhere.invalid is unknown"),
-    ("key", Failed, "refuses the login"),
-    ("host key", Failed, "host h2: its host key is unknown, or has changed"),
-    ("folder", WrongInput, "host h1 has no folder /no/such/folder; set launch.folder"),
-    ("python", WrongInput, "host h1 has no interpreter /no/python; set launch.python"),
-    ("ingot", WrongInput, "cannot run ingot (ModuleNotFoundError: No module named 'ingot'); install it there"),
-    ("disk", WrongInput, "does not see"),
-])
+@pytest.mark.parametrize(
+    ("fault", "kind", "told"),
+    [
+        (
+            "down",
+            Failed,
+            (
+                "host h3 cannot be reached (ssh: connect to host 127.0.0.1 port {port}: Connection"
+                " refused)"
+            ),
+        ),
+        ("unknown", Failed, "host nowhere.invalid is unknown"),
+        ("key", Failed, "refuses the login"),
+        ("host key", Failed, "host h2: its host key is unknown, or has changed"),
+        ("folder", WrongInput, "host h1 has no folder /no/such/folder; set launch.folder"),
+        ("python", WrongInput, "host h1 has no interpreter /no/python; set launch.python"),
+        (
+            "ingot",
+            WrongInput,
+            "cannot run ingot (ModuleNotFoundError: No module named 'ingot'); install it there",
+        ),
+        ("disk", WrongInput, "does not see"),
+    ],
+)
 def test_what_is_wrong_with_a_host_is_one_line_and_nothing_is_started(
-    fault: str, kind: type[IngotError], told: str, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    kind: type[IngotError],
+    told: str,
+    hosts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     knobs: dict[str, Any] = {}
@@ -366,10 +493,17 @@ def test_what_is_wrong_with_a_host_is_one_line_and_nothing_is_started(
         knobs = {"launch__ssh__hosts": ["h1", "nowhere.invalid"]}
     elif fault == "key":
         keygen(tmp_path / "wrong")
-        hosts = _other_config(hosts, tmp_path, f"Host h2\n IdentityFile {tmp_path / 'wrong'}\n IdentitiesOnly yes\n", without=str(hosts.parent / "key"))
+        hosts = _other_config(
+            hosts,
+            tmp_path,
+            f"Host h2\n IdentityFile {tmp_path / 'wrong'}\n IdentitiesOnly yes\n",
+            without=str(hosts.parent / "key"),
+        )
     elif fault == "host key":
         (tmp_path / "nobody").touch()
-        hosts = _other_config(hosts, tmp_path, f"Host h2\n UserKnownHostsFile {tmp_path / 'nobody'}\n")
+        hosts = _other_config(
+            hosts, tmp_path, f"Host h2\n UserKnownHostsFile {tmp_path / 'nobody'}\n"
+        )
     elif fault == "folder":
         knobs = {"launch__folder": "/no/such/folder"}
     elif fault == "python":
@@ -395,7 +529,9 @@ def test_a_port_that_is_taken_is_named_and_the_other_host_is_ended(root: Path, h
     with socket.socket() as listener:
         listener.bind(("", 0))
         recipe = on_hosts(root, hosts, launch__port=listener.getsockname()[1])
-        code, out, err = ended(ingot("launch", "train", written(root, recipe), "launch.restarts=0", cwd=root))
+        code, out, err = ended(
+            ingot("launch", "train", written(root, recipe), "launch.restarts=0", cwd=root)
+        )
     assert (code, out) == (1, "")
     assert f"h1: error: port {recipe.launch.port} of node 0" in err
     assert "h2: error: node 0 ended before all nodes had come" in err
@@ -412,7 +548,7 @@ def _other_config(config: Path, tmp_path: Path, first: str, without: str = "") -
 
 @pytest.mark.slow
 def test_two_machines_whose_network_breaks_go_on_when_it_is_back(
-    root: Path, namespaces: tuple[Path, str], expected: dict[str, str],
+    root: Path, namespaces: tuple[Path, str], expected: dict[str, str]
 ) -> None:
     config, link = namespaces
     recipe = on_hosts(root, config, **APART)
@@ -429,7 +565,8 @@ def test_two_machines_whose_network_breaks_go_on_when_it_is_back(
     subprocess.run(["ip", "link", "set", link, "up"], check=True)
     code, _, err = ended(training)
     assert code == 0, err
-    # Whoever notices first: the connection that hears nothing, or the ranks that wait for each other.
+    # Whoever notices first: the connection that hears nothing, or the ranks that wait for each
+    # other.
     assert "the connection to h2 broke" in err or "hang in step" in err, err
     assert "starting again from checkpoint" in err
     assert weights(root) == expected

@@ -1,4 +1,6 @@
-"""Standard input as the tie to a launcher: its first line, its signs of life, its end. tests/launch/test_ssh.py has it over real connections."""
+"""Standard input as the tie to a launcher: its first line, its signs of life, its end.
+tests/launch/test_ssh.py has it over real connections.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,25 @@ def pipe(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def test_the_first_line_is_the_environment_and_nothing_behind_it_is_read(pipe: tuple[int, int]) -> None:
+def test_the_first_line_is_the_environment_and_nothing_behind_it_is_read(
+    pipe: tuple[int, int],
+) -> None:
     os.write(pipe[1], b'{"KEY": "secret", "N": 1}\n\n')
     assert Tie(pipe[0]).environment() == {"KEY": "secret", "N": "1"}
     assert os.read(pipe[0], 10) == b"\n"
 
 
-def test_a_launcher_that_says_nothing_or_half_a_line_is_not_waited_for(pipe: tuple[int, int]) -> None:
+def test_a_launcher_that_says_nothing_or_half_a_line_is_not_waited_for(
+    pipe: tuple[int, int],
+) -> None:
     os.write(pipe[1], b'{"KEY"')
     with pytest.raises(Failed, match="the launcher was gone before"):
         Tie(pipe[0], silent_s=0.05).environment()
 
 
-def test_signs_of_life_and_their_end(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_life_and_their_end(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr("ingot.launch.tie.time.monotonic", lambda: now[0])
     tie = Tie(pipe[0], silent_s=45)

@@ -1,4 +1,6 @@
-"""A TPU VM as a queued resource: what is asked for, and that it goes. None of it could be tried on a TPU."""
+"""A TPU VM as a queued resource: what is asked for, and that it goes. None of it could be tried on
+a TPU.
+"""
 
 from __future__ import annotations
 
@@ -47,21 +49,47 @@ def service(server: google.Server) -> tpus.Tpus:
 
 
 def recipe_for(root: Path, address: str | None, **knobs: Any) -> Recipe:
-    return small_recipe(root, **{"launch.kind": "tpu", "launch.image": "example.com/torch-tpu:1", "cloud.project": "p", "cloud.bucket": "bucket",
-                                 "cloud.endpoint": address, "cloud.max_run": "24h", "cloud.zone": "us-central1-a", **knobs})
+    return small_recipe(
+        root,
+        **{
+            "launch.kind": "tpu",
+            "launch.image": "example.com/torch-tpu:1",
+            "cloud.project": "p",
+            "cloud.bucket": "bucket",
+            "cloud.endpoint": address,
+            "cloud.max_run": "24h",
+            "cloud.zone": "us-central1-a",
+            **knobs,
+        },
+    )
 
 
 def job_of(recipe: Recipe, start: int = 1) -> Job:
-    return Job("train", ("train", "runs/small/jobs/nodes.train.yaml"), 1, 1, image=recipe.launch.image, meet=f"{REPLICA}/jobs/train-{start}", mirror=REPLICA,
-               time_limit_s=recipe.cloud.max_run)
+    return Job(
+        "train",
+        ("train", "runs/small/jobs/nodes.train.yaml"),
+        1,
+        1,
+        image=recipe.launch.image,
+        meet=f"{REPLICA}/jobs/train-{start}",
+        mirror=REPLICA,
+        time_limit_s=recipe.cloud.max_run,
+    )
 
 
 def test_what_would_be_sent_stands_in_a_golden_file(tmp_path: Path) -> None:
-    recipe = recipe_for(tmp_path, None, output="runs", **{"launch.machine.spot": True, "cloud.labels": {"team": "a"}})
+    recipe = recipe_for(
+        tmp_path,
+        None,
+        output="runs",
+        **{"launch.machine.spot": True, "cloud.labels": {"team": "a"}},
+    )
     golden.check("tpu/one.txt", TpuLauncher(recipe).render(job_of(recipe)))
 
 
-def test_a_tpu_is_asked_for_and_is_gone_when_the_job_is_over(tmp_path: Path, server: google.Server, service: tpus.Tpus) -> None:
+def test_a_tpu_is_asked_for_and_is_gone_when_the_job_is_over(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus
+) -> None:
     recipe = recipe_for(tmp_path, server.address)
     launcher = TpuLauncher(recipe)
     handle = launcher.submit(job_of(recipe))
@@ -76,8 +104,12 @@ def test_a_tpu_is_asked_for_and_is_gone_when_the_job_is_over(tmp_path: Path, ser
     assert service.states == {}
 
 
-@pytest.mark.parametrize(("state", "told"), [("FAILED", "failed"), ("SUSPENDED", "preempted"), (None, "preempted")])
-def test_a_tpu_that_is_taken_away_is_removed(tmp_path: Path, server: google.Server, service: tpus.Tpus, state: str | None, told: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "told"), [("FAILED", "failed"), ("SUSPENDED", "preempted"), (None, "preempted")]
+)
+def test_a_tpu_that_is_taken_away_is_removed(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, state: str | None, told: str
+) -> None:
     recipe = recipe_for(tmp_path, server.address)
     launcher = TpuLauncher(recipe)
     handle = launcher.submit(job_of(recipe))
@@ -95,19 +127,31 @@ def test_cancel_deletes_it(tmp_path: Path, server: google.Server, service: tpus.
     assert launcher.status(handle) == "cancelled"
 
 
-def test_a_lost_answer_makes_no_second_one(tmp_path: Path, server: google.Server, service: tpus.Tpus) -> None:
+def test_a_lost_answer_makes_no_second_one(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus
+) -> None:
     service.lost = 1
     recipe = recipe_for(tmp_path, server.address)
     TpuLauncher(recipe).submit(job_of(recipe))
     assert len(service.states) == 1
 
 
-@pytest.mark.parametrize(("knobs", "told"), [
-    ({"launch.tpu.type": "tpu"}, "v5litepod-8"), ({"launch.tpu.type": "v5p-64"}, "several hosts"), ({"launch.tpu.type": "v5p-16"}, "one host of up to 4"),
-    ({"launch.tpu.type": "v4-16"}, "one host of up to 4"), ({"launch.tpu.type": "v6e-16"}, "one host of up to 8"), ({"launch.nodes": 2}, "launch.nodes=1"),
-    ({"launch.image": None}, "torch_tpu"), ({"cloud.max_cost": 1}, "cloud.max_cost"),
-])
-def test_what_cannot_be_is_said_before_anything_is_sent(tmp_path: Path, server: google.Server, knobs: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"launch.tpu.type": "tpu"}, "v5litepod-8"),
+        ({"launch.tpu.type": "v5p-64"}, "several hosts"),
+        ({"launch.tpu.type": "v5p-16"}, "one host of up to 4"),
+        ({"launch.tpu.type": "v4-16"}, "one host of up to 4"),
+        ({"launch.tpu.type": "v6e-16"}, "one host of up to 8"),
+        ({"launch.nodes": 2}, "launch.nodes=1"),
+        ({"launch.image": None}, "torch_tpu"),
+        ({"cloud.max_cost": 1}, "cloud.max_cost"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_sent(
+    tmp_path: Path, server: google.Server, knobs: dict[str, Any], told: str
+) -> None:
     recipe = recipe_for(tmp_path, server.address, **knobs)
     launcher, job = TpuLauncher(recipe), replace(job_of(recipe), nodes=recipe.launch.nodes)
     assert any(told in reason for reason in launcher.can(job))
@@ -123,14 +167,20 @@ def test_slices_of_one_host_are_taken(tmp_path: Path, kind: str) -> None:
 
 
 # The start-up script, run by bash with stand-ins for what a TPU VM has.
-@pytest.mark.parametrize(("lacking", "code", "told"), [
-    ("no-image", 1, "the image could not be pulled: Error response from daemon"), ("no-run", 125, "the container ended with exit code 125"),
-])
+@pytest.mark.parametrize(
+    ("lacking", "code", "told"),
+    [
+        ("no-image", 1, "the image could not be pulled: Error response from daemon"),
+        ("no-run", 125, "the container ended with exit code 125"),
+    ],
+)
 def test_a_tpu_whose_container_cannot_start_has_failed_and_says_why(
-    tmp_path: Path, server: google.Server, service: tpus.Tpus, lacking: str, code: int, told: str,
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, lacking: str, code: int, told: str
 ) -> None:
     """Where it only looked taken away, three more would be paid for."""
-    recipe = recipe_for(tmp_path, server.address, **{"launch.image": "us-central1-docker.pkg.dev/p/r/torch-tpu:1"})
+    recipe = recipe_for(
+        tmp_path, server.address, **{"launch.image": "us-central1-docker.pkg.dev/p/r/torch-tpu:1"}
+    )
     launcher = TpuLauncher(recipe)
     handle = launcher.submit(job_of(recipe))
     log = launcher.log(handle)
@@ -139,7 +189,9 @@ def test_a_tpu_whose_container_cannot_start_has_failed_and_says_why(
     folder = tmp_path / "vm"
     folder.mkdir()
     (folder / lacking).touch()
-    machine = Machine("t1v-n-1", service.asked[handle.id]["tpu"]["nodeSpec"][0]["node"]["metadata"], folder)
+    machine = Machine(
+        "t1v-n-1", service.asked[handle.id]["tpu"]["nodeSpec"][0]["node"]["metadata"], folder
+    )
     said, until = b"", time.monotonic() + 60
     try:
         while service.states.get(handle.id) == "ACTIVE" and time.monotonic() < until:
@@ -157,4 +209,6 @@ def test_a_tpu_whose_container_cannot_start_has_failed_and_says_why(
     assert note["how"].startswith(f"node 0 ({handle.id}): {told}")
     assert said.startswith(b"ingot: pulling the image\n")
     assert f"ingot: {note['how']}\n" in said.decode()
-    assert not any("a-token-of-the-machine" in argument for call in machine.calls for argument in call)
+    assert not any(
+        "a-token-of-the-machine" in argument for call in machine.calls for argument in call
+    )

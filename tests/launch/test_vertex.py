@@ -1,4 +1,6 @@
-"""Custom jobs of Vertex AI: what is asked for, what is refused, and how a job is followed, found again and ended. Against the service's interface."""
+"""Custom jobs of Vertex AI: what is asked for, what is refused, and how a job is followed, found
+again and ended. Against the service's interface.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ REPLICA = "gs://bucket/ingot/runs/small"
 
 @pytest.fixture(autouse=True)
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
-    for module, name, value in ((clients, "FIRST_WAIT_S", 0.01), (vertex, "FIND_PAUSE_S", 0.01), (vertex, "LOG_S", 0.0), (vertex, "FIND_S", 0.1)):
+    for module, name, value in (
+        (clients, "FIRST_WAIT_S", 0.01),
+        (vertex, "FIND_PAUSE_S", 0.01),
+        (vertex, "LOG_S", 0.0),
+        (vertex, "FIND_S", 0.1),
+    ):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(VertexLauncher, "look_s", 0.02)
     with gcs.serving(monkeypatch) as server:
@@ -49,19 +56,37 @@ def service() -> Iterator[vertex_jobs.State]:
 
 
 def recipe_for(root: Path, address: str | None, **knobs: Any) -> Recipe:
-    return small_recipe(root, **{
-        "launch.kind": "vertex", "launch.nodes": 3, "cloud.project": "proj", "cloud.bucket": "bucket", "cloud.endpoint": address,
-        "cloud.images.train": IMAGE, **knobs,
-    })
+    return small_recipe(
+        root,
+        **{
+            "launch.kind": "vertex",
+            "launch.nodes": 3,
+            "cloud.project": "proj",
+            "cloud.bucket": "bucket",
+            "cloud.endpoint": address,
+            "cloud.images.train": IMAGE,
+            **knobs,
+        },
+    )
 
 
 def job_of(recipe: Recipe, start: int = 1, **about: Any) -> Job:
     argv = ("train", "runs/small/jobs/nodes.train.yaml")
-    return Job("train", argv, recipe.launch.processes, recipe.launch.nodes, meet=f"{REPLICA}/jobs/train-{start}", mirror=REPLICA,
-               time_limit_s=recipe.cloud.max_run, **about)
+    return Job(
+        "train",
+        argv,
+        recipe.launch.processes,
+        recipe.launch.nodes,
+        meet=f"{REPLICA}/jobs/train-{start}",
+        mirror=REPLICA,
+        time_limit_s=recipe.cloud.max_run,
+        **about,
+    )
 
 
-def launched(root: Path, service: vertex_jobs.State, start: Any = 1, **knobs: Any) -> tuple[VertexLauncher, Handle]:
+def launched(
+    root: Path, service: vertex_jobs.State, start: Any = 1, **knobs: Any
+) -> tuple[VertexLauncher, Handle]:
     recipe = recipe_for(root, service.server.address, **knobs)
     launcher = VertexLauncher(recipe)
     return launcher, launcher.submit(job_of(recipe, start))
@@ -78,24 +103,53 @@ def followed(launcher: VertexLauncher, handle: Handle) -> list[str]:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"launch.nodes": 1, "launch.machine": "{type: n1-standard-8}"},
-    "gpus": {"launch.nodes": 4, "launch.processes": 8, "launch.machine": "{type: a2-highgpu-8g, spot: true, disk_gb: 500}", "cloud.max_run": "24h",
-             "cloud.service_account": "trainer@proj.iam.gserviceaccount.com", "cloud.network": "projects/123/global/networks/vpc",
-             "cloud.tensorboard": "'77'", "cloud.labels": "{team: nlp}", "cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}",
-             "launch.environment": "{NCCL_DEBUG: INFO}"},
-    "attached": {"launch.nodes": 2, "launch.processes": 2, "launch.machine": "{type: n1-standard-16, accelerator: nvidia-tesla-t4, accelerators: 2, "
-                 "flex_start: true}", "cloud.network": "projects/proj/regions/us-central1/networkAttachments/psc"},
-    "reserved": {"launch.nodes": 1, "launch.processes": 8, "launch.machine": "{type: a3-highgpu-8g, reservation: ours}", "cloud.zone": "us-central1-a"},
-    "paid": {"launch.nodes": 1, "launch.machine": "{type: n1-standard-8, flex_start: true}", "cloud.max_run": "48h", "cloud.max_cost": 6,
-             "cloud.prices": "{n1-standard-8: 3}"},
+    "gpus": {
+        "launch.nodes": 4,
+        "launch.processes": 8,
+        "launch.machine": "{type: a2-highgpu-8g, spot: true, disk_gb: 500}",
+        "cloud.max_run": "24h",
+        "cloud.service_account": "trainer@proj.iam.gserviceaccount.com",
+        "cloud.network": "projects/123/global/networks/vpc",
+        "cloud.tensorboard": "'77'",
+        "cloud.labels": "{team: nlp}",
+        "cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}",
+        "launch.environment": "{NCCL_DEBUG: INFO}",
+    },
+    "attached": {
+        "launch.nodes": 2,
+        "launch.processes": 2,
+        "launch.machine": (
+            "{type: n1-standard-16, accelerator: nvidia-tesla-t4, accelerators: 2, "
+            "flex_start: true}"
+        ),
+        "cloud.network": "projects/proj/regions/us-central1/networkAttachments/psc",
+    },
+    "reserved": {
+        "launch.nodes": 1,
+        "launch.processes": 8,
+        "launch.machine": "{type: a3-highgpu-8g, reservation: ours}",
+        "cloud.zone": "us-central1-a",
+    },
+    "paid": {
+        "launch.nodes": 1,
+        "launch.machine": "{type: n1-standard-8, flex_start: true}",
+        "cloud.max_run": "48h",
+        "cloud.max_cost": 6,
+        "cloud.prices": "{n1-standard-8: 3}",
+    },
     "tpu": {"launch.nodes": 4, "launch.machine": "{type: ct5lp-hightpu-4t}"},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_sent_is_what_was_rendered_and_the_service_takes_it(case: str, tmp_path: Path, service: vertex_jobs.State) -> None:
+def test_what_is_sent_is_what_was_rendered_and_the_service_takes_it(
+    case: str, tmp_path: Path, service: vertex_jobs.State
+) -> None:
     fixed = recipe_for(Path("root"), None, **{"cloud.region": "us-central1", **CASES[case]})
     environment = dict(fixed.launch.environment)
-    golden.check(f"vertex/{case}.json", VertexLauncher(fixed).render(job_of(fixed, environment=environment)))
+    golden.check(
+        f"vertex/{case}.json", VertexLauncher(fixed).render(job_of(fixed, environment=environment))
+    )
     recipe = recipe_for(tmp_path, service.server.address, **CASES[case])
     launcher, job = VertexLauncher(recipe), job_of(recipe, environment=environment)
     handle = launcher.submit(job)
@@ -104,32 +158,60 @@ def test_what_is_sent_is_what_was_rendered_and_the_service_takes_it(case: str, t
     assert len(mark) == 16
     assert sent == jobs.request(launcher._google, launcher.custom_job(job))
     assert find(recipe.folder.root, "train", "vertex") == handle
-    assert handle.log == f"https://console.cloud.google.com/vertex-ai/locations/us-central1/training/{handle.id.rpartition('/')[2]}?project=proj"
+    assert (
+        handle.log
+        == f"https://console.cloud.google.com/vertex-ai/locations/us-central1/training/{handle.id.rpartition('/')[2]}?project=proj"
+    )
 
 
 def test_no_secret_stands_in_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     recipe = recipe_for(tmp_path, None, **{"cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}"})
-    shown = VertexLauncher(recipe).render(job_of(recipe, environment={"HF_TOKEN": "hf_very_secret"}, secrets=("HF_TOKEN",)))
+    shown = VertexLauncher(recipe).render(
+        job_of(recipe, environment={"HF_TOKEN": "hf_very_secret"}, secrets=("HF_TOKEN",))
+    )
     assert "hf_very_secret" not in shown
     assert "secret:hf-token" in shown
 
 
-@pytest.mark.parametrize(("knobs", "about", "told"), [
-    ({"launch.machine.type": "a2-highgpu-9g"}, {}, "a2-highgpu-9g is not known; the nearest is a2-highgpu-8g"),
-    ({"launch.machine.type": "a2-highgpu-1g", "launch.processes": 2}, {}, "2 processes share 1 accelerators"),
-    ({"launch.code": "sync"}, {}, "launch.code sync"),
-    ({}, {"secrets": ("HF_TOKEN",)}, "cloud.secrets: {HF_TOKEN: secret:NAME}"),
-    ({"cloud.bucket": None}, {"mirror": None}, "set cloud.bucket"),
-    ({"cloud.network": "default"}, {}, "projects/NUMBER/global/networks/NAME"),
-    ({"cloud.tensorboard": "'7'"}, {}, "cloud.tensorboard needs an account of its own on Vertex AI; set cloud.service_account"),
-    ({"cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}"}, {}, "cloud.secrets needs an account of its own on Vertex AI; set cloud.service_account"),
-    ({"launch.machine.reservation": "ours"}, {}, "set cloud.zone"),
-    ({"cloud.images.train": None}, {}, "no container image for train"),
-    ({"launch.machine.type": "ct5lp-hightpu-4t"}, {}, "12 chips"),
-])
+@pytest.mark.parametrize(
+    ("knobs", "about", "told"),
+    [
+        (
+            {"launch.machine.type": "a2-highgpu-9g"},
+            {},
+            "a2-highgpu-9g is not known; the nearest is a2-highgpu-8g",
+        ),
+        (
+            {"launch.machine.type": "a2-highgpu-1g", "launch.processes": 2},
+            {},
+            "2 processes share 1 accelerators",
+        ),
+        ({"launch.code": "sync"}, {}, "launch.code sync"),
+        ({}, {"secrets": ("HF_TOKEN",)}, "cloud.secrets: {HF_TOKEN: secret:NAME}"),
+        ({"cloud.bucket": None}, {"mirror": None}, "set cloud.bucket"),
+        ({"cloud.network": "default"}, {}, "projects/NUMBER/global/networks/NAME"),
+        (
+            {"cloud.tensorboard": "'7'"},
+            {},
+            "cloud.tensorboard needs an account of its own on Vertex AI; set cloud.service_account",
+        ),
+        (
+            {"cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}"},
+            {},
+            "cloud.secrets needs an account of its own on Vertex AI; set cloud.service_account",
+        ),
+        ({"launch.machine.reservation": "ours"}, {}, "set cloud.zone"),
+        ({"cloud.images.train": None}, {}, "no container image for train"),
+        ({"launch.machine.type": "ct5lp-hightpu-4t"}, {}, "12 chips"),
+    ],
+)
 def test_what_cannot_be_done_is_told_before_anything_is_sent(
-    knobs: dict[str, Any], about: dict[str, Any], told: str, tmp_path: Path, service: vertex_jobs.State
+    knobs: dict[str, Any],
+    about: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    service: vertex_jobs.State,
 ) -> None:
     recipe = recipe_for(tmp_path, service.server.address, **knobs)
     values = {"meet": f"{REPLICA}/jobs/train-1", "mirror": REPLICA, **about}
@@ -143,25 +225,55 @@ def test_what_cannot_be_done_is_told_before_anything_is_sent(
 
 @pytest.mark.parametrize("given", ["77", "projects/other/locations/us-central1/tensorboards/77"])
 def test_a_tensorboard_goes_by_its_id_or_its_whole_name(given: str, tmp_path: Path) -> None:
-    recipe = recipe_for(tmp_path, None, **{"cloud.tensorboard": f"'{given}'", "cloud.service_account": "trainer@proj.iam.gserviceaccount.com"})
+    recipe = recipe_for(
+        tmp_path,
+        None,
+        **{
+            "cloud.tensorboard": f"'{given}'",
+            "cloud.service_account": "trainer@proj.iam.gserviceaccount.com",
+        },
+    )
     launcher = VertexLauncher(recipe)
     assert launcher.can(job_of(recipe)) == []
     project = "other" if "/" in given else "proj"
-    assert launcher.custom_job(job_of(recipe))["jobSpec"]["tensorboard"] == f"projects/{project}/locations/us-central1/tensorboards/77"
+    assert (
+        launcher.custom_job(job_of(recipe))["jobSpec"]["tensorboard"]
+        == f"projects/{project}/locations/us-central1/tensorboards/77"
+    )
 
 
 def test_a_job_goes_from_the_queue_to_its_end(tmp_path: Path, service: vertex_jobs.State) -> None:
     assert followed(*launched(tmp_path, service)) == ["queued", "running", "succeeded"]
 
 
-@pytest.mark.parametrize(("ending", "state"), [
-    ((STATE.JOB_STATE_FAILED, 3, "The replica workerpool0-0 exited with a non-zero status of 1."), "failed"),
-    ((STATE.JOB_STATE_FAILED, 10, "The replica workerpool1-0 was preempted."), "preempted"),
-    ((STATE.JOB_STATE_FAILED, 8, "Resources are insufficient in region: us-central1. Please try a different region."), "preempted"),
-    ((STATE.JOB_STATE_FAILED, 13, "Internal error occurred for the current attempt."), "preempted"),
-    ((STATE.JOB_STATE_EXPIRED, 0, ""), "preempted"),
-    ((STATE.JOB_STATE_PARTIALLY_SUCCEEDED, 0, ""), "failed"),
-])
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [
+        (
+            (
+                STATE.JOB_STATE_FAILED,
+                3,
+                "The replica workerpool0-0 exited with a non-zero status of 1.",
+            ),
+            "failed",
+        ),
+        ((STATE.JOB_STATE_FAILED, 10, "The replica workerpool1-0 was preempted."), "preempted"),
+        (
+            (
+                STATE.JOB_STATE_FAILED,
+                8,
+                "Resources are insufficient in region: us-central1. Please try a different region.",
+            ),
+            "preempted",
+        ),
+        (
+            (STATE.JOB_STATE_FAILED, 13, "Internal error occurred for the current attempt."),
+            "preempted",
+        ),
+        ((STATE.JOB_STATE_EXPIRED, 0, ""), "preempted"),
+        ((STATE.JOB_STATE_PARTIALLY_SUCCEEDED, 0, ""), "failed"),
+    ],
+)
 def test_what_the_place_did_is_told_from_what_the_job_did(
     ending: tuple[Any, int, str], state: str, tmp_path: Path, service: vertex_jobs.State
 ) -> None:
@@ -179,7 +291,9 @@ def test_a_lost_answer_makes_no_second_job(tmp_path: Path, service: vertex_jobs.
     assert list(service.jobs) == [handle.id]
 
 
-def test_a_job_that_was_never_made_is_told_and_not_made_twice(tmp_path: Path, service: vertex_jobs.State) -> None:
+def test_a_job_that_was_never_made_is_told_and_not_made_twice(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
     service.server.fault("JobService.CreateCustomJob", 503)
     with pytest.raises(Failed, match="could not make the job ingot-small-train-1"):
         launched(tmp_path, service)
@@ -187,7 +301,9 @@ def test_a_job_that_was_never_made_is_told_and_not_made_twice(tmp_path: Path, se
     assert len(service.server.requests("JobService.CreateCustomJob")) == 1
 
 
-def test_a_used_up_quota_is_told_at_once(tmp_path: Path, service: vertex_jobs.State, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_used_up_quota_is_told_at_once(
+    tmp_path: Path, service: vertex_jobs.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vertex, "FIND_S", 3600.0)
     service.quota = 2
     with pytest.raises(Failed, match=r"custom_model_training_cpus.*a quota is used up"):
@@ -195,20 +311,30 @@ def test_a_used_up_quota_is_told_at_once(tmp_path: Path, service: vertex_jobs.St
 
 
 @pytest.mark.parametrize("region", ["europe-west4", "us-central1"])
-def test_a_region_or_project_without_the_service_is_told(region: str, tmp_path: Path, service: vertex_jobs.State) -> None:
+def test_a_region_or_project_without_the_service_is_told(
+    region: str, tmp_path: Path, service: vertex_jobs.State
+) -> None:
     service.region = "europe-west1"
     with pytest.raises(WrongInput, match=r"not found.*cloud\.region"):
         launched(tmp_path, service, 1, **{"cloud.region": region})
 
 
 def test_a_missing_right_names_the_role(tmp_path: Path, service: vertex_jobs.State) -> None:
-    service.server.fault("JobService.CreateCustomJob", 403, message="Permission 'aiplatform.customJobs.create' denied")
+    service.server.fault(
+        "JobService.CreateCustomJob",
+        403,
+        message="Permission 'aiplatform.customJobs.create' denied",
+    )
     with pytest.raises(WrongInput, match=r"customJobs.create.*Vertex AI User"):
         launched(tmp_path, service)
 
 
-def test_a_job_that_is_alive_is_found_again_by_a_command_that_knows_nothing_of_it(tmp_path: Path, service: vertex_jobs.State) -> None:
-    """As when whoever submitted it was killed before it had the answer, or the pipeline tries its step again on another machine."""
+def test_a_job_that_is_alive_is_found_again_by_a_command_that_knows_nothing_of_it(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
+    """As when whoever submitted it was killed before it had the answer, or the pipeline tries its
+    step again on another machine.
+    """
     _, first = launched(tmp_path / "one", service, start=1)
     _, other = launched(tmp_path / "other", service, start=1, name="else")
     _, again = launched(tmp_path / "two", service, start=2)
@@ -218,7 +344,9 @@ def test_a_job_that_is_alive_is_found_again_by_a_command_that_knows_nothing_of_i
     assert len(service.jobs) == 2
 
 
-def test_of_several_alive_only_the_newest_is_left(tmp_path: Path, service: vertex_jobs.State) -> None:
+def test_of_several_alive_only_the_newest_is_left(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
     _, first = launched(tmp_path / "one", service)
     service.jobs[first.id].labels.pop("ingot-run")
     _, second = launched(tmp_path / "two", service)
@@ -228,14 +356,18 @@ def test_of_several_alive_only_the_newest_is_left(tmp_path: Path, service: verte
     assert service.jobs[first.id].state == STATE.JOB_STATE_CANCELLING
 
 
-def test_notes_of_a_run_that_had_the_name_before_are_gone(tmp_path: Path, service: vertex_jobs.State) -> None:
+def test_notes_of_a_run_that_had_the_name_before_are_gone(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
     old = Meeting(f"{REPLICA}/jobs/train-1")
     old.leave(0, "exit", rank=0, code=1)
     launched(tmp_path, service)
     assert old.notes("exit") == {}
 
 
-def test_cancel_waits_until_the_job_is_gone_and_may_be_asked_twice(tmp_path: Path, service: vertex_jobs.State) -> None:
+def test_cancel_waits_until_the_job_is_gone_and_may_be_asked_twice(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
     launcher, handle = launched(tmp_path, service)
     launcher.cancel(handle)
     assert launcher.status(handle) == "cancelled"
@@ -243,7 +375,9 @@ def test_cancel_waits_until_the_job_is_gone_and_may_be_asked_twice(tmp_path: Pat
     assert len(service.server.requests("JobService.CancelCustomJob")) == 1
 
 
-def test_a_signal_goes_by_a_note_that_the_nodes_look_for(tmp_path: Path, service: vertex_jobs.State) -> None:
+def test_a_signal_goes_by_a_note_that_the_nodes_look_for(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
     launcher, handle = launched(tmp_path, service)
     launcher.signal(handle, signal.SIGTERM)
     (asked,) = Meeting(handle.about["meet"]).signals(set())
@@ -264,23 +398,40 @@ def test_the_log_tells_who_says_what(tmp_path: Path, service: vertex_jobs.State)
 
 @pytest.mark.slow
 def test_a_training_on_two_workers_whose_machines_are_taken_away_goes_on_from_its_checkpoint(
-    root: Path, tmp_path: Path, service: vertex_jobs.State, bucket: gcs.Server, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    tmp_path: Path,
+    service: vertex_jobs.State,
+    bucket: gcs.Server,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The containers' commands really run, each in a folder of its own; all that they share is the bucket."""
+    """The containers' commands really run, each in a folder of its own; all that they share is the
+    bucket.
+    """
     monkeypatch.setitem(places.LAUNCHERS, "vertex", VertexLauncher)
     monkeypatch.setattr(remotebeats, "BEATS_S", 0.5)
     monkeypatch.setattr(VertexLauncher, "look_s", 0.5)
     monkeypatch.setattr(VertexLauncher, "_image", lambda self, job: IMAGE)
     service.workers = tmp_path / "workers"
-    recipe = recipe_for(root, service.server.address, **{
-        "launch.nodes": 2, "output": "runs", "train.steps": 12, "checkpoint.every": 3, "parallel.shard": 2,
-        "launch.environment": "{OMP_NUM_THREADS: '1', GLOO_SOCKET_IFNAME: lo}",
-    })
+    recipe = recipe_for(
+        root,
+        service.server.address,
+        **{
+            "launch.nodes": 2,
+            "output": "runs",
+            "train.steps": 12,
+            "checkpoint.every": 3,
+            "parallel.shard": 2,
+            "launch.environment": "{OMP_NUM_THREADS: '1', GLOO_SOCKET_IFNAME: lo}",
+        },
+    )
     monkeypatch.chdir(root)
     taken: list[str] = []
 
     def get(request: Any, really: Any = service.get) -> Any:
-        has_saved = any(name.startswith("ingot/runs/small/checkpoints/step-") and name.endswith("COMMIT.json") for name in list(bucket.objects))
+        has_saved = any(
+            name.startswith("ingot/runs/small/checkpoints/step-") and name.endswith("COMMIT.json")
+            for name in list(bucket.objects)
+        )
         if not taken and has_saved and (alive := service.alive):
             taken.append(alive[0].name)
             service.take(alive[0].name)
@@ -295,6 +446,11 @@ def test_a_training_on_two_workers_whose_machines_are_taken_away_goes_on_from_it
     steps = [line["step"] for line in read_lines(recipe.folder.metrics) if "train/loss" in line]
     assert len(set(steps)) == len(steps)  # of those before, some may have gone with the machines
     assert steps[-8:] == list(range(5, 13))
-    assert "going on after step" in (service.workers / list(service.jobs)[1].rpartition("/")[2] / "workerpool0-0/log").read_text()
+    assert (
+        "going on after step"
+        in (
+            service.workers / list(service.jobs)[1].rpartition("/")[2] / "workerpool0-0/log"
+        ).read_text()
+    )
     assert (recipe.folder.model / "config.json").exists()
     assert os.environ.get("CLUSTER_SPEC") is None

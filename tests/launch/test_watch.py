@@ -14,11 +14,21 @@ from ingot.launch.watch import Hang, HangWatch, Straggler, StragglerWatch
 LOOK_S = 0.25
 
 
-def beat(rank: int, step: int = 5, place: int = 0, *, mono: float = 0.0, phase: Phase = "step", usual_s: float = 2.0) -> Beat:
+def beat(
+    rank: int,
+    step: int = 5,
+    place: int = 0,
+    *,
+    mono: float = 0.0,
+    phase: Phase = "step",
+    usual_s: float = 2.0,
+) -> Beat:
     return Beat(100 + rank, rank, 1, step, place, phase, mono, 0.0, usual_s, {})
 
 
-def found_after(watch: HangWatch, beats: dict[int, Beat], *, ranks: int = 2, limit_s: float = 3000) -> tuple[float, Hang] | None:
+def found_after(
+    watch: HangWatch, beats: dict[int, Beat], *, ranks: int = 2, limit_s: float = 3000
+) -> tuple[float, Hang] | None:
     """How long nobody says anything until somebody is said to hang, and who."""
     for look in range(1, int(limit_s / LOOK_S)):
         if hang := watch.look(range(ranks), beats, look * LOOK_S):
@@ -26,12 +36,22 @@ def found_after(watch: HangWatch, beats: dict[int, Beat], *, ranks: int = 2, lim
     return None
 
 
-@pytest.mark.parametrize(("phase", "knobs", "usual_s", "bound_s"), [
-    ("step", {}, 2.0, 36.0), ("step", {"hang_s": 5}, 2.0, 5.0), ("step", {"start_s": 50}, 0.0, 50.0), ("loading", {"start_s": 50}, 2.0, 50.0),
-    ("first step", {"start_s": 50, "hang_s": 5}, 0.0, 50.0), ("evaluating", {"start_s": 50, "hang_s": 5}, 2.0, 50.0),
-    ("saving", {"start_s": 50, "hang_s": 5}, 2.0, 50.0), ("exporting", {"start_s": 50, "hang_s": 5}, 2.0, 50.0),
-])
-def test_silence_is_a_hang_after_the_bound_of_the_phase(phase: Phase, knobs: dict[str, float], usual_s: float, bound_s: float) -> None:
+@pytest.mark.parametrize(
+    ("phase", "knobs", "usual_s", "bound_s"),
+    [
+        ("step", {}, 2.0, 36.0),
+        ("step", {"hang_s": 5}, 2.0, 5.0),
+        ("step", {"start_s": 50}, 0.0, 50.0),
+        ("loading", {"start_s": 50}, 2.0, 50.0),
+        ("first step", {"start_s": 50, "hang_s": 5}, 0.0, 50.0),
+        ("evaluating", {"start_s": 50, "hang_s": 5}, 2.0, 50.0),
+        ("saving", {"start_s": 50, "hang_s": 5}, 2.0, 50.0),
+        ("exporting", {"start_s": 50, "hang_s": 5}, 2.0, 50.0),
+    ],
+)
+def test_silence_is_a_hang_after_the_bound_of_the_phase(
+    phase: Phase, knobs: dict[str, float], usual_s: float, bound_s: float
+) -> None:
     beats = {rank: beat(rank, phase=phase, usual_s=usual_s) for rank in (0, 1)}
     found = found_after(HangWatch(Launch(**knobs), 0.0), beats)
     assert found is not None
@@ -44,24 +64,38 @@ def test_signs_of_life_are_no_hang() -> None:
     for look in range(1, 400):
         # Every four seconds one of the two.
         said = LOOK_S * (look - look % 16)
-        assert watch.look([0, 1], {0: beat(0, look // 16, mono=said), 1: beat(1, look // 16, mono=said)}, look * LOOK_S) is None
+        assert (
+            watch.look(
+                [0, 1],
+                {0: beat(0, look // 16, mono=said), 1: beat(1, look // 16, mono=said)},
+                look * LOOK_S,
+            )
+            is None
+        )
 
 
-@pytest.mark.parametrize(("beats", "named"), [
-    ({0: beat(0, 5, 3), 1: beat(1, 5, 1)}, (1,)),
-    ({0: beat(0, 5, 0), 1: beat(1, 4, 9)}, (1,)),
-    ({0: beat(0, 5, 1), 1: beat(1, 5, 1)}, (0, 1)),
-    ({0: beat(0, 5, 1), 1: beat(1, 5, 1), 2: beat(2, 5, 1, phase="evaluating")}, (2,)),
-    ({0: beat(0, 5, 1), 2: beat(2, 5, 2)}, (1,)),
-])
+@pytest.mark.parametrize(
+    ("beats", "named"),
+    [
+        ({0: beat(0, 5, 3), 1: beat(1, 5, 1)}, (1,)),
+        ({0: beat(0, 5, 0), 1: beat(1, 4, 9)}, (1,)),
+        ({0: beat(0, 5, 1), 1: beat(1, 5, 1)}, (0, 1)),
+        ({0: beat(0, 5, 1), 1: beat(1, 5, 1), 2: beat(2, 5, 1, phase="evaluating")}, (2,)),
+        ({0: beat(0, 5, 1), 2: beat(2, 5, 2)}, (1,)),
+    ],
+)
 def test_who_is_behind_is_named(beats: dict[int, Beat], named: tuple[int, ...]) -> None:
-    found = found_after(HangWatch(Launch(hang_s=5, start_s=60), 0.0), beats, ranks=3 if 2 in beats else 2)
+    found = found_after(
+        HangWatch(Launch(hang_s=5, start_s=60), 0.0), beats, ranks=3 if 2 in beats else 2
+    )
     assert found is not None
     assert found[1].ranks == named
 
 
 def test_who_waits_for_a_rank_that_measures_does_not_hang() -> None:
-    """Rank 1 stands in its next step already and says nothing, for rank 0 evaluates for ten minutes."""
+    """Rank 1 stands in its next step already and says nothing, for rank 0 evaluates for ten
+    minutes.
+    """
     watch = HangWatch(Launch(hang_s=5, start_s=60), 0.0)
     waits = beat(1, 6, 0)
     for look in range(1, 2400):
@@ -73,7 +107,10 @@ def test_a_rank_that_never_says_anything_hangs_after_the_starts_bound() -> None:
     found = found_after(HangWatch(Launch(start_s=20), 0.0), {}, ranks=1)
     assert found is not None
     assert 20 < found[0] < 21
-    assert found[1].told() == "rank 0 hangs in phase `loading`: no sign of life for 20s, 20s are allowed"
+    assert (
+        found[1].told()
+        == "rank 0 hangs in phase `loading`: no sign of life for 20s, 20s are allowed"
+    )
 
 
 def test_a_machine_that_slept_is_no_hang() -> None:
@@ -83,7 +120,9 @@ def test_a_machine_that_slept_is_no_hang() -> None:
     assert watch.look([0], beats, 0.25) is None
     assert watch.look([0], beats, 3600.0) is None
     assert watch.look([0], {0: beat(0, mono=3600.1)}, 3600.25) is None
-    assert found_after(watch, {0: beat(0, mono=3600.1)}, ranks=1, limit_s=10) is None, "time that ran backwards counts for nothing"
+    assert found_after(watch, {0: beat(0, mono=3600.1)}, ranks=1, limit_s=10) is None, (
+        "time that ran backwards counts for nothing"
+    )
 
 
 def test_ended_ranks_are_not_judged() -> None:
@@ -92,22 +131,32 @@ def test_ended_ranks_are_not_judged() -> None:
         assert watch.look([0], {0: beat(0, look, mono=look), 1: beat(1, 3)}, look * LOOK_S) is None
 
 
-def places(speeds: Sequence[float], *, seconds: float, noise: float, serial: float = 0.0, seed: int = 0) -> Iterator[tuple[float, list[tuple[int, int]]]]:
-    """Where ranks stand at each look: each takes `speeds[rank]` seconds, made uneven by `noise`, then waits for the others; rank 0 does `serial` more alone."""
+def places(
+    speeds: Sequence[float], *, seconds: float, noise: float, serial: float = 0.0, seed: int = 0
+) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """Where ranks stand at each look: each takes `speeds[rank]` seconds, made uneven by `noise`,
+    then waits for the others; rank 0 does `serial` more alone.
+    """
     drawn = random.Random(seed)
     began, step, now = 0.0, 0, 0.0
     lasts = [0.0] * len(speeds)
     while now < seconds:
         if now >= began + max(lasts) or not step:
             began, step = now, step + 1
-            lasts = [speed * drawn.lognormvariate(0, noise) + serial * (rank == 0) for rank, speed in enumerate(speeds)]
+            lasts = [
+                speed * drawn.lognormvariate(0, noise) + serial * (rank == 0)
+                for rank, speed in enumerate(speeds)
+            ]
         yield now, [(step, int(now >= began + last)) for last in lasts]
         now += LOOK_S / 2 + drawn.random() * LOOK_S
 
 
 def stragglers(looks: Iterator[tuple[float, list[tuple[int, int]]]]) -> list[Straggler]:
     watch = StragglerWatch()
-    seen = (watch.look(range(len(at)), {rank: beat(rank, *place) for rank, place in enumerate(at)}, now) for now, at in looks)
+    seen = (
+        watch.look(range(len(at)), {rank: beat(rank, *place) for rank, place in enumerate(at)}, now)
+        for now, at in looks
+    )
     return [found for found in seen if found is not None]
 
 
@@ -119,15 +168,21 @@ def test_a_rank_twice_as_slow_is_named_once_a_window(ranks: int) -> None:
     for one in found:
         assert 0.6 < one.seconds < 1.4
         assert one.share > 0.9
-    assert found[0].told().startswith(f"rank {ranks - 1} holds the others up: they wait for it about ")
+    assert (
+        found[0].told().startswith(f"rank {ranks - 1} holds the others up: they wait for it about ")
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("noise", [0.05, 0.3, 1.0])
 def test_ranks_on_a_busy_machine_are_no_stragglers(noise: float, seed: int) -> None:
-    """Steps may be as uneven as they like, when none is slower by itself; and rank 0 has something to write after each."""
+    """Steps may be as uneven as they like, when none is slower by itself; and rank 0 has something
+    to write after each.
+    """
     assert not stragglers(places([1.0, 1.0], seconds=1200, noise=noise, serial=0.1, seed=seed))
-    assert not stragglers(places([1.0, 1.15], seconds=1200, noise=noise, seed=seed)), "a sixth slower costs less than it takes to be told"
+    assert not stragglers(places([1.0, 1.15], seconds=1200, noise=noise, seed=seed)), (
+        "a sixth slower costs less than it takes to be told"
+    )
 
 
 def test_while_one_measures_or_saves_nobody_is_a_straggler() -> None:

@@ -14,7 +14,10 @@ from ingot.models.request import Request
 from tests import tolerances
 from tests.models.hub_tiny import ENCODERS, LABELS, VOCAB, drawn, reference
 
-TEXTS = [torch.randint(4, VOCAB - 2, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (12, 5, 9, 1, 30, 17, 3, 8)]
+TEXTS = [
+    torch.randint(4, VOCAB - 2, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (12, 5, 9, 1, 30, 17, 3, 8)
+]
 
 
 def encoder(name: str) -> Encoder:
@@ -28,8 +31,12 @@ def test_probabilities_are_transformers_own(name: str, tmp_path: Path) -> None:
     model = encoder(name)
     opened = reference(model, tmp_path)
     with torch.no_grad():
-        wanted = torch.cat([opened(input_ids=torch.tensor([text])).logits.softmax(dim=-1) for text in TEXTS])
-    torch.testing.assert_close(torch.tensor(classify(model, TEXTS)), wanted, rtol=0, atol=tolerances.LOGITS_FP32)
+        wanted = torch.cat(
+            [opened(input_ids=torch.tensor([text])).logits.softmax(dim=-1) for text in TEXTS]
+        )
+    torch.testing.assert_close(
+        torch.tensor(classify(model, TEXTS)), wanted, rtol=0, atol=tolerances.LOGITS_FP32
+    )
     assert wanted.std(dim=0).max() > 100 * tolerances.LOGITS_FP32, "the texts must differ"
 
 
@@ -57,7 +64,11 @@ def test_a_classifier_judges_what_waits_a_batch_at_a_time() -> None:
 def test_what_cannot_be_judged() -> None:
     model = encoder("roberta")
     classifier = Classifier(model)
-    for text, words in (([], "the text is empty"), ([5] * 65, "65 tokens, but the model has 64 positions"), ([99], "token 99 is not in the vocabulary")):
+    for text, words in (
+        ([], "the text is empty"),
+        ([5] * 65, "65 tokens, but the model has 64 positions"),
+        ([99], "token 99 is not in the vocabulary"),
+    ):
         with pytest.raises(WrongInput, match=words):
             classifier.add(Request(text, 1))
     classifier.add(Request([5] * 64, 1))

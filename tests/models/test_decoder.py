@@ -1,4 +1,6 @@
-"""The decoder against transformers' on the same weights: logits, gradients, packed rows, and a planted leak."""
+"""The decoder against transformers' on the same weights: logits, gradients, packed rows, and a
+planted leak.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,26 @@ from tests.models.tiny import CASES, make_reference
 CPU = torch.device("cpu")
 
 
-def negative_log_likelihood(view: View, labels: torch.Tensor, extras: torch.Tensor | None = None) -> torch.Tensor:
+def negative_log_likelihood(
+    view: View, labels: torch.Tensor, extras: torch.Tensor | None = None
+) -> torch.Tensor:
     return view.logsumexp() - view.gather(labels)
 
 
 def both(folder: Path) -> tuple[Decoder, torch.nn.Module]:
-    return load_model(folder, device=CPU), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return (
+        load_model(folder, device=CPU),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+    )
 
 
-def tokens_and_positions(batch: int = 2, time: int = 50, vocab: int = 97) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens_and_positions(
+    batch: int = 2, time: int = 50, vocab: int = 97
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, vocab, (batch, time), generator=generator), torch.arange(time).expand(batch, time)
+    return torch.randint(0, vocab, (batch, time), generator=generator), torch.arange(time).expand(
+        batch, time
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,10 +76,14 @@ def test_masked_tokens_have_no_value_and_no_gradient(tmp_path: Path) -> None:
     assert (values[:, 10:] == 0).all()
     assert (values[:, :10] > 0).all()
     values[:, 10:].sum().backward()
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in ours.parameters())
+    assert all(
+        parameter.grad is None or not parameter.grad.any() for parameter in ours.parameters()
+    )
 
 
-def test_chunked_head_gives_what_one_chunk_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_head_gives_what_one_chunk_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, _ = both(make_reference(tmp_path))
     tokens, positions = tokens_and_positions()
 
@@ -76,10 +91,14 @@ def test_chunked_head_gives_what_one_chunk_gives(tmp_path: Path, monkeypatch: py
         ours.zero_grad()
         values = ours(tokens, positions, None, tokens, negative_log_likelihood)
         (values * torch.linspace(0.5, 2, 100).view(2, 50)).sum().backward()
-        return values.detach(), [parameter.grad.clone() for parameter in ours.parameters() if parameter.grad is not None]
+        return values.detach(), [
+            parameter.grad.clone() for parameter in ours.parameters() if parameter.grad is not None
+        ]
 
     whole, whole_gradients = values_and_gradients()
-    monkeypatch.setattr(head, "CHUNK_LOGITS", 97 * 7)  # 100 tokens in chunks of 7: the last one is short
+    monkeypatch.setattr(
+        head, "CHUNK_LOGITS", 97 * 7
+    )  # 100 tokens in chunks of 7: the last one is short
     pieces, piece_gradients = values_and_gradients()
     torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=0)
     for one, other in zip(piece_gradients, whole_gradients, strict=True):
@@ -90,7 +109,9 @@ def packed_row() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Three documents of 7, 20 and 23 tokens in one row."""
     tokens, _ = tokens_and_positions(batch=1)
     lengths = (7, 20, 23)
-    segments = torch.cat([torch.full((length,), number + 1) for number, length in enumerate(lengths)])[None]
+    segments = torch.cat(
+        [torch.full((length,), number + 1) for number, length in enumerate(lengths)]
+    )[None]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return tokens, positions, segments
 
@@ -113,13 +134,19 @@ def test_packed_documents_give_what_they_give_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("leak", ["no mask", "mask without documents"])
-def test_a_leak_between_documents_would_be_seen(leak: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_between_documents_would_be_seen(
+    leak: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, _ = both(make_reference(tmp_path))
     right = attention.document_mask
     if leak == "no mask":
         monkeypatch.setattr(attention, "document_mask", lambda segments, window: None)
     else:
-        monkeypatch.setattr(attention, "document_mask", lambda segments, window: right(torch.ones_like(segments), window))
+        monkeypatch.setattr(
+            attention,
+            "document_mask",
+            lambda segments, window: right(torch.ones_like(segments), window),
+        )
     assert largest_packing_difference(ours) > 100 * tolerances.PACKED
 
 

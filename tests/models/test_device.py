@@ -1,4 +1,6 @@
-"""The one device file: what is asked of an accelerator that is not here, a TPU above all. Its own kernels are not run."""
+"""The one device file: what is asked of an accelerator that is not here, a TPU above all. Its own
+kernels are not run.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ TPU = torch.device("privateuseone", 3)
 
 @pytest.fixture
 def an_accelerator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As torch says of a backend that registered itself, such as torch_tpu: four devices, of which one is made this process's own."""
+    """As torch says of a backend that registered itself, such as torch_tpu: four devices, of which
+    one is made this process's own.
+    """
     chosen: list[int] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("privateuseone"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: torch.device("privateuseone")
+    )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen[-1])
@@ -40,10 +46,14 @@ def test_an_accelerator_computes_in_bf16_and_a_cpu_in_fp32_unless_told() -> None
     assert devices.resolve_compute("fp32", TPU) == "fp32"
 
 
-def test_collectives_are_the_devices_own_and_gloo_for_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_are_the_devices_own_and_gloo_for_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert devices.backend(torch.device("cpu")) == "gloo"
     assert devices.backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
-    monkeypatch.setattr(torch.distributed, "get_default_backend_for_device", lambda device: "tpu_dist")
+    monkeypatch.setattr(
+        torch.distributed, "get_default_backend_for_device", lambda device: "tpu_dist"
+    )
     assert devices.backend(TPU) == "cpu:gloo,privateuseone:tpu_dist"
 
 
@@ -56,5 +66,9 @@ def test_no_share_of_a_peak_is_claimed_that_nobody_knows() -> None:
 def test_nothing_else_asks_for_cuda() -> None:
     """Every other file goes through this one, so that another device is one file's work."""
     allowed = {"ingot/models/device.py", "ingot/cli/doctor.py"}  # the doctor tells what torch sees
-    found = [module.where for module in modules() if "torch.cuda" in module.path.read_text(encoding="utf-8")]
+    found = [
+        module.where
+        for module in modules()
+        if "torch.cuda" in module.path.read_text(encoding="utf-8")
+    ]
     assert set(found) <= allowed, found

@@ -12,7 +12,15 @@ from safetensors.torch import load_file, save_file
 from ingot.base.errors import WrongInput
 from ingot.models.architecture import DecoderConfig
 from ingot.models.decoder import Decoder
-from ingot.models.folder import hash_model, load_model, load_weights, model_config, save_weights, stored_shapes, weight_files
+from ingot.models.folder import (
+    hash_model,
+    load_model,
+    load_weights,
+    model_config,
+    save_weights,
+    stored_shapes,
+    weight_files,
+)
 from tests.models.tiny import make_reference
 
 CPU = torch.device("cpu")
@@ -40,16 +48,25 @@ def test_sharded_weights_load_the_same(tmp_path: Path) -> None:
     assert weight_files(sharded) == files
     assert stored_shapes(sharded) == stored_shapes(whole)
     ours, other = load_model(whole, device=CPU), load_model(sharded, device=CPU)
-    for (name, one), (_, two) in zip(ours.named_parameters(), other.named_parameters(), strict=True):
+    for (name, one), (_, two) in zip(
+        ours.named_parameters(), other.named_parameters(), strict=True
+    ):
         assert torch.equal(one, two), name
 
 
 def test_loaded_in_the_type_asked_for(tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         folder = make_reference(tmp_path, dtype=dtype)
-        assert {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()} == {str(dtype)}
-        assert {parameter.dtype for parameter in load_model(folder, device=CPU).parameters()} == {torch.float32}
-    assert {parameter.dtype for parameter in load_model(folder, device=CPU, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+        assert {
+            str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()
+        } == {str(dtype)}
+        assert {parameter.dtype for parameter in load_model(folder, device=CPU).parameters()} == {
+            torch.float32
+        }
+    assert {
+        parameter.dtype
+        for parameter in load_model(folder, device=CPU, dtype=torch.bfloat16).parameters()
+    } == {torch.bfloat16}
 
 
 def test_hash_follows_every_weight_and_the_configuration(tmp_path: Path) -> None:
@@ -69,10 +86,22 @@ def drop(name: str) -> object:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is missing"),
-        (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}), "model.layers.9.mlp.up_proj.weight is not part"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(63)}), "model.norm.weight is [63], [64] is wanted"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), "q_proj.bias is not part"),
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            "model.layers.1.mlp.up_proj.weight is missing",
+        ),
+        (
+            lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}),
+            "model.layers.9.mlp.up_proj.weight is not part",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(63)}),
+            "model.norm.weight is [63], [64] is wanted",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
+            "q_proj.bias is not part",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(change: object, named: str, tmp_path: Path) -> None:
@@ -102,7 +131,9 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: P
     with pytest.raises(WrongInput) as error:
         load_weights(model, folder)
     for named in (
-        "model.layers.0-5.self_attn.v_proj.weight is missing", "model.norm.weight is missing", "extra.weight is not part of this model",
+        "model.layers.0-5.self_attn.v_proj.weight is missing",
+        "model.norm.weight is missing",
+        "extra.weight is not part of this model",
         "model.layers.0-1,3.mlp.up_proj.weight is [3, 4], [112, 64] is wanted",
     ):
         assert named in str(error.value)
@@ -112,7 +143,12 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: P
 
 def test_quantized_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
     folder = make_reference(tmp_path)
-    edit_weights(folder, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.ones(112, 64, dtype=torch.int8)}))
+    edit_weights(
+        folder,
+        lambda tensors: tensors.update(
+            {"model.layers.1.mlp.up_proj.weight": torch.ones(112, 64, dtype=torch.int8)}
+        ),
+    )
     with pytest.raises(WrongInput, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds int8"):
         load_model(folder, device=CPU)
 
@@ -135,13 +171,17 @@ def test_files_that_the_index_names_and_that_are_not_there_are_all_named(tmp_pat
 
 def test_old_rotary_buffers_are_passed_over(tmp_path: Path) -> None:
     folder = make_reference(tmp_path)
-    edit_weights(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    edit_weights(
+        folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
     load_model(folder, device=CPU)
 
 
 def test_a_tied_head_that_differs_is_refused_and_an_equal_one_is_not(tmp_path: Path) -> None:
     folder = make_reference(tmp_path, tie_word_embeddings=True)
-    edit_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit_weights(
+        folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
     load_model(folder, device=CPU)
     edit_weights(folder, lambda t: t["lm_head.weight"].add_(1))
     with pytest.raises(WrongInput, match="set tie_word_embeddings to false"):
@@ -182,7 +222,9 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
         ({"vocab_size": 0}, "vocab_size is 0"),
     ],
 )
-def test_configurations_that_mean_another_model_are_refused(changes: dict[str, object], named: str, tmp_path: Path) -> None:
+def test_configurations_that_mean_another_model_are_refused(
+    changes: dict[str, object], named: str, tmp_path: Path
+) -> None:
     config = model_config(make_reference(tmp_path))
     with pytest.raises(WrongInput) as error:
         DecoderConfig.from_hf({**config, **changes})
@@ -191,8 +233,17 @@ def test_configurations_that_mean_another_model_are_refused(changes: dict[str, o
 
 def test_both_spellings_of_rotary_scaling_are_read(tmp_path: Path) -> None:
     config = model_config(make_reference(tmp_path))
-    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    new = DecoderConfig.from_hf({**config, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}})
+    scaling = {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    new = DecoderConfig.from_hf(
+        {**config, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
+    )
     old_config = {key: value for key, value in config.items() if key != "rope_parameters"}
-    old = DecoderConfig.from_hf({**old_config, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}})
+    old = DecoderConfig.from_hf(
+        {**old_config, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    )
     assert new.rope == old.rope

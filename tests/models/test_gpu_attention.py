@@ -14,7 +14,9 @@ TIME, WINDOWS = 160, (None, 7, 200)
 
 
 def made(device: str = "cpu") -> tuple[Tensor, Tensor, list[Tensor]]:
-    """positions and segments of rows of several documents, one across the border of a block, padding at the end; q, k, v with shared heads."""
+    """positions and segments of rows of several documents, one across the border of a block,
+    padding at the end; q, k, v with shared heads.
+    """
     generator = torch.Generator().manual_seed(0)
     segments = torch.ones(2, TIME, dtype=torch.int64)
     segments[0, 30:], segments[0, 90:], segments[1, 127:], segments[1, 150:] = 2, 3, 2, 0
@@ -28,14 +30,21 @@ def made(device: str = "cpu") -> tuple[Tensor, Tensor, list[Tensor]]:
 def test_it_sees_what_plain_attention_sees(packed: bool) -> None:
     positions, segments, heads = made()
     given = segments if packed else None
-    plain, other = dense(positions, given, WINDOWS), flexible(given, TIME, WINDOWS, torch.device("cpu"))
+    plain, other = (
+        dense(positions, given, WINDOWS),
+        flexible(given, TIME, WINDOWS, torch.device("cpu")),
+    )
     assert plain.keys() == other.keys()
     for window in WINDOWS:
-        assert float((plain[window](*heads) - other[window](*heads)).abs().max()) < tolerances.PACKED
+        assert (
+            float((plain[window](*heads) - other[window](*heads)).abs().max()) < tolerances.PACKED
+        )
     assert float((other[None](*heads) - other[7](*heads)).abs().max()) > 0.1
 
 
-def test_it_is_taken_on_a_gpu_only_where_plain_causal_attention_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_taken_on_a_gpu_only_where_plain_causal_attention_would_not_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr("ingot.models.attention.flexible", lambda *given: asked.append(given) or {})
     monkeypatch.setattr("ingot.models.attention.masks", lambda *given: {})
@@ -58,9 +67,15 @@ def test_gradients_on_a_gpu() -> None:
     for window in WINDOWS:
         mask = masks(segments, TIME, [window], positions.device)[window]
         one, other = ([each.clone().requires_grad_() for each in heads] for _ in range(2))
-        torch.nn.functional.scaled_dot_product_attention(*one, attn_mask=mask, enable_gqa=True).square().sum().backward()
-        flexible(segments, TIME, [window], positions.device)[window](*other).square().sum().backward()
+        torch.nn.functional.scaled_dot_product_attention(
+            *one, attn_mask=mask, enable_gqa=True
+        ).square().sum().backward()
+        flexible(segments, TIME, [window], positions.device)[window](
+            *other
+        ).square().sum().backward()
         for wanted, found in zip(one, other, strict=True):
             assert wanted.grad is not None
             assert found.grad is not None
-            assert float((wanted.grad - found.grad).norm() / wanted.grad.norm()) < 1e-2  # tensor cores round float32 products
+            assert (
+                float((wanted.grad - found.grad).norm() / wanted.grad.norm()) < 1e-2
+            )  # tensor cores round float32 products

@@ -1,4 +1,6 @@
-"""The head in chunks: gradients that are made in forward are those that autograd finds, and a token function that is not summed is refused."""
+"""The head in chunks: gradients that are made in forward are those that autograd finds, and a token
+function that is not summed is refused.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,32 @@ def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def parts(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, weight, labels (some of no token) and extras."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_() for rows in (TOKENS, VOCABULARY))
+    hidden, weight = (
+        torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_()
+        for rows in (TOKENS, VOCABULARY)
+    )
     labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
     labels[::4] = IGNORE
     return hidden, weight, labels, torch.rand(TOKENS, 2, generator=generator)
 
 
-def both_ways(dtype: torch.dtype, *, extras: bool, autocast: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+def both_ways(
+    dtype: torch.dtype, *, extras: bool, autocast: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """Values and gradients, with gradients made in forward and through autograd."""
     found = []
     for token, known in ((Judge().token, True), (Judge().plainly, False)):
         hidden, weight, labels, more = parts(dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            values = apply_head(hidden, lambda part, weight=weight: functional.linear(part, weight), VOCABULARY, labels, token, more if extras else None,
-                                weight=weight if known else None)
+            values = apply_head(
+                hidden,
+                lambda part, weight=weight: functional.linear(part, weight),
+                VOCABULARY,
+                labels,
+                token,
+                more if extras else None,
+                weight=weight if known else None,
+            )
         (values.sum() * 3).backward()
         assert hidden.grad is not None
         assert weight.grad is not None
@@ -70,7 +84,9 @@ def test_gradients_made_in_forward(extras: bool) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_in_bf16(autocast: bool) -> None:
-    ours, theirs = both_ways(torch.float32 if autocast else torch.bfloat16, extras=False, autocast=autocast)
+    ours, theirs = both_ways(
+        torch.float32 if autocast else torch.bfloat16, extras=False, autocast=autocast
+    )
     assert [one.dtype for one in ours] == [one.dtype for one in theirs]
     assert max(map(off, ours, theirs)) < 2 * SHARED_ROWS_BF16
 
@@ -79,14 +95,28 @@ def test_what_wants_no_gradient_is_given_none() -> None:
     for kept in (0, 1):
         hidden, weight, labels, _ = parts()
         (hidden, weight)[kept].requires_grad_(False)
-        apply_head(hidden, lambda part, weight=weight: functional.linear(part, weight), VOCABULARY, labels, Judge().token, weight=weight).sum().backward()
+        apply_head(
+            hidden,
+            lambda part, weight=weight: functional.linear(part, weight),
+            VOCABULARY,
+            labels,
+            Judge().token,
+            weight=weight,
+        ).sum().backward()
         assert (hidden, weight)[kept].grad is None
         assert (hidden, weight)[1 - kept].grad is not None
 
 
 def test_values_that_are_not_only_added_up_are_refused() -> None:
     hidden, weight, labels, _ = parts()
-    values = apply_head(hidden, lambda part: functional.linear(part, weight), VOCABULARY, labels, Judge().token, weight=weight)
+    values = apply_head(
+        hidden,
+        lambda part: functional.linear(part, weight),
+        VOCABULARY,
+        labels,
+        Judge().token,
+        weight=weight,
+    )
     with pytest.raises(RuntimeError, match="not only added up"):
         values.square().sum().backward()
 
@@ -95,5 +125,12 @@ def test_without_gradients_and_without_the_mark_nothing_is_made_ahead() -> None:
     hidden, weight, labels, _ = parts()
     for token, grad in ((Judge().plainly, True), (Judge().token, False)):
         with torch.set_grad_enabled(grad):
-            values = apply_head(hidden, lambda part: functional.linear(part, weight), VOCABULARY, labels, token, weight=weight)
+            values = apply_head(
+                hidden,
+                lambda part: functional.linear(part, weight),
+                VOCABULARY,
+                labels,
+                token,
+                weight=weight,
+            )
         assert "Summed" not in type(values.grad_fn).__name__

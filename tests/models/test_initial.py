@@ -1,4 +1,6 @@
-"""Initial weights: normal, the same whoever makes which rows, and different for each name and seed."""
+"""Initial weights: normal, the same whoever makes which rows, and different for each name and
+seed.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,21 @@ def test_values_are_standard_normal_and_independent() -> None:
     assert abs(values.std() - 1) < 0.005
     assert abs((values**4).mean() - 3) < 0.05
     assert abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.005
-    assert abs(np.corrcoef(values[:, 0], values[:, 252])[0, 1]) < 0.15  # the two halves of Box-Muller
+    assert (
+        abs(np.corrcoef(values[:, 0], values[:, 252])[0, 1]) < 0.15
+    )  # the two halves of Box-Muller
 
 
 @pytest.mark.parametrize("other", [(1, "w"), (0, "v")])
 def test_seed_and_name_change_everything(other: tuple[int, str]) -> None:
-    assert abs(np.corrcoef(normal_rows(0, "w", 0, 50, 50).ravel(), normal_rows(*other, 0, 50, 50).ravel())[0, 1]) < 0.1
+    assert (
+        abs(
+            np.corrcoef(
+                normal_rows(0, "w", 0, 50, 50).ravel(), normal_rows(*other, 0, 50, 50).ravel()
+            )[0, 1]
+        )
+        < 0.1
+    )
 
 
 def test_filling_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +66,12 @@ def test_every_parameter_of_a_model_is_set() -> None:
     initialise(model, 0)
     for name, parameter in model.named_parameters():
         assert torch.isfinite(parameter).all(), name
-    assert abs(float(model.model.embed_tokens.weight.detach().std()) / model.config.initializer_range - 1) < 0.02
+    assert (
+        abs(
+            float(model.model.embed_tokens.weight.detach().std()) / model.config.initializer_range
+            - 1
+        )
+        < 0.02
+    )
     assert (model.model.norm.weight == 1).all()
     assert (model.model.layers[0].self_attn.q_proj.bias == 0).all()

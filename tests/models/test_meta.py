@@ -1,4 +1,6 @@
-"""Meta's original files, made from tiny models of transformers: whole, in shares, and in every way in which they may be bad."""
+"""Meta's original files, made from tiny models of transformers: whole, in shares, and in every way
+in which they may be bad.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,28 @@ from tests.tokenizers.models import pieces_file, ranks_file
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 4, 2, 16, 2
 VOCAB = {"llama2": 340, "llama3.1": 530, "llama3.2": 530}
-SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LIKE: dict[str, dict[str, Any]] = {
     "llama2": {"max_position_embeddings": 4096},
     "llama3.1": {"max_position_embeddings": 131_072, "rope_parameters": {**SCALED, "factor": 8.0}},
-    "llama3.2": {"max_position_embeddings": 131_072, "rope_parameters": {**SCALED, "factor": 32.0}, "tie_word_embeddings": True},
+    "llama3.2": {
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {**SCALED, "factor": 32.0},
+        "tie_word_embeddings": True,
+    },
 }
 
 
 def side_by_side(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of queries or keys in Meta's rotary layout: channel i of the first half beside channel i of the second."""
+    """Rows of queries or keys in Meta's rotary layout: channel i of the first half beside channel i
+    of the second.
+    """
     first, second = weight.view(heads, 2, HEAD_SIZE // 2, -1).unbind(1)
     return torch.stack((first, second), dim=2).reshape(weight.shape)
 
@@ -42,12 +56,20 @@ def side_by_side(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def whole_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A model's weights under Meta's names."""
     ours = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    made = {"tok_embeddings.weight": ours["model.embed_tokens.weight"], "norm.weight": ours["model.norm.weight"], "output.weight": ours["lm_head.weight"],
-            "rope.freqs": torch.ones(HEAD_SIZE // 2)}
+    made = {
+        "tok_embeddings.weight": ours["model.embed_tokens.weight"],
+        "norm.weight": ours["model.norm.weight"],
+        "output.weight": ours["lm_head.weight"],
+        "rope.freqs": torch.ones(HEAD_SIZE // 2),
+    }
     for layer in range(LAYERS):
         old, new = f"model.layers.{layer}.", f"layers.{layer}."
-        made[new + "attention.wq.weight"] = side_by_side(ours[old + "self_attn.q_proj.weight"], HEADS)
-        made[new + "attention.wk.weight"] = side_by_side(ours[old + "self_attn.k_proj.weight"], KV_HEADS)
+        made[new + "attention.wq.weight"] = side_by_side(
+            ours[old + "self_attn.q_proj.weight"], HEADS
+        )
+        made[new + "attention.wk.weight"] = side_by_side(
+            ours[old + "self_attn.k_proj.weight"], KV_HEADS
+        )
         made[new + "attention.wv.weight"] = ours[old + "self_attn.v_proj.weight"]
         made[new + "attention.wo.weight"] = ours[old + "self_attn.o_proj.weight"]
         made[new + "feed_forward.w1.weight"] = ours[old + "mlp.gate_proj.weight"]
@@ -60,44 +82,85 @@ def whole_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def share(name: str, tensor: torch.Tensor, rank: int, world: int, like: str) -> torch.Tensor:
     """What one rank of Meta's model parallelism holds."""
-    if name.endswith(("wo.weight", "w2.weight")) or (name.startswith("tok_embeddings") and like == "llama2"):
+    if name.endswith(("wo.weight", "w2.weight")) or (
+        name.startswith("tok_embeddings") and like == "llama2"
+    ):
         return tensor.chunk(world, dim=1)[rank].clone()
     if tensor.ndim == 1:
         return tensor
     return tensor.chunk(world, dim=0)[rank].clone()
 
 
-def make_meta(root: Path, like: str = "llama2", world: int = 1, dtype: torch.dtype = torch.float32, **params: Any) -> Path:
+def make_meta(
+    root: Path,
+    like: str = "llama2",
+    world: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **params: Any,
+) -> Path:
     """`root/meta` in Meta's layout and `root/hf`, the same model as transformers wrote it."""
-    hf = make_reference(root / "hf", norms=0.2, vocab_size=VOCAB[like], rms_norm_eps=1e-5, dtype=dtype, **LIKE[like])
+    hf = make_reference(
+        root / "hf", norms=0.2, vocab_size=VOCAB[like], rms_norm_eps=1e-5, dtype=dtype, **LIKE[like]
+    )
     tensors = whole_tensors(AutoModelForCausalLM.from_pretrained(hf, dtype=dtype))
     folder = root / "meta"
     folder.mkdir()
     for rank in range(world):
-        torch.save({name: share(name, tensor, rank, world, like) for name, tensor in tensors.items()}, folder / f"consolidated.{rank:02d}.pth")
-    made = {"dim": 64, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "norm_eps": 1e-5, "multiple_of": 16, "vocab_size": -1}
+        torch.save(
+            {name: share(name, tensor, rank, world, like) for name, tensor in tensors.items()},
+            folder / f"consolidated.{rank:02d}.pth",
+        )
+    made = {
+        "dim": 64,
+        "n_layers": LAYERS,
+        "n_heads": HEADS,
+        "n_kv_heads": KV_HEADS,
+        "norm_eps": 1e-5,
+        "multiple_of": 16,
+        "vocab_size": -1,
+    }
     if like != "llama2":
-        made |= {"vocab_size": VOCAB[like], "rope_theta": 500_000.0, "use_scaled_rope": True, "ffn_dim_multiplier": 1.3}
+        made |= {
+            "vocab_size": VOCAB[like],
+            "rope_theta": 500_000.0,
+            "use_scaled_rope": True,
+            "ffn_dim_multiplier": 1.3,
+        }
     (folder / "params.json").write_text(json.dumps({**made, **params}))
-    (folder / "tokenizer.model").write_bytes(pieces_file("bpe") if like == "llama2" else ranks_file())
+    (folder / "tokenizer.model").write_bytes(
+        pieces_file("bpe") if like == "llama2" else ranks_file()
+    )
     return folder
 
 
-@pytest.mark.parametrize(("like", "world"), [("llama2", 1), ("llama2", 2), ("llama3.1", 1), ("llama3.1", 2), ("llama3.2", 1)])
-def test_meta_files_import_as_the_model_that_they_were_made_of(like: str, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("like", "world"),
+    [("llama2", 1), ("llama2", 2), ("llama3.1", 1), ("llama3.1", 2), ("llama3.2", 1)],
+)
+def test_meta_files_import_as_the_model_that_they_were_made_of(
+    like: str, world: int, tmp_path: Path
+) -> None:
     folder = make_meta(tmp_path, like, world)
     made = copy_model(folder, tmp_path / "copy", export_type=None, overwrite=False)
     assert made["export_type"] == "fp32"
-    theirs, ours = AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), load_model(tmp_path / "copy", device=CPU)
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "hf"),
+        load_model(tmp_path / "copy", device=CPU),
+    )
     reference = load_model(tmp_path / "hf", device=CPU)
     for name, parameter in ours.named_parameters():
         assert torch.equal(parameter, reference.get_parameter(name)), name
-    assert (ours.config.rope, ours.config.max_position_embeddings) == (reference.config.rope, reference.config.max_position_embeddings)
+    assert (ours.config.rope, ours.config.max_position_embeddings) == (
+        reference.config.rope,
+        reference.config.max_position_embeddings,
+    )
     assert ours.config.tie_word_embeddings == reference.config.tie_word_embeddings
     tokens, positions = tokens_and_positions()
     with torch.no_grad():
         wanted = theirs(tokens).logits
-        torch.testing.assert_close(ours.logits(ours.hidden(tokens, positions)), wanted, atol=tolerances.LOGITS_FP32, rtol=0)
+        torch.testing.assert_close(
+            ours.logits(ours.hidden(tokens, positions)), wanted, atol=tolerances.LOGITS_FP32, rtol=0
+        )
         copied = AutoModelForCausalLM.from_pretrained(tmp_path / "copy")(tokens).logits
         torch.testing.assert_close(copied, wanted, atol=tolerances.LOGITS_FP32, rtol=0)
 
@@ -107,7 +170,10 @@ def test_the_type_of_the_weights_is_kept(tmp_path: Path) -> None:
     model, stored = load_meta(folder, device=CPU)
     assert stored == torch.bfloat16
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert copy_model(folder, tmp_path / "copy", export_type=None, overwrite=False)["export_type"] == "bf16"
+    assert (
+        copy_model(folder, tmp_path / "copy", export_type=None, overwrite=False)["export_type"]
+        == "bf16"
+    )
     assert model_config(tmp_path / "copy")["dtype"] == "bfloat16"
 
 
@@ -118,18 +184,36 @@ def test_files_of_before_the_zip_format_are_read_too(tmp_path: Path) -> None:
     load_meta(folder, device=CPU)
 
 
-@pytest.mark.parametrize(("params", "factor", "positions"), [
-    ({"use_scaled_rope": True, "rope_theta": 5e5, "rope_scaling_factor": 16}, 16.0, 131_072),
-    ({"use_scaled_rope": True, "rope_theta": 5e5}, 8.0, 131_072), ({"rope_theta": 5e5}, None, 8192), ({"rope_theta": 1e6}, None, 16_384),
-    ({"norm_eps": 1e-6}, None, 2048), ({}, None, 4096), ({"max_seq_len": 512}, None, 512),
-])
-def test_what_params_leave_open_is_settled_by_the_version(params: dict[str, Any], factor: float | None, positions: int) -> None:
-    weights = {"tok_embeddings.weight": torch.zeros(9, 8), "output.weight": torch.ones(9, 8), "layers.0.feed_forward.w1.weight": torch.zeros(20, 8)}
+@pytest.mark.parametrize(
+    ("params", "factor", "positions"),
+    [
+        ({"use_scaled_rope": True, "rope_theta": 5e5, "rope_scaling_factor": 16}, 16.0, 131_072),
+        ({"use_scaled_rope": True, "rope_theta": 5e5}, 8.0, 131_072),
+        ({"rope_theta": 5e5}, None, 8192),
+        ({"rope_theta": 1e6}, None, 16_384),
+        ({"norm_eps": 1e-6}, None, 2048),
+        ({}, None, 4096),
+        ({"max_seq_len": 512}, None, 512),
+    ],
+)
+def test_what_params_leave_open_is_settled_by_the_version(
+    params: dict[str, Any], factor: float | None, positions: int
+) -> None:
+    weights = {
+        "tok_embeddings.weight": torch.zeros(9, 8),
+        "output.weight": torch.ones(9, 8),
+        "layers.0.feed_forward.w1.weight": torch.zeros(20, 8),
+    }
     base = {"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5, "vocab_size": -1}
     config = meta_config({**base, **params}, [weights], "params.json")
     assert config["rope_parameters"].get("factor") == factor
     assert config["rope_parameters"]["rope_theta"] == params.get("rope_theta", 10_000.0)
-    assert (config["max_position_embeddings"], config["vocab_size"], config["intermediate_size"], config["num_key_value_heads"]) == (positions, 9, 20, 2)
+    assert (
+        config["max_position_embeddings"],
+        config["vocab_size"],
+        config["intermediate_size"],
+        config["num_key_value_heads"],
+    ) == (positions, 9, 20, 2)
     assert not config["tie_word_embeddings"]
 
 
@@ -160,8 +244,10 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
     edit(folder, spoil, rank=1)
     error = refused(folder)
     for named in (
-        "layers.0-1.attention.wv.weight is missing in consolidated.01.pth", "layers.7.attention.wo.weight is not part of this model",
-        "layers.0.attention.wo.weight is [64, 32] + [64, 31], [64, 64] is wanted", "norm.weight is [64] + [63], [64] is wanted",
+        "layers.0-1.attention.wv.weight is missing in consolidated.01.pth",
+        "layers.7.attention.wo.weight is not part of this model",
+        "layers.0.attention.wo.weight is [64, 32] + [64, 31], [64, 64] is wanted",
+        "norm.weight is [64] + [63], [64] is wanted",
     ):
         assert named in error
 
@@ -205,7 +291,11 @@ class Payload:
 def test_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path) -> None:
     folder = make_meta(tmp_path)
     ran = tmp_path / "ran"
-    torch.save({"tok_embeddings.weight": Payload(ran)}, folder / "consolidated.00.pth", _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {"tok_embeddings.weight": Payload(ran)},
+        folder / "consolidated.00.pth",
+        _use_new_zipfile_serialization=zipped,
+    )
     error = refused(folder)
     assert "holds more than tensors" in error
     assert "mkdir" in error
@@ -214,30 +304,46 @@ def test_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path) -> None:
     assert ran.exists(), "the payload has to be one that runs where it is let"
 
 
-@pytest.mark.parametrize(("value", "named"), [
-    ([1, 2], "not a mapping"), ({"tok_embeddings.weight": "text"}, "not a mapping"),
-    ({"tok_embeddings.weight": torch.ones(2, dtype=torch.int8)}, "unquantized"),
-])
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ([1, 2], "not a mapping"),
+        ({"tok_embeddings.weight": "text"}, "not a mapping"),
+        ({"tok_embeddings.weight": torch.ones(2, dtype=torch.int8)}, "unquantized"),
+    ],
+)
 def test_other_pickles_are_refused(value: object, named: str, tmp_path: Path) -> None:
     folder = make_meta(tmp_path)
     torch.save(value, folder / "consolidated.00.pth")
     assert named in refused(folder)
 
 
-@pytest.mark.parametrize(("params", "named"), [
-    ({"moe": {"num_experts": 8}}, "moe is not known"), ({"sliding_window": 4096, "lora_args": 1}, "lora_args, sliding_window is not known"),
-    ({"dim": "wide"}, "not a number"), ({"n_heads": 0}, "not a number that fits"),
-    ({"vocab_size": 341}, "tok_embeddings.weight is [340, 64], [341, 64] is wanted"),
-    ({"n_kv_heads": 4}, "layers.0-1.attention.wk.weight is [32, 64], [64, 64] is wanted"),
-    ({"n_layers": 3}, "layers.2.attention.wq.weight is missing"), ({"n_layers": 1}, "layers.1.attention.wq.weight is not part of this model"),
-])
-def test_params_that_do_not_fit_are_refused(params: dict[str, Any], named: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"moe": {"num_experts": 8}}, "moe is not known"),
+        ({"sliding_window": 4096, "lora_args": 1}, "lora_args, sliding_window is not known"),
+        ({"dim": "wide"}, "not a number"),
+        ({"n_heads": 0}, "not a number that fits"),
+        ({"vocab_size": 341}, "tok_embeddings.weight is [340, 64], [341, 64] is wanted"),
+        ({"n_kv_heads": 4}, "layers.0-1.attention.wk.weight is [32, 64], [64, 64] is wanted"),
+        ({"n_layers": 3}, "layers.2.attention.wq.weight is missing"),
+        ({"n_layers": 1}, "layers.1.attention.wq.weight is not part of this model"),
+    ],
+)
+def test_params_that_do_not_fit_are_refused(
+    params: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     assert named in refused(make_meta(tmp_path, **params))
 
 
 def test_params_that_are_no_mapping_or_lack_a_key(tmp_path: Path) -> None:
     folder = make_meta(tmp_path)
-    for text, named in (("{", "is not JSON"), ("[]", "is not a mapping"), ('{"dim": 64}', "n_heads is missing")):
+    for text, named in (
+        ("{", "is not JSON"),
+        ("[]", "is not a mapping"),
+        ('{"dim": 64}', "n_heads is missing"),
+    ):
         (folder / "params.json").write_text(text)
         assert named in refused(folder)
 

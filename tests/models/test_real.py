@@ -25,7 +25,10 @@ def english(test_data: Path, count: int) -> list[str]:
 
 
 def test_logits_and_loss_on_real_text(smollm2: Path, test_data: Path) -> None:
-    ours, theirs = load_model(smollm2, device=CPU), AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    ours, theirs = (
+        load_model(smollm2, device=CPU),
+        AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval(),
+    )
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     for text in english(test_data, 3):
         tokens = torch.tensor([tokenizer(text)["input_ids"][:256]])
@@ -36,30 +39,46 @@ def test_logits_and_loss_on_real_text(smollm2: Path, test_data: Path) -> None:
             mine = ours.logits(ours.hidden(tokens, positions))
             values = ours(tokens, positions, None, labels, CrossEntropy().token)
         torch.testing.assert_close(mine, reference.logits, atol=tolerances.LOGITS_FP32, rtol=0)
-        assert float(values.sum() / (labels != -100).sum()) == pytest.approx(float(reference.loss), rel=tolerances.LOSS_FP32)
+        assert float(values.sum() / (labels != -100).sum()) == pytest.approx(
+            float(reference.loss), rel=tolerances.LOSS_FP32
+        )
 
 
 @pytest.mark.parametrize("export_type", ["bf16", "fp32"])
-def test_export_of_real_weights_loses_nothing(export_type: str, smollm2: Path, tmp_path: Path) -> None:
+def test_export_of_real_weights_loses_nothing(
+    export_type: str, smollm2: Path, tmp_path: Path
+) -> None:
     """The source is bf16, so either type holds it exactly."""
     lineage = copy_model(smollm2, tmp_path / "copy", export_type=export_type, overwrite=False)  # type: ignore[arg-type]
     assert lineage["model_hash"] == hash_model(tmp_path / "copy")
     one = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32)
     assert one.generation_config.to_dict() == other.generation_config.to_dict()
-    for (name, parameter), (_, copied) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+    for (name, parameter), (_, copied) in zip(
+        one.named_parameters(), other.named_parameters(), strict=True
+    ):
         assert torch.equal(parameter, copied), name
-    before, after = AutoTokenizer.from_pretrained(smollm2), AutoTokenizer.from_pretrained(tmp_path / "copy")
+    before, after = (
+        AutoTokenizer.from_pretrained(smollm2),
+        AutoTokenizer.from_pretrained(tmp_path / "copy"),
+    )
     chat = [{"role": "user", "content": "Where is <|im_end|> Rome?"}]
-    assert before.apply_chat_template(chat, add_generation_prompt=True) == after.apply_chat_template(chat, add_generation_prompt=True)
+    assert before.apply_chat_template(
+        chat, add_generation_prompt=True
+    ) == after.apply_chat_template(chat, add_generation_prompt=True)
 
 
 def test_stories260k_exports_and_imports(test_data: Path, tmp_path: Path) -> None:
-    """A pretrained Llama whose folder has no tokenizer: its weights load, an export says what is missing."""
+    """A pretrained Llama whose folder has no tokenizer: its weights load, an export says what is
+    missing.
+    """
     from ingot.base.errors import WrongInput
 
     folder = test_data / "stories260K/hf"
-    ours, theirs = load_model(folder, device=CPU), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ours, theirs = (
+        load_model(folder, device=CPU),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+    )
     tokens = torch.randint(0, 512, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         mine = ours.logits(ours.hidden(tokens, torch.arange(64)[None]))

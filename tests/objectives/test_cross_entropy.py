@@ -1,4 +1,6 @@
-"""Cross-entropy against transformers' own loss on the same ids and labels: packed or not, masked as a chat is."""
+"""Cross-entropy against transformers' own loss on the same ids and labels: packed or not, masked as
+a chat is.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,19 @@ def batch(lengths: tuple[int, ...], trained_from: tuple[int, ...]) -> Batch:
         tokens[row, :length] = torch.randint(0, 97, (length,), generator=generator)
         labels[row, begin - 1 : length - 1] = tokens[row, begin:length]
         segments[row, :length] = 1
-    return Batch(tokens, labels, (segments.cumsum(1) - 1).clamp_min(0), segments, rows=torch.arange(len(lengths)))
+    return Batch(
+        tokens,
+        labels,
+        (segments.cumsum(1) - 1).clamp_min(0),
+        segments,
+        rows=torch.arange(len(lengths)),
+    )
 
 
 @pytest.mark.parametrize("trained_from", [(1, 1, 1), (9, 3, 12)])
-def test_the_loss_of_chats_and_texts_is_transformers(tmp_path: Path, trained_from: tuple[int, ...]) -> None:
+def test_the_loss_of_chats_and_texts_is_transformers(
+    tmp_path: Path, trained_from: tuple[int, ...]
+) -> None:
     folder = make_reference(tmp_path / "model")
     given = batch((TIME, 7, 13), trained_from)
     loss, _ = forward(load_model(folder, device=CPU), CrossEntropy(), given, "fp32", CPU)
@@ -41,4 +51,6 @@ def test_the_loss_of_chats_and_texts_is_transformers(tmp_path: Path, trained_fro
     labels = torch.full_like(given.labels, -100)
     labels[:, 1:] = given.labels[:, :-1]  # transformers shifts by itself
     wanted = theirs(input_ids=given.tokens, attention_mask=given.segments, labels=labels).loss
-    assert float(loss) / CrossEntropy().targets(given) == pytest.approx(float(wanted), rel=tolerances.REAL_LOSS)
+    assert float(loss) / CrossEntropy().targets(given) == pytest.approx(
+        float(wanted), rel=tolerances.REAL_LOSS
+    )

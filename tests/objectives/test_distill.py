@@ -1,4 +1,6 @@
-"""The distillation loss against its formula in float64, chunked and whole, with gradients for the student alone."""
+"""The distillation loss against its formula in float64, chunked and whole, with gradients for the
+student alone.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,15 @@ from ingot.objectives.forward import forward
 from tests import tolerances
 
 VOCAB, TIME = 41, 12
-SIZES = {"model_type": "llama", "vocab_size": VOCAB, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-         "max_position_embeddings": 32, "initializer_range": 0.3}
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+}
 
 
 def decoder(hidden: int, seed: int) -> Decoder:
@@ -35,11 +44,16 @@ def batch() -> Batch:
     return Batch(tokens, labels, positions, torch.ones_like(tokens), rows=torch.arange(3))
 
 
-def by_formula(student: Decoder, teacher: Decoder, given: Batch, temperature: float, alpha: float) -> torch.Tensor:
+def by_formula(
+    student: Decoder, teacher: Decoder, given: Batch, temperature: float, alpha: float
+) -> torch.Tensor:
     """In float64, token by token, as the paper writes it."""
+
     def logits(model: Decoder) -> torch.Tensor:
         model = model.double()
-        return torch.nn.functional.linear(model.hidden(given.tokens, given.positions), model.head_weight)
+        return torch.nn.functional.linear(
+            model.hidden(given.tokens, given.positions), model.head_weight
+        )
 
     ours, theirs = logits(student), logits(teacher).detach()
     total = torch.zeros((), dtype=torch.float64)
@@ -48,7 +62,9 @@ def by_formula(student: Decoder, teacher: Decoder, given: Batch, temperature: fl
             label = int(given.labels[row, place])
             if label == -100:
                 continue
-            p_teacher, p_student = ((one[row, place] / temperature).softmax(-1) for one in (theirs, ours))
+            p_teacher, p_student = (
+                (one[row, place] / temperature).softmax(-1) for one in (theirs, ours)
+            )
             divergence = (p_teacher * (p_teacher.log() - p_student.log())).sum()
             cross_entropy = -ours[row, place].softmax(-1)[label].log()
             total = total + (1 - alpha) * cross_entropy + alpha * temperature**2 * divergence
@@ -57,13 +73,19 @@ def by_formula(student: Decoder, teacher: Decoder, given: Batch, temperature: fl
 
 @pytest.mark.parametrize(("temperature", "alpha"), [(2.0, 0.5), (1.0, 1.0), (4.0, 0.1)])
 @pytest.mark.parametrize("chunk", [head.CHUNK_LOGITS, 5 * VOCAB])
-def test_it_is_the_formula_in_float64(temperature: float, alpha: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_formula_in_float64(
+    temperature: float, alpha: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(head, "CHUNK_LOGITS", chunk)
     student, teacher, given = decoder(16, 0), decoder(24, 1).eval().requires_grad_(False), batch()
     objective = Distill(teacher, temperature, alpha)
     loss, _ = forward(student, objective, given, "fp32", torch.device("cpu"))
     loss.backward()
-    found = {name: parameter.grad.double() for name, parameter in student.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad.double()
+        for name, parameter in student.named_parameters()
+        if parameter.grad is not None
+    }
     assert objective.targets(given) == 2 * (TIME - 1) + 4
     assert all(parameter.grad is None for parameter in teacher.parameters())
     student.zero_grad()
@@ -72,7 +94,10 @@ def test_it_is_the_formula_in_float64(temperature: float, alpha: float, chunk: i
     assert float(loss) == pytest.approx(float(wanted), rel=tolerances.LOSS_FP32)
     for name, parameter in student.named_parameters():
         assert parameter.grad is not None
-        assert float((found[name] - parameter.grad).norm() / parameter.grad.norm()) < tolerances.GRADIENTS_FP32, name
+        assert (
+            float((found[name] - parameter.grad).norm() / parameter.grad.norm())
+            < tolerances.GRADIENTS_FP32
+        ), name
 
 
 def test_a_teacher_that_is_the_student_leaves_the_cross_entropy_alone() -> None:

@@ -1,4 +1,6 @@
-"""What holds for every way of training: it learns, any split of the work gives one number, it resumes bit for bit, and its model opens."""
+"""What holds for every way of training: it learns, any split of the work gives one number, it
+resumes bit for bit, and its model opens.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from tests import tolerances
 from tests.objectives.ways import WAYS, make_ready, recipe_of
 from tests.ranks import run_ranks
 
-SGD = {"train__optimizer": "{kind: sgd, lr: 0.2}", "train__clip_norm": 0.5, "precision__export": "fp32", "train__steps": 3}
+SGD = {
+    "train__optimizer": "{kind: sgd, lr: 0.2}",
+    "train__clip_norm": 0.5,
+    "precision__export": "fp32",
+    "train__steps": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,9 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def apart(ready: Path, target: Path, way: str, **knobs: Any) -> Recipe:
-    """The recipe of a way in a folder of its own, prepared as in `ready`; what it names there stays there."""
+    """The recipe of a way in a folder of its own, prepared as in `ready`; what it names there stays
+    there.
+    """
     recipe = recipe_of(ready, way, output=str(target / "runs"), **knobs)
     if not recipe.folder.data.exists():
         shutil.copytree(ready / "runs" / way / "data", recipe.folder.data)
@@ -46,7 +55,9 @@ def logged(recipe: Recipe, key: str = "train/loss") -> list[float]:
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     difference = sum(float((one[name] - other[name]).double().square().sum()) for name in other)
-    return float((difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5)
+    return float(
+        (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
+    )
 
 
 def on_ranks(ready: str, target: str, way: str) -> None:
@@ -54,8 +65,12 @@ def on_ranks(ready: str, target: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_any_split_of_the_work_gives_the_same_numbers(way: str, ready: Path, tmp_path: Path) -> None:
-    """Micro-batches of 4, 3 and 1, and two ranks: loss, gradient norm and weights, with clipping, unequal target counts and padding."""
+def test_any_split_of_the_work_gives_the_same_numbers(
+    way: str, ready: Path, tmp_path: Path
+) -> None:
+    """Micro-batches of 4, 3 and 1, and two ranks: loss, gradient norm and weights, with clipping,
+    unequal target counts and padding.
+    """
     whole = apart(ready, tmp_path / "whole", way, train__micro_batch=4, **SGD)
     train(whole)
     before = None
@@ -64,7 +79,9 @@ def test_any_split_of_the_work_gives_the_same_numbers(way: str, ready: Path, tmp
         train(parted)
         before = parted
         assert logged(parted) == pytest.approx(logged(whole), rel=tolerances.SPLIT_LOSS)
-        assert logged(parted, "train/grad_norm") == pytest.approx(logged(whole, "train/grad_norm"), rel=tolerances.SPLIT_LOSS)
+        assert logged(parted, "train/grad_norm") == pytest.approx(
+            logged(whole, "train/grad_norm"), rel=tolerances.SPLIT_LOSS
+        )
         assert distance(weights(parted), weights(whole)) < tolerances.SPLIT_WEIGHTS
     (tmp_path / "ranks").mkdir()
     shared = apart(ready, tmp_path / "ranks", way, train__micro_batch=1, **SGD)
@@ -74,15 +91,26 @@ def test_any_split_of_the_work_gives_the_same_numbers(way: str, ready: Path, tmp
     assert distance(weights(shared), weights(whole)) < tolerances.SPLIT_WEIGHTS
 
 
-@pytest.mark.parametrize(("way", "more"), [
-    *((way, {}) for way in WAYS),
-    # The models of transformers have a dropout of their own.
-    ("seq2seq", {"model__config": {"dropout_rate": 0.2}}), ("classify", {"model__config": {"hidden_dropout_prob": 0.2}}),
-], ids=[*WAYS, "seq2seq-dropout", "classify-dropout"])
+@pytest.mark.parametrize(
+    ("way", "more"),
+    [
+        *((way, {}) for way in WAYS),
+        # The models of transformers have a dropout of their own.
+        ("seq2seq", {"model__config": {"dropout_rate": 0.2}}),
+        ("classify", {"model__config": {"hidden_dropout_prob": 0.2}}),
+    ],
+    ids=[*WAYS, "seq2seq-dropout", "classify-dropout"],
+)
 def test_it_learns_and_resumes_bit_for_bit(
     way: str, more: dict[str, Any], ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    knobs = {"train__steps": 24, "train__evaluate_every": 12, "train__optimizer__lr": 0.01, "checkpoint__every": 9, **more}
+    knobs = {
+        "train__steps": 24,
+        "train__evaluate_every": 12,
+        "train__optimizer__lr": 0.01,
+        "checkpoint__every": 9,
+        **more,
+    }
     whole = apart(ready, tmp_path / "whole", way, **knobs)
     train(whole)
     curve = logged(whole)

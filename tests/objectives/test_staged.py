@@ -1,4 +1,6 @@
-"""Steps through a pipeline, as objectives and optimizer see them: metrics, heads in chunks, values that are not finite, stages that stay as they are."""
+"""Steps through a pipeline, as objectives and optimizer see them: metrics, heads in chunks, values
+that are not finite, stages that stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,17 @@ Weights = dict[str, Tensor]
 class Telling(CrossEntropy):
     """Tells how many tokens are hard, too."""
 
-    def reduce(self, values: Tensor, batch: Batch, all_sum: AllSum) -> tuple[Tensor, dict[str, Tensor]]:
+    def reduce(
+        self, values: Tensor, batch: Batch, all_sum: AllSum
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         return values.sum(), {"hard": (values.detach() > 4.0).float().sum()}
 
 
 def built(mesh: Mesh, parallel: Parallel, lora: Lora | None = None) -> tuple[nn.Module, Masters]:
-    drawing, how = Blueprint("decoder", DecoderConfig.from_hf(MODEL), None, True), Wrapping(parallel)
+    drawing, how = (
+        Blueprint("decoder", DecoderConfig.from_hf(MODEL), None, True),
+        Wrapping(parallel),
+    )
     model = draft_model(drawing, 0)
     if lora is not None:
         add_lora(model, lora, 0)
@@ -53,25 +60,49 @@ def built(mesh: Mesh, parallel: Parallel, lora: Lora | None = None) -> tuple[nn.
 
 
 def told(axes: dict[str, Any]) -> tuple[dict[str, float], float, bool, Weights]:
-    """The metrics of a step; whether a step that is not finite was skipped, and nothing changed; the weights after both, head in chunks."""
+    """The metrics of a step; whether a step that is not finite was skipped, and nothing changed;
+    the weights after both, head in chunks.
+    """
     parallel = Parallel(**axes)
     head.CHUNK_LOGITS = 7 * 61
     with running_mesh(parallel) as mesh:
         module, masters = built(mesh, parallel)
         optimizer = make_optimizer(SGD(kind="sgd", lr=1.0), masters)
-        batches, targets = rows_of(global_batch(0), 0, 8, 2), CrossEntropy().targets(global_batch(0))
+        batches, targets = (
+            rows_of(global_batch(0), 0, 8, 2),
+            CrossEntropy().targets(global_batch(0)),
+        )
 
         def step(objective: Any) -> Any:
-            return train_step(module, objective, batches, masters, optimizer, targets=targets, clip_norm=None, compute="fp32", mesh=mesh)
+            return train_step(
+                module,
+                objective,
+                batches,
+                masters,
+                optimizer,
+                targets=targets,
+                clip_norm=None,
+                compute="fp32",
+                mesh=mesh,
+            )
 
         outcome = step(Telling())
         before = {master.name: local(master.parameter.detach()).clone() for master in masters}
         skipped = float(step(Poisoned(float("nan"))).skipped)
-        same = all(torch.equal(local(master.parameter.detach()), before[master.name]) for master in masters)
-        return {name: float(value) for name, value in outcome.metrics.items()}, skipped, same, before
+        same = all(
+            torch.equal(local(master.parameter.detach()), before[master.name]) for master in masters
+        )
+        return (
+            {name: float(value) for name, value in outcome.metrics.items()},
+            skipped,
+            same,
+            before,
+        )
 
 
-@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 2, "virtual": 2, "schedule": "zero_bubble"}])
+@pytest.mark.parametrize(
+    "axes", [{"pipeline": 2}, {"pipeline": 2, "virtual": 2, "schedule": "zero_bubble"}]
+)
 def test_metrics_chunks_and_steps_that_are_not_finite(axes: dict[str, Any]) -> None:
     whole = told({})
     assert whole[0]["hard"] > 0.1
@@ -79,39 +110,67 @@ def test_metrics_chunks_and_steps_that_are_not_finite(axes: dict[str, Any]) -> N
     for metrics, skipped, same, _ in found:
         assert metrics == pytest.approx(whole[0])
         assert (skipped, same) == (1.0, True)
-    assert distance({name: weight for *_, weights in found for name, weight in weights.items()}, whole[3]) < tolerances.SPLIT_WEIGHTS
+    assert (
+        distance(
+            {name: weight for *_, weights in found for name, weight in weights.items()}, whole[3]
+        )
+        < tolerances.SPLIT_WEIGHTS
+    )
 
 
 def one_layer_trained(axes: dict[str, Any], targets: tuple[str, ...]) -> tuple[float, Weights]:
     parallel = Parallel(**axes)
     with running_mesh(parallel) as mesh:
         module, masters = built(mesh, parallel, Lora(rank=2, targets=targets))
-        optimizer = torch.optim.SGD([{"params": [master.tensor for master in masters]}], lr=1.0, fused=True)
+        optimizer = torch.optim.SGD(
+            [{"params": [master.tensor for master in masters]}], lr=1.0, fused=True
+        )
         batches = rows_of(global_batch(0), 0, 8, 4)
         for _ in range(2):
-            outcome = train_step(module, CrossEntropy(), batches, masters, optimizer, targets=80, clip_norm=1.0, compute="fp32", mesh=mesh)
+            outcome = train_step(
+                module,
+                CrossEntropy(),
+                batches,
+                masters,
+                optimizer,
+                targets=80,
+                clip_norm=1.0,
+                compute="fp32",
+                mesh=mesh,
+            )
         return float(outcome.grad_norm), {master.name: master.tensor.detach() for master in masters}
 
 
 @pytest.mark.parametrize("layer", [0, 4])
-@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 2, "virtual": 2, "schedule": "zero_bubble"}])
+@pytest.mark.parametrize(
+    "axes", [{"pipeline": 2}, {"pipeline": 2, "virtual": 2, "schedule": "zero_bubble"}]
+)
 def test_a_stage_where_nothing_is_trained(axes: dict[str, Any], layer: int) -> None:
-    """Adapters of the first stage alone, or of the last: the other one still hands on what it must, and joins in the norm."""
+    """Adapters of the first stage alone, or of the last: the other one still hands on what it must,
+    and joins in the norm.
+    """
     target = (f"model.layers.{layer}.mlp.up_proj",)
     norm, weights = one_layer_trained({}, target)
     found = run_ranks(2, one_layer_trained, axes, target)
     assert [one for one, _ in found] == pytest.approx([norm] * 2, rel=tolerances.SPLIT_LOSS)
     assert sorted(len(mine) for _, mine in found) == [0, 2]
-    assert distance({name: weight for _, mine in found for name, weight in mine.items()}, weights) < tolerances.SPLIT_WEIGHTS
+    assert (
+        distance({name: weight for _, mine in found for name, weight in mine.items()}, weights)
+        < tolerances.SPLIT_WEIGHTS
+    )
 
 
 def distilled(axes: dict[str, Any]) -> tuple[list[float], Weights]:
-    """Two steps with a teacher, whose hidden states only the last stage asks for: elsewhere there is none."""
+    """Two steps with a teacher, whose hidden states only the last stage asks for: elsewhere there
+    is none.
+    """
     parallel = Parallel(**axes)
     with running_mesh(parallel) as mesh:
         module, masters = built(mesh, parallel)
         optimizer = make_optimizer(SGD(kind="sgd", lr=1.0), masters)
-        teacher = Decoder(DecoderConfig.from_hf({**MODEL, "num_hidden_layers": 1})).requires_grad_(False)
+        teacher = Decoder(DecoderConfig.from_hf({**MODEL, "num_hidden_layers": 1})).requires_grad_(
+            False
+        )
         initialise(teacher, 5)
         if mesh.pipeline.rank != mesh.pipeline.world - 1:
             teacher.hidden = None  # type: ignore[method-assign, assignment]
@@ -119,7 +178,16 @@ def distilled(axes: dict[str, Any]) -> tuple[list[float], Weights]:
         for number in range(2):
             whole = global_batch(number)
             outcome = train_step(
-                module, objective, rows_of(whole, 0, 8, 2), masters, optimizer, targets=objective.targets(whole), clip_norm=0.5, compute="fp32", mesh=mesh)
+                module,
+                objective,
+                rows_of(whole, 0, 8, 2),
+                masters,
+                optimizer,
+                targets=objective.targets(whole),
+                clip_norm=0.5,
+                compute="fp32",
+                mesh=mesh,
+            )
             losses.append(float(outcome.loss))
         return losses, {master.name: local(master.parameter.detach()) for master in masters}
 
@@ -128,4 +196,7 @@ def test_distillation() -> None:
     losses, weights = distilled({})
     found = run_ranks(2, distilled, {"pipeline": 2, "virtual": 2})
     assert [one for one, _ in found] == [pytest.approx(losses, rel=tolerances.LOSS_FP32)] * 2
-    assert distance({name: weight for _, mine in found for name, weight in mine.items()}, weights) < tolerances.SPLIT_WEIGHTS
+    assert (
+        distance({name: weight for _, mine in found for name, weight in mine.items()}, weights)
+        < tolerances.SPLIT_WEIGHTS
+    )

@@ -1,4 +1,6 @@
-"""A small run for every way of training: documents that we made up, models that start from nothing, prepared data."""
+"""A small run for every way of training: documents that we made up, models that start from nothing,
+prepared data.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,77 @@ from ingot.data.prepare import prepare
 from ingot.train.run import train
 from tests.small import TINY_MODEL, small_recipe, write_documents
 
-WORDS = ["ingot", "melts", "copper", "the", "a", "bright", "mould", "cools", "slowly", "and", "rings", "true", "für", "naïve"]
-T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "vocab_size": 400,
-      "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True}
-BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 400,
-        "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+WORDS = [
+    "ingot",
+    "melts",
+    "copper",
+    "the",
+    "a",
+    "bright",
+    "mould",
+    "cools",
+    "slowly",
+    "and",
+    "rings",
+    "true",
+    "für",
+    "naïve",
+]
+T5 = {
+    "model_type": "t5",
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 400,
+    "dropout_rate": 0.0,
+    "feed_forward_proj": "gated-gelu",
+    "is_encoder_decoder": True,
+}
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 400,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 WAYS: dict[str, dict[str, Any]] = {
     "pretrain": {},
     "pretrain-best-fit": {"data__pack": "best_fit"},
     "sft": {"objective__kind": "sft"},
     # Dropout too: its masks depend on the sample alone.
-    "sft-lora": {"objective__kind": "sft", "model__source": "TEACHER", "model__lora": {"rank": 4, "alpha": 8, "dropout": 0.2}},
+    "sft-lora": {
+        "objective__kind": "sft",
+        "model__source": "TEACHER",
+        "model__lora": {"rank": 4, "alpha": 8, "dropout": 0.2},
+    },
     "dpo-lora": {
-        "objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64, "model__source": "TEACHER", "model__lora": {"rank": 4, "dropout": 0.2}},
+        "objective": {"kind": "dpo", "beta": 0.5},
+        "data__seq_len": 64,
+        "model__source": "TEACHER",
+        "model__lora": {"rank": 4, "dropout": 0.2},
+    },
     "dpo": {"objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64},
     "distill": {"objective": {"kind": "distill", "teacher": "TEACHER"}},
     "distill-chats": {"objective": {"kind": "distill", "teacher": "TEACHER", "documents": "chat"}},
     "seq2seq": {"objective": {"kind": "seq2seq", "prefix": "short: "}, "data__target_len": 16},
     "classify": {"objective": {"kind": "classify", "labels": ["cold", "hot"]}},
 }
-SOURCES = {"sft": "chats", "sft-lora": "chats", "distill-chats": "chats", "dpo": "preferences", "dpo-lora": "preferences",
-           "seq2seq": "pairs", "classify": "labelled"}
+SOURCES = {
+    "sft": "chats",
+    "sft-lora": "chats",
+    "distill-chats": "chats",
+    "dpo": "preferences",
+    "dpo-lora": "preferences",
+    "seq2seq": "pairs",
+    "classify": "labelled",
+}
 
 
 def said(generator: random.Random, most: int = 12) -> str:
@@ -41,19 +93,42 @@ def said(generator: random.Random, most: int = 12) -> str:
 
 
 def write_all(root: Path, count: int = 60) -> None:
-    """Documents of every kind, of very different lengths, and the configurations of models that start from nothing."""
+    """Documents of every kind, of very different lengths, and the configurations of models that
+    start from nothing.
+    """
     generator = random.Random(0)
     write_documents(root / "text")
-    lines: dict[str, list[dict[str, Any]]] = {"chats": [], "preferences": [], "pairs": [], "labelled": []}
+    lines: dict[str, list[dict[str, Any]]] = {
+        "chats": [],
+        "preferences": [],
+        "pairs": [],
+        "labelled": [],
+    }
     for number in range(count):
-        question, answer, worse = f"{said(generator)} {number}?", said(generator), f"{said(generator, 6)} not"
-        lines["chats"].append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+        question, answer, worse = (
+            f"{said(generator)} {number}?",
+            said(generator),
+            f"{said(generator, 6)} not",
+        )
+        lines["chats"].append(
+            {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+        )
         lines["preferences"].append({"prompt": question, "chosen": answer, "rejected": worse})
         lines["pairs"].append({"source": f"{question} {said(generator)}", "target": answer})
         verb, label = ("burns", "hot") if number % 2 else ("freezes", "cold")
-        lines["labelled"].append({"text": f"{said(generator)} {verb} {said(generator)}", "label": label})
+        lines["labelled"].append(
+            {"text": f"{said(generator)} {verb} {said(generator)}", "label": label}
+        )
     for name, records in lines.items():
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+        (root / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+            encoding="utf-8",
+        )
     for name, config in (("t5", T5), ("bert", BERT)):
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
@@ -63,25 +138,41 @@ def recipe_of(root: Path, way: str, **knobs: Any) -> Recipe:
     """The small recipe of one way of training, its run in `root/runs/WAY`."""
     source = root / f"{SOURCES[way]}.jsonl" if way in SOURCES else root / "text"
     given: dict[str, Any] = {
-        "name": way, "data__train": [{"source": str(source)}], "data__validation__fraction": 0.2, "data__seq_len": 48, "tokenizer__template": "chatml",
-        "tokenizer__vocab_size": 400, "train__optimizer__lr": 0.003, **WAYS[way], **knobs,
+        "name": way,
+        "data__train": [{"source": str(source)}],
+        "data__validation__fraction": 0.2,
+        "data__seq_len": 48,
+        "tokenizer__template": "chatml",
+        "tokenizer__vocab_size": 400,
+        "train__optimizer__lr": 0.003,
+        **WAYS[way],
+        **knobs,
     }
     if "TEACHER" in str(given):
         # The tokenizer that the teacher was trained with.
-        given |= {"tokenizer__source": str(root / "runs" / "teacher" / "model"), "tokenizer__vocab_size": None}
+        given |= {
+            "tokenizer__source": str(root / "runs" / "teacher" / "model"),
+            "tokenizer__vocab_size": None,
+        }
         if given.get("model__source") == "TEACHER":
             given |= {"model__source": str(root / "runs" / "teacher"), "model__config": None}
         else:
             given["objective"] = {**given["objective"], "teacher": str(root / "runs" / "teacher")}
     if way in ("seq2seq", "classify") and "model__source" not in knobs:
-        given |= {"model__source": str(root / ("t5" if way == "seq2seq" else "bert")), "model__init": "random", "model__config": knobs.get("model__config")}
+        given |= {
+            "model__source": str(root / ("t5" if way == "seq2seq" else "bert")),
+            "model__init": "random",
+            "model__config": knobs.get("model__config"),
+        }
     return small_recipe(root, **given)
 
 
 def make_ready(root: Path) -> Path:
     """`root` with everything ingested and prepared, and a teacher trained."""
     write_all(root)
-    teacher = recipe_of(root, "sft", name="teacher", model__config={**TINY_MODEL, "hidden_size": 48}, train__steps=4)
+    teacher = recipe_of(
+        root, "sft", name="teacher", model__config={**TINY_MODEL, "hidden_size": 48}, train__steps=4
+    )
     for recipe in [teacher, *(recipe_of(root, way) for way in WAYS)]:
         ingest(recipe)
         prepare(recipe)

@@ -1,4 +1,6 @@
-"""Faults that trainers have had, each planted in the ranks of one case: the project's own code, changed in one place."""
+"""Faults that trainers have had, each planted in the ranks of one case: the project's own code,
+changed in one place.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def measure_with(shrunk: Shrunk, fault: str) -> Measured:
 
 
 def divided_twice() -> AbstractContextManager[Any]:
-    """Summed gradients are averaged over the ranks that have other rows, once more than they should be."""
+    """Summed gradients are averaged over the ranks that have other rows, once more than they should
+    be.
+    """
     collect = Masters.collect
 
     def wrong(self: Masters) -> None:
@@ -46,7 +50,11 @@ def averages_taken_for_sums() -> AbstractContextManager[Any]:
 
 def averaging_shards() -> AbstractContextManager[Any]:
     """FSDP averages as it does unless told otherwise."""
-    return patch.multiple(FSDPModule, set_force_sum_reduction_for_comms=lambda self, on: None, set_gradient_divide_factor=lambda self, factor: None)
+    return patch.multiple(
+        FSDPModule,
+        set_force_sum_reduction_for_comms=lambda self, on: None,
+        set_gradient_divide_factor=lambda self, factor: None,
+    )
 
 
 def norm_of_this_rank() -> AbstractContextManager[Any]:
@@ -61,20 +69,30 @@ def norm_without_the_last_group() -> AbstractContextManager[Any]:
 
 
 def partial_taken_for_whole() -> AbstractContextManager[Any]:
-    """A rank's part of the sum (of a norm's weight, under sequence parallelism) is taken for the sum."""
+    """A rank's part of the sum (of a norm's weight, under sequence parallelism) is taken for the
+    sum.
+    """
     whole = masters._whole
 
     def wrong(parameter: Any) -> Tensor:
         grad = parameter.grad
-        if isinstance(grad, DTensor) and grad.placements != parameter.placements and local(grad).shape == local(parameter).shape:
-            return DTensor.from_local(local(grad), parameter.device_mesh, parameter.placements, run_check=False)
+        if (
+            isinstance(grad, DTensor)
+            and grad.placements != parameter.placements
+            and local(grad).shape == local(parameter).shape
+        ):
+            return DTensor.from_local(
+                local(grad), parameter.device_mesh, parameter.placements, run_check=False
+            )
         return whole(parameter)
 
     return patch.object(masters, "_whole", wrong)
 
 
 def twins_apart() -> AbstractContextManager[Any]:
-    """The two copies of a tied embedding, at the ends of a pipeline, each keep their own gradient."""
+    """The two copies of a tied embedding, at the ends of a pipeline, each keep their own
+    gradient.
+    """
     collect = Masters.collect
 
     def wrong(self: Masters) -> None:
@@ -91,7 +109,10 @@ def positions_anew() -> AbstractContextManager[Any]:
 
     def wrong(batch: Batch, share: Any) -> Batch:
         mine = cut(batch, share)
-        return replace(mine, positions=torch.arange(mine.positions.shape[1]).expand_as(mine.positions).contiguous())
+        return replace(
+            mine,
+            positions=torch.arange(mine.positions.shape[1]).expand_as(mine.positions).contiguous(),
+        )
 
     return patch.object(forward, "cut", wrong)
 
@@ -99,18 +120,30 @@ def positions_anew() -> AbstractContextManager[Any]:
 def segments_whole() -> AbstractContextManager[Any]:
     """Ranks that share rows forget that a row holds several documents."""
     cut = forward.cut
-    return patch.object(forward, "cut", lambda batch, share: replace(mine := cut(batch, share), segments=torch.ones_like(mine.segments)))
+    return patch.object(
+        forward,
+        "cut",
+        lambda batch, share: replace(
+            mine := cut(batch, share), segments=torch.ones_like(mine.segments)
+        ),
+    )
 
 
 def rows_counted_twice() -> AbstractContextManager[Any]:
     """Ranks that share rows each train on the first part."""
     share = sharing.share
-    return patch.object(sharing, "share", lambda tensor, rank, world, fill, **more: share(tensor, 0, world, fill, **more))
+    return patch.object(
+        sharing,
+        "share",
+        lambda tensor, rank, world, fill, **more: share(tensor, 0, world, fill, **more),
+    )
 
 
 def one_rank_s_vocabulary() -> AbstractContextManager[Any]:
     """The normaliser of the softmax is made from this rank's share of the vocabulary."""
-    return patch.object(vocabulary.SharedView, "logsumexp", lambda self: self._logits.logsumexp(dim=-1))
+    return patch.object(
+        vocabulary.SharedView, "logsumexp", lambda self: self._logits.logsumexp(dim=-1)
+    )
 
 
 def nothing_sharded() -> AbstractContextManager[Any]:
@@ -119,9 +152,20 @@ def nothing_sharded() -> AbstractContextManager[Any]:
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    fault.__name__: fault for fault in (
-        divided_twice, averages_taken_for_sums, averaging_shards, norm_of_this_rank, norm_without_the_last_group, partial_taken_for_whole, twins_apart,
-        positions_anew, segments_whole, rows_counted_twice, one_rank_s_vocabulary, nothing_sharded,
+    fault.__name__: fault
+    for fault in (
+        divided_twice,
+        averages_taken_for_sums,
+        averaging_shards,
+        norm_of_this_rank,
+        norm_without_the_last_group,
+        partial_taken_for_whole,
+        twins_apart,
+        positions_anew,
+        segments_whole,
+        rows_counted_twice,
+        one_rank_s_vocabulary,
+        nothing_sharded,
     )
 }
 
@@ -138,6 +182,7 @@ def looked_at(shrunk: Shrunk) -> dict[str, Any]:
     with patch.object(UnevenLoader, "step", looking):
         measured = measure(shrunk)
     return {
-        "targets": measured.targets, "micro_batches": len(seen[0]),
+        "targets": measured.targets,
+        "micro_batches": len(seen[0]),
         "documents": max(int(batch.segments.max()) for batches in seen for batch in batches),
     }

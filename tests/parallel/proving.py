@@ -15,18 +15,35 @@ from ingot.verify.layout import PRELOAD, Bounds, Prover, Reference
 from tests import tolerances
 from tests.small import small_recipe
 
-BOUNDS = Bounds(loss=tolerances.SPLIT_LOSS, norm=tolerances.SPLIT_LOSS, weights=tolerances.SPLIT_WEIGHTS)
+BOUNDS = Bounds(
+    loss=tolerances.SPLIT_LOSS, norm=tolerances.SPLIT_LOSS, weights=tolerances.SPLIT_WEIGHTS
+)
 # Eight heads over four: enough for four ranks of `tensor`, or two of it and two of Ulysses.
 LLAMA = {
-    "model_type": "llama", "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "model_type": "llama",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "qwen3": {**LLAMA, "model_type": "qwen3"},
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 10},
-    "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
+    "qwen2": {
+        **LLAMA,
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 10,
+        "max_window_layers": 1,
+    },
     "lora": LLAMA,
 }
 
@@ -35,7 +52,9 @@ TRANSFORMERS = ("transformers.models.t5.modeling_t5", "transformers.models.bert.
 
 
 def recipe_of(root: Path, model: str, **knobs: Any) -> Recipe:
-    """The recipe of one of `MODELS` over the prepared texts in `root`; its configuration, and weights for an adapter, are written where they lack."""
+    """The recipe of one of `MODELS` over the prepared texts in `root`; its configuration, and
+    weights for an adapter, are written where they lack.
+    """
     folder = root / "models" / model
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -43,7 +62,9 @@ def recipe_of(root: Path, model: str, **knobs: Any) -> Recipe:
         if model == "lora":
             whole = Decoder(DecoderConfig.from_hf(MODELS[model]))
             initialise(whole, 0)
-            save_weights({name: parameter.detach() for name, parameter in whole.named_parameters()}, folder)
+            save_weights(
+                {name: parameter.detach() for name, parameter in whole.named_parameters()}, folder
+            )
     given = {"model__source": str(folder), "model__config": None, "model__init": "random"}
     if model == "lora":
         given |= {"model__init": "weights", "model__lora": json.dumps({"rank": 4, "alpha": 8})}
@@ -54,7 +75,9 @@ class Proving:
     """Ranks that live as long as the tests of a file, and what one process makes of each recipe."""
 
     def __init__(self) -> None:
-        self.prover = Prover(preload=(*PRELOAD, "tests.parallel.faults", *TRANSFORMERS), case_s=60.0, bounds=BOUNDS)
+        self.prover = Prover(
+            preload=(*PRELOAD, "tests.parallel.faults", *TRANSFORMERS), case_s=60.0, bounds=BOUNDS
+        )
         self._references: dict[str, Reference] = {}
 
     def reference(self, recipe: Recipe) -> Reference:

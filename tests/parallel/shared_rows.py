@@ -1,4 +1,6 @@
-"""Rows of documents, and attention over them on ranks that share them, beside attention over whole rows."""
+"""Rows of documents, and attention over them on ranks that share them, beside attention over whole
+rows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ingot.models.head import IGNORE
 from ingot.parallel.rows import pair, share
 
 ROWS = ((5, 19, 24), (40, 3), (48,), ())
-"""Lengths of the documents of each row of 48 tokens: some cross all pieces, some lie in one; the second has padding behind, the last is dead."""
+"""Lengths of the documents of each row of 48 tokens: some cross all pieces, some lie in one; the
+second has padding behind, the last is dead.
+"""
 LENGTH = 48
 
 
@@ -26,14 +30,32 @@ class Rows(NamedTuple):
     segments: Tensor | None
 
     def shared(self, rank: int, world: int) -> Rows:
-        tokens, labels, positions = (share(each, rank, world, fill) for each, fill in zip(self[:3], (0, IGNORE, 0), strict=True))
-        return Rows(tokens, labels, positions, None if self.segments is None else share(self.segments, rank, world))
+        tokens, labels, positions = (
+            share(each, rank, world, fill)
+            for each, fill in zip(self[:3], (0, IGNORE, 0), strict=True)
+        )
+        return Rows(
+            tokens,
+            labels,
+            positions,
+            None if self.segments is None else share(self.segments, rank, world),
+        )
 
 
-def make_rows(documents: Sequence[Sequence[int]] = ROWS, length: int = LENGTH, vocab: int = 61) -> Rows:
-    """Rows of the same tokens on each rank, with the labels and positions that `data` would give them."""
-    tokens = torch.randint(1, vocab, (len(documents), length), generator=torch.Generator().manual_seed(3))
-    labels, positions, segments = torch.full_like(tokens, IGNORE), torch.zeros_like(tokens), torch.zeros_like(tokens)
+def make_rows(
+    documents: Sequence[Sequence[int]] = ROWS, length: int = LENGTH, vocab: int = 61
+) -> Rows:
+    """Rows of the same tokens on each rank, with the labels and positions that `data` would give
+    them.
+    """
+    tokens = torch.randint(
+        1, vocab, (len(documents), length), generator=torch.Generator().manual_seed(3)
+    )
+    labels, positions, segments = (
+        torch.full_like(tokens, IGNORE),
+        torch.zeros_like(tokens),
+        torch.zeros_like(tokens),
+    )
     for row, lengths in enumerate(documents):
         begin = 0
         for number, count in enumerate(lengths, start=1):
@@ -51,10 +73,16 @@ def plain_rows(length: int = LENGTH) -> Rows:
 
 
 def differences(
-    attention: Attention, rows: Rows, windows: Sequence[int | None], heads: tuple[int, int], rank: int, world: int,
+    attention: Attention,
+    rows: Rows,
+    windows: Sequence[int | None],
+    heads: tuple[int, int],
+    rank: int,
+    world: int,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, float]:
-    """The largest difference (see `_relative`) of the output and of each gradient, over windows, to float32 attention over whole rows.
+    """The largest difference (see `_relative`) of the output and of each gradient, over windows, to
+    float32 attention over whole rows.
 
     `heads`: of queries, and of keys and values.
     """
@@ -62,23 +90,40 @@ def differences(
     mine = rows.shared(rank, world)
     generator = torch.Generator().manual_seed(5)
     q, k, v, gradient = (
-        torch.randn(len(rows.tokens), count, full.tokens.shape[1], 8, generator=generator).to(dtype) for count in (heads[0], heads[1], heads[1], heads[0])
+        torch.randn(len(rows.tokens), count, full.tokens.shape[1], 8, generator=generator).to(dtype)
+        for count in (heads[0], heads[1], heads[1], heads[0])
     )
     found: dict[str, float] = {}
-    looks, dense_looks = attention(mine.positions, mine.segments, windows), dense(full.positions, full.segments, windows)
+    looks, dense_looks = (
+        attention(mine.positions, mine.segments, windows),
+        dense(full.positions, full.segments, windows),
+    )
     for window in windows:
         expected = _results(dense_looks[window], *(each.float() for each in (q, k, v, gradient)))
         got = _results(looks[window], *(pair(each, rank, world, 2) for each in (q, k, v, gradient)))
         for name, a, b in zip(("output", "q", "k", "v"), got, expected, strict=True):
             assert a.dtype == dtype
-            found[name] = max(found.get(name, 0.0), _relative(a, pair(b, rank, world, 2), pair(gradient, rank, world, 2)))
+            found[name] = max(
+                found.get(name, 0.0),
+                _relative(a, pair(b, rank, world, 2), pair(gradient, rank, world, 2)),
+            )
     return found
 
 
 def _filled(rows: Rows, world: int) -> Rows:
-    """Rows as long as those that the ranks share: `share` of one rank alone with the multiple that they need."""
-    tokens, labels, positions = (share(each, 0, 1, fill, 2 * world) for each, fill in zip(rows[:3], (0, IGNORE, 0), strict=True))
-    return Rows(tokens, labels, positions, None if rows.segments is None else share(rows.segments, 0, 1, 0, 2 * world))
+    """Rows as long as those that the ranks share: `share` of one rank alone with the multiple that
+    they need.
+    """
+    tokens, labels, positions = (
+        share(each, 0, 1, fill, 2 * world)
+        for each, fill in zip(rows[:3], (0, IGNORE, 0), strict=True)
+    )
+    return Rows(
+        tokens,
+        labels,
+        positions,
+        None if rows.segments is None else share(rows.segments, 0, 1, 0, 2 * world),
+    )
 
 
 def _results(look: Look, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
@@ -88,8 +133,14 @@ def _results(look: Look, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> t
 
 
 def _relative(a: Tensor, b: Tensor, gradient: Tensor) -> float:
-    """The norm of a - b, by that of b and of the gradient that came in; infinite where a is not finite.
+    """The norm of a - b, by that of b and of the gradient that came in; infinite where a is not
+    finite.
 
-    A query that sees itself alone has a gradient of 0, which is computed as the difference of two numbers of that size.
+    A query that sees itself alone has a gradient of 0, which is computed as the difference of two
+    numbers of that size.
     """
-    return float((a.float() - b).norm() / (b.norm() + gradient.float().norm())) if a.isfinite().all() else float("inf")
+    return (
+        float((a.float() - b).norm() / (b.norm() + gradient.float().norm()))
+        if a.isfinite().all()
+        else float("inf")
+    )

@@ -17,7 +17,9 @@ KERNELS = [Fused(), Products()]
 def some(heads: int = 6, keys: int = 2, time: int = 20) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, and a gradient of the output."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, gradient = (torch.randn(2, count, time, 8, generator=generator) for count in (heads, keys, keys, heads))
+    q, k, v, gradient = (
+        torch.randn(2, count, time, 8, generator=generator) for count in (heads, keys, keys, heads)
+    )
     return q, k, v, gradient
 
 
@@ -30,14 +32,22 @@ def near(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
 def test_a_kernel_equals_attention(kernel: Kernel, how: str, heads: tuple[int, int]) -> None:
     q, k, v, gradient = some(*heads)
-    allowed = causal_mask(20, None, q.device) if how == "causal" else torch.ones(2, 1, 20, 20, dtype=torch.bool)
+    allowed = (
+        causal_mask(20, None, q.device)
+        if how == "causal"
+        else torch.ones(2, 1, 20, 20, dtype=torch.bool)
+    )
     if how == "mask":
-        allowed = (torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(1)) < 0.3) | torch.eye(20, dtype=torch.bool)
+        allowed = (
+            torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(1)) < 0.3
+        ) | torch.eye(20, dtype=torch.bool)
     leaves = [each.clone().requires_grad_() for each in (q, k, v)]
     expected = attend(*leaves, allowed)
     part = kernel.look(q, k, v, allowed if how == "mask" else None, how == "causal")
     assert near(part.out, expected)
-    found = kernel.back(gradient, q, k, v, part, allowed if how == "mask" else None, how == "causal")
+    found = kernel.back(
+        gradient, q, k, v, part, allowed if how == "mask" else None, how == "causal"
+    )
     for ours, theirs in zip(found, torch.autograd.grad(expected, leaves, gradient), strict=True):
         assert near(ours, theirs)
 
@@ -55,7 +65,9 @@ def test_parts_make_the_whole(kernel: Kernel) -> None:
         part = kernel.look(q, k[:, :, keys], v[:, :, keys], mask[..., keys], False)
         assert part.out.isfinite().all()
         total = merge(total, part)
-        found.append(kernel.back(gradient, q, k[:, :, keys], v[:, :, keys], whole, mask[..., keys], False))
+        found.append(
+            kernel.back(gradient, q, k[:, :, keys], v[:, :, keys], whole, mask[..., keys], False)
+        )
     assert total is not None
     assert near(total.out, whole.out)
     assert near(total.logsum, whole.logsum)
@@ -74,7 +86,12 @@ def test_products_of_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     part = Products().look(q, k, v, mask, False)
     assert near(part.out, at_once.out)
     assert near(part.logsum, at_once.logsum)
-    assert all(near(a, b) for a, b in zip(Products().back(gradient, q, k, v, part, mask, False), gradients, strict=True))
+    assert all(
+        near(a, b)
+        for a, b in zip(
+            Products().back(gradient, q, k, v, part, mask, False), gradients, strict=True
+        )
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products"])

@@ -37,7 +37,11 @@ def _all() -> dict[str, Tensor]:
         out = exchange(x, group)
         (out * torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (rank + 1)).sum().backward()
         assert x.grad is not None
-        results |= {"exchange": out.detach(), "exchange gradient": x.grad, "exchange twice": exchange(exchange(x, group), group).detach()}
+        results |= {
+            "exchange": out.detach(),
+            "exchange gradient": x.grad,
+            "exchange twice": exchange(exchange(x, group), group).detach(),
+        }
         results["gather"] = torch.stack(gather(PARTS.T[:, rank], group))  # not contiguous
         # A loss that needs the whole row: the same on both ranks, and counted once.
         y = (PARTS[rank] / 20).requires_grad_()
@@ -78,8 +82,12 @@ def test_a_loss_of_the_whole_row_is_counted_once(found: list[dict[str, Tensor]])
     expected.backward()
     assert row.grad is not None
     for rank, results in enumerate(found):
-        assert float(results["loss"]) == pytest.approx(float(expected.detach()), rel=tolerances.LOSS_FP32)
-        torch.testing.assert_close(results["loss gradient"], row.grad[rank], rtol=tolerances.LOSS_FP32, atol=0)
+        assert float(results["loss"]) == pytest.approx(
+            float(expected.detach()), rel=tolerances.LOSS_FP32
+        )
+        torch.testing.assert_close(
+            results["loss gradient"], row.grad[rank], rtol=tolerances.LOSS_FP32, atol=0
+        )
 
 
 def test_a_rank_alone_speaks_with_nobody() -> None:

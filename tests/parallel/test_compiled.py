@@ -1,4 +1,6 @@
-"""Compiled layers: the same numbers and names, one compilation for equal layers, with all that wraps them."""
+"""Compiled layers: the same numbers and names, one compilation for equal layers, with all that
+wraps them.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +40,33 @@ def test_equal_layers_are_compiled_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [{"recompute": {"kind": "full"}}, {"recompute": {"kind": "selective"}}, {"recompute": {"kind": "full", "layers": 2}},
-                                    {"offload": {"activations": True}}])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"recompute": {"kind": "full"}},
+        {"recompute": {"kind": "selective"}},
+        {"recompute": {"kind": "full", "layers": 2}},
+        {"offload": {"activations": True}},
+    ],
+)
 def test_compiled_layers_save_memory_as_others_do(memory: dict[str, Any]) -> None:
     compiled_once(Case(steps=2, memory=memory))
 
 
 def test_compiled_layers_are_sharded() -> None:
     case = Case(parallel={"shard": 2}, steps=2)
-    for plain, compiled in run_ranks(2, run_cases, [case, replace(case, compiled=True)], timeout_s=300):
+    for plain, compiled in run_ranks(
+        2, run_cases, [case, replace(case, compiled=True)], timeout_s=300
+    ):
         assert_near(compiled, plain)
 
 
 @pytest.mark.slow
 def test_compiled_layers_are_recomputed_and_sharded() -> None:
     case = Case(parallel={"shard": 2}, steps=2, memory={"recompute": {"kind": "full"}})
-    for plain, compiled in run_ranks(2, run_cases, [case, replace(case, compiled=True)], timeout_s=300):
+    for plain, compiled in run_ranks(
+        2, run_cases, [case, replace(case, compiled=True)], timeout_s=300
+    ):
         assert_near(compiled, plain)
 
 

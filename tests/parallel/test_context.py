@@ -1,4 +1,6 @@
-"""Rows that 2 and 4 ranks share against whole ones: attention, a whole decoder, and planted faults."""
+"""Rows that 2 and 4 ranks share against whole ones: attention, a whole decoder, and planted
+faults.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,25 @@ from tests.ranks import run_ranks
 
 WINDOWS = (None, 1, 7, 20)
 CONFIG = {
-    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.2,
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
 }
 KINDS = ("ring", "ring by products", "ulysses")
 ATTENTION = [f"{kind} {rows}" for kind in KINDS for rows in ("plain", "packed", "filled up")]
-DECODER = [f"{kind} decoder, {rows}" for kind in ("ring", "ulysses") for rows in ("plain", "packed, computed again")]
+DECODER = [
+    f"{kind} decoder, {rows}"
+    for kind in ("ring", "ulysses")
+    for rows in ("plain", "packed, computed again")
+]
 FAULTS = ["positions not split", "a block skipped", "cut in order", "segments of this rank alone"]
 Found = dict[str, dict[str, float]]
 
@@ -55,7 +70,10 @@ def _all_cases(world: int) -> Found:
     with running_mesh(Parallel(context=world)) as mesh:
         here = mesh.context
         cases = {case: _attention_case(case, here, WINDOWS) for case in ATTENTION}
-        cases |= {f"{kind} bf16": _attention_case(f"{kind} packed", here, (None, 7), torch.bfloat16) for kind in KINDS}
+        cases |= {
+            f"{kind} bf16": _attention_case(f"{kind} packed", here, (None, 7), torch.bfloat16)
+            for kind in KINDS
+        }
         cases |= {case: _decoder_case(case, here) for case in DECODER}
         cases |= {fault: _faulty(fault, here) for fault in FAULTS}
         cases["autocast"] = _autocast_case(here)
@@ -65,16 +83,34 @@ def _all_cases(world: int) -> Found:
 
 
 def _attention(kind: str, here: Mesh) -> Attention:
-    return context_attention("ulysses" if kind.startswith("ulysses") else "ring", here.group, here.rank, here.world)
+    return context_attention(
+        "ulysses" if kind.startswith("ulysses") else "ring", here.group, here.rank, here.world
+    )
 
 
-def _attention_case(case: str, here: Mesh, windows: Sequence[int | None], dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    rows = plain_rows() if "plain" in case else make_rows() if "packed" in case else make_rows(((5, 19, 19), (), (41,)), 43)
+def _attention_case(
+    case: str, here: Mesh, windows: Sequence[int | None], dtype: torch.dtype = torch.float32
+) -> dict[str, float]:
+    rows = (
+        plain_rows()
+        if "plain" in case
+        else make_rows()
+        if "packed" in case
+        else make_rows(((5, 19, 19), (), (41,)), 43)
+    )
     # One key/value head for all queries cannot be shared by heads.
-    heads = (8, 8) if "plain" in case else (8, 4) if "ulysses" in case or "filled" in case else (6, 1)
-    products = mock.patch.object(ring, "kernel_for", return_value=Products()) if "products" in case else nullcontext()
+    heads = (
+        (8, 8) if "plain" in case else (8, 4) if "ulysses" in case or "filled" in case else (6, 1)
+    )
+    products = (
+        mock.patch.object(ring, "kernel_for", return_value=Products())
+        if "products" in case
+        else nullcontext()
+    )
     with products:
-        return differences(_attention(case, here), rows, windows, heads, here.rank, here.world, dtype)
+        return differences(
+            _attention(case, here), rows, windows, heads, here.rank, here.world, dtype
+        )
 
 
 def _decoder() -> Decoder:
@@ -85,11 +121,15 @@ def _decoder() -> Decoder:
 
 
 def _loss(model: Decoder, rows: Rows) -> Tensor:
-    return model(rows.tokens, rows.positions, rows.segments, rows.labels, CrossEntropy().token).sum()
+    return model(
+        rows.tokens, rows.positions, rows.segments, rows.labels, CrossEntropy().token
+    ).sum()
 
 
 def _decoder_case(case: str, here: Mesh, shared: Rows | None = None) -> dict[str, float]:
-    """Differences of the summed loss, and of the gradient of each weight, to one process. `shared`: other rows than this rank's share."""
+    """Differences of the summed loss, and of the gradient of each weight, to one process. `shared`:
+    other rows than this rank's share.
+    """
     rows = plain_rows() if "plain" in case else make_rows()
     reference, model = _decoder(), _decoder()
     expected = _loss(reference, rows)
@@ -136,14 +176,19 @@ def _skipping(plan: Any, owner: RingAttention, *arguments: Any, peek: bool) -> R
 
 
 def _autocast_case(here: Mesh) -> dict[str, float]:
-    """The loss in bf16 beside that of whole rows in bf16; queries in float32 and values in bf16 may meet there."""
+    """The loss in bf16 beside that of whole rows in bf16; queries in float32 and values in bf16 may
+    meet there.
+    """
     rows, model = make_rows(), _decoder()
     mine = rows.shared(here.rank, here.world)
     with computing_in("bf16", torch.device("cpu")), torch.no_grad():
         expected = _loss(model, rows)
         model.attention = _attention("ring", here)
         total = here.all_sum(_loss(model, mine))
-        q, v = torch.ones(4, 8, mine.tokens.shape[1], 4), torch.ones(4, 4, mine.tokens.shape[1], 4, dtype=torch.bfloat16)
+        q, v = (
+            torch.ones(4, 8, mine.tokens.shape[1], 4),
+            torch.ones(4, 4, mine.tokens.shape[1], 4, dtype=torch.bfloat16),
+        )
         mixed = model.attention(mine.positions, mine.segments, [None])[None](q, q[:, :4], v)
     assert mixed.dtype == torch.bfloat16
     assert torch.equal(mixed, torch.ones_like(mixed))
@@ -151,17 +196,26 @@ def _autocast_case(here: Mesh) -> dict[str, float]:
 
 
 def _compiled_case(here: Mesh) -> dict[str, float]:
-    """A compiled layer in rows of ever other documents: how many graphs there are after the first, and how many more after the last."""
+    """A compiled layer in rows of ever other documents: how many graphs there are after the first,
+    and how many more after the last.
+    """
     model = _decoder()
     model.attention = _attention("ring", here)
     for layer in model.model.layers:
         layer.compile(backend="eager")
     graphs, losses = [], 0.0
-    for documents in (((48,), (20, 28)), ((24, 24), (1, 47)), ((12, 36), (6, 6, 36)), ((30, 18), (48,))):
+    for documents in (
+        ((48,), (20, 28)),
+        ((24, 24), (1, 47)),
+        ((12, 36), (6, 6, 36)),
+        ((30, 18), (48,)),
+    ):
         rows = make_rows(documents)
         loss = _loss(model, rows.shared(here.rank, here.world))
         loss.backward()
-        losses = max(losses, abs(float(here.all_sum(loss.detach()) / _loss(_decoder(), rows).detach()) - 1))
+        losses = max(
+            losses, abs(float(here.all_sum(loss.detach()) / _loss(_decoder(), rows).detach()) - 1)
+        )
         graphs.append(counters["stats"]["unique_graphs"])
     return {"first": graphs[0], "more": graphs[-1] - graphs[0], "loss": losses}
 
@@ -175,7 +229,9 @@ def test_attention_equals_that_over_whole_rows(found: list[Found], case: str) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_as_near_as_its_digits_allow(found: list[Found], kind: str) -> None:
     for rank, cases in enumerate(found):
-        assert max(cases[f"{kind} bf16"].values()) < tolerances.SHARED_ROWS_BF16, f"rank {rank}: {cases[f'{kind} bf16']}"
+        assert max(cases[f"{kind} bf16"].values()) < tolerances.SHARED_ROWS_BF16, (
+            f"rank {rank}: {cases[f'{kind} bf16']}"
+        )
 
 
 @pytest.mark.parametrize("case", DECODER)

@@ -41,14 +41,18 @@ def on_ranks(cases: list[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_overfit_reaches_what_float32_reaches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overfit_reaches_what_float32_reaches(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wrapped_run, "global_batch", lambda step: global_batch(0))
     case = Case(model=WIDE, adam=True, steps=16, micro_batch=8)
     plain, coarse = run_case(case), run_case(replace(case, precision={"float8": kind}))
     assert plain.losses[-1] < 0.02
     assert coarse.losses[-1] < 0.02
     assert coarse.losses[0] != plain.losses[0]
-    assert sum(coarse.losses) / 16 == pytest.approx(sum(plain.losses) / 16, abs=tolerances.FLOAT8_LOSS)
+    assert sum(coarse.losses) / 16 == pytest.approx(
+        sum(plain.losses) / 16, abs=tolerances.FLOAT8_LOSS
+    )
     assert coarse.names == plain.names
     assert coarse.types == {torch.float32}
 
@@ -87,12 +91,24 @@ def test_all_linear_layers_of_the_layers_and_no_others() -> None:
     initialise(model, 0)
     before = {name: tensor.clone() for name, tensor in exported_weights(model)}
     use_float8(model, "rowwise")
-    assert len(eights(model)) == 7 * 2 == sum(1 for layer in layers(model) for module in layer.modules() if isinstance(module, nn.Linear))
+    assert (
+        len(eights(model))
+        == 7 * 2
+        == sum(
+            1
+            for layer in layers(model)
+            for module in layer.modules()
+            if isinstance(module, nn.Linear)
+        )
+    )
     assert "lm_head" not in eights(model)
     assert [name for name, _ in model.named_parameters()] == names
     after = dict(exported_weights(model))
     assert before.keys() == after.keys()
-    assert all(type(after[name]) in (torch.Tensor, nn.Parameter) and torch.equal(after[name], before[name]) for name in before)
+    assert all(
+        type(after[name]) in (torch.Tensor, nn.Parameter) and torch.equal(after[name], before[name])
+        for name in before
+    )
 
 
 def test_odd_matrices_stay_as_they_are_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,13 +118,17 @@ def test_odd_matrices_stay_as_they_are_and_are_named(capsys: pytest.CaptureFixtu
     assert len(eights(model)) == 4 * 2
     told = capsys.readouterr().err
     assert "multiples of 16" in told
-    assert "mlp.gate_proj [104, 64], mlp.down_proj [64, 104]" in told.replace("mlp.up_proj", "mlp.gate_proj")
+    assert "mlp.gate_proj [104, 64], mlp.down_proj [64, 104]" in told.replace(
+        "mlp.up_proj", "mlp.gate_proj"
+    )
     use_float8(Decoder(DecoderConfig.from_hf(odd)), "tensorwise", loud=False)
     assert not capsys.readouterr().err
 
 
 def test_a_model_without_one_fitting_matrix_is_refused() -> None:
-    with pytest.raises(WrongInput, match=r"multiples of 128, this model has none .*; set precision\.float8 to none"):
+    with pytest.raises(
+        WrongInput, match=r"multiples of 128, this model has none .*; set precision\.float8 to none"
+    ):
         use_float8(Decoder(DecoderConfig.from_hf(WIDE)), "rowwise", tensor=8)
 
 
@@ -120,7 +140,16 @@ def test_models_of_transformers_have_layers_too() -> None:
 
 
 def check(**others: Any) -> None:
-    check_float8(**{"kind": "rowwise", "device": CPU, "compute": "bf16", "adapted": False, "lengths": {"data.seq_len": 4096}, **others})
+    check_float8(
+        **{
+            "kind": "rowwise",
+            "device": CPU,
+            "compute": "bf16",
+            "adapted": False,
+            "lengths": {"data.seq_len": 4096},
+            **others,
+        }
+    )
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +157,21 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WrongInput, match=r"trains the matrices that model\.lora leaves"):
         check(adapted=True)
     monkeypatch.setattr(float8, "EMULATED", False)
-    with pytest.raises(WrongInput, match=r"precision\.float8 rowwise needs a GPU of compute capability 8\.9 .*this is CPU.*set precision\.float8 to none"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"precision\.float8 rowwise needs a GPU of compute capability 8\.9 .*this is CPU.*set"
+            r" precision\.float8 to none"
+        ),
+    ):
         check()
     monkeypatch.setattr(float8, "has_float8", lambda device: True)
     check()
     with pytest.raises(WrongInput, match=r"goes with precision\.compute bf16, not fp32"):
         check(compute="fp32")
-    with pytest.raises(WrongInput, match=r"multiple of 16 tokens on each rank, data\.seq_len makes 1,000"):
+    with pytest.raises(
+        WrongInput, match=r"multiple of 16 tokens on each rank, data\.seq_len makes 1,000"
+    ):
         check(lengths={"data.seq_len": 1000})
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(WrongInput, match=r"needs torchao; run `pip install ingot\[float8\]`"):

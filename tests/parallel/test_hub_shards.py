@@ -1,4 +1,6 @@
-"""Models of transformers with their weights sharded, and with copies of that: the numbers of one process, ties and unread embeddings included."""
+"""Models of transformers with their weights sharded, and with copies of that: the numbers of one
+process, ties and unread embeddings included.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,23 @@ def batch_of(step: int, *, classes: bool) -> Batch:
 
 
 def rows(batch: Batch, first: int, count: int) -> Batch:
-    return Batch(*(getattr(batch, name)[first : first + count] for name in ("tokens", "labels", "positions", "segments", "rows")))
+    return Batch(
+        *(
+            getattr(batch, name)[first : first + count]
+            for name in ("tokens", "labels", "positions", "segments", "rows")
+        )
+    )
 
 
-def train_a_little(name: str, layout: dict[str, int]) -> tuple[list[float], list[float], dict[str, Tensor], float]:
+def train_a_little(
+    name: str, layout: dict[str, int]
+) -> tuple[list[float], list[float], dict[str, Tensor], float]:
     """Losses, norms and weights of three steps, and this rank's share of the trained numbers."""
     with running_mesh(Parallel(**layout)) as mesh:
         model, how, objective = drawn(name), Wrapping(Parallel(**layout)), CrossEntropy()
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        trained = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
         apply_wrappers(model, mesh, how)
         masters = make_masters(model, mesh, how)
         optimizer = make_optimizer(SGD(kind="sgd", lr=0.2), masters)
@@ -64,10 +75,21 @@ def train_a_little(name: str, layout: dict[str, int]) -> tuple[list[float], list
             whole = batch_of(step % 2, classes=isinstance(model, Encoder))
             batches = [rows(whole, mesh.data.rank * share + place, 1) for place in range(share)]
             outcome = train_step(
-                module, objective, batches, masters, optimizer, targets=objective.targets(whole), clip_norm=0.5, compute="fp32", mesh=mesh)
+                module,
+                objective,
+                batches,
+                masters,
+                optimizer,
+                targets=objective.targets(whole),
+                clip_norm=0.5,
+                compute="fp32",
+                mesh=mesh,
+            )
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
-        weights = {parameter: _whole(tensor.detach()) for parameter, tensor in model.named_parameters()}
+        weights = {
+            parameter: _whole(tensor.detach()) for parameter, tensor in model.named_parameters()
+        }
         return losses, norms, weights, sum(master.tensor.numel() for master in masters) / trained
 
 
@@ -85,9 +107,20 @@ def alone() -> dict[str, Any]:
     return several(list(ALL), {})
 
 
-@pytest.mark.parametrize(("names", "layout"), [(tuple(ALL), {"shard": 2}), (COPIED, {"replicate": 2, "shard": 2})], ids=["shard", "shard-replicate"])
-def test_sharded_equals_one_process(names: tuple[str, ...], layout: dict[str, int], alone: dict[str, Any]) -> None:
-    unread = {name for name in names for key, parameter in drawn(name).named_parameters() if key.endswith("shared.weight") and not parameter.requires_grad}
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    [(tuple(ALL), {"shard": 2}), (COPIED, {"replicate": 2, "shard": 2})],
+    ids=["shard", "shard-replicate"],
+)
+def test_sharded_equals_one_process(
+    names: tuple[str, ...], layout: dict[str, int], alone: dict[str, Any]
+) -> None:
+    unread = {
+        name
+        for name in names
+        for key, parameter in drawn(name).named_parameters()
+        if key.endswith("shared.weight") and not parameter.requires_grad
+    }
     assert unread, "an embedding that nobody reads is among them"
     ranks = run_ranks(2 * layout.get("replicate", 1), several, names, layout, timeout_s=200)
     for name in names:

@@ -1,7 +1,9 @@
-"""Every layout gives what one process gives: losses, gradient norms, updated weights; each rank holds its share; and faults are seen.
+"""Every layout gives what one process gives: losses, gradient norms, updated weights; each rank
+holds its share; and faults are seen.
 
-A case is a few steps of the real trainee (`ingot.verify.measured`): packed rows, targets unequal over ranks down to none, accumulation, clipping
-that acts, a vocabulary that nothing divides, plain gradient descent with a rate of 1.
+A case is a few steps of the real trainee (`ingot.verify.measured`): packed rows, targets unequal
+over ranks down to none, accumulation, clipping that acts, a vocabulary that nothing divides, plain
+gradient descent with a rate of 1.
 """
 
 from __future__ import annotations
@@ -20,33 +22,91 @@ from tests.parallel.proving import Proving, recipe_of
 from tests.small import copy_of
 
 QUICK: dict[str, list[Layout]] = {
-    "llama": [*(layout(**knobs) for knobs in MODES.values()), *(layout(**knobs) for knobs in (
-        {"tensor": 4}, {"pipeline": 4}, {"shard": 2, "tensor": 2}, {"context": 2, "context_by": "ulysses", "tensor": 2}, {"replicate": 2, "pipeline": 2},
-        {"shard": 2, "tensor": 2, "pipeline": 2}, {"context": 2, "tensor": 2, "shard": 2}, {"replicate": 2, "shard": 2, "context": 2}))],
-    "tied": [layout(**knobs) for knobs in (
-        {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual": 2}, {"shard": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2})],
-    "qwen3": [layout(**knobs) for knobs in ({"tensor": 2}, {"context": 2, "context_by": "ulysses"})],
+    "llama": [
+        *(layout(**knobs) for knobs in MODES.values()),
+        *(
+            layout(**knobs)
+            for knobs in (
+                {"tensor": 4},
+                {"pipeline": 4},
+                {"shard": 2, "tensor": 2},
+                {"context": 2, "context_by": "ulysses", "tensor": 2},
+                {"replicate": 2, "pipeline": 2},
+                {"shard": 2, "tensor": 2, "pipeline": 2},
+                {"context": 2, "tensor": 2, "shard": 2},
+                {"replicate": 2, "shard": 2, "context": 2},
+            )
+        ),
+    ],
+    "tied": [
+        layout(**knobs)
+        for knobs in (
+            {"shard": 2},
+            {"tensor": 2},
+            {"pipeline": 2},
+            {"pipeline": 2, "virtual": 2},
+            {"shard": 2, "pipeline": 2},
+            {"tensor": 2, "pipeline": 2},
+        )
+    ],
+    "qwen3": [
+        layout(**knobs) for knobs in ({"tensor": 2}, {"context": 2, "context_by": "ulysses"})
+    ],
     "mistral": [layout(**knobs) for knobs in ({"context": 2}, {"pipeline": 2})],
-    "qwen2": [layout(**knobs) for knobs in ({"context": 2, "context_by": "ulysses"}, {"tensor": 2, "sequence": False})],
-    "lora": [layout(**knobs) for knobs in ({"replicate": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2})],
+    "qwen2": [
+        layout(**knobs)
+        for knobs in ({"context": 2, "context_by": "ulysses"}, {"tensor": 2, "sequence": False})
+    ],
+    "lora": [
+        layout(**knobs)
+        for knobs in ({"replicate": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2})
+    ],
 }
 """What CI tries."""
 FULL: dict[str, list[Layout]] = {
-    "llama": table(), "tied": table(), "lora": [*(layout(**knobs) for knobs in (*MODES.values(), *PRODUCTS)), *pairs(("shard", "tensor", "1f1b", "ring"))],
-    **{model: [*(layout(**knobs) for knobs in MODES.values()), *pairs(("tensor", "1f1b", "ring", "ulysses"))] for model in ("qwen3", "mistral", "qwen2")},
+    "llama": table(),
+    "tied": table(),
+    "lora": [
+        *(layout(**knobs) for knobs in (*MODES.values(), *PRODUCTS)),
+        *pairs(("shard", "tensor", "1f1b", "ring")),
+    ],
+    **{
+        model: [
+            *(layout(**knobs) for knobs in MODES.values()),
+            *pairs(("tensor", "1f1b", "ring", "ulysses")),
+        ]
+        for model in ("qwen3", "mistral", "qwen2")
+    },
 }
 """What there is: all of the table on tied and untied models, parts of it on the others."""
 WAYS: list[tuple[str, dict[str, Any]]] = [
-    *((way, knobs) for way in ("sft", "distill") for knobs in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2})),
-    *(("dpo", knobs) for knobs in ({"shard": 2}, {"tensor": 2}, {"tensor": 2, "sequence": False}, {"shard": 2, "tensor": 2}, {"context": 2})),
-    ("dpo-lora", {"shard": 2}), ("dpo-lora", {"tensor": 2}),
+    *(
+        (way, knobs)
+        for way in ("sft", "distill")
+        for knobs in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2})
+    ),
+    *(
+        ("dpo", knobs)
+        for knobs in (
+            {"shard": 2},
+            {"tensor": 2},
+            {"tensor": 2, "sequence": False},
+            {"shard": 2, "tensor": 2},
+            {"context": 2},
+        )
+    ),
+    ("dpo-lora", {"shard": 2}),
+    ("dpo-lora", {"tensor": 2}),
     *((way, MODES[mode]) for way in ("seq2seq", "classify") for mode in OF_TRANSFORMERS),
 ]
 
 
 def cases(models: dict[str, list[Layout]]) -> list[Any]:
     """Ordered by the number of processes, so that few are there at a time."""
-    found = sorted(((model, one) for model, layouts in models.items() for one in layouts), key=lambda case: case[1].processes)
+    found = sorted(
+        ((model, one) for model, layouts in models.items() for one in layouts),
+        key=lambda case: case[1].processes,
+    )
     return [pytest.param(model, one, id=f"{model}: {one.name}") for model, one in found]
 
 
@@ -78,13 +138,17 @@ def check(found: Finding) -> None:
 
 
 @pytest.mark.parametrize(("model", "one"), cases(QUICK))
-def test_a_layout_equals_one_process(model: str, one: Layout, proving: Proving, texts: Path) -> None:
+def test_a_layout_equals_one_process(
+    model: str, one: Layout, proving: Proving, texts: Path
+) -> None:
     check(prove(proving, texts, model, one))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "one"), cases(FULL))
-def test_all_layouts_equal_one_process(model: str, one: Layout, proving: Proving, texts: Path) -> None:
+def test_all_layouts_equal_one_process(
+    model: str, one: Layout, proving: Proving, texts: Path
+) -> None:
     found = prove(proving, texts, model, one)
     if found.holds is None:
         assert found.reason.startswith("parallel."), found.told
@@ -93,16 +157,26 @@ def test_all_layouts_equal_one_process(model: str, one: Layout, proving: Proving
         check(found)
 
 
-@pytest.mark.parametrize(("way", "knobs"), WAYS, ids=[f"{way}: {layout(**knobs).name}" for way, knobs in WAYS])
-def test_every_way_of_training_equals_one_process(way: str, knobs: dict[str, Any], proving: Proving, documents: Path) -> None:
-    check(proving.prover.finding(proving.reference(ways.recipe_of(documents, way)), layout(**knobs)))
+@pytest.mark.parametrize(
+    ("way", "knobs"), WAYS, ids=[f"{way}: {layout(**knobs).name}" for way, knobs in WAYS]
+)
+def test_every_way_of_training_equals_one_process(
+    way: str, knobs: dict[str, Any], proving: Proving, documents: Path
+) -> None:
+    check(
+        proving.prover.finding(proving.reference(ways.recipe_of(documents, way)), layout(**knobs))
+    )
 
 
 def test_the_cases_are_what_they_should_be(proving: Proving, texts: Path) -> None:
-    """Uneven targets down to none, packed rows, clipping that acts, several micro-batches, weights that move, an adapter that is awake."""
+    """Uneven targets down to none, packed rows, clipping that acts, several micro-batches, weights
+    that move, an adapter that is awake.
+    """
     reference = proving.reference(recipe_of(texts, "lora"))
     crew = proving.prover._crew(2)
-    laid_out = reference.shrunk.laid_out(layout(replicate=2).parallel, layout().memory, texts / "looked-at")
+    laid_out = reference.shrunk.laid_out(
+        layout(replicate=2).parallel, layout().memory, texts / "looked-at"
+    )
     ranks = crew.run_named("looking", 60.0, faults.looked_at, laid_out)
     first, second = (rank["targets"] for rank in ranks)
     assert 0 in first
@@ -114,7 +188,9 @@ def test_the_cases_are_what_they_should_be(proving: Proving, texts: Path) -> Non
     assert min(reference.alone.norms) > clip_norm
     for name, piece in reference.alone.weights[0].items():
         assert float(piece.values.abs().sum()) > 0, name
-        assert not piece.values.equal(reference.alone.weights[-1][name].values), f"{name} did not move"
+        assert not piece.values.equal(reference.alone.weights[-1][name].values), (
+            f"{name} did not move"
+        )
 
 
 CAUGHT_BY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,7 +212,9 @@ CAUGHT_BY: dict[str, tuple[str, dict[str, Any]]] = {
 
 def with_fault(proving: Proving, texts: Path, fault: str) -> Finding:
     model, knobs = CAUGHT_BY[fault]
-    return proving.prover.finding(proving.reference(recipe_of(texts, model)), layout(**knobs), faults.measure_with, fault)
+    return proving.prover.finding(
+        proving.reference(recipe_of(texts, model)), layout(**knobs), faults.measure_with, fault
+    )
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS)

@@ -1,4 +1,6 @@
-"""What waits on the host: the same numbers to the last bit, and the device is really rid of it (as far as a machine without one can tell)."""
+"""What waits on the host: the same numbers to the last bit, and the device is really rid of it (as
+far as a machine without one can tell).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ from tests.parallel.wrapped_run import MODEL, Case, run_case, run_cases
 from tests.ranks import run_ranks
 from tests.train.test_step import global_batch
 
-PARTS: tuple[dict[str, Any], ...] = ({"activations": True}, {"optimizer": 0.5}, {"activations": True, "optimizer": 1.0})
+PARTS: tuple[dict[str, Any], ...] = (
+    {"activations": True},
+    {"optimizer": 0.5},
+    {"activations": True, "optimizer": 1.0},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +41,9 @@ def small_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases_of(case: Case) -> list[Case]:
-    weights: list[dict[str, Any]] = [{"weights": True, "activations": True}] if "shard" in case.parallel else []
+    weights: list[dict[str, Any]] = (
+        [{"weights": True, "activations": True}] if "shard" in case.parallel else []
+    )
     return [case, *(replace(case, memory={"offload": knobs}) for knobs in (*PARTS, *weights))]
 
 
@@ -44,16 +52,23 @@ def on_ranks(cases: list[Case]) -> list[Any]:
     return run_cases(cases)
 
 
-@pytest.mark.parametrize(("adam", "compute", "lora"), [(False, "fp32", False), (True, "fp32", False), (True, "bf16", False), (False, "fp32", True)])
+@pytest.mark.parametrize(
+    ("adam", "compute", "lora"),
+    [(False, "fp32", False), (True, "fp32", False), (True, "bf16", False), (False, "fp32", True)],
+)
 def test_offloading_gives_the_same_bits(adam: bool, compute: Any, lora: bool) -> None:
-    plain, *others = (run_case(case) for case in cases_of(Case(adam=adam, compute=compute, lora=lora)))
+    plain, *others = (
+        run_case(case) for case in cases_of(Case(adam=adam, compute=compute, lora=lora))
+    )
     for other in others:
         assert_same(other, plain)
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"context": 2}, {"pipeline": 2}])
 def test_offloading_gives_the_same_bits_on_ranks(layout: dict[str, Any]) -> None:
-    for plain, *others in run_ranks(2, on_ranks, cases_of(Case(parallel=layout, adam=True, steps=2)), timeout_s=150):
+    for plain, *others in run_ranks(
+        2, on_ranks, cases_of(Case(parallel=layout, adam=True, steps=2)), timeout_s=150
+    ):
         for other in others:
             assert_same(other, plain)
 
@@ -61,7 +76,10 @@ def test_offloading_gives_the_same_bits_on_ranks(layout: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", ["t5", "bert"])
 def test_models_of_transformers_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = hub_gradients(name, {})
-    monkeypatch.setattr("tests.parallel.test_recompute.recompute_layers", lambda model, knobs: offload_activations(model))
+    monkeypatch.setattr(
+        "tests.parallel.test_recompute.recompute_layers",
+        lambda model, knobs: offload_activations(model),
+    )
     found = hub_gradients(name, {})
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
@@ -71,12 +89,18 @@ def taken(monkeypatch: pytest.MonkeyPatch, layers: int) -> tuple[list[Tensor], D
     """What went to the host in a forward pass."""
     gone: list[Tensor] = []
     was = Load.__init__
-    monkeypatch.setattr(Load, "__init__", lambda self, tensor, road: gone.append(tensor) or was(self, tensor, road))
+    monkeypatch.setattr(
+        Load, "__init__", lambda self, tensor, road: gone.append(tensor) or was(self, tensor, road)
+    )
     model = Decoder(DecoderConfig.from_hf({**MODEL, "num_hidden_layers": layers}))
     initialise(model, 0)
     offload_activations(model)
     batch = global_batch(0)
-    return gone, model, model(batch.tokens, batch.positions, batch.segments, batch.labels, NLL).sum()
+    return (
+        gone,
+        model,
+        model(batch.tokens, batch.positions, batch.segments, batch.labels, NLL).sum(),
+    )
 
 
 def test_activations_go_once_and_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +108,18 @@ def test_activations_go_once_and_weights_stay(monkeypatch: pytest.MonkeyPatch) -
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert not any(tensor.untyped_storage().data_ptr() in weights for tensor in gone)
     half = gone[: len(gone) // 2]
-    places = [(tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in half]
+    places = [
+        (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        for tensor in half
+    ]
     assert len(set(places)) == len(places), "three products save the same input, which goes once"
-    # The input of each product, twice that of each norm, queries, keys, values, what came of them, gate and up at the least.
+    # The input of each product, twice that of each norm, queries, keys, values, what came of them,
+    # gate and up at the least.
     assert sum(tensor.nbytes for tensor in half) > 10 * 8 * 24 * 32 * 4
     loss.backward()
 
@@ -126,13 +159,19 @@ class Sizes(nn.Module):
         self.parts = nn.ParameterList(torch.ones(size) for size in (50, 10, 20, 20))
 
 
-@pytest.mark.parametrize(("share", "away"), [(0.0, 0), (0.2, 0), (0.3, 1), (0.5, 1), (0.6, 2), (0.75, 3), (1.0, 4)])
+@pytest.mark.parametrize(
+    ("share", "away"), [(0.0, 0), (0.2, 0), (0.3, 1), (0.5, 1), (0.6, 2), (0.75, 3), (1.0, 4)]
+)
 def test_as_large_a_share_of_the_optimizer_as_was_asked_for(share: float, away: int) -> None:
     model = Sizes()
     masters = list(Masters(model, Mesh(Ranks(), HOST), on_host=share))
     apart = [master.tensor is not master.parameter for master in masters]
     assert apart == [True] * away + [False] * (4 - away)
-    assert all(master.tensor.data_ptr() != master.parameter.data_ptr() for master in masters if master.tensor is not master.parameter)
+    assert all(
+        master.tensor.data_ptr() != master.parameter.data_ptr()
+        for master in masters
+        if master.tensor is not master.parameter
+    )
 
 
 def test_what_is_on_the_host_is_published() -> None:
@@ -167,7 +206,12 @@ def test_a_spread_part_is_the_part_itself() -> None:
 
 
 def test_what_excludes_each_other_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"memory\.offload\.weights takes the whole optimizer along"):
+    with pytest.raises(
+        ValidationError, match=r"memory\.offload\.weights takes the whole optimizer along"
+    ):
         Memory(offload=Offload(weights=True, optimizer=0.5))
-    with pytest.raises(ValidationError, match=r"memory\.offload\.activations keeps what memory\.recompute\.kind=full"):
+    with pytest.raises(
+        ValidationError,
+        match=r"memory\.offload\.activations keeps what memory\.recompute\.kind=full",
+    ):
         Memory(**{"offload": {"activations": True}, "recompute": {"kind": "full"}})

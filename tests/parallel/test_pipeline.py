@@ -1,4 +1,6 @@
-"""Layers shared by ranks: the weights, losses and norms of one process, whatever the schedule and what else is shared."""
+"""Layers shared by ranks: the weights, losses and norms of one process, whatever the schedule and
+what else is shared.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,11 @@ EIGHT = {
 
 def alone(case: Case) -> Result:
     """The same in one process, whole batches at once, nothing spared."""
-    return run_case(Case(model=case.model, compute=case.compute, lora=case.lora, steps=case.steps, micro_batch=8))
+    return run_case(
+        Case(
+            model=case.model, compute=case.compute, lora=case.lora, steps=case.steps, micro_batch=8
+        )
+    )
 
 
 def together(results: list[Result]) -> dict[str, Tensor]:
@@ -104,7 +110,9 @@ def assert_all_equal(world: int, cases: dict[str, Case]) -> None:
         results = [of_rank[number] for of_rank in found]
         assert_equal(results, alone(case))
         sizes = [sum(weight.numel() for weight in result.weights.values()) for result in results]
-        assert max(sizes) < 0.8 * sum(weight.numel() for weight in together(results).values()), "each rank has a share of the layers"
+        assert max(sizes) < 0.8 * sum(weight.numel() for weight in together(results).values()), (
+            "each rank has a share of the layers"
+        )
 
 
 def test_two_ranks_equal_one() -> None:
@@ -127,9 +135,14 @@ def test_eight_ranks_equal_one() -> None:
 
 def test_schedules_agree_in_bf16() -> None:
     """Zero bubble adds up gradients of weights in float32, too."""
-    kinds = [Case({"pipeline": 2}, compute="bf16", micro_batch=1), *(Case(looped(kind), compute="bf16", micro_batch=1) for kind in ("auto", "zero_bubble"))]
+    kinds = [
+        Case({"pipeline": 2}, compute="bf16", micro_batch=1),
+        *(Case(looped(kind), compute="bf16", micro_batch=1) for kind in ("auto", "zero_bubble")),
+    ]
     found = run_ranks(2, run_cases, kinds)
-    plain, *others = (together([of_rank[number] for of_rank in found]) for number in range(len(kinds)))
+    plain, *others = (
+        together([of_rank[number] for of_rank in found]) for number in range(len(kinds))
+    )
     for other in others:
         assert distance(other, plain) < tolerances.SPLIT_WEIGHTS
     assert found[0][0].losses == pytest.approx(alone(kinds[0]).losses, abs=tolerances.BF16_LOSS)
@@ -150,7 +163,9 @@ def without_other_stages(case: Case) -> Result:
 
     def norm(self: Masters) -> Tensor:
         mesh = self.mesh
-        self.mesh = replace(mesh, parts={name: part for name, part in mesh.parts.items() if name != "pipeline"})
+        self.mesh = replace(
+            mesh, parts={name: part for name, part in mesh.parts.items() if name != "pipeline"}
+        )
         try:
             return whole_norm(self)
         finally:
@@ -190,8 +205,11 @@ def with_dropout_of_the_first(case: Case) -> Result:
 
 
 FAULTS: list[tuple[Callable[[Case], Result], Case]] = [
-    (without_twins, Case({"pipeline": 2}, model=TIED)), (without_other_stages, Case({"pipeline": 2})), (without_a_layer, Case({"pipeline": 2})),
-    (with_scaled_gradients, Case({"pipeline": 2})), (with_dropout_of_the_first, Case({"pipeline": 2}, lora=True, steps=1)),
+    (without_twins, Case({"pipeline": 2}, model=TIED)),
+    (without_other_stages, Case({"pipeline": 2})),
+    (without_a_layer, Case({"pipeline": 2})),
+    (with_scaled_gradients, Case({"pipeline": 2})),
+    (with_dropout_of_the_first, Case({"pipeline": 2}, lora=True, steps=1)),
 ]
 
 
@@ -205,13 +223,30 @@ def test_faults_would_be_seen(fault: Callable[[Case], Result], case: Case) -> No
 # What is refused
 
 
-@pytest.mark.parametrize(("parallel", "memory", "compiled", "dropout", "said"), [
-    (looped("zero_bubble"), {}, True, 0.0, "train.compile cannot; set it to interleaved"),
-    (looped("zero_bubble", shard=2), {}, False, 0.0, "set parallel.reshard to false"),
-    (looped("zero_bubble"), {"recompute": {"kind": "selective"}}, False, 0.0, "set it to full or none"),
-    ({"pipeline": 2}, {"recompute": {"kind": "full"}}, False, 0.1, "model.lora.dropout 0.1 with parallel.pipeline"),
-])
-def test_what_a_pipeline_cannot_do(parallel: Axes, memory: dict[str, Any], compiled: bool, dropout: float, said: str) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "memory", "compiled", "dropout", "said"),
+    [
+        (looped("zero_bubble"), {}, True, 0.0, "train.compile cannot; set it to interleaved"),
+        (looped("zero_bubble", shard=2), {}, False, 0.0, "set parallel.reshard to false"),
+        (
+            looped("zero_bubble"),
+            {"recompute": {"kind": "selective"}},
+            False,
+            0.0,
+            "set it to full or none",
+        ),
+        (
+            {"pipeline": 2},
+            {"recompute": {"kind": "full"}},
+            False,
+            0.1,
+            "model.lora.dropout 0.1 with parallel.pipeline",
+        ),
+    ],
+)
+def test_what_a_pipeline_cannot_do(
+    parallel: Axes, memory: dict[str, Any], compiled: bool, dropout: float, said: str
+) -> None:
     with pytest.raises(WrongInput, match=said):
         check_pipeline(Parallel(**parallel), Memory(**memory), compiled=compiled, dropout=dropout)
     check_pipeline(Parallel(), Memory(**memory), compiled=compiled, dropout=dropout)
@@ -219,6 +254,9 @@ def test_what_a_pipeline_cannot_do(parallel: Axes, memory: dict[str, Any], compi
 
 
 def test_the_schedule_follows_from_the_stages() -> None:
-    assert [resolved_schedule(Parallel(pipeline=4, schedule=kind), 8) for kind in ("auto", "gpipe", "1f1b")] == ["1f1b", "gpipe", "1f1b"]
+    assert [
+        resolved_schedule(Parallel(pipeline=4, schedule=kind), 8)
+        for kind in ("auto", "gpipe", "1f1b")
+    ] == ["1f1b", "gpipe", "1f1b"]
     assert resolved_schedule(Parallel(pipeline=4), 3) == "gpipe"
     assert resolved_schedule(Parallel(pipeline=2, virtual=2), 2) == "interleaved"

@@ -1,4 +1,6 @@
-"""Activations made again: the same numbers to the last bit, in every layout, and the memory is really free."""
+"""Activations made again: the same numbers to the last bit, in every layout, and the memory is
+really free.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,17 @@ from tests.ranks import run_ranks
 from tests.train.test_step import distance, global_batch
 
 KINDS: dict[str, dict[str, Any]] = {
-    "full": {"kind": "full"}, "runs of 3": {"kind": "full", "layers": 3}, "first 2": {"kind": "full", "method": "block", "layers": 2},
+    "full": {"kind": "full"},
+    "runs of 3": {"kind": "full", "layers": 3},
+    "first 2": {"kind": "full", "method": "block", "layers": 2},
     "selective": {"kind": "selective"},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "shard": {"shard": 2}, "tensor": {"tensor": 2}, "ring": {"context": 2}, "ulysses": {"context": 2, "context_by": "ulysses"}, "pipeline": {"pipeline": 2},
+    "shard": {"shard": 2},
+    "tensor": {"tensor": 2},
+    "ring": {"context": 2},
+    "ulysses": {"context": 2, "context_by": "ulysses"},
+    "pipeline": {"pipeline": 2},
 }
 NLL = lambda view, labels, extras: -view.log_probability(labels)  # noqa: E731
 
@@ -52,9 +60,20 @@ def test_recomputed_layers_give_the_same_bits(kind: str, lora: bool) -> None:
     assert_same(run_case(replace(case, memory={"recompute": KINDS[kind]})), run_case(case))
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ring", "ulysses"))) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("ring", "ulysses")))
+        for name in LAYOUTS
+    ],
+)
 def test_recomputed_layers_give_the_same_bits_on_ranks(layout: str) -> None:
-    case = Case(parallel=LAYOUTS[layout], lora=layout == "shard", model={**MODEL, "num_hidden_layers": 6}, steps=2)
+    case = Case(
+        parallel=LAYOUTS[layout],
+        lora=layout == "shard",
+        model={**MODEL, "num_hidden_layers": 6},
+        steps=2,
+    )
     cases = [case, *(replace(case, memory={"recompute": kind}) for kind in KINDS.values())]
     for plain, *others in run_ranks(2, run_cases, cases, timeout_s=200):
         for other in others:
@@ -77,11 +96,16 @@ def test_an_adapter_drops_the_same_when_another_batch_has_begun(kind: str) -> No
         for step in (0, 1):
             batch = global_batch(step)
             state.begin_batch(step, torch.arange(8))
-            losses.append(model(batch.tokens, batch.positions, batch.segments, batch.labels, NLL).sum())
+            losses.append(
+                model(batch.tokens, batch.positions, batch.segments, batch.labels, NLL).sum()
+            )
         losses[0].backward()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
-    assert all(torch.equal(one, other) for one, other in zip(gradients({}), gradients(KINDS[kind]), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(gradients({}), gradients(KINDS[kind]), strict=True)
+    )
 
 
 def two_axes() -> list[Case]:
@@ -96,26 +120,40 @@ def test_recomputed_layers_give_the_same_bits_on_four_ranks() -> None:
 
 
 class Memory(TorchDispatchMode):
-    """Remembers the memory of all that is computed while it is on, and whether it is still there; counts the matrix products."""
+    """Remembers the memory of all that is computed while it is on, and whether it is still there;
+    counts the matrix products.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._weights = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
+        self._weights = {
+            StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()
+        }
         self._sizes: dict[StorageWeakRef, int] = {}
         self.products = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
-        self.products += function is torch.ops.aten.mm.default or function is torch.ops.aten.addmm.default
+        self.products += (
+            function is torch.ops.aten.mm.default or function is torch.ops.aten.addmm.default
+        )
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._sizes[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
+                self._sizes[StorageWeakRef(leaf.untyped_storage())] = (
+                    leaf.untyped_storage().nbytes()
+                )
         return out
 
     @property
     def alive_bytes(self) -> int:
         gc.collect()
-        return sum(size for storage, size in self._sizes.items() if not storage.expired() and storage not in self._weights)
+        return sum(
+            size
+            for storage, size in self._sizes.items()
+            if not storage.expired() and storage not in self._weights
+        )
 
 
 def kept(knobs: dict[str, Any], layers: int = 6) -> tuple[int, int]:
@@ -144,14 +182,17 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert grown(KINDS["full"]) == 6 * one_input
     assert grown(KINDS["runs of 3"]) == 2 * one_input
     assert grown(KINDS["first 2"]) == whole
-    assert kept({})[0] - kept(KINDS["first 2"])[0] == pytest.approx((whole - 6 * one_input) / 3, rel=0.01)
+    assert kept({})[0] - kept(KINDS["first 2"])[0] == pytest.approx(
+        (whole - 6 * one_input) / 3, rel=0.01
+    )
     assert 6 * one_input < grown(KINDS["selective"]) < 0.7 * whole
 
 
 def test_selective_makes_no_product_twice() -> None:
     products = {name: kept(knobs)[1] for name, knobs in {"none": {}, **KINDS}.items()}
     assert products["selective"] == products["none"]
-    # Of seven products of a layer the last is not needed for any gradient, and recomputation ends before it.
+    # Of seven products of a layer the last is not needed for any gradient, and recomputation ends
+    # before it.
     assert products["full"] - products["none"] == 6 * 6
     assert products["first 2"] - products["none"] == 2 * 6
 
@@ -166,8 +207,14 @@ def hub_gradients(name: str, knobs: dict[str, Any]) -> dict[str, Tensor]:
     tokens = torch.arange(48).view(4, 12) % 50 + 4
     labels = tokens[:, :7] if isinstance(model, Seq2Seq) else torch.tensor([0, 2, 1, 1])
     torch.manual_seed(5)
-    model(tokens, torch.arange(12).expand(4, 12), torch.ones_like(tokens), labels, NLL).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model(
+        tokens, torch.arange(12).expand(4, 12), torch.ones_like(tokens), labels, NLL
+    ).sum().backward()
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("kind", ["full", "first 2", "selective"])
@@ -179,5 +226,11 @@ def test_models_of_transformers_repeat_their_dropout(name: str, kind: str) -> No
 
 
 def test_runs_of_layers_are_for_decoders() -> None:
-    with pytest.raises(WrongInput, match=r"memory\.recompute\.layers 3 with method=uniform is for decoders.*kind seq2seq.*set it to 1"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"memory\.recompute\.layers 3 with method=uniform is for decoders.*kind seq2seq.*set it"
+            r" to 1"
+        ),
+    ):
         recompute_layers(drawn("t5"), Recompute(**KINDS["runs of 3"]))

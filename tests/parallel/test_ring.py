@@ -1,4 +1,6 @@
-"""Who looks at whom in a ring, without one: the plans of all ranks together are the mask of the whole row."""
+"""Who looks at whom in a ring, without one: the plans of all ranks together are the mask of the
+whole row.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,17 @@ NOBODY: Any = None  # plans need no group
 CPU = torch.device("cpu")
 
 
-def seen(world: int, segments: torch.Tensor | None, window: int | None, *, peek: bool) -> torch.Tensor:
-    """Bool `[B, 1, T, T]`, from the plans of all ranks; a pair of tokens that is looked at twice is an error."""
+def seen(
+    world: int, segments: torch.Tensor | None, window: int | None, *, peek: bool
+) -> torch.Tensor:
+    """Bool `[B, 1, T, T]`, from the plans of all ranks; a pair of tokens that is looked at twice is
+    an error.
+    """
     size = LENGTH // (2 * world)
     pieces = None if segments is None else segments.chunk(2 * world, 1)
-    counts = torch.zeros(1 if segments is None else len(segments), 1, LENGTH, LENGTH, dtype=torch.int64)
+    counts = torch.zeros(
+        1 if segments is None else len(segments), 1, LENGTH, LENGTH, dtype=torch.int64
+    )
     place = torch.arange(LENGTH).chunk(2 * world)
     for rank in range(world):
         steps = plan(RingAttention(NOBODY, rank, world), size, pieces, window, CPU, peek=peek).steps
@@ -28,7 +36,15 @@ def seen(world: int, segments: torch.Tensor | None, window: int | None, *, peek:
             other = (rank - step) % world
             for queries, keys, mask, causal in glances:
                 i, j = (rank, 2 * world - 1 - rank)[queries], (other, 2 * world - 1 - other)[keys]
-                block = mask if mask is not None else causal_mask(size, None, CPU) if causal else torch.ones(size, size, dtype=torch.bool)
+                block = (
+                    mask
+                    if mask is not None
+                    else (
+                        causal_mask(size, None, CPU)
+                        if causal
+                        else torch.ones(size, size, dtype=torch.bool)
+                    )
+                )
                 counts[:, :, place[i][:, None], place[j][None]] += block
     assert counts.max() == 1
     return counts == 1
@@ -54,8 +70,12 @@ def test_ranks_have_the_same_work_and_no_mask_in_rows_of_one_document(world: int
 
 
 def test_what_no_query_sees_costs_nothing() -> None:
-    """Documents of a piece each, and windows shorter than a piece: nobody needs another rank's keys but the neighbour's."""
-    alone = whole([torch.tensor([[rank, 7 - rank]]).repeat_interleave(6, 1) for rank in range(4)]).chunk(8, 1)
+    """Documents of a piece each, and windows shorter than a piece: nobody needs another rank's keys
+    but the neighbour's.
+    """
+    alone = whole(
+        [torch.tensor([[rank, 7 - rank]]).repeat_interleave(6, 1) for rank in range(4)]
+    ).chunk(8, 1)
     for rank in range(4):
         steps = plan(RingAttention(NOBODY, rank, 4), 6, alone, None, CPU, peek=True).steps
         assert [len(glances) for glances in steps] == [2, 0, 0, 0]

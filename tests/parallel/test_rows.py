@@ -12,7 +12,11 @@ from ingot.parallel.rows import pair, piece_size, share, whole
 
 def test_a_rank_has_an_early_and_a_late_piece() -> None:
     row = torch.arange(12)[None]
-    assert [share(row, rank, 3).tolist() for rank in range(3)] == [[[0, 1, 10, 11]], [[2, 3, 8, 9]], [[4, 5, 6, 7]]]
+    assert [share(row, rank, 3).tolist() for rank in range(3)] == [
+        [[0, 1, 10, 11]],
+        [[2, 3, 8, 9]],
+        [[4, 5, 6, 7]],
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -23,7 +27,10 @@ def test_shares_make_the_row_again(world: int) -> None:
     assert torch.equal(whole([pair(late, rank, world, 2) for rank in range(world)], dim=2), late)
 
 
-@pytest.mark.parametrize(("world", "multiple", "length"), [(1, 1, 10), (1, 4, 12), (2, 1, 12), (2, 2, 12), (2, 4, 16), (2, 3, 12), (3, 2, 12)])
+@pytest.mark.parametrize(
+    ("world", "multiple", "length"),
+    [(1, 1, 10), (1, 4, 12), (2, 1, 12), (2, 2, 12), (2, 4, 16), (2, 3, 12), (3, 2, 12)],
+)
 def test_rows_are_filled_up_on_the_right(world: int, multiple: int, length: int) -> None:
     rows = torch.arange(20).view(2, 10)
     shares = [share(rows, rank, world, IGNORE, multiple) for rank in range(world)]

@@ -26,7 +26,14 @@ TIED = {**MODEL, "tie_word_embeddings": True}
 
 @pytest.mark.parametrize(
     ("layers", "count", "dealt"),
-    [(4, 2, [2, 2]), (5, 2, [3, 2]), (8, 4, [1, 3, 3, 1]), (4, 4, [1, 1, 1, 1]), (9, 3, [3, 4, 2]), (32, 4, [7, 9, 9, 7])],
+    [
+        (4, 2, [2, 2]),
+        (5, 2, [3, 2]),
+        (8, 4, [1, 3, 3, 1]),
+        (4, 4, [1, 1, 1, 1]),
+        (9, 3, [3, 4, 2]),
+        (32, 4, [7, 9, 9, 7]),
+    ],
 )
 def test_layers_are_dealt_evenly(layers: int, count: int, dealt: list[int]) -> None:
     assert deal_layers(layers, count) == dealt
@@ -44,15 +51,27 @@ def test_every_layer_is_dealt_once_and_no_stage_is_without() -> None:
 
 @pytest.mark.parametrize("config", [MODEL, TIED])
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_stages_hold_the_whole_model_under_its_own_names(config: dict[str, Any], virtual: int) -> None:
+def test_stages_hold_the_whole_model_under_its_own_names(
+    config: dict[str, Any], virtual: int
+) -> None:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_hf(config))
     add_lora(model, Lora(rank=2), 0)
-    names = [name for rank in range(2) for stage in cut_stages(model, rank, 2, virtual) for name, _ in stage.named_parameters()]
+    names = [
+        name
+        for rank in range(2)
+        for stage in cut_stages(model, rank, 2, virtual)
+        for name, _ in stage.named_parameters()
+    ]
     twice = ["model.embed_tokens.weight"] if config is TIED else []
     assert sorted(names) == sorted([*(name for name, _ in model.named_parameters()), *twice])
     ends = [stage.stage for rank in range(2) for stage in cut_stages(model, rank, 2, virtual)]
-    assert (ends[0].first, ends[0].last, ends[-1].first, ends[-1].last) == (True, False, False, True)
+    assert (ends[0].first, ends[0].last, ends[-1].first, ends[-1].last) == (
+        True,
+        False,
+        False,
+        True,
+    )
 
 
 def sizes_of(config: dict[str, Any]) -> tuple[tuple[int, int], int, list[str]]:
@@ -61,14 +80,21 @@ def sizes_of(config: dict[str, Any]) -> tuple[tuple[int, int], int, list[str]]:
         model = draft_model(Blueprint("decoder", DecoderConfig.from_hf(config), None, True), 0)
         add_lora(model, Lora(rank=2), 0)
         model = apply_wrappers(model, mesh, Wrapping(parallel))
-        return whole_size(model, mesh), sum(parameter.numel() for parameter in model.parameters()), list(lora_layers(model))
+        return (
+            whole_size(model, mesh),
+            sum(parameter.numel() for parameter in model.parameters()),
+            list(lora_layers(model)),
+        )
 
 
 @pytest.mark.parametrize("config", [MODEL, TIED])
 def test_the_whole_is_counted_once(config: dict[str, Any]) -> None:
     model = draft_model(Blueprint("decoder", DecoderConfig.from_hf(config), None, True), 0)
     add_lora(model, Lora(rank=2), 0)
-    sizes = [sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)]
+    sizes = [
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+    ]
     found = run_ranks(2, sizes_of, config)
     for whole, mine, _ in found:
         assert list(whole) == sizes

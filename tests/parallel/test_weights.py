@@ -1,4 +1,6 @@
-"""Weights of a model that is spread: each rank draws or reads its own part, the same numbers as one process has, and never holds more."""
+"""Weights of a model that is spread: each rank draws or reads its own part, the same numbers as one
+process has, and never holds more.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 LAYOUTS: list[dict[str, int]] = [
-    {"shard": 4}, {"tensor": 2, "shard": 2}, {"tensor": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "virtual": 2, "shard": 2},
+    {"shard": 4},
+    {"tensor": 2, "shard": 2},
+    {"tensor": 4},
+    {"pipeline": 2, "tensor": 2},
+    {"pipeline": 2, "virtual": 2, "shard": 2},
 ]
 FOLDERS = ("tied", "untied", "large")
 SIZES = {"num_key_value_heads": 4, "num_hidden_layers": 4}
@@ -40,7 +46,9 @@ ADAPTER = Lora(rank=3, alpha=6.0)
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements that a float tensor with memory of its own ever had. A window on a file that is mapped has none."""
+    """Notes the most elements that a float tensor with memory of its own ever had. A window on a
+    file that is mapped has none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +69,9 @@ class Largest(TorchDispatchMode):
 
 
 class Counted:
-    """A reader of a safetensors file that counts the bytes of the slices that are read through it."""
+    """A reader of a safetensors file that counts the bytes of the slices that are read through
+    it.
+    """
 
     def __init__(self, reader: Any, count: list[int]) -> None:
         self._reader, self._count = reader, count
@@ -94,7 +104,9 @@ class CountedSlice:
         return part
 
 
-def wrapped(drawing: Blueprint, layout: dict[str, int], mesh: Mesh, lora: Lora | None = None) -> Model:
+def wrapped(
+    drawing: Blueprint, layout: dict[str, int], mesh: Mesh, lora: Lora | None = None
+) -> Model:
     """On `meta`, spread."""
     model = draft_model(drawing, 0)
     if lora is not None:
@@ -103,7 +115,9 @@ def wrapped(drawing: Blueprint, layout: dict[str, int], mesh: Mesh, lora: Lora |
 
 
 def parts_of(model: nn.Module, whole: nn.Module) -> int:
-    """See that a model has its part of another one's parameters, bit for bit; how many numbers that is."""
+    """See that a model has its part of another one's parameters, bit for bit; how many numbers that
+    is.
+    """
     wanted = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(local(parameter.detach()), wanted[name].detach()[box(parameter)]), name
@@ -111,7 +125,12 @@ def parts_of(model: nn.Module, whole: nn.Module) -> int:
 
 
 def drawing_of(folder: Path, *, random: bool = False) -> Blueprint:
-    return Blueprint("decoder", DecoderConfig.from_hf(json.loads((folder / "config.json").read_bytes())), None if random else folder, random)
+    return Blueprint(
+        "decoder",
+        DecoderConfig.from_hf(json.loads((folder / "config.json").read_bytes())),
+        None if random else folder,
+        random,
+    )
 
 
 def on_ranks(root: Path) -> dict[str, list[Any]]:
@@ -136,17 +155,33 @@ def on_ranks(root: Path) -> dict[str, list[Any]]:
                         folders._opened = original
                     whole = build_model(stored, 0, CPU, filled=True)
                     share = parts_of(model, whole)
-                    parts = max(local(parameter.detach()).numel() for parameter in model.parameters())
-                    rows.append((name, count[0], share, largest.elements, parts, sum(parameter.numel() for parameter in whole.parameters())))
+                    parts = max(
+                        local(parameter.detach()).numel() for parameter in model.parameters()
+                    )
+                    rows.append(
+                        (
+                            name,
+                            count[0],
+                            share,
+                            largest.elements,
+                            parts,
+                            sum(parameter.numel() for parameter in whole.parameters()),
+                        )
+                    )
                 _adapters(root, layout, mesh)
     return told
 
 
 def _adapters(root: Path, layout: dict[str, int], mesh: Mesh) -> None:
-    """A new adapter is drawn in parts, one in a folder is read in parts; the base beneath it too."""
+    """A new adapter is drawn in parts, one in a folder is read in parts; the base beneath it
+    too.
+    """
     for name in ("tied", "untied"):
         stored = drawing_of(root / name)
-        model, whole = wrapped(stored, layout, mesh, ADAPTER), build_model(stored, 0, CPU, filled=True)
+        model, whole = (
+            wrapped(stored, layout, mesh, ADAPTER),
+            build_model(stored, 0, CPU, filled=True),
+        )
         add_lora(whole, ADAPTER, 0)
         fill_model(model, stored, 0, mesh.device, filled=True)
         draw_adapter(model, 0)
@@ -163,7 +198,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_member(made / "tied", "qwen3-tied", vocab_size=61, **SIZES)
     make_reference(made / "untied", vocab_size=257, **SIZES)
     # Large enough that a chunk of drawn rows, or a norm, is small beside a matrix.
-    make_reference(made / "large", vocab_size=509, hidden_size=128, intermediate_size=256, dtype=torch.bfloat16, **SIZES)
+    make_reference(
+        made / "large",
+        vocab_size=509,
+        hidden_size=128,
+        intermediate_size=256,
+        dtype=torch.bfloat16,
+        **SIZES,
+    )
     for name in ("tied", "untied"):
         model = build_model(drawing_of(made / name), 0, CPU, filled=True)
         add_lora(model, ADAPTER, 0)
@@ -180,10 +222,13 @@ def ranks(root: Path) -> list[dict[str, list[Any]]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_each_rank_reads_its_part_and_never_holds_more(layout: dict[str, int], ranks: list[dict[str, list[Any]]]) -> None:
+def test_each_rank_reads_its_part_and_never_holds_more(
+    layout: dict[str, int], ranks: list[dict[str, list[Any]]]
+) -> None:
     """That it is the right part was seen on the ranks."""
     for rows in zip(*(rank[str(layout)] for rank in ranks), strict=True):
-        # The last ranks have room for as many rows as the first ones, whether there are so many or not.
+        # The last ranks have room for as many rows as the first ones, whether there are so many or
+        # not.
         most = max(part for _, _, _, _, part, _ in rows)
         for name, read, share, largest, _, whole in rows:
             assert read == share * (2 if name == "large" else 4), name
@@ -223,7 +268,9 @@ def test_a_rank_without_rows_asks_for_nothing(tmp_path: Path) -> None:
     save_file({"norm": torch.arange(3.0)}, tmp_path / "one.safetensors")
     with folders._opened(tmp_path / "one.safetensors") as reader:
         assert folders._part(reader.get_slice("norm"), (slice(3, 3),)).shape == (0,)
-        assert torch.equal(folders._part(reader.get_slice("norm"), (slice(1, 3),)), torch.tensor([1.0, 2.0]))
+        assert torch.equal(
+            folders._part(reader.get_slice("norm"), (slice(1, 3),)), torch.tensor([1.0, 2.0])
+        )
 
 
 def real_parts(folder: Path) -> tuple[int, int]:

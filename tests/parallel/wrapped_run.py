@@ -1,4 +1,6 @@
-"""A few training steps of a tiny model in any layout, memory and precision, to be held against those of a plain one."""
+"""A few training steps of a tiny model in any layout, memory and precision, to be held against
+those of a plain one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,13 @@ class Case:
 
     @property
     def how(self) -> Wrapping:
-        return Wrapping(Parallel(**self.parallel), Memory(**self.memory), Precision(**self.precision), self.compute, self.compiled)
+        return Wrapping(
+            Parallel(**self.parallel),
+            Memory(**self.memory),
+            Precision(**self.precision),
+            self.compute,
+            self.compiled,
+        )
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,13 @@ def run_case(case: Case) -> Result:
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B"):
                 with torch.no_grad():
-                    fill_normal(parameter, 1, name, 0.1)  # as it starts, half of the gradients would be 0
+                    fill_normal(
+                        parameter, 1, name, 0.1
+                    )  # as it starts, half of the gradients would be 0
         masters = make_masters(model, mesh, case.how)
-        optimizer = make_optimizer(AdamW(lr=1e-2) if case.adam else SGD(kind="sgd", lr=1.0), masters)
+        optimizer = make_optimizer(
+            AdamW(lr=1e-2) if case.adam else SGD(kind="sgd", lr=1.0), masters
+        )
         module = finish_wrapping(model.train(), mesh)
         objective, share, state = CrossEntropy(), ROWS // mesh.data.world, lora_state(model)
         losses, norms = [], []
@@ -83,16 +95,32 @@ def run_case(case: Case) -> Result:
 
             def before(index: int, batch: Any, step: int = step, first: int = first) -> None:
                 if state is not None:
-                    state.begin_batch(step, first + index * case.micro_batch + torch.arange(len(batch.tokens)))
+                    state.begin_batch(
+                        step, first + index * case.micro_batch + torch.arange(len(batch.tokens))
+                    )
 
             outcome = train_step(
-                module, objective, rows_of(whole, first, share, case.micro_batch), masters, optimizer, targets=objective.targets(whole), clip_norm=0.5,
-                compute=case.compute, mesh=mesh, before=before,
+                module,
+                objective,
+                rows_of(whole, first, share, case.micro_batch),
+                masters,
+                optimizer,
+                targets=objective.targets(whole),
+                clip_norm=0.5,
+                compute=case.compute,
+                mesh=mesh,
+                before=before,
             )
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
         weights = {master.name: _whole(master.spread(master.tensor.detach())) for master in masters}
-        return Result(losses, norms, weights, {parameter.dtype for parameter in model.parameters()}, [name for name, _ in model.named_parameters()])
+        return Result(
+            losses,
+            norms,
+            weights,
+            {parameter.dtype for parameter in model.parameters()},
+            [name for name, _ in model.named_parameters()],
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

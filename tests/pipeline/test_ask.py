@@ -1,4 +1,6 @@
-"""The server that `ingot run` starts at its end: by the run's resolved recipe, in whatever order the words of the command were typed."""
+"""The server that `ingot run` starts at its end: by the run's resolved recipe, in whatever order
+the words of the command were typed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Server:
         self.command = list(command)
         yield "http://server"
 
-    def answer(self, url: str, route: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
+    def answer(
+        self, url: str, route: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> Any:
         self.asked = dict(body)
         return {"choices": [{"text": "lazy dog"}]}
 
@@ -40,7 +44,9 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
     monkeypatch.chdir(tmp_path)
-    Path("r.yaml").write_text("name: r\ndata: {train: [{source: a.jsonl}]}\nserve: {max_batch: 2}\n")
+    Path("r.yaml").write_text(
+        "name: r\ndata: {train: [{source: a.jsonl}]}\nserve: {max_batch: 2}\n"
+    )
     return Server(monkeypatch)
 
 
@@ -52,15 +58,24 @@ def written(arguments: Sequence[str]) -> Recipe:
     return recipe
 
 
-@pytest.mark.parametrize("arguments", [
-    ["r.yaml", "serve.max_queue=3", "train.steps=1"], ["train.steps=1", "serve.max_queue=3", "r.yaml"],
-    ["serve.max_queue=3", "r.yaml", "train.steps=1", "--debug"],
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["r.yaml", "serve.max_queue=3", "train.steps=1"],
+        ["train.steps=1", "serve.max_queue=3", "r.yaml"],
+        ["serve.max_queue=3", "r.yaml", "train.steps=1", "--debug"],
+    ],
+)
 def test_overrides_may_come_first(server: Server, arguments: list[str]) -> None:
     recipe = written([argument for argument in arguments if argument != "--debug"])
     ask.serve_and_ask(recipe, arguments)
     options = ["--debug"] if "--debug" in arguments else []
-    assert server.command[-3 - len(options):] == ["serve", "runs/r/recipe.yaml", "serve.port=0", *options]
+    assert server.command[-3 - len(options) :] == [
+        "serve",
+        "runs/r/recipe.yaml",
+        "serve.port=0",
+        *options,
+    ]
     found = find_target(server.command[-2 - len(options)], ["serve.port=0"])
     assert (found.name, found.folder) == ("r", Path("runs/r/model"))
     assert found.recipe.serve == recipe.serve.model_copy(update={"port": 0})

@@ -1,4 +1,6 @@
-"""One step of the compiled pipeline in its container: what it fetches, starts and sends. The bucket and the services are servers of the tests."""
+"""One step of the compiled pipeline in its container: what it fetches, starts and sends. The bucket
+and the services are servers of the tests.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,15 @@ def sent(root: Path, **knobs: Any) -> Recipe:
     """A recipe whose object lies in the bucket."""
     if not (root / "text").exists():
         write_documents(root / "text")
-    recipe = small_recipe(root, **{
-        "cloud.project": "proj", "cloud.bucket": "bucket", "cloud.images.train": "us-docker.pkg.dev/proj/ingot/ingot-train:latest", **knobs,
-    })
+    recipe = small_recipe(
+        root,
+        **{
+            "cloud.project": "proj",
+            "cloud.bucket": "bucket",
+            "cloud.images.train": "us-docker.pkg.dev/proj/ingot/ingot-train:latest",
+            **knobs,
+        },
+    )
     wanted = plan(recipe)
     folder, _, name = wanted.address.rpartition("/")
     open_bucket(folder).put(name, wanted.recipe.encode())
@@ -74,7 +82,9 @@ def test_a_step_leaves_its_record_in_the_bucket_and_nothing_here(tmp_path: Path)
     assert list((tmp_path / "seen/data/raw").rglob("*.parquet"))
 
 
-def test_a_step_that_fails_ends_with_the_verbs_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_fails_ends_with_the_verbs_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """And what the verb made until then is in the bucket, for the next try."""
     with pytest.raises(SystemExit) as ended:
         done(sent(tmp_path, **{"data.train": f"[{{source: {tmp_path / 'absent'}}}]"}), "ingest")
@@ -83,7 +93,9 @@ def test_a_step_that_fails_ends_with_the_verbs_exit_code(tmp_path: Path, capfd: 
     assert not open_bucket(REPLICA).list("reports/steps/ingest.json")
 
 
-def test_the_second_time_it_is_unchanged_unless_the_cache_is_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_second_time_it_is_unchanged_unless_the_cache_is_off(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first = done(sent(tmp_path), "ingest")
     capfd.readouterr()
     assert done(sent(tmp_path), "ingest", submission="two") == first
@@ -92,12 +104,28 @@ def test_the_second_time_it_is_unchanged_unless_the_cache_is_off(tmp_path: Path,
     assert "unchanged" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("verb", "place", "fetched"), [
-    ("train", "", {"columns"}), ("train", "launch.kind=vertex", set()), ("evaluate", "", {"raw"}), ("evaluate", "launch.kind=vertex", set()),
-    ("gate", "", set()), ("register", "", set()), ("prepare", "", {"raw", "columns"}),
-])
-def test_a_container_fetches_the_data_that_its_verb_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, place: str, fetched: set[str]) -> None:
-    recipe, large = sent(tmp_path), {"raw": "train-00000.parquet", "columns": "train.tokens-00000.bin"}
+@pytest.mark.parametrize(
+    ("verb", "place", "fetched"),
+    [
+        ("train", "", {"columns"}),
+        ("train", "launch.kind=vertex", set()),
+        ("evaluate", "", {"raw"}),
+        ("evaluate", "launch.kind=vertex", set()),
+        ("gate", "", set()),
+        ("register", "", set()),
+        ("prepare", "", {"raw", "columns"}),
+    ],
+)
+def test_a_container_fetches_the_data_that_its_verb_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, place: str, fetched: set[str]
+) -> None:
+    recipe, large = (
+        sent(tmp_path),
+        {
+            "raw": "train-00000.parquet",
+            "columns": "train.tokens-00000.bin",
+        },
+    )
     for kind, name in large.items():
         for each in (name, "manifest.json"):
             (tmp_path / "there/data" / kind).mkdir(parents=True, exist_ok=True)
@@ -118,7 +146,9 @@ def test_a_container_fetches_the_data_that_its_verb_reads(tmp_path: Path, monkey
     assert all(open_bucket(REPLICA).stat(f"data/{kind}/{name}") for kind, name in large.items())
 
 
-def test_each_training_has_checkpoints_of_its_own_and_one_that_is_tried_again_finds_its_own(tmp_path: Path) -> None:
+def test_each_training_has_checkpoints_of_its_own_and_one_that_is_tried_again_finds_its_own(
+    tmp_path: Path,
+) -> None:
     one, other = sent(tmp_path), sent(tmp_path, **{"train.steps": 7})
     (address,) = container._options("train", _as_read(one), "one")
     assert address.startswith(f"checkpoint.upload={REPLICA}/checkpoints/")
@@ -143,19 +173,34 @@ def test_without_a_cache_each_run_trains_anew_and_goes_on_when_tried_again(tmp_p
 
 @pytest.mark.parametrize("knob", ["data.train", "data.validation"])
 def test_a_query_is_asked_again_each_time(knob: str, tmp_path: Path) -> None:
-    recipe = _as_read(sent(tmp_path, **{"data.validation.fraction": None, knob: "[{source: gs://bucket/x.jsonl}, {source: 'bigquery:SELECT text FROM d.t'}]"}))
+    recipe = _as_read(
+        sent(
+            tmp_path,
+            **{
+                "data.validation.fraction": None,
+                knob: "[{source: gs://bucket/x.jsonl}, {source: 'bigquery:SELECT text FROM d.t'}]",
+            },
+        )
+    )
     assert container._options("ingest", recipe, "one") == ["--again"]
     assert container._options("prepare", recipe, "one") == []
     assert container._options("ingest", _as_read(sent(tmp_path)), "one") == []
 
 
-def test_new_rows_are_seen_and_equal_ones_do_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_new_rows_are_seen_and_equal_ones_do_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("google.cloud.bigquery", reason="google-cloud-bigquery is not installed")
-    texts = [path.read_text(encoding="utf-8") for path in sorted(write_documents(tmp_path / "rows", count=30).iterdir())]
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in sorted(write_documents(tmp_path / "rows", count=30).iterdir())
+    ]
     server = bigquery_server.Server([{"text": text} for text in texts])
     monkeypatch.setenv(EMULATOR, server.address)
     try:
-        recipe = sent(tmp_path, **{"data.train": "[{source: 'bigquery:SELECT text FROM d.t ORDER BY id'}]"})
+        recipe = sent(
+            tmp_path, **{"data.train": "[{source: 'bigquery:SELECT text FROM d.t ORDER BY id'}]"}
+        )
         first = {verb: done(recipe, verb) for verb in ("ingest", "prepare")}
         capfd.readouterr()
         assert {verb: done(recipe, verb, submission="two") for verb in first} == first
@@ -178,11 +223,22 @@ def _as_read(recipe: Recipe) -> Recipe:
 
 def test_a_training_is_supervised_and_the_others_are_not() -> None:
     assert container._job("train", [], []).argv == ("launch", "train", "pipeline.yaml")
-    assert container._job("evaluate", [], ["--again"]).argv == ("evaluate", "pipeline.yaml", "--again")
-    assert container._job("evaluate", ["launch.kind=gce"], []).argv == ("launch", "evaluate", "pipeline.yaml", "launch.kind=gce")
+    assert container._job("evaluate", [], ["--again"]).argv == (
+        "evaluate",
+        "pipeline.yaml",
+        "--again",
+    )
+    assert container._job("evaluate", ["launch.kind=gce"], []).argv == (
+        "launch",
+        "evaluate",
+        "pipeline.yaml",
+        "launch.kind=gce",
+    )
 
 
-def test_a_deployment_is_recorded_so_that_the_next_run_skips_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_deployment_is_recorded_so_that_the_next_run_skips_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     asked: list[tuple[str, ...]] = []
 
     def foreground(job: Any, **_: Any) -> Any:
@@ -207,16 +263,26 @@ def test_a_deployment_is_recorded_so_that_the_next_run_skips_it(tmp_path: Path, 
 def _record(root: Path, verb: str, outputs: str) -> None:
     folder = root / "seen"
     pull(REPLICA, folder)
-    write_record(folder / "reports/steps", StepRecord(verb, "inputs", outputs, 0.1, "v1, live", "somewhere"))
+    write_record(
+        folder / "reports/steps", StepRecord(verb, "inputs", outputs, 0.1, "v1, live", "somewhere")
+    )
     push(folder, REPLICA)
 
 
 @pytest.mark.slow
-def test_a_step_whose_place_is_vertex_submits_a_job_and_waits(tmp_path: Path, service: vertex_jobs.State) -> None:
+def test_a_step_whose_place_is_vertex_submits_a_job_and_waits(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
     """The job's container really runs, in a folder of its own."""
     for path in write_documents(tmp_path / "some", count=8).iterdir():
         open_bucket("gs://bucket/text").put(path.name, path.read_bytes())
-    recipe = sent(tmp_path, **{"cloud.endpoint": service.server.address, "data.train": "[{source: 'gs://bucket/text/*.txt'}]"})
+    recipe = sent(
+        tmp_path,
+        **{
+            "cloud.endpoint": service.server.address,
+            "data.train": "[{source: 'gs://bucket/text/*.txt'}]",
+        },
+    )
     made = done(recipe, "ingest", "launch.kind=vertex\nlaunch.nodes=1")
     (job,) = service.jobs.values()
     assert job.state == vertex_jobs.STATE.JOB_STATE_SUCCEEDED

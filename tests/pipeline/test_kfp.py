@@ -1,4 +1,6 @@
-"""The compiled pipeline, really run: Kubeflow's own local runner starts each step as a process of its own; all that they share is a bucket."""
+"""The compiled pipeline, really run: Kubeflow's own local runner starts each step as a process of
+its own; all that they share is a bucket.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,20 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
 
 
 def recipe_for(root: Path, **knobs: Any) -> Recipe:
-    return small_recipe(root, **{
-        "output": "runs", "data.train": "[{source: 'gs://bucket/text/*.txt'}]", "cloud.project": "proj", "cloud.bucket": "bucket",
-        "cloud.images.train": "us-docker.pkg.dev/proj/ingot/ingot-train:latest", "registry.path": str(root / "registry.sqlite"), "serve.prompt": "the",
-        "evaluate.tasks": "[{kind: loss}]", **knobs,
-    })
+    return small_recipe(
+        root,
+        **{
+            "output": "runs",
+            "data.train": "[{source: 'gs://bucket/text/*.txt'}]",
+            "cloud.project": "proj",
+            "cloud.bucket": "bucket",
+            "cloud.images.train": "us-docker.pkg.dev/proj/ingot/ingot-train:latest",
+            "registry.path": str(root / "registry.sqlite"),
+            "serve.prompt": "the",
+            "evaluate.tasks": "[{kind: loss}]",
+            **knobs,
+        },
+    )
 
 
 def run(recipe: Recipe, root: Path) -> dict[str, StepRecord]:
@@ -77,7 +88,11 @@ def run(recipe: Recipe, root: Path) -> dict[str, StepRecord]:
 def _run(wanted: Plan, root: Path) -> None:
     """Kubeflow's runner on the compiled text."""
     pipeline = components.load_component_from_text(text_of(compiled(wanted)))
-    local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(root / "outputs"), raise_on_error=True)
+    local.init(
+        runner=local.SubprocessRunner(use_venv=False),
+        pipeline_root=str(root / "outputs"),
+        raise_on_error=True,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         pipeline()
@@ -85,7 +100,11 @@ def _run(wanted: Plan, root: Path) -> None:
 
 @pytest.mark.slow
 def test_the_pipeline_runs_both_ways_at_the_gate_tries_again_and_skips_what_is_unchanged(
-    tmp_path: Path, bucket: gcs.Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    bucket: gcs.Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(compiler, "PAUSE", "1s")
@@ -132,7 +151,9 @@ def test_the_pipeline_runs_both_ways_at_the_gate_tries_again_and_skips_what_is_u
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package before the real one, whose steps do nothing but write down in this file that they ran, and with what."""
+    """A package before the real one, whose steps do nothing but write down in this file that they
+    ran, and with what.
+    """
     package = tmp_path / "stub/ingot/pipeline"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
@@ -145,35 +166,65 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_stub_has_the_face_of_the_real_steps() -> None:
-    assert list(inspect.signature(container.do).parameters) == ["verb", "recipe", "replica", "place", "submission"]
+    assert list(inspect.signature(container.do).parameters) == [
+        "verb",
+        "recipe",
+        "replica",
+        "place",
+        "submission",
+    ]
     assert container.Done._fields == ("replica", "fingerprint", "decision")
 
 
-@pytest.mark.parametrize(("decision", "fails", "ran"), [
-    ("deploy", "prepare", ["ingest", "prepare", "prepare", "train", "evaluate", "gate", "register", "deploy"]),
-    ("keep", "none", ["ingest", "prepare", "train", "evaluate", "gate"]),
-])
+@pytest.mark.parametrize(
+    ("decision", "fails", "ran"),
+    [
+        (
+            "deploy",
+            "prepare",
+            ["ingest", "prepare", "prepare", "train", "evaluate", "gate", "register", "deploy"],
+        ),
+        ("keep", "none", ["ingest", "prepare", "train", "evaluate", "gate"]),
+    ],
+)
 def test_a_compiled_pipeline_runs_by_what_the_gate_says(
-    decision: str, fails: str, ran: list[str], tmp_path: Path, steps: Path, monkeypatch: pytest.MonkeyPatch
+    decision: str,
+    fails: str,
+    ran: list[str],
+    tmp_path: Path,
+    steps: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The short sibling of the slow test: Kubeflow's own runner and the real specification, with steps that do nothing."""
+    """The short sibling of the slow test: Kubeflow's own runner and the real specification, with
+    steps that do nothing.
+    """
     monkeypatch.setattr(compiler, "PAUSE", "1s")
     monkeypatch.setenv("DECISION", decision)
     monkeypatch.setenv("FAILS", fails)
-    place = {"launch.kind": "vertex", "launch.processes": 2, "pipeline.steps": "{evaluate: {processes: 1}}"}
+    place = {
+        "launch.kind": "vertex",
+        "launch.processes": 2,
+        "pipeline.steps": "{evaluate: {processes: 1}}",
+    }
     wanted = plan(recipe_for(tmp_path, **place))
     _run(wanted, tmp_path)
-    verbs, recipes, replicas, places, submissions = zip(*map(json.loads, steps.read_text(encoding="utf-8").splitlines()), strict=True)
+    verbs, recipes, replicas, places, submissions = zip(
+        *map(json.loads, steps.read_text(encoding="utf-8").splitlines()), strict=True
+    )
     assert list(verbs) == ran
     assert set(recipes) == {wanted.address}
     assert replicas == tuple(f"{REPLICA}{_handed_on(verb)}" for verb in verbs)
-    assert dict(zip(verbs, places, strict=True)) == {step.verb: "\n".join(step.place) for step in wanted.steps if step.verb in ran}
+    assert dict(zip(verbs, places, strict=True)) == {
+        step.verb: "\n".join(step.place) for step in wanted.steps if step.verb in ran
+    }
     assert len(set(submissions)) == 1
     assert "$" not in submissions[0]
 
 
 def _handed_on(verb: str) -> str:
-    """What the steps before it added to the address of the run; the gate hands on its decision alone."""
+    """What the steps before it added to the address of the run; the gate hands on its decision
+    alone.
+    """
     return "".join(f"/{before}" for before in VERBS[: VERBS.index(verb)] if before != "gate")
 
 
@@ -182,6 +233,15 @@ def test_the_compiled_text_is_a_pipeline_by_kfps_own_loader(tmp_path: Path) -> N
     text = text_of(compiled(wanted))
     loaded = components.load_component_from_text(text).pipeline_spec
     assert loaded.schema_version == "2.1.0"
-    assert set(loaded.root.dag.tasks) == {"ingest", "prepare", "train", "evaluate", "gate", "condition-1"}
+    assert set(loaded.root.dag.tasks) == {
+        "ingest",
+        "prepare",
+        "train",
+        "evaluate",
+        "gate",
+        "condition-1",
+    }
     assert text == text_of(compiled(wanted))
-    assert json.dumps(yaml.safe_load(text), sort_keys=True) == json.dumps(compiled(wanted), sort_keys=True)
+    assert json.dumps(yaml.safe_load(text), sort_keys=True) == json.dumps(
+        compiled(wanted), sort_keys=True
+    )

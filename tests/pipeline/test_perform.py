@@ -28,14 +28,27 @@ INGEST = step_of("ingest")
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
     path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(5)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(5)),
+        encoding="utf-8",
+    )
     return path
 
 
 @pytest.fixture
 def recipe_with(documents: Path, tmp_path: Path) -> Callable[..., Recipe]:
     def make(*overrides: str) -> Recipe:
-        return load_recipe((), ("name=r", f"output={tmp_path}/runs", f"data.train=[{{source: {documents}}}]", *overrides), environ={}, dotenv=None)
+        return load_recipe(
+            (),
+            (
+                "name=r",
+                f"output={tmp_path}/runs",
+                f"data.train=[{{source: {documents}}}]",
+                *overrides,
+            ),
+            environ={},
+            dotenv=None,
+        )
 
     return make
 
@@ -69,7 +82,9 @@ def test_a_step_leaves_its_record_and_its_recipe(recipe_with: Callable[..., Reci
     assert _reasons(recipe) == ()
 
 
-def test_an_unchanged_step_is_not_done_again(recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unchanged_step_is_not_done_again(
+    recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = recipe_with()
     record = _ingest(recipe)
     written = (recipe.folder.raw / "manifest.json").stat().st_mtime_ns
@@ -80,13 +95,18 @@ def test_an_unchanged_step_is_not_done_again(recipe_with: Callable[..., Recipe],
     assert (recipe.folder.raw / "manifest.json").stat().st_mtime_ns != written
 
 
-def test_what_changed_is_named(recipe_with: Callable[..., Recipe], documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changed_is_named(
+    recipe_with: Callable[..., Recipe], documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _ingest(recipe_with())
     assert _reasons(recipe_with("data.on_bad=stop")) == ("data.on_bad skip -> stop",)
     assert _reasons(recipe_with("data.train.0.text=body")) == ("data.train.0.text text -> body",)
     os.utime(documents, ns=(1, 1))
     assert _reasons(recipe_with()) == ("what data.train reads changed",)
-    assert _reasons(recipe_with("data.on_bad=stop")) == ("data.on_bad skip -> stop", "what data.train reads changed")
+    assert _reasons(recipe_with("data.on_bad=stop")) == (
+        "data.on_bad skip -> stop",
+        "what data.train reads changed",
+    )
     monkeypatch.setattr(ingot, "__version__", "9.9")
     assert _reasons(recipe_with())[0].endswith("-> 9.9")
 
@@ -104,7 +124,9 @@ def test_missing_or_cut_files_void_a_record(recipe_with: Callable[..., Recipe]) 
     assert _reasons(recipe) == ()
 
 
-def test_a_step_follows_the_outputs_of_those_before_it_not_their_times(recipe_with: Callable[..., Recipe]) -> None:
+def test_a_step_follows_the_outputs_of_those_before_it_not_their_times(
+    recipe_with: Callable[..., Recipe],
+) -> None:
     recipe = recipe_with()
     prepare, work = step_of("prepare"), Counted(recipe)
     _ingest(recipe)
@@ -117,7 +139,9 @@ def test_a_step_follows_the_outputs_of_those_before_it_not_their_times(recipe_wi
     assert _reasons(recipe, prepare) == ("ingest made something else",)
 
 
-def test_a_failed_step_leaves_no_record_and_is_written_down(recipe_with: Callable[..., Recipe]) -> None:
+def test_a_failed_step_leaves_no_record_and_is_written_down(
+    recipe_with: Callable[..., Recipe],
+) -> None:
     recipe = recipe_with()
     _ingest(recipe)
 
@@ -127,7 +151,9 @@ def test_a_failed_step_leaves_no_record_and_is_written_down(recipe_with: Callabl
     with pytest.raises(Failed, match="disk full"):
         perform(INGEST, recipe, fail, STAMPS, again=True)
     assert read_record(recipe.folder.steps, "ingest") is None
-    assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [("failure", "ingest: disk full")]
+    assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [
+        ("failure", "ingest: disk full")
+    ]
 
 
 def test_data_of_another_recipe_is_not_used_unseen(recipe_with: Callable[..., Recipe]) -> None:
@@ -135,11 +161,16 @@ def test_data_of_another_recipe_is_not_used_unseen(recipe_with: Callable[..., Re
     _ingest(recipe)
     perform(step_of("prepare"), recipe, Counted(recipe), STAMPS)
     changed = recipe_with("tokenizer.vocab_size=5000")
-    with pytest.raises(WrongInput, match=r"`prepare` made .*tokenizer\.vocab_size 4096 -> 5000.*run `ingot prepare` again"):
+    with pytest.raises(
+        WrongInput,
+        match=r"`prepare` made .*tokenizer\.vocab_size 4096 -> 5000.*run `ingot prepare` again",
+    ):
         perform(step_of("train"), changed, Counted(changed), STAMPS)
 
 
-def test_a_source_that_moved_does_not_spoil_what_was_made_from_it(recipe_with: Callable[..., Recipe], documents: Path) -> None:
+def test_a_source_that_moved_does_not_spoil_what_was_made_from_it(
+    recipe_with: Callable[..., Recipe], documents: Path
+) -> None:
     recipe = recipe_with()
     _ingest(recipe)
     perform(step_of("prepare"), recipe, Counted(recipe), STAMPS)
@@ -149,7 +180,9 @@ def test_a_source_that_moved_does_not_spoil_what_was_made_from_it(recipe_with: C
     assert work.times == 1
 
 
-def test_a_model_of_another_recipe_is_pointed_out(recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_another_recipe_is_pointed_out(
+    recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = recipe_with()
     for verb in ("train", "evaluate"):
         perform(step_of(verb), recipe, Counted(recipe), STAMPS)
@@ -174,11 +207,16 @@ def test_folders_outside_are_watched(recipe_with: Callable[..., Recipe], tmp_pat
 
 def test_one_writer_at_a_time(recipe_with: Callable[..., Recipe]) -> None:
     recipe = recipe_with()
-    with folder_lock(recipe.folder.root), pytest.raises(Failed, match=f"in use by process {os.getpid()}"):
+    with (
+        folder_lock(recipe.folder.root),
+        pytest.raises(Failed, match=f"in use by process {os.getpid()}"),
+    ):
         _ingest(recipe)
 
 
-def test_ranks_other_than_the_first_write_nothing(recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_other_than_the_first_write_nothing(
+    recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_with()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -22,12 +22,17 @@ from tests.tolerances import SPLIT_LOSS
 def root(tmp_path: Path) -> Path:
     """Data prepared, and a recipe with relative paths."""
     prepared(tmp_path)
-    (tmp_path / "r.yaml").write_text(dump_recipe(small_recipe(tmp_path, checkpoint__every=2)).replace(f"{tmp_path}/", ""), encoding="utf-8")
+    (tmp_path / "r.yaml").write_text(
+        dump_recipe(small_recipe(tmp_path, checkpoint__every=2)).replace(f"{tmp_path}/", ""),
+        encoding="utf-8",
+    )
     return tmp_path
 
 
 def _losses(root: Path) -> dict[int, float]:
-    return {line["step"]: line["train/loss"] for line in read_lines(root / "runs/small/metrics.jsonl")}
+    return {
+        line["step"]: line["train/loss"] for line in read_lines(root / "runs/small/metrics.jsonl")
+    }
 
 
 def test_two_processes_train_as_one_does(root: Path) -> None:
@@ -47,13 +52,20 @@ def test_two_processes_train_as_one_does(root: Path) -> None:
     assert max(abs(after[step] - before[step]) for step in before) < SPLIT_LOSS
     record = read_record(root / "runs/small/reports/steps", "train")
     assert record is not None
-    assert json.loads((root / "runs/small/model/ingot.json").read_bytes())["model_hash"] == record.outputs
+    assert (
+        json.loads((root / "runs/small/model/ingot.json").read_bytes())["model_hash"]
+        == record.outputs
+    )
 
 
 def test_two_processes_stop_with_a_checkpoint(root: Path) -> None:
     process = subprocess.Popen(
-        command("train", "r.yaml", "launch.processes=2", "train.steps=100000"), cwd=root, env=clean_environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        command("train", "r.yaml", "launch.processes=2", "train.steps=100000"),
+        cwd=root,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_until(lambda: any((root / "runs/small/checkpoints").glob("*/COMMIT.json")), 120)
     process.send_signal(signal.SIGTERM)

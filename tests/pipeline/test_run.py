@@ -1,4 +1,6 @@
-"""`ingot run` from raw text to a served model's answer, as a person types it: all of it, again, changed, interrupted."""
+"""`ingot run` from raw text to a served model's answer, as a person types it: all of it, again,
+changed, interrupted.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,25 @@ AGAIN_S = 5.0
 
 
 def _world(root: Path) -> Path:
-    """Documents and a recipe; the paths in the recipe are relative, so that the whole folder may be copied."""
+    """Documents and a recipe; the paths in the recipe are relative, so that the whole folder may be
+    copied.
+    """
     write_documents(root / "text")
-    recipe = small_recipe(root, checkpoint__every=2, evaluate__prompts="[the]", serve__prompt="the bright", serve__prompt_tokens=8)
+    recipe = small_recipe(
+        root,
+        checkpoint__every=2,
+        evaluate__prompts="[the]",
+        serve__prompt="the bright",
+        serve__prompt_tokens=8,
+    )
     (root / "r.yaml").write_text(dump_recipe(recipe).replace(str(root) + "/", ""), encoding="utf-8")
     return root
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def finished(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A finished run, and what the command that made it said."""
     root = _world(tmp_path_factory.mktemp("run"))
     return root, ingot("run", "r.yaml", cwd=root, timeout_s=300)
@@ -47,26 +59,41 @@ def copied(finished: tuple[Path, object], tmp_path: Path) -> Path:
 
 def _done_again(stderr: str) -> list[str]:
     """The steps that a run did, by its messages."""
-    return [line.split("] ")[1] for line in stderr.splitlines() if line.startswith("[") and "/7] " in line]
+    return [
+        line.split("] ")[1]
+        for line in stderr.splitlines()
+        if line.startswith("[") and "/7] " in line
+    ]
 
 
 def _left_behind(root: Path) -> list[psutil.Process]:
     """Processes that work in `root`."""
     found = []
     for process in psutil.process_iter(["cwd", "status"]):
-        if process.info["cwd"] == str(root) and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+        if (
+            process.info["cwd"] == str(root)
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+            and process.pid != os.getpid()
+        ):
             found.append(process)
     return found
 
 
 def _start(root: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command("run", "r.yaml", *overrides), cwd=root, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        command("run", "r.yaml", *overrides),
+        cwd=root,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def test_all_steps_end_in_an_answer_a_table_and_a_page(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_all_steps_end_in_an_answer_a_table_and_a_page(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     root, done = finished
     assert done.returncode == 0, done.stderr
     assert _done_again(done.stderr) == list(STEPS)
@@ -85,23 +112,49 @@ def test_all_steps_end_in_an_answer_a_table_and_a_page(finished: tuple[Path, sub
 
 
 def test_the_second_run_skips_everything_quickly_and_without_torch(copied: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in (copied / "runs").rglob("*") if path.is_file() and not path.name.startswith(".")}
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in (copied / "runs").rglob("*")
+        if path.is_file() and not path.name.startswith(".")
+    }
     began = time.monotonic()
     done = subprocess.run(
-        [command()[0], "-X", "importtime", *command()[1:], "run", "r.yaml"], cwd=copied, env=clean_environment(), capture_output=True, text=True, check=True
+        [command()[0], "-X", "importtime", *command()[1:], "run", "r.yaml"],
+        cwd=copied,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert time.monotonic() - began < AGAIN_S
-    loaded = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    loaded = {
+        line.rsplit("|", 1)[1].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "ingot.pipeline.run" in loaded
     assert not loaded & {"torch", "transformers", "pyarrow"}
     assert done.stdout.count("unchanged") == len(STEPS)
     assert "Nothing changed: all 7 steps were skipped." in done.stdout
-    assert json.loads((copied / "runs/small/reports/predict.json").read_bytes())["completion"].split("\n")[0].strip() in done.stdout
+    assert (
+        json.loads((copied / "runs/small/reports/predict.json").read_bytes())["completion"]
+        .split("\n")[0]
+        .strip()
+        in done.stdout
+    )
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_only_what_depends_on_a_change_runs_again(copied: Path) -> None:
-    done = ingot("run", "r.yaml", "serve.prompt=copper", "checkpoint.keep=1", "track.every=5", "train.micro_batch=4", cwd=copied)
+    done = ingot(
+        "run",
+        "r.yaml",
+        "serve.prompt=copper",
+        "checkpoint.keep=1",
+        "track.every=5",
+        "train.micro_batch=4",
+        cwd=copied,
+    )
     assert done.returncode == 0, done.stderr
     assert _done_again(done.stderr) == ["serve"]
     assert "serve: again, because serve.prompt the bright -> copper" in done.stderr
@@ -119,7 +172,9 @@ def test_a_step_done_by_hand_is_done_for_run_too(copied: Path) -> None:
     assert "served model" not in done.stdout
 
 
-def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(finished: tuple[Path, object], tmp_path: Path) -> None:
+def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(
+    finished: tuple[Path, object], tmp_path: Path
+) -> None:
     root = _world(tmp_path)
     run = _start(root, "train.steps=6")
     wait_until(lambda: bool(list((root / "runs/small/checkpoints").glob("*/COMMIT.json"))), 120)
@@ -130,9 +185,14 @@ def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(finished: tu
     assert done.returncode == 0, done.stderr
     assert "train" in _done_again(done.stderr)
     assert "ingest" not in _done_again(done.stderr)
-    starts = [event for event in read_lines(root / "runs/small/events.jsonl") if event["kind"] == "start"]
+    starts = [
+        event for event in read_lines(root / "runs/small/events.jsonl") if event["kind"] == "start"
+    ]
     assert starts[-1]["step"] >= 2
-    hashes = {json.loads((folder / "runs/small/model/ingot.json").read_bytes())["model_hash"] for folder in (root, finished[0])}
+    hashes = {
+        json.loads((folder / "runs/small/model/ingot.json").read_bytes())["model_hash"]
+        for folder in (root, finished[0])
+    }
     assert len(hashes) == 1
 
 
@@ -140,7 +200,12 @@ def test_stopped_in_training_it_saves_and_says_so(copied: Path) -> None:
     run = _start(copied, "train.steps=100000")
     folder = copied / "runs/small"
     # The finished training is set aside first; then there are checkpoints of the new one.
-    wait_until(lambda: (folder / "earlier").exists() and any((folder / "checkpoints").glob("*/COMMIT.json")), 120)
+    wait_until(
+        lambda: (
+            (folder / "earlier").exists() and any((folder / "checkpoints").glob("*/COMMIT.json"))
+        ),
+        120,
+    )
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 75
@@ -162,11 +227,16 @@ def test_no_server_stays_when_run_is_killed_in_its_last_step(copied: Path) -> No
 
 
 def test_a_step_that_fails_ends_the_run_with_its_code(copied: Path) -> None:
-    done = ingot("run", "r.yaml", "data.train.0.text=missing", "data.train.0.format=csv", cwd=copied)
+    done = ingot(
+        "run", "r.yaml", "data.train.0.text=missing", "data.train.0.format=csv", cwd=copied
+    )
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert lines[-2].startswith("error: ")
-    assert lines[-1] == "error: ingest cannot be done, see above; mend that and run the same command again"
+    assert (
+        lines[-1]
+        == "error: ingest cannot be done, see above; mend that and run the same command again"
+    )
     assert done.stdout == ""
 
 

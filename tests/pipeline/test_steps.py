@@ -1,4 +1,6 @@
-"""Which knob runs which step again. Too few is a silent fault (old results for a new recipe), too many is wasted hours."""
+"""Which knob runs which step again. Too few is a silent fault (old results for a new recipe), too
+many is wasted hours.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,48 @@ from ingot.pipeline.steps import DEPLOY, STEPS, before, step_of
 PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Knobs that change no result: where and how the work is done, saved, logged, served.
 CHANGES_NOTHING = {
-    "name", "output", "data.validation.weight", "data.engine", "tokenizer.encoder", "train.micro_batch", "train.compile", "train.profile", "parallel", "memory",
-    "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "checkpoint.upload", "checkpoint.grace_s", "checkpoint.notice", "resume", "chaos",
-    "train.skip.in_row", "train.skip.then", "train.skip.rollbacks", "train.evaluate_tasks", "train.sample_every",
-    "evaluate.micro_batch", "track", "launch", "cloud", "pipeline", "serve.python", "serve.image", "serve.machine", "serve.replicas",
-    "serve.host", "serve.port", "serve.api_key", "serve.max_body_bytes", "serve.max_tokens", "serve.max_queue", "serve.max_batch",
-    "serve.any_template", "serve.canary", "serve.verify",
+    "name",
+    "output",
+    "data.validation.weight",
+    "data.engine",
+    "tokenizer.encoder",
+    "train.micro_batch",
+    "train.compile",
+    "train.profile",
+    "parallel",
+    "memory",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.asynchronous",
+    "checkpoint.upload",
+    "checkpoint.grace_s",
+    "checkpoint.notice",
+    "resume",
+    "chaos",
+    "train.skip.in_row",
+    "train.skip.then",
+    "train.skip.rollbacks",
+    "train.evaluate_tasks",
+    "train.sample_every",
+    "evaluate.micro_batch",
+    "track",
+    "launch",
+    "cloud",
+    "pipeline",
+    "serve.python",
+    "serve.image",
+    "serve.machine",
+    "serve.replicas",
+    "serve.host",
+    "serve.port",
+    "serve.api_key",
+    "serve.max_body_bytes",
+    "serve.max_tokens",
+    "serve.max_queue",
+    "serve.max_batch",
+    "serve.any_template",
+    "serve.canary",
+    "serve.verify",
 }
 
 
@@ -34,58 +72,64 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
     return {step.verb for step in STEPS if step.knobs(before) != step.knobs(after)}
 
 
-@pytest.mark.parametrize(("override", "steps"), [
-    ("data.train.1.source=c.jsonl", {"ingest"}),
-    ("data.train.0.text=body", {"ingest"}),
-    ("data.train.0.format=csv", {"ingest"}),
-    ("data.on_bad=stop", {"ingest"}),
-    ("data.validation=[{source: v.jsonl}]", {"ingest", "prepare"}),
-    ("tokenizer.vocab_size=5000", {"prepare"}),
-    ("tokenizer.sample_bytes=5000", {"prepare"}),
-    ("tokenizer.source=some/folder", {"prepare"}),
-    ("data.validation.fraction=0.5", {"prepare"}),
-    ("data.fraction=0.5", {"prepare"}),
-    ("data.seq_len=128", {"train", "evaluate"}),
-    ("data.train.0.weight=2", {"train"}),
-    ("data.window=2", {"train"}),
-    ("seed=5", {"train"}),
-    ("model.source=preset:llama-6m", {"train", "evaluate"}),  # before there is a trained model, the base is evaluated
-    ("precision.compute=bf16", {"train", "evaluate"}),
-    ("model.config={num_hidden_layers: 2}", {"train"}),
-    ("train.steps=7", {"train"}),
-    ("train.global_batch=4", {"train"}),
-    ("train.optimizer.lr=0.5", {"train"}),
-    ("train.optimizer={kind: sgd}", {"train"}),
-    ("train.schedule.warmup=0.5", {"train"}),
-    ("train.clip_norm=null", {"train"}),
-    ("precision.export=fp32", {"train"}),
-    ("evaluate.prompts=[a]", {"evaluate"}),
-    ("evaluate.tasks=[{baselines: [gzip]}]", {"evaluate"}),
-    ("evaluate.model=some/folder", {"evaluate"}),
-    ("gate.margin=0.5", {"gate"}),
-    ("gate.override=keep", {"gate"}),
-    ("registry.name=other", {"gate", "register"}),
-    ("serve.prompt=import", {"serve"}),
-    ("serve.prompt_tokens=3", {"serve"}),
-    ("objective.kind=dpo", {"ingest", "prepare", "train", "evaluate", "gate"}),
-    ("model.lora={}", {"train"}),
-    ("train.start_from=runs/other", {"train"}),
-    ("train.start_step=2", {"train"}),
-    ("evaluate.base=true", {"evaluate"}),
-    ("train.evaluate_every=5", set()),
-    ("train.micro_batch=2", set()),
-    ("train.compile=true", set()),
-    ("train.skip.spike=5", {"train"}),
-    ("train.skip.in_row=5", set()),
-    ("checkpoint.every=3", set()),
-    ("checkpoint.keep=9", set()),
-    ("track.every=3", set()),
-    ("launch.processes=2", set()),
-    ("data.engine.workers=3", set()),
-    ("evaluate.micro_batch=1", set()),
-    ("evaluate.sample_tokens=3", set()),
-    ("serve.port=1", set()),
-])
+@pytest.mark.parametrize(
+    ("override", "steps"),
+    [
+        ("data.train.1.source=c.jsonl", {"ingest"}),
+        ("data.train.0.text=body", {"ingest"}),
+        ("data.train.0.format=csv", {"ingest"}),
+        ("data.on_bad=stop", {"ingest"}),
+        ("data.validation=[{source: v.jsonl}]", {"ingest", "prepare"}),
+        ("tokenizer.vocab_size=5000", {"prepare"}),
+        ("tokenizer.sample_bytes=5000", {"prepare"}),
+        ("tokenizer.source=some/folder", {"prepare"}),
+        ("data.validation.fraction=0.5", {"prepare"}),
+        ("data.fraction=0.5", {"prepare"}),
+        ("data.seq_len=128", {"train", "evaluate"}),
+        ("data.train.0.weight=2", {"train"}),
+        ("data.window=2", {"train"}),
+        ("seed=5", {"train"}),
+        (
+            "model.source=preset:llama-6m",
+            {"train", "evaluate"},
+        ),  # before there is a trained model, the base is evaluated
+        ("precision.compute=bf16", {"train", "evaluate"}),
+        ("model.config={num_hidden_layers: 2}", {"train"}),
+        ("train.steps=7", {"train"}),
+        ("train.global_batch=4", {"train"}),
+        ("train.optimizer.lr=0.5", {"train"}),
+        ("train.optimizer={kind: sgd}", {"train"}),
+        ("train.schedule.warmup=0.5", {"train"}),
+        ("train.clip_norm=null", {"train"}),
+        ("precision.export=fp32", {"train"}),
+        ("evaluate.prompts=[a]", {"evaluate"}),
+        ("evaluate.tasks=[{baselines: [gzip]}]", {"evaluate"}),
+        ("evaluate.model=some/folder", {"evaluate"}),
+        ("gate.margin=0.5", {"gate"}),
+        ("gate.override=keep", {"gate"}),
+        ("registry.name=other", {"gate", "register"}),
+        ("serve.prompt=import", {"serve"}),
+        ("serve.prompt_tokens=3", {"serve"}),
+        ("objective.kind=dpo", {"ingest", "prepare", "train", "evaluate", "gate"}),
+        ("model.lora={}", {"train"}),
+        ("train.start_from=runs/other", {"train"}),
+        ("train.start_step=2", {"train"}),
+        ("evaluate.base=true", {"evaluate"}),
+        ("train.evaluate_every=5", set()),
+        ("train.micro_batch=2", set()),
+        ("train.compile=true", set()),
+        ("train.skip.spike=5", {"train"}),
+        ("train.skip.in_row=5", set()),
+        ("checkpoint.every=3", set()),
+        ("checkpoint.keep=9", set()),
+        ("track.every=3", set()),
+        ("launch.processes=2", set()),
+        ("data.engine.workers=3", set()),
+        ("evaluate.micro_batch=1", set()),
+        ("evaluate.sample_tokens=3", set()),
+        ("serve.port=1", set()),
+    ],
+)
 def test_a_knob_touches_just_these_steps(override: str, steps: set[str]) -> None:
     assert _changed(_recipe(), _recipe(override)) == steps
 
@@ -94,23 +138,34 @@ VERTEX = ("registry.kind=vertex", "serve.machine={type: g2-standard-12}")
 
 
 @pytest.mark.parametrize("engine", ["native", "vllm", "triton"])
-@pytest.mark.parametrize(("override", "steps"), [
-    ("serve.max_tokens=100", {"register", "deploy"}),
-    ("serve.max_batch=3", {"register", "deploy"}),
-    ("serve.max_queue=3", {"register", "deploy"}),
-    ("serve.max_body_bytes=9", {"register", "deploy"}),
-    ("serve.any_template=true", {"register", "deploy"}),
-    ("serve.image=other", {"register", "deploy"}),
-    ("serve.machine.type=g2-standard-24", {"register", "deploy"}),
-    ("cloud.repository=other", {"register", "deploy"}),
-    ("serve.replicas=[1, 2]", {"deploy"}),
-    ("cloud.bucket=other", {"gate", "register", "deploy"}),
-    ("cloud.region=europe-west4", {"gate", "register", "deploy"}),
-])
-def test_a_version_in_vertex_is_its_container_too(engine: str, override: str, steps: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("override", "steps"),
+    [
+        ("serve.max_tokens=100", {"register", "deploy"}),
+        ("serve.max_batch=3", {"register", "deploy"}),
+        ("serve.max_queue=3", {"register", "deploy"}),
+        ("serve.max_body_bytes=9", {"register", "deploy"}),
+        ("serve.any_template=true", {"register", "deploy"}),
+        ("serve.image=other", {"register", "deploy"}),
+        ("serve.machine.type=g2-standard-24", {"register", "deploy"}),
+        ("cloud.repository=other", {"register", "deploy"}),
+        ("serve.replicas=[1, 2]", {"deploy"}),
+        ("cloud.bucket=other", {"gate", "register", "deploy"}),
+        ("cloud.region=europe-west4", {"gate", "register", "deploy"}),
+    ],
+)
+def test_a_version_in_vertex_is_its_container_too(
+    engine: str, override: str, steps: set[str]
+) -> None:
     start = (*VERTEX, f"serve.engine={engine}")
-    changed = {step.verb for step in (*STEPS, DEPLOY) if step.knobs(_recipe(*start)) != step.knobs(_recipe(*start, override))}
-    assert changed == (steps - {"register"} if "serve.machine" in override and engine == "native" else steps)
+    changed = {
+        step.verb
+        for step in (*STEPS, DEPLOY)
+        if step.knobs(_recipe(*start)) != step.knobs(_recipe(*start, override))
+    }
+    assert changed == (
+        steps - {"register"} if "serve.machine" in override and engine == "native" else steps
+    )
 
 
 @pytest.mark.parametrize("knob", _LIMITS)
@@ -122,13 +177,22 @@ def test_every_argument_of_the_container_makes_a_version_anew(knob: str) -> None
 
 
 def test_knobs_that_matter_only_with_others() -> None:
-    assert _changed(_recipe(), _recipe("serve.max_tokens=8")) == {"serve"}, "no more than that is asked for"
+    assert _changed(_recipe(), _recipe("serve.max_tokens=8")) == {"serve"}, (
+        "no more than that is asked for"
+    )
     stopping = ("train.early_stop.patience=2", "train.evaluate_every=10")
     assert _changed(_recipe(*stopping), _recipe(*stopping, "train.evaluate_every=20")) == {"train"}
     own = ("model.source=hf:a/b",)
-    assert _changed(_recipe(*own), _recipe("model.source=hf:a/c")) == {"prepare", "train", "evaluate"}
+    assert _changed(_recipe(*own), _recipe("model.source=hf:a/c")) == {
+        "prepare",
+        "train",
+        "evaluate",
+    }
     given = ("model.source=hf:a/b", "tokenizer.source=some/folder")
-    assert _changed(_recipe(*given), _recipe("model.source=hf:a/c", given[1])) == {"train", "evaluate"}
+    assert _changed(_recipe(*given), _recipe("model.source=hf:a/c", given[1])) == {
+        "train",
+        "evaluate",
+    }
     prompts = "evaluate.prompts=[a]"
     assert _changed(_recipe(prompts), _recipe(prompts, "evaluate.sample_tokens=3")) == {"evaluate"}
 
@@ -136,14 +200,29 @@ def test_knobs_that_matter_only_with_others() -> None:
 def test_every_knob_is_decided() -> None:
     """A new knob must be read by a step or stand in the list of those that change nothing."""
     recipes = (
-        _recipe("train.early_stop.patience=2", "train.evaluate_every=10", "evaluate.prompts=[a]", "train.skip.spike=5"), _recipe("model.source=hf:a/b"),
-        _recipe("data.validation=[{source: v.jsonl}]"), _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]", "data.window=3"),
-        _recipe("objective.kind=dpo"), _recipe("objective={kind: distill, teacher: t}"), _recipe("objective.kind=seq2seq"),
-        _recipe("objective={kind: classify, labels: [a, b]}"), _recipe("model.lora={}"),
+        _recipe(
+            "train.early_stop.patience=2",
+            "train.evaluate_every=10",
+            "evaluate.prompts=[a]",
+            "train.skip.spike=5",
+        ),
+        _recipe("model.source=hf:a/b"),
+        _recipe("data.validation=[{source: v.jsonl}]"),
+        _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]", "data.window=3"),
+        _recipe("objective.kind=dpo"),
+        _recipe("objective={kind: distill, teacher: t}"),
+        _recipe("objective.kind=seq2seq"),
+        _recipe("objective={kind: classify, labels: [a, b]}"),
+        _recipe("model.lora={}"),
         _recipe("train.start_from=runs/a", "train.reset_optimizer=true", "train.start_step=3"),
-        _recipe("evaluate.tasks=[{kind: hellaswag}, {kind: choice, source: c}, {kind: rouge}, {kind: classification}, {kind: lm_eval, tasks: [t]}]"),
+        _recipe(
+            "evaluate.tasks=[{kind: hellaswag}, {kind: choice, source: c}, {kind: rouge}, {kind:"
+            " classification}, {kind: lm_eval, tasks: [t]}]"
+        ),
     )
-    read = {_plain(name) for recipe in recipes for step in STEPS for name in _names(step.knobs(recipe))}
+    read = {
+        _plain(name) for recipe in recipes for step in STEPS for name in _names(step.knobs(recipe))
+    }
     undecided = []
     for knob in knobs():
         parents = {knob.plain.rsplit(".", count)[0] for count in range(knob.plain.count(".") + 1)}
@@ -154,7 +233,9 @@ def test_every_knob_is_decided() -> None:
 
 
 def _names(values: dict[str, object], prefix: str = "") -> list[str]:
-    """Dotted names down to the last mapping, each level included but the first ones that are sections."""
+    """Dotted names down to the last mapping, each level included but the first ones that are
+    sections.
+    """
     found = []
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -164,13 +245,19 @@ def _names(values: dict[str, object], prefix: str = "") -> list[str]:
 
 def _plain(name: str) -> str:
     """Without list numbers and task names: `data.train.0.text` is the knob `data.train.text`."""
-    return ".".join(part for part in re.sub(r"^evaluate\.tasks\.\w+\.", "evaluate.tasks.", name).split(".") if not part.isdigit())
+    return ".".join(
+        part
+        for part in re.sub(r"^evaluate\.tasks\.\w+\.", "evaluate.tasks.", name).split(".")
+        if not part.isdigit()
+    )
 
 
 def test_changed_items_of_a_task_are_measured_anew(tmp_path: Path) -> None:
     items = tmp_path / "items.jsonl"
     items.write_text("{}")
-    folders = step_of("evaluate").folders(_recipe(f"evaluate.tasks=[{{kind: choice, source: {items}}}, {{kind: hellaswag}}]"))
+    folders = step_of("evaluate").folders(
+        _recipe(f"evaluate.tasks=[{{kind: choice, source: {items}}}, {{kind: hellaswag}}]")
+    )
     assert folders == [str(items)]
 
 
@@ -184,6 +271,15 @@ def test_steps_rest_on_the_steps_before_them() -> None:
     assert verbs == ["ingest", "prepare", "train", "evaluate", "gate", "register", "serve"]
     for number, step in enumerate(STEPS):
         assert set(step.after(_recipe())) <= set(verbs[:number])
-    assert [step.verb for step in before(step_of("register"), _recipe())] == ["ingest", "prepare", "train", "evaluate", "gate"]
-    assert [step.verb for step in before(step_of("evaluate"), _recipe("evaluate.model=x"))] == ["ingest", "prepare"]
+    assert [step.verb for step in before(step_of("register"), _recipe())] == [
+        "ingest",
+        "prepare",
+        "train",
+        "evaluate",
+        "gate",
+    ]
+    assert [step.verb for step in before(step_of("evaluate"), _recipe("evaluate.model=x"))] == [
+        "ingest",
+        "prepare",
+    ]
     assert before(step_of("ingest"), _recipe()) == []

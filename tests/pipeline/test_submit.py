@@ -1,4 +1,6 @@
-"""`ingot submit`: what is sent, what is refused, how a pipeline is followed and found again. Against the service's own interface on loopback."""
+"""`ingot submit`: what is sent, what is refused, how a pipeline is followed and found again.
+Against the service's own interface on loopback.
+"""
 
 from __future__ import annotations
 
@@ -49,45 +51,93 @@ def service() -> Iterator[pipelines.State]:
 
 
 def recipe_for(root: Path, address: str | None, **knobs: Any) -> Recipe:
-    return small_recipe(root, **{
-        "data.train": "[{source: 'gs://bucket/text/*.txt'}]", "cloud.project": "proj", "cloud.bucket": "bucket", "cloud.endpoint": address,
-        "cloud.images.train": "us-docker.pkg.dev/proj/ingot/ingot-train:latest", "cloud.images.serve": "us-docker.pkg.dev/proj/ingot/ingot-serve:latest",
-        "registry.kind": "vertex", "launch.machine": "{type: n1-standard-8, accelerator: nvidia-tesla-t4, accelerators: 1}", **knobs,
-    })
+    return small_recipe(
+        root,
+        **{
+            "data.train": "[{source: 'gs://bucket/text/*.txt'}]",
+            "cloud.project": "proj",
+            "cloud.bucket": "bucket",
+            "cloud.endpoint": address,
+            "cloud.images.train": "us-docker.pkg.dev/proj/ingot/ingot-train:latest",
+            "cloud.images.serve": "us-docker.pkg.dev/proj/ingot/ingot-serve:latest",
+            "registry.kind": "vertex",
+            "launch.machine": (
+                "{type: n1-standard-8, accelerator: nvidia-tesla-t4, accelerators: 1}"
+            ),
+            **knobs,
+        },
+    )
 
 
 ELSEWHERE: dict[str, Any] = {
-    "launch.kind": "vertex", "launch.nodes": 4, "launch.processes": 8, "launch.machine": "{type: a2-highgpu-8g, spot: true}",
-    "pipeline.steps": "{prepare: {launch: dataproc}, evaluate: {launch: local, processes: 1, machine: {type: g2-standard-8}}, "
-                      "register: {image: 'eu.gcr.io/x/y'}}",
-    "cloud.service_account": "runner@proj.iam.gserviceaccount.com", "cloud.network": "projects/12/global/networks/vpc", "cloud.labels": "{team: nlp}",
-    "cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}", "pipeline.retries": 0,
+    "launch.kind": "vertex",
+    "launch.nodes": 4,
+    "launch.processes": 8,
+    "launch.machine": "{type: a2-highgpu-8g, spot: true}",
+    "pipeline.steps": (
+        "{prepare: {launch: dataproc}, evaluate: {launch: local, processes: 1, machine: {type:"
+        " g2-standard-8}}, register: {image: 'eu.gcr.io/x/y'}}"
+    ),
+    "cloud.service_account": "runner@proj.iam.gserviceaccount.com",
+    "cloud.network": "projects/12/global/networks/vpc",
+    "cloud.labels": "{team: nlp}",
+    "cloud.secrets": "{HF_TOKEN: 'secret:hf-token'}",
+    "pipeline.retries": 0,
 }
 
 
 @pytest.mark.parametrize(("case", "knobs"), [("here", {}), ("elsewhere", ELSEWHERE)])
-def test_the_same_recipe_gives_the_same_bytes(case: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the name of the recipe's object set aside, since that changes with every knob there is."""
+def test_the_same_recipe_gives_the_same_bytes(
+    case: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the name of the recipe's object set aside, since that changes with every knob there
+    is.
+    """
     submission = prepared(recipe_for(Path("root"), None, **knobs))
     text = rendered(submission)
-    assert text == rendered(prepared(recipe_for(Path("elsewhere"), None, **{**knobs, "data.train": "[{source: 'gs://bucket/text/*.txt'}]"})))
-    shown = text.replace(submission.plan.address, "gs://bucket/ingot/pipelines/recipes/HASH.yaml").replace(submission.spec_address, "SPEC")
+    assert text == rendered(
+        prepared(
+            recipe_for(
+                Path("elsewhere"),
+                None,
+                **{**knobs, "data.train": "[{source: 'gs://bucket/text/*.txt'}]"},
+            )
+        )
+    )
+    shown = text.replace(
+        submission.plan.address, "gs://bucket/ingot/pipelines/recipes/HASH.yaml"
+    ).replace(submission.spec_address, "SPEC")
     golden.check(f"pipelines/{case}.yaml", shown)
 
 
-@pytest.mark.parametrize(("machine", "megabytes"), [("n1-standard-2", "7500M"), ("n1-standard-1", "3750M"), ("n1-standard-8", "30000M")])
-def test_memory_is_told_in_whole_numbers_which_is_all_that_kfp_takes(machine: str, megabytes: str) -> None:
+@pytest.mark.parametrize(
+    ("machine", "megabytes"),
+    [("n1-standard-2", "7500M"), ("n1-standard-1", "3750M"), ("n1-standard-8", "30000M")],
+)
+def test_memory_is_told_in_whole_numbers_which_is_all_that_kfp_takes(
+    machine: str, megabytes: str
+) -> None:
     knobs = {"pipeline.steps": f"{{gate: {{machine: {{type: {machine}}}}}}}"}
-    assert f"resourceMemoryLimit: {megabytes}" in rendered(prepared(recipe_for(Path("root"), None, **knobs)))
+    assert f"resourceMemoryLimit: {megabytes}" in rendered(
+        prepared(recipe_for(Path("root"), None, **knobs))
+    )
 
 
-def test_another_recipe_gives_another_recipe_object_and_nothing_of_this_machine_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = (prepared(recipe_for(Path("/home/me"), None, **{"train.steps": steps})) for steps in (6, 7))
+def test_another_recipe_gives_another_recipe_object_and_nothing_of_this_machine_stands_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = (
+        prepared(recipe_for(Path("/home/me"), None, **{"train.steps": steps})) for steps in (6, 7)
+    )
     assert one.plan.address != other.plan.address
     assert one.plan.address.endswith(f"{fingerprint(one.plan.recipe)}.yaml")
     assert "/home/me" not in rendered(one) + one.plan.recipe
     read = yaml.safe_load(one.plan.recipe)
-    assert (read["output"], read["launch"]["kind"], read["checkpoint"]["upload"]) == ("runs", "local", "gs://bucket/ingot/runs/small/checkpoints")
+    assert (read["output"], read["launch"]["kind"], read["checkpoint"]["upload"]) == (
+        "runs",
+        "local",
+        "gs://bucket/ingot/runs/small/checkpoints",
+    )
 
 
 def test_no_secret_stands_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,49 +147,104 @@ def test_no_secret_stands_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
     assert "secret:hf-token" in submission.plan.recipe
 
 
-@pytest.mark.parametrize(("knobs", "told"), [
-    ({"registry.kind": "local"}, "set registry.kind to vertex"),
-    ({"cloud.bucket": None}, "set cloud.bucket"),
-    ({"cloud.project": None}, "no project|no Google Cloud project|GOOGLE_CLOUD_PROJECT"),
-    ({"cloud.images.train": None}, "no container image for train"),
-    ({"data.train": "[{source: text}]"}, "data source text lies on this machine"),
-    ({"data.validation": "[{source: held/out.txt}]", "data.validation.fraction": None}, "data source held/out.txt lies on this machine"),
-    ({"model.source": "models/x", "model.config": None, "tokenizer.source": None, "tokenizer.vocab_size": None}, "model.source models/x cannot be read"),
-    ({"model.source": "gs://b/x", "model.config": None, "tokenizer.source": None, "tokenizer.vocab_size": None}, "model.source gs://b/x cannot be read"),
-    ({"train.start_from": "runs/other"}, "train.start_from runs/other cannot be read"),
-    ({"data.train": "[{source: 'megatron:columns/old'}]"}, "data source megatron:columns/old lies on this machine"),
-    ({"pipeline.steps": "{deploy: {launch: gce}}"}, "pipeline.steps.deploy.launch"),
-    ({"launch.machine.disk_gb": 500}, "launch.machine.disk_gb cannot be had in a container of the pipeline"),
-    ({"evaluate.model": "models/y"}, "evaluate.model models/y cannot be read"),
-    ({"launch.machine": "{type: n1-standrad-8}"}, "nearest is n1-standard-8"),
-    ({"pipeline.steps": "{prepare: {machine: {type: x}}}"}, "prepare: machine type x is not known"),
-    ({"launch.kind": "slurm"}, "set pipeline.steps.train.launch to vertex or gce"),
-    ({"launch.processes": 4}, "train: 4 processes share 1 accelerators on each machine; set pipeline.steps.train.processes to 1"),
-    ({"cloud.max_cost": 10}, "not bounded by cloud.max_cost; set pipeline.steps.train.launch to vertex"),
-    ({"launch.secrets": "[HF_TOKEN]"}, "cloud.secrets: {HF_TOKEN: secret:NAME}"),
-])
-def test_what_cannot_be_a_pipeline_is_told_before_anything_is_asked(knobs: dict[str, Any], told: str, service: pipelines.State) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"registry.kind": "local"}, "set registry.kind to vertex"),
+        ({"cloud.bucket": None}, "set cloud.bucket"),
+        ({"cloud.project": None}, "no project|no Google Cloud project|GOOGLE_CLOUD_PROJECT"),
+        ({"cloud.images.train": None}, "no container image for train"),
+        ({"data.train": "[{source: text}]"}, "data source text lies on this machine"),
+        (
+            {"data.validation": "[{source: held/out.txt}]", "data.validation.fraction": None},
+            "data source held/out.txt lies on this machine",
+        ),
+        (
+            {
+                "model.source": "models/x",
+                "model.config": None,
+                "tokenizer.source": None,
+                "tokenizer.vocab_size": None,
+            },
+            "model.source models/x cannot be read",
+        ),
+        (
+            {
+                "model.source": "gs://b/x",
+                "model.config": None,
+                "tokenizer.source": None,
+                "tokenizer.vocab_size": None,
+            },
+            "model.source gs://b/x cannot be read",
+        ),
+        ({"train.start_from": "runs/other"}, "train.start_from runs/other cannot be read"),
+        (
+            {"data.train": "[{source: 'megatron:columns/old'}]"},
+            "data source megatron:columns/old lies on this machine",
+        ),
+        ({"pipeline.steps": "{deploy: {launch: gce}}"}, "pipeline.steps.deploy.launch"),
+        (
+            {"launch.machine.disk_gb": 500},
+            "launch.machine.disk_gb cannot be had in a container of the pipeline",
+        ),
+        ({"evaluate.model": "models/y"}, "evaluate.model models/y cannot be read"),
+        ({"launch.machine": "{type: n1-standrad-8}"}, "nearest is n1-standard-8"),
+        (
+            {"pipeline.steps": "{prepare: {machine: {type: x}}}"},
+            "prepare: machine type x is not known",
+        ),
+        ({"launch.kind": "slurm"}, "set pipeline.steps.train.launch to vertex or gce"),
+        (
+            {"launch.processes": 4},
+            (
+                "train: 4 processes share 1 accelerators on each machine; set"
+                " pipeline.steps.train.processes to 1"
+            ),
+        ),
+        (
+            {"cloud.max_cost": 10},
+            "not bounded by cloud.max_cost; set pipeline.steps.train.launch to vertex",
+        ),
+        ({"launch.secrets": "[HF_TOKEN]"}, "cloud.secrets: {HF_TOKEN: secret:NAME}"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_told_before_anything_is_asked(
+    knobs: dict[str, Any], told: str, service: pipelines.State
+) -> None:
     with pytest.raises(WrongInput, match=told) as refused:
         prepared(recipe_for(Path("root"), service.server.address, **knobs))
     assert "\n" not in str(refused.value)
     assert not service.server.calls
 
 
-def submitted(root: Path, service: pipelines.State, **knobs: Any) -> tuple[Recipe, submit.Submission, str]:
+def submitted(
+    root: Path, service: pipelines.State, **knobs: Any
+) -> tuple[Recipe, submit.Submission, str]:
     recipe = recipe_for(root, service.server.address, **knobs)
     submission = prepared(recipe)
     return recipe, submission, submit.submit(recipe, submission)[0]
 
 
-def test_recipe_and_specification_lie_in_the_bucket_and_the_service_takes_the_job(tmp_path: Path, service: pipelines.State, bucket: gcs.Server) -> None:
+def test_recipe_and_specification_lie_in_the_bucket_and_the_service_takes_the_job(
+    tmp_path: Path, service: pipelines.State, bucket: gcs.Server
+) -> None:
     _, submission, id = submitted(tmp_path, service, **ELSEWHERE)
     job = service.jobs[id]
-    assert bucket.objects[submission.plan.address.removeprefix("gs://bucket/")].data.decode() == submission.plan.recipe
-    assert yaml.safe_load(bucket.objects[submission.spec_address.removeprefix("gs://bucket/")].data) == submission.spec
+    assert (
+        bucket.objects[submission.plan.address.removeprefix("gs://bucket/")].data.decode()
+        == submission.plan.recipe
+    )
+    assert (
+        yaml.safe_load(bucket.objects[submission.spec_address.removeprefix("gs://bucket/")].data)
+        == submission.spec
+    )
     assert job.service_account == "runner@proj.iam.gserviceaccount.com"
     assert job.network == "projects/12/global/networks/vpc"
     assert dict(job.labels) == {"team": "nlp", "ingot-run": "small", "ingot-verb": "pipeline"}
-    assert dict(job.runtime_config.parameter_values) == {"recipe": submission.plan.address, "replica": "gs://bucket/ingot/runs/small"}
+    assert dict(job.runtime_config.parameter_values) == {
+        "recipe": submission.plan.address,
+        "replica": "gs://bucket/ingot/runs/small",
+    }
     assert job.runtime_config.failure_policy.name == "PIPELINE_FAILURE_POLICY_FAIL_FAST"
     assert job.runtime_config.gcs_output_directory == "gs://bucket/ingot/pipelines"
     read = load_recipe([_written(tmp_path, submission.plan.recipe)], environ={}, dotenv=None)
@@ -152,30 +257,47 @@ def _written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_steps_are_told_until_the_end(tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_told_until_the_end(
+    tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, submission, id = submitted(tmp_path, service)
     submit.follow(submission, id)
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if line.endswith(": succeeded")] == [
-        f"{verb}: succeeded" for verb in ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
+        f"{verb}: succeeded"
+        for verb in ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
     ]
-    assert said[-1] == "the gate passed the model, and the step deploy is done; its log says what it changed"
+    assert (
+        said[-1]
+        == "the gate passed the model, and the step deploy is done; its log says what it changed"
+    )
 
 
-def test_what_there_is_to_look_at_comes_back(tmp_path: Path, service: pipelines.State, bucket: gcs.Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also of a pipeline that failed; model and data stay where they are, and are left alone by the next submission."""
+def test_what_there_is_to_look_at_comes_back(
+    tmp_path: Path, service: pipelines.State, bucket: gcs.Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a pipeline that failed; model and data stay where they are, and are left alone by the
+    next submission.
+    """
     recipe, submission, id = submitted(tmp_path, service)
     there = tmp_path / "container"
-    for path in ("metrics.jsonl", "reports/index.html", "model/model.safetensors", "data/columns/manifest.json"):
+    for path in (
+        "metrics.jsonl",
+        "reports/index.html",
+        "model/model.safetensors",
+        "data/columns/manifest.json",
+    ):
         write_atomic(there / path, "made\n")
     push(there, submission.plan.replica)
     service.fails = {"register": "no"}
     root = recipe.folder.root
     with pytest.raises(Failed, match="register failed"):
         submit.follow(submission, id, root)
-    assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*") if path.is_file() and "/." not in str(path)) == [
-        "jobs/pipeline.json", "metrics.jsonl", "reports/index.html",
-    ]
+    assert sorted(
+        str(path.relative_to(root))
+        for path in root.rglob("*.*")
+        if path.is_file() and "/." not in str(path)
+    ) == ["jobs/pipeline.json", "metrics.jsonl", "reports/index.html"]
     assert f"model and data stay in {submission.plan.replica}" in capsys.readouterr().err
     push(root, submission.plan.replica)
     assert pull(submission.plan.replica, tmp_path / "third")
@@ -188,7 +310,9 @@ def test_what_there_is_to_look_at_comes_back(tmp_path: Path, service: pipelines.
     assert f"what the pipeline made lies in {submission.plan.replica}" in capsys.readouterr().err
 
 
-def test_a_gate_that_keeps_the_live_model_is_a_good_end(tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gate_that_keeps_the_live_model_is_a_good_end(
+    tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]
+) -> None:
     service.decision = "keep"
     _, submission, id = submitted(tmp_path, service)
     submit.follow(submission, id)
@@ -197,10 +321,18 @@ def test_a_gate_that_keeps_the_live_model_is_a_good_end(tmp_path: Path, service:
     assert said.endswith("the gate keeps the live model; nothing was registered\n")
 
 
-def test_a_step_that_fails_is_named_with_its_error(tmp_path: Path, service: pipelines.State) -> None:
+def test_a_step_that_fails_is_named_with_its_error(
+    tmp_path: Path, service: pipelines.State
+) -> None:
     service.fails = {"train": "The replica exited with a non-zero status of 1."}
     _, submission, id = submitted(tmp_path, service)
-    with pytest.raises(Failed, match=f"train failed: The replica exited with a non-zero status of 1.; see its log, .*/pipelines/runs/{id}"):
+    with pytest.raises(
+        Failed,
+        match=(
+            "train failed: The replica exited with a non-zero status of 1.; see its log,"
+            f" .*/pipelines/runs/{id}"
+        ),
+    ):
         submit.follow(submission, id)
 
 
@@ -213,7 +345,10 @@ def test_a_pipeline_that_somebody_cancels_is_told(tmp_path: Path, service: pipel
 
 
 def test_a_network_that_is_down_for_a_while_ends_no_following(
-    tmp_path: Path, service: pipelines.State, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    service: pipelines.State,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(clients, "PATIENCE_S", 0.02)
     _, submission, id = submitted(tmp_path, service)
@@ -225,14 +360,18 @@ def test_a_network_that_is_down_for_a_while_ends_no_following(
 
 
 @pytest.mark.parametrize("lose", [True, False])
-def test_a_lost_answer_makes_no_second_pipeline(lose: bool, tmp_path: Path, service: pipelines.State) -> None:
+def test_a_lost_answer_makes_no_second_pipeline(
+    lose: bool, tmp_path: Path, service: pipelines.State
+) -> None:
     service.server.fault("PipelineService.CreatePipelineJob", 503, lose=lose)
     _, _, id = submitted(tmp_path, service)
     assert list(service.jobs) == [id]
     assert len(service.server.requests("PipelineService.CreatePipelineJob")) == 2
 
 
-def test_the_same_command_again_finds_the_pipeline_that_runs_and_starts_a_new_one_when_it_is_over(tmp_path: Path, service: pipelines.State) -> None:
+def test_the_same_command_again_finds_the_pipeline_that_runs_and_starts_a_new_one_when_it_is_over(
+    tmp_path: Path, service: pipelines.State
+) -> None:
     recipe, submission, id = submitted(tmp_path, service)
     assert submit.submit(recipe, submission) == (id, True)
     submit.follow(submission, id)
@@ -242,7 +381,9 @@ def test_the_same_command_again_finds_the_pipeline_that_runs_and_starts_a_new_on
     assert not is_old
 
 
-def test_a_command_that_was_killed_before_its_answer_gives_the_same_name_again(tmp_path: Path, service: pipelines.State) -> None:
+def test_a_command_that_was_killed_before_its_answer_gives_the_same_name_again(
+    tmp_path: Path, service: pipelines.State
+) -> None:
     recipe, submission, id = submitted(tmp_path, service)
     del service.jobs[id]
     assert submit.submit(recipe, submission) == (id, False)
@@ -255,7 +396,9 @@ def test_two_pipelines_of_one_run_are_refused(tmp_path: Path, service: pipelines
     assert list(service.jobs) == [id]
 
 
-def test_the_run_folder_goes_along_where_the_bucket_has_none_and_never_over_a_newer_one(root: Path, service: pipelines.State, bucket: gcs.Server) -> None:
+def test_the_run_folder_goes_along_where_the_bucket_has_none_and_never_over_a_newer_one(
+    root: Path, service: pipelines.State, bucket: gcs.Server
+) -> None:
     steps = root / "runs/small/reports/steps"
     steps.mkdir(parents=True)
     (steps / "ingest.json").write_text("{}")
@@ -267,26 +410,48 @@ def test_the_run_folder_goes_along_where_the_bucket_has_none_and_never_over_a_ne
     assert bucket.objects["ingot/runs/small/reports/steps/ingest.json"].data == b"{}"
 
 
-@pytest.mark.parametrize(("location", "ok"), [("US-CENTRAL1", True), ("US", True), ("NAM4", True), ("EUROPE-WEST4", False), ("EU", False), ("EUR4", False)])
-def test_a_bucket_of_another_region_is_refused(location: str, ok: bool, tmp_path: Path, service: pipelines.State, bucket: gcs.Server) -> None:
+@pytest.mark.parametrize(
+    ("location", "ok"),
+    [
+        ("US-CENTRAL1", True),
+        ("US", True),
+        ("NAM4", True),
+        ("EUROPE-WEST4", False),
+        ("EU", False),
+        ("EUR4", False),
+    ],
+)
+def test_a_bucket_of_another_region_is_refused(
+    location: str, ok: bool, tmp_path: Path, service: pipelines.State, bucket: gcs.Server
+) -> None:
     bucket.location = location
     if ok:
         submitted(tmp_path, service)
     else:
-        with pytest.raises(WrongInput, match=f"lies in {location.lower()}, and cloud.region is us-central1"):
+        with pytest.raises(
+            WrongInput, match=f"lies in {location.lower()}, and cloud.region is us-central1"
+        ):
             submitted(tmp_path, service)
         assert not service.jobs
 
 
-def test_a_missing_bucket_and_a_missing_right_are_told(tmp_path: Path, service: pipelines.State) -> None:
+def test_a_missing_bucket_and_a_missing_right_are_told(
+    tmp_path: Path, service: pipelines.State
+) -> None:
     with pytest.raises(WrongInput, match="other"):
         submitted(tmp_path, service, **{"cloud.bucket": "other"})
-    service.server.fault("PipelineService.CreatePipelineJob", 403, message="Permission 'aiplatform.pipelineJobs.create' denied")
+    service.server.fault(
+        "PipelineService.CreatePipelineJob",
+        403,
+        message="Permission 'aiplatform.pipelineJobs.create' denied",
+    )
     with pytest.raises(WrongInput, match=r"pipelineJobs.create.*Vertex AI User"):
         submitted(tmp_path, service)
 
 
-def test_one_schedule_a_run_made_and_then_replaced(tmp_path: Path, service: pipelines.State) -> None:
+def test_one_schedule_a_run_made_and_then_replaced(
+    tmp_path: Path, service: pipelines.State
+) -> None:
     recipe = recipe_for(tmp_path, service.server.address)
     first = submit.schedule(recipe, prepared(recipe), "0 3 * * 1")
     changed = recipe_for(tmp_path, service.server.address, **{"train.steps": 9})
@@ -299,7 +464,9 @@ def test_one_schedule_a_run_made_and_then_replaced(tmp_path: Path, service: pipe
     assert started.runtime_config.parameter_values["recipe"] == prepared(changed).plan.address
 
 
-def test_a_schedule_that_was_made_twice_is_made_one(tmp_path: Path, service: pipelines.State) -> None:
+def test_a_schedule_that_was_made_twice_is_made_one(
+    tmp_path: Path, service: pipelines.State
+) -> None:
     recipe = recipe_for(tmp_path, service.server.address)
     made = submit.schedule(recipe, prepared(recipe), "0 3 * * 1")
     service._keep("projects/proj/locations/us-central1/schedules/77", service.schedules[made.name])
@@ -307,13 +474,28 @@ def test_a_schedule_that_was_made_twice_is_made_one(tmp_path: Path, service: pip
     assert [schedule.cron for schedule in service.schedules.values()] == ["0 4 * * 1"]
 
 
-@pytest.mark.parametrize("cron", ["", "monday", "0 3 * *", "0 24 * * *", "60 * * * *", "0 3 0 * *", "0 3 * 13 *", "*/0 * * * *", "0 3 * * 8"])
+@pytest.mark.parametrize(
+    "cron",
+    [
+        "",
+        "monday",
+        "0 3 * *",
+        "0 24 * * *",
+        "60 * * * *",
+        "0 3 0 * *",
+        "0 3 * 13 *",
+        "*/0 * * * *",
+        "0 3 * * 8",
+    ],
+)
 def test_a_time_that_is_none_is_refused(cron: str) -> None:
-    with pytest.raises(WrongInput, match="such as \"0 3"):
+    with pytest.raises(WrongInput, match='such as "0 3'):
         submit.checked(cron)
 
 
-@pytest.mark.parametrize("cron", ["0 3 * * 1", "*/15 0-6,22 1 */2 1-5", "CRON_TZ=Asia/Tokyo 0 0 * * *"])
+@pytest.mark.parametrize(
+    "cron", ["0 3 * * 1", "*/15 0-6,22 1 */2 1-5", "CRON_TZ=Asia/Tokyo 0 0 * * *"]
+)
 def test_a_time_is_taken(cron: str) -> None:
     assert submit.checked(cron) == cron
 
@@ -322,12 +504,19 @@ def _command(root: Path, recipe: Recipe, *options: str, **variables: str) -> sub
     path = root / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     return subprocess.Popen(
-        [sys.executable, "-m", "ingot", "submit", str(path), *options], cwd=root, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "ingot", "submit", str(path), *options],
+        cwd=root,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def test_the_command_prints_the_page_and_an_interrupt_leaves_the_pipeline_running(tmp_path: Path, service: pipelines.State) -> None:
+def test_the_command_prints_the_page_and_an_interrupt_leaves_the_pipeline_running(
+    tmp_path: Path, service: pipelines.State
+) -> None:
     service.server.fault("PipelineService.GetPipelineJob", 0, times=10**6, delay_s=0.5)
     process = _command(tmp_path, recipe_for(tmp_path, service.server.address))
     assert process.stdout is not None
@@ -336,12 +525,17 @@ def test_the_command_prints_the_page_and_an_interrupt_leaves_the_pipeline_runnin
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     (id,) = service.jobs
-    assert link == f"https://console.cloud.google.com/vertex-ai/locations/us-central1/pipelines/runs/{id}?project=proj"
+    assert (
+        link
+        == f"https://console.cloud.google.com/vertex-ai/locations/us-central1/pipelines/runs/{id}?project=proj"
+    )
     assert "the pipeline goes on; the same command follows it, and with --cancel ends it" in said
     assert not service.server.requests("PipelineService.CancelPipelineJob")
 
 
-def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(tmp_path: Path, service: pipelines.State, bucket: gcs.Server) -> None:
+def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(
+    tmp_path: Path, service: pipelines.State, bucket: gcs.Server
+) -> None:
     recipe = recipe_for(tmp_path, service.server.address)
     process = _command(tmp_path, recipe, "--dry-run")
     out, said = process.communicate(timeout=60)
@@ -352,11 +546,20 @@ def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(tmp_path: Path, ser
 
 
 def test_a_dry_run_loads_no_client_of_the_service(tmp_path: Path) -> None:
-    code = "import sys; from ingot.cli.app import main; sys.argv = ['ingot', 'submit', sys.argv[1], '--dry-run']\n" \
-           "try:\n    main()\nfinally:\n    print('aiplatform' if 'google.cloud.aiplatform_v1' in sys.modules else 'none', file=sys.stderr)"
+    code = (
+        "import sys; from ingot.cli.app import main; sys.argv = ['ingot', 'submit', sys.argv[1],"
+        " '--dry-run']\ntry:\n    main()\nfinally:\n    print('aiplatform' if"
+        " 'google.cloud.aiplatform_v1' in sys.modules else 'none', file=sys.stderr)"
+    )
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_recipe(recipe_for(tmp_path, None)), encoding="utf-8")
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "none"
     assert "schemaVersion" in done.stdout

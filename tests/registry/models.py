@@ -1,4 +1,6 @@
-"""Stand-ins for what training and evaluation leave behind: the registry looks at files and hashes, never at weights."""
+"""Stand-ins for what training and evaluation leave behind: the registry looks at files and hashes,
+never at weights.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from ingot.config.recipe import Recipe
 
 
 def a_report(model: str, value: float = 2.5, on: str = "set1") -> EvaluationReport:
-    return EvaluationReport(model, "tokenizer", {"loss/bits_per_byte": Metric(value, value - 0.1, value + 0.1, "lower", 100, on)})
+    return EvaluationReport(
+        model,
+        "tokenizer",
+        {"loss/bits_per_byte": Metric(value, value - 0.1, value + 0.1, "lower", 100, on)},
+    )
 
 
 def a_model(folder: Path, model: str) -> Path:
@@ -24,7 +30,13 @@ def a_model(folder: Path, model: str) -> Path:
 
 
 def a_recipe(root: Path, name: str = "run", **sections: object) -> Recipe:
-    values = {"name": name, "output": str(root), "registry": {"name": "words"}, "data": {"train": [{"source": "x"}]}, **sections}
+    values = {
+        "name": name,
+        "output": str(root),
+        "registry": {"name": "words"},
+        "data": {"train": [{"source": "x"}]},
+        **sections,
+    }
     return Recipe.model_validate(values)
 
 

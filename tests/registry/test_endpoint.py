@@ -1,4 +1,6 @@
-"""Deployments behind an endpoint: no moment without a serving version, and nothing half-deployed, whatever goes wrong and whenever."""
+"""Deployments behind an endpoint: no moment without a serving version, and nothing half-deployed,
+whatever goes wrong and whenever.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,22 @@ from tests import golden
 from tests.fakes.google import Refused
 from tests.registry.vertex_place import Place, killed_at
 
-T4: dict[str, Any] = {"serve": {"machine": {"type": "n1-standard-4", "accelerator": "nvidia-tesla-t4", "accelerators": 1, "spot": True}, "replicas": [1, 3]}}
-CHANGES = ("EndpointService.DeployModel", "EndpointService.UpdateEndpoint", "EndpointService.UndeployModel")
+T4: dict[str, Any] = {
+    "serve": {
+        "machine": {
+            "type": "n1-standard-4",
+            "accelerator": "nvidia-tesla-t4",
+            "accelerators": 1,
+            "spot": True,
+        },
+        "replicas": [1, 3],
+    }
+}
+CHANGES = (
+    "EndpointService.DeployModel",
+    "EndpointService.UpdateEndpoint",
+    "EndpointService.UndeployModel",
+)
 
 
 def two(place: Place) -> None:
@@ -42,7 +58,13 @@ def shares(place: Place) -> list[dict[int, int]]:
 
 def test_the_first_version_makes_the_endpoint(place: Place) -> None:
     place.registered("one", "a")
-    recipe = place.recipe(**T4, cloud={"service_account": "server@proj.iam.gserviceaccount.com", "labels": {"team": "Words"}})
+    recipe = place.recipe(
+        **T4,
+        cloud={
+            "service_account": "server@proj.iam.gserviceaccount.com",
+            "labels": {"team": "Words"},
+        },
+    )
     assert place.deploy(recipe=recipe) == 1
     place.is_whole(1)
     (created,) = place.google.requests("EndpointService.CreateEndpoint")
@@ -58,8 +80,16 @@ def test_the_first_version_makes_the_endpoint(place: Place) -> None:
     assert deployed.display_name == "words-v1"
     assert deployed.service_account == "server@proj.iam.gserviceaccount.com"
     resources, machine = deployed.dedicated_resources, deployed.dedicated_resources.machine_spec
-    assert (machine.machine_type, machine.accelerator_type.name, machine.accelerator_count) == ("n1-standard-4", "NVIDIA_TESLA_T4", 1)
-    assert (resources.min_replica_count, resources.max_replica_count, resources.spot) == (1, 3, True)
+    assert (machine.machine_type, machine.accelerator_type.name, machine.accelerator_count) == (
+        "n1-standard-4",
+        "NVIDIA_TESLA_T4",
+        1,
+    )
+    assert (resources.min_replica_count, resources.max_replica_count, resources.spot) == (
+        1,
+        3,
+        True,
+    )
     assert not asked.traffic_split
 
 
@@ -69,7 +99,9 @@ def test_the_second_version_comes_beside_the_first_and_takes_over(place: Place) 
     place.is_whole(2)
     assert shares(place) == [{}, {1: 100}, {2: 100}]
     assert [turn.reason for turn in place.registry().history("words")] == ["by hand", "by hand"]
-    assert all(request.endpoint.etag for request in place.google.requests("EndpointService.UpdateEndpoint")), "never over somebody else's change"
+    assert all(
+        request.endpoint.etag for request in place.google.requests("EndpointService.UpdateEndpoint")
+    ), "never over somebody else's change"
     kinds = [call.method for call in place.google.calls if call.method in CHANGES]
     assert kinds[2:] == list(CHANGES), "beside it first, then the traffic, then the old one goes"
 
@@ -92,12 +124,20 @@ def test_a_version_that_answers_nonsense_is_taken_away_again(place: Place) -> No
     two(place)
     for answers in ([], [None], [7], ["a", "b"]):
         place.state.answer = functools.partial(_by_second, answers)
-        with pytest.raises(Failed, match=r"words v2 is not deployed, the version before serves on: the new version answers .* not one text"):
+        with pytest.raises(
+            Failed,
+            match=(
+                r"words v2 is not deployed, the version before serves on: the new version answers"
+                r" .* not one text"
+            ),
+        ):
             place.deploy(canary=10)
         place.is_whole(1)
 
 
-def test_verify_compares_with_what_the_folder_says(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_compares_with_what_the_folder_says(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two(place)
     asked: list[Any] = []
 
@@ -107,7 +147,10 @@ def test_verify_compares_with_what_the_folder_says(place: Place, monkeypatch: py
 
     monkeypatch.setattr(deploying, "answer_of", says)
     recipe = place.recipe("two", serve={"prompt": "once"})
-    with pytest.raises(Failed, match=r"the new version answers 'once from v2', its folder here 'what the folder says'"):
+    with pytest.raises(
+        Failed,
+        match=r"the new version answers 'once from v2', its folder here 'what the folder says'",
+    ):
         deploy(recipe, "words", Wish(verify=True), is_run=True)
     place.is_whole(1)
     assert asked == [("two", "once")]
@@ -119,7 +162,9 @@ def test_verify_compares_with_what_the_folder_says(place: Place, monkeypatch: py
     assert dict(request.parameters) == {"max_tokens": verification.TOKENS, "temperature": 0}
 
 
-def test_without_a_copy_here_only_the_form_is_compared_and_that_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_copy_here_only_the_form_is_compared_and_that_is_said(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     two(place)
     place.deploy(verify=True)
     assert "no copy of words v2 lies here" in capsys.readouterr().err
@@ -129,19 +174,35 @@ def test_without_a_copy_here_only_the_form_is_compared_and_that_is_said(place: P
 def test_a_first_version_that_fails_leaves_no_endpoint(place: Place) -> None:
     place.registered("one", "a")
     place.state.answer = lambda *_: [{"not": "text"}]
-    with pytest.raises(Failed, match="words v1 is not deployed, nothing is deployed: the new version answers"):
+    with pytest.raises(
+        Failed, match="words v1 is not deployed, nothing is deployed: the new version answers"
+    ):
         place.deploy(verify=True)
     assert not place.state.endpoints
     assert place.live() is None
     place.is_quiet(served=False)
 
 
-@pytest.mark.parametrize(("error", "says"), [
-    (Refused(429, "The following quotas are exceeded: CustomModelServingT4GPUsPerProjectPerRegion"), "a quota is used up"),
-    (Refused(400, "Image us-central1-docker.pkg.dev/proj/repo/x not found"), "not found"),
-    (Refused(500, "Model server exited unexpectedly: it never answered its health check"), "health check"),
-])
-def test_a_deployment_that_fails_leaves_the_old_one_alone(place: Place, error: Refused, says: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            Refused(
+                429,
+                "The following quotas are exceeded: CustomModelServingT4GPUsPerProjectPerRegion",
+            ),
+            "a quota is used up",
+        ),
+        (Refused(400, "Image us-central1-docker.pkg.dev/proj/repo/x not found"), "not found"),
+        (
+            Refused(500, "Model server exited unexpectedly: it never answered its health check"),
+            "health check",
+        ),
+    ],
+)
+def test_a_deployment_that_fails_leaves_the_old_one_alone(
+    place: Place, error: Refused, says: str
+) -> None:
     two(place)
     place.state.deploy_errors = [error]
     with pytest.raises(IngotError, match=says) as caught:
@@ -153,7 +214,12 @@ def test_a_deployment_that_fails_leaves_the_old_one_alone(place: Place, error: R
 
 def test_whatever_call_fails_for_good_the_old_one_serves_and_nothing_is_left(place: Place) -> None:
     two(place)
-    methods = ["EndpointService.DeployModel", "EndpointService.UpdateEndpoint", "PredictionService.Predict", "EndpointService.GetEndpoint"]
+    methods = [
+        "EndpointService.DeployModel",
+        "EndpointService.UpdateEndpoint",
+        "PredictionService.Predict",
+        "EndpointService.GetEndpoint",
+    ]
     for method in methods:
         place.google.fault(method, 403, times=1, message="Permission denied.")
         with pytest.raises(WrongInput, match=r"words v2 is not deployed, .*Permission denied"):
@@ -163,7 +229,13 @@ def test_whatever_call_fails_for_good_the_old_one_serves_and_nothing_is_left(pla
 
 def test_an_answer_that_is_lost_changes_nothing(place: Place) -> None:
     place.registered("one", "a")
-    methods = ["EndpointService.CreateEndpoint", *CHANGES, "EndpointService.ListOperations", "PredictionService.Predict", "EndpointService.GetEndpoint"]
+    methods = [
+        "EndpointService.CreateEndpoint",
+        *CHANGES,
+        "EndpointService.ListOperations",
+        "PredictionService.Predict",
+        "EndpointService.GetEndpoint",
+    ]
     for method in methods:
         place.google.fault(method, 503, lose=True)
     place.deploy(canary=10)
@@ -248,7 +320,9 @@ def test_two_deployments_side_by_side_end_with_one_version_that_serves(place: Pl
     place.is_whole(place.live() or 0)
 
 
-def test_a_deployment_that_is_interrupted_is_undone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deployment_that_is_interrupted_is_undone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two(place)
     wait = endpoints.await_deploy
 
@@ -272,7 +346,9 @@ def test_rollback_brings_the_version_before_back_without_a_gap(place: Place) -> 
     place.is_whole(1)
     assert shares(place) == [{}, {1: 100}, {2: 100}, {2: 90, 1: 10}, {1: 100}]
     assert place.registry().history("words")[-1].reason == "rolled back by hand"
-    with pytest.raises(WrongInput, match=r"nothing was live before words v1; `ingot deploy words --version V`"):
+    with pytest.raises(
+        WrongInput, match=r"nothing was live before words v1; `ingot deploy words --version V`"
+    ):
         place.deploy(back=True)
 
 
@@ -292,7 +368,9 @@ def test_two_endpoints_of_the_name_are_an_error(place: Place) -> None:
         name = f"{place.state.parent}/endpoints/{number}"
         place.state.endpoints[name] = types.Endpoint(name=name, display_name="words")
         place.state.served[name] = []
-    with pytest.raises(WrongInput, match=r"two endpoints are called words: .*/1 and .*/2; delete or rename"):
+    with pytest.raises(
+        WrongInput, match=r"two endpoints are called words: .*/1 and .*/2; delete or rename"
+    ):
         place.deploy()
 
 
@@ -300,7 +378,9 @@ def test_machines_that_bring_their_accelerators_name_them_all_the_same(place: Pl
     """Vertex AI wants them spelt out."""
     place.registered("one", "a")
     place.deploy(recipe=place.recipe(serve={"machine": {"type": "g2-standard-24"}}))
-    machine = place.google.requests("EndpointService.DeployModel")[0].deployed_model.dedicated_resources.machine_spec
+    machine = place.google.requests("EndpointService.DeployModel")[
+        0
+    ].deployed_model.dedicated_resources.machine_spec
     assert (machine.accelerator_type.name, machine.accelerator_count) == ("NVIDIA_L4", 2)
 
 
@@ -313,7 +393,9 @@ def test_a_live_version_that_lost_its_traffic_gets_it_back_first(place: Place) -
     place.is_whole(1)
 
 
-def test_an_endpoint_of_somebody_elses_making_is_used_and_never_deleted_while_it_serves(place: Place) -> None:
+def test_an_endpoint_of_somebody_elses_making_is_used_and_never_deleted_while_it_serves(
+    place: Place,
+) -> None:
     place.registered("one", "a")
     name = f"{place.state.parent}/endpoints/77"
     place.state.endpoints[name] = types.Endpoint(name=name, display_name="words")
@@ -329,9 +411,17 @@ def test_a_run_deploys_its_own_version_and_only_if_the_gate_says_so(place: Place
     assert deploy(one, "words", Wish(), is_run=True).number == 1
     place.is_whole(1)
     worse, _ = place.registered("three", "c", 2.6)
-    with pytest.raises(WrongInput, match=r"the gate says keep \(loss/bits_per_byte .*`--version V` deploys"):
+    with pytest.raises(
+        WrongInput, match=r"the gate says keep \(loss/bits_per_byte .*`--version V` deploys"
+    ):
         deploy(worse, "words", Wish(), is_run=True)
-    with pytest.raises(WrongInput, match="words v1 went live while nothing as words was compared with the new model; run `ingot gate` again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            "words v1 went live while nothing as words was compared with the new model; run `ingot"
+            " gate` again"
+        ),
+    ):
         deploy(two, "words", Wish(), is_run=True)
     place.is_whole(1)
     (two.folder.reports / "gate.json").unlink()
@@ -340,20 +430,33 @@ def test_a_run_deploys_its_own_version_and_only_if_the_gate_says_so(place: Place
     place.is_whole(1)
 
 
-@pytest.mark.parametrize(("sections", "wish", "says"), [
-    ({"serve": {"machine": {"type": "n1-standard-4", "accelerator": "nvidia-tesla-t5"}}}, Wish(), r"nearest is nvidia-tesla-t4 \(serve\.machine"),
-    ({"serve": {"machine": {"type": "n1-standart-4"}}}, Wish(), r"n1-standart-4 is not known; the nearest is n1-standard-4 \(serve\.machine\.type\)"),
-    ({"serve": {"machine": {"type": "ct5lp-hightpu-1t"}}}, Wish(), "has TPUs"),
-    ({"serve": {"machine": {"flex_start": True}}}, Wish(), "flex_start"),
-    ({"serve": {"replicas": [3, 1]}}, Wish(), "turn them round"),
-    ({"serve": {"machine": {"reservation": "mine"}}}, Wish(), "set cloud.zone"),
-    ({}, Wish(canary=0), "--canary 0 is no share"),
-    ({}, Wish(canary=100), "--canary 100 is no share"),
-    ({}, Wish(7), "words has no version 7 in the Model Registry of .* it has 1"),
-    ({}, Wish(1, back=True), "two wishes"),
-    ({"registry": {"name": "other", "kind": "vertex"}}, Wish(), "nothing"),
-])
-def test_what_cannot_be_is_refused_before_anything_is_made(place: Place, sections: Any, wish: Wish, says: str) -> None:
+@pytest.mark.parametrize(
+    ("sections", "wish", "says"),
+    [
+        (
+            {"serve": {"machine": {"type": "n1-standard-4", "accelerator": "nvidia-tesla-t5"}}},
+            Wish(),
+            r"nearest is nvidia-tesla-t4 \(serve\.machine",
+        ),
+        (
+            {"serve": {"machine": {"type": "n1-standart-4"}}},
+            Wish(),
+            r"n1-standart-4 is not known; the nearest is n1-standard-4 \(serve\.machine\.type\)",
+        ),
+        ({"serve": {"machine": {"type": "ct5lp-hightpu-1t"}}}, Wish(), "has TPUs"),
+        ({"serve": {"machine": {"flex_start": True}}}, Wish(), "flex_start"),
+        ({"serve": {"replicas": [3, 1]}}, Wish(), "turn them round"),
+        ({"serve": {"machine": {"reservation": "mine"}}}, Wish(), "set cloud.zone"),
+        ({}, Wish(canary=0), "--canary 0 is no share"),
+        ({}, Wish(canary=100), "--canary 100 is no share"),
+        ({}, Wish(7), "words has no version 7 in the Model Registry of .* it has 1"),
+        ({}, Wish(1, back=True), "two wishes"),
+        ({"registry": {"name": "other", "kind": "vertex"}}, Wish(), "nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(
+    place: Place, sections: Any, wish: Wish, says: str
+) -> None:
     place.registered("one", "a")
     name = "other" if "registry" in sections else "words"
     with pytest.raises(WrongInput, match=says):
@@ -365,7 +468,13 @@ def test_what_cannot_be_is_refused_before_anything_is_made(place: Place, section
 def test_damaged_files_are_not_deployed(place: Place) -> None:
     place.registered("one", "a")
     del place.storage.objects["ingot/models/words/a-tokenizer/model.safetensors"]
-    with pytest.raises(WrongInput, match=r"words v1 is damaged: gs://bucket/.*model\.safetensors is missing or changed; register it again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"words v1 is damaged: gs://bucket/.*model\.safetensors is missing or changed; register"
+            r" it again"
+        ),
+    ):
         place.deploy()
     assert not place.state.endpoints
 
@@ -375,7 +484,11 @@ def test_what_would_be_sent(place: Place) -> None:
     recipe = place.recipe(**T4, cloud={"service_account": "server@proj.iam.gserviceaccount.com"})
     before = len(place.google.calls)
     text = rehearse(recipe, "words", Wish(canary=10, verify=True))
-    assert not [call.method for call in place.google.calls[before:] if not call.method.rpartition(".")[2].startswith(("Get", "List"))]
+    assert not [
+        call.method
+        for call in place.google.calls[before:]
+        if not call.method.rpartition(".")[2].startswith(("Get", "List"))
+    ]
     (old,) = place.state.endpoint.deployed_models
     golden.check("deploy_beside.txt", text.replace(old.id, "OLD"))
     place.state.endpoints.clear()

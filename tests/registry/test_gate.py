@@ -32,57 +32,210 @@ def high(value: float) -> dict[str, Metric]:
     return {HIGHER: metric(value, "higher")}
 
 
-# what is tried: (the new model's metrics, the live one's or None, the rule, decision, words of the reason)
+# what is tried: (the new model's metrics, the live one's or None, the rule, decision, words of the
+# reason)
 CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, Any], str, str]] = {
-    "first model": (low(2.5), None, {}, "deploy", "nothing is live yet under this name; loss/bits_per_byte is 2.5"),
-    "lower is better, lower": (low(2.4), low(2.5), {}, "deploy", "loss/bits_per_byte 2.4, live 2.5, lower is better: better by 0.1"),
-    "lower is better, higher": (low(2.6), low(2.5), {}, "keep", "loss/bits_per_byte 2.6, live 2.5, lower is better: worse by 0.1"),
-    "lower is better, tie": (low(2.5), low(2.5), {}, "keep", "a tie never deploys"),
-    "higher is better, higher": (high(0.4), high(0.3), {"metric": HIGHER}, "deploy", "better by 0.1"),
-    "higher is better, lower": (high(0.2), high(0.3), {"metric": HIGHER}, "keep", "worse by 0.1"),
-    "higher is better, tie": (high(0.3), high(0.3), {"metric": HIGHER}, "keep", "a tie never deploys"),
-    "zero against zero": (high(0.0), high(-0.0), {"metric": HIGHER}, "keep", "a tie never deploys"),
-    "better by exactly the margin, which binary numbers blur": (high(0.3), high(0.2), {"metric": HIGHER, "margin": 0.1}, "deploy", "better by 0.1"),
-    "better by less than the margin": (low(2.45), low(2.5), {"margin": 0.1}, "keep", "better by 0.05, less than gate.margin 0.1"),
-    "better by more than the margin": (low(2.3), low(2.5), {"margin": 0.1}, "deploy", "better by 0.2"),
-    "a tie with a margin": (low(2.5), low(2.5), {"margin": 0.1}, "keep", "a tie never deploys"),
-    "metric by its tail": (low(2.4), low(2.5), {"metric": "bits_per_byte"}, "deploy", "loss/bits_per_byte 2.4"),
-    "metric missing in the new report": (
-        {"loss/loss": metric(1.0)}, low(2.5), {}, "keep",
-        "the new model's report has no metric loss/bits_per_byte (it has loss/loss); mend gate.metric, or add a task to evaluate.tasks",
+    "first model": (
+        low(2.5),
+        None,
+        {},
+        "deploy",
+        "nothing is live yet under this name; loss/bits_per_byte is 2.5",
     ),
-    "metric missing in the first model's report": ({}, None, {}, "keep", "has no metric loss/bits_per_byte (it has none at all)"),
+    "lower is better, lower": (
+        low(2.4),
+        low(2.5),
+        {},
+        "deploy",
+        "loss/bits_per_byte 2.4, live 2.5, lower is better: better by 0.1",
+    ),
+    "lower is better, higher": (
+        low(2.6),
+        low(2.5),
+        {},
+        "keep",
+        "loss/bits_per_byte 2.6, live 2.5, lower is better: worse by 0.1",
+    ),
+    "lower is better, tie": (low(2.5), low(2.5), {}, "keep", "a tie never deploys"),
+    "higher is better, higher": (
+        high(0.4),
+        high(0.3),
+        {"metric": HIGHER},
+        "deploy",
+        "better by 0.1",
+    ),
+    "higher is better, lower": (high(0.2), high(0.3), {"metric": HIGHER}, "keep", "worse by 0.1"),
+    "higher is better, tie": (
+        high(0.3),
+        high(0.3),
+        {"metric": HIGHER},
+        "keep",
+        "a tie never deploys",
+    ),
+    "zero against zero": (high(0.0), high(-0.0), {"metric": HIGHER}, "keep", "a tie never deploys"),
+    "better by exactly the margin, which binary numbers blur": (
+        high(0.3),
+        high(0.2),
+        {"metric": HIGHER, "margin": 0.1},
+        "deploy",
+        "better by 0.1",
+    ),
+    "better by less than the margin": (
+        low(2.45),
+        low(2.5),
+        {"margin": 0.1},
+        "keep",
+        "better by 0.05, less than gate.margin 0.1",
+    ),
+    "better by more than the margin": (
+        low(2.3),
+        low(2.5),
+        {"margin": 0.1},
+        "deploy",
+        "better by 0.2",
+    ),
+    "a tie with a margin": (low(2.5), low(2.5), {"margin": 0.1}, "keep", "a tie never deploys"),
+    "metric by its tail": (
+        low(2.4),
+        low(2.5),
+        {"metric": "bits_per_byte"},
+        "deploy",
+        "loss/bits_per_byte 2.4",
+    ),
+    "metric missing in the new report": (
+        {"loss/loss": metric(1.0)},
+        low(2.5),
+        {},
+        "keep",
+        (
+            "the new model's report has no metric loss/bits_per_byte (it has loss/loss); mend"
+            " gate.metric, or add a task to evaluate.tasks"
+        ),
+    ),
+    "metric missing in the first model's report": (
+        {},
+        None,
+        {},
+        "keep",
+        "has no metric loss/bits_per_byte (it has none at all)",
+    ),
     "metric missing in the live report": (
-        low(2.4), {"loss/loss": metric(1.0)}, {}, "keep", "live model's report has no metric loss/bits_per_byte; measure the live model",
+        low(2.4),
+        {"loss/loss": metric(1.0)},
+        {},
+        "keep",
+        "live model's report has no metric loss/bits_per_byte; measure the live model",
     ),
     "another evaluation set, though better": (
-        low(1.0), low(2.5, on="set2"), {}, "keep",
-        "measured on another evaluation set (set1, live set2); measure the live model on this set too (`ingot evaluate`",
+        low(1.0),
+        low(2.5, on="set2"),
+        {},
+        "keep",
+        (
+            "measured on another evaluation set (set1, live set2); measure the live model on this"
+            " set too (`ingot evaluate`"
+        ),
     ),
-    "another meaning of the same key": ({LOWER: metric(0.5, "higher")}, low(0.4), {}, "keep", "another evaluation set"),
+    "another meaning of the same key": (
+        {LOWER: metric(0.5, "higher")},
+        low(0.4),
+        {},
+        "keep",
+        "another evaluation set",
+    ),
     "not finite, first": (low(NAN), None, {}, "keep", "is nan; train it again"),
     "not finite, new": (low(NAN), low(2.5), {}, "keep", "of the new model is nan"),
-    "minus infinity is no improvement": (low(-math.inf), low(2.5), {}, "keep", "of the new model is -inf"),
-    "not finite, live": (low(2.5), low(NAN), {}, "keep", "of the live model is nan; measure the live model"),
-    "several, all better": (
-        {**low(2.4), **high(0.4)}, {**low(2.5), **high(0.3)}, {"metric": [LOWER, HIGHER]}, "deploy", "lower is better: better by 0.1; rouge/rouge1",
+    "minus infinity is no improvement": (
+        low(-math.inf),
+        low(2.5),
+        {},
+        "keep",
+        "of the new model is -inf",
     ),
-    "several, one a tie": ({**low(2.4), **high(0.3)}, {**low(2.5), **high(0.3)}, {"metric": [LOWER, HIGHER]}, "keep", "rouge/rouge1 0.3, live 0.3"),
-    "several, one worse": ({**low(2.6), **high(0.4)}, {**low(2.5), **high(0.3)}, {"metric": [LOWER, HIGHER]}, "keep", "worse by 0.1"),
-    "several, one missing": ({**low(2.4)}, {**low(2.5), **high(0.3)}, {"metric": [LOWER, "rouge1"]}, "keep", "no metric rouge1"),
-    "several, first model": ({**low(2.4), **high(0.4)}, None, {"metric": [LOWER, HIGHER]}, "deploy", "nothing is live yet"),
-    "several, first model, one missing": ({**low(2.4)}, None, {"metric": [LOWER, HIGHER]}, "keep", "no metric rouge/rouge1"),
+    "not finite, live": (
+        low(2.5),
+        low(NAN),
+        {},
+        "keep",
+        "of the live model is nan; measure the live model",
+    ),
+    "several, all better": (
+        {**low(2.4), **high(0.4)},
+        {**low(2.5), **high(0.3)},
+        {"metric": [LOWER, HIGHER]},
+        "deploy",
+        "lower is better: better by 0.1; rouge/rouge1",
+    ),
+    "several, one a tie": (
+        {**low(2.4), **high(0.3)},
+        {**low(2.5), **high(0.3)},
+        {"metric": [LOWER, HIGHER]},
+        "keep",
+        "rouge/rouge1 0.3, live 0.3",
+    ),
+    "several, one worse": (
+        {**low(2.6), **high(0.4)},
+        {**low(2.5), **high(0.3)},
+        {"metric": [LOWER, HIGHER]},
+        "keep",
+        "worse by 0.1",
+    ),
+    "several, one missing": (
+        {**low(2.4)},
+        {**low(2.5), **high(0.3)},
+        {"metric": [LOWER, "rouge1"]},
+        "keep",
+        "no metric rouge1",
+    ),
+    "several, first model": (
+        {**low(2.4), **high(0.4)},
+        None,
+        {"metric": [LOWER, HIGHER]},
+        "deploy",
+        "nothing is live yet",
+    ),
+    "several, first model, one missing": (
+        {**low(2.4)},
+        None,
+        {"metric": [LOWER, HIGHER]},
+        "keep",
+        "no metric rouge/rouge1",
+    ),
     "direction that agrees": (low(2.4), low(2.5), {"direction": "lower"}, "deploy", "better by"),
     "told to deploy, though worse": (
-        low(2.6), low(2.5), {"override": "deploy"}, "deploy", "gate.override says deploy; the numbers say keep: loss/bits_per_byte 2.6",
+        low(2.6),
+        low(2.5),
+        {"override": "deploy"},
+        "deploy",
+        "gate.override says deploy; the numbers say keep: loss/bits_per_byte 2.6",
     ),
     "told to keep, though better": (
-        low(2.4), low(2.5), {"override": "keep"}, "keep", "gate.override says keep; the numbers say deploy: loss/bits_per_byte 2.4",
+        low(2.4),
+        low(2.5),
+        {"override": "keep"},
+        "keep",
+        "gate.override says keep; the numbers say deploy: loss/bits_per_byte 2.4",
     ),
-    "told to keep the first": (low(2.4), None, {"override": "keep"}, "keep", "gate.override says keep; the numbers say deploy: nothing is live yet"),
-    "told to deploy without a number": ({}, low(2.5), {"override": "deploy"}, "deploy", "the numbers say keep: the new model's report has no metric"),
+    "told to keep the first": (
+        low(2.4),
+        None,
+        {"override": "keep"},
+        "keep",
+        "gate.override says keep; the numbers say deploy: nothing is live yet",
+    ),
+    "told to deploy without a number": (
+        {},
+        low(2.5),
+        {"override": "deploy"},
+        "deploy",
+        "the numbers say keep: the new model's report has no metric",
+    ),
     "told to deploy against a rule that cannot hold": (
-        low(2.4), low(2.5), {"direction": "higher", "override": "deploy"}, "deploy", "the numbers say nothing (gate.direction",
+        low(2.4),
+        low(2.5),
+        {"direction": "higher", "override": "deploy"},
+        "deploy",
+        "the numbers say nothing (gate.direction",
     ),
 }
 
@@ -90,7 +243,9 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
 @pytest.mark.parametrize("what", CASES)
 def test_the_table_of_cases(what: str) -> None:
     new, live, rule, decision, words = CASES[what]
-    decided = decide(report("new", new), None if live is None else report("old", live), Gate(**rule))
+    decided = decide(
+        report("new", new), None if live is None else report("old", live), Gate(**rule)
+    )
     assert decided.decision == decision, decided.reason
     assert words in decided.reason
     assert "\n" not in decided.reason
@@ -98,10 +253,14 @@ def test_the_table_of_cases(what: str) -> None:
 
 
 def test_both_values_are_kept_with_the_decision() -> None:
-    decided = decide(report("new", {**low(2.4), **high(0.2)}), report("old", {**low(2.5), **high(0.3)}), Gate(metric=["bits_per_byte", HIGHER]))
-    assert [(c.metric, c.direction, c.candidate, c.live, c.better) for c in decided.comparisons] == [
-        (LOWER, "lower", 2.4, 2.5, True), (HIGHER, "higher", 0.2, 0.3, False),
-    ]
+    decided = decide(
+        report("new", {**low(2.4), **high(0.2)}),
+        report("old", {**low(2.5), **high(0.3)}),
+        Gate(metric=["bits_per_byte", HIGHER]),
+    )
+    assert [
+        (c.metric, c.direction, c.candidate, c.live, c.better) for c in decided.comparisons
+    ] == [(LOWER, "lower", 2.4, 2.5, True), (HIGHER, "higher", 0.2, 0.3, False)]
     first = decide(report("new", low(2.4)), None, Gate()).comparisons[0]
     assert (first.candidate, first.live) == (2.4, None)
 
@@ -109,7 +268,12 @@ def test_both_values_are_kept_with_the_decision() -> None:
 @pytest.mark.parametrize("live", [None, report("old", low(2.5))])
 def test_a_tail_that_fits_several_keys_is_refused(live: EvaluationReport | None) -> None:
     candidate = report("new", {"a/bits_per_byte": metric(1.0), "b/bits_per_byte": metric(1.0)})
-    with pytest.raises(WrongInput, match=r"metric `bits_per_byte` is one of a/bits_per_byte, b/bits_per_byte; give the whole key"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"metric `bits_per_byte` is one of a/bits_per_byte, b/bits_per_byte; give the whole key"
+        ),
+    ):
         decide(candidate, live, Gate(metric="bits_per_byte"))
 
 
@@ -120,7 +284,13 @@ def test_a_tail_that_fits_several_keys_of_the_live_report_alone_is_no_trouble() 
 
 @pytest.mark.parametrize("live", [None, report("old", low(2.5))])
 def test_a_direction_that_contradicts_the_metric_is_refused(live: EvaluationReport | None) -> None:
-    with pytest.raises(WrongInput, match=r"gate.direction higher contradicts loss/bits_per_byte, of which lower is better; remove gate.direction"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"gate.direction higher contradicts loss/bits_per_byte, of which lower is better;"
+            r" remove gate.direction"
+        ),
+    ):
         decide(report("new", low(2.6)), live, Gate(direction="higher"))
 
 
@@ -138,10 +308,20 @@ def test_an_empty_list_of_metrics_would_deploy_anything_and_is_no_rule() -> None
         Gate(metric=[])
 
 
-@given(new=st.floats(), old=st.floats(), direction=st.sampled_from(["lower", "higher"]), margin=st.floats(0, 1e3))
-def test_a_model_goes_live_only_if_it_is_better_and_never_both_ways(new: float, old: float, direction: str, margin: float) -> None:
+@given(
+    new=st.floats(),
+    old=st.floats(),
+    direction=st.sampled_from(["lower", "higher"]),
+    margin=st.floats(0, 1e3),
+)
+def test_a_model_goes_live_only_if_it_is_better_and_never_both_ways(
+    new: float, old: float, direction: str, margin: float
+) -> None:
     rule = Gate(metric="task/x", margin=margin)
-    one, other = report("one", {"task/x": metric(new, direction)}), report("other", {"task/x": metric(old, direction)})
+    one, other = (
+        report("one", {"task/x": metric(new, direction)}),
+        report("other", {"task/x": metric(old, direction)}),
+    )
     there, back = decide(one, other, rule).decision, decide(other, one, rule).decision
     assert not (there == back == "deploy")
     if there == "deploy":

@@ -45,7 +45,10 @@ def test_an_empty_registry_knows_nothing_and_creates_nothing(registry: Registry)
     assert registry.live("words") is None
     assert registry.history("words") == []
     assert list(registry.path.parent.iterdir()) == []
-    with pytest.raises(WrongInput, match=r"nothing is registered as words .* it knows no name; run `ingot register` first"):
+    with pytest.raises(
+        WrongInput,
+        match=r"nothing is registered as words .* it knows no name; run `ingot register` first",
+    ):
         registry.version("words", 1)
 
 
@@ -53,7 +56,12 @@ def test_versions_count_up_per_name_and_come_back_whole(registry: Registry) -> N
     assert [add(registry, "a"), add(registry, "b"), add(registry, "c", "other")] == [1, 2, 1]
     assert registry.names() == ["other", "words"]
     first, second = registry.versions("words")
-    assert (first.number, first.model_hash, first.tokenizer_hash, first.lineage) == (1, "a", "tokenizer", {"run": "r"})
+    assert (first.number, first.model_hash, first.tokenizer_hash, first.lineage) == (
+        1,
+        "a",
+        "tokenizer",
+        {"run": "r"},
+    )
     assert second.report == a_report("b")
     assert time.time() - second.created < 60
     assert second.folder == registry.path.parent / "registry" / "words" / "v2"
@@ -62,14 +70,18 @@ def test_versions_count_up_per_name_and_come_back_whole(registry: Registry) -> N
         registry.version("words", 3)
 
 
-def test_the_same_model_again_makes_no_new_version_but_takes_its_new_report(registry: Registry) -> None:
+def test_the_same_model_again_makes_no_new_version_but_takes_its_new_report(
+    registry: Registry,
+) -> None:
     assert add(registry, "a") == add(registry, "a") == 1
     assert add(registry, "a", value=2.25) == 1
     assert registry.version("words", 1).report == a_report("a", 2.25)
     assert sorted(path.name for path in (registry.home / "words").iterdir()) == ["v1"]
 
 
-def test_weights_are_shared_not_copied_and_an_export_cannot_change_a_version(registry: Registry, tmp_path: Path) -> None:
+def test_weights_are_shared_not_copied_and_an_export_cannot_change_a_version(
+    registry: Registry, tmp_path: Path
+) -> None:
     folder = a_model(tmp_path / "model", "a")
     version = registry.add("words", folder, a_report("a"), {})
     assert (version.folder / "model.safetensors").samefile(folder / "model.safetensors")
@@ -96,10 +108,14 @@ def test_a_missing_and_a_changed_file_of_a_version_are_named(registry: Registry)
     registry.check(version)
     (version.folder / "model.safetensors").write_bytes(b"weights of X")
     registry.check(version)
-    with pytest.raises(WrongInput, match=r"words v1 is damaged: .*model\.safetensors does not match its checksum"):
+    with pytest.raises(
+        WrongInput, match=r"words v1 is damaged: .*model\.safetensors does not match its checksum"
+    ):
         registry.check(version, checksums=True)
     (version.folder / "model.safetensors").unlink()
-    with pytest.raises(WrongInput, match=r"words v1 is damaged: .*model\.safetensors is missing; register it again"):
+    with pytest.raises(
+        WrongInput, match=r"words v1 is damaged: .*model\.safetensors is missing; register it again"
+    ):
         registry.check(version)
     shutil.rmtree(version.folder)
     with pytest.raises(WrongInput, match=rf"v1 has no {MARKER}"):
@@ -113,10 +129,19 @@ def _damage(path: Path, data: bytes | None) -> None:
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("name", "data"), [
-    ("model.safetensors", b"wei"), ("model.safetensors", b"weights of X"), ("config.json", None), (MARKER, b"{"), (MARKER, None),
-])
-def test_a_damaged_version_is_mended_by_registering_it_again(registry: Registry, tmp_path: Path, name: str, data: bytes | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("model.safetensors", b"wei"),
+        ("model.safetensors", b"weights of X"),
+        ("config.json", None),
+        (MARKER, b"{"),
+        (MARKER, None),
+    ],
+)
+def test_a_damaged_version_is_mended_by_registering_it_again(
+    registry: Registry, tmp_path: Path, name: str, data: bytes | None
+) -> None:
     folder = a_model(tmp_path / "model", "a")
     version = registry.add("words", folder, a_report("a"), {})
     registry.point("words", 1, "first")
@@ -137,12 +162,20 @@ def test_a_whole_version_is_left_alone(registry: Registry, tmp_path: Path) -> No
     assert registry.add("words", folder, a_report("a"), {}).folder.stat().st_ino == before
 
 
-def test_a_version_is_not_mended_from_what_is_damaged_itself(registry: Registry, tmp_path: Path) -> None:
+def test_a_version_is_not_mended_from_what_is_damaged_itself(
+    registry: Registry, tmp_path: Path
+) -> None:
     """Weights lie on the disk once for the run and the registry."""
     folder = a_model(tmp_path / "model", "a")
     version = registry.add("words", folder, a_report("a"), {})
     os.truncate(version.folder / "model.safetensors", 3)
-    with pytest.raises(WrongInput, match=r"model/model\.safetensors is damaged, and words v1 with it; remove .*model and run `ingot train` again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"model/model\.safetensors is damaged, and words v1 with it; remove .*model and run"
+            r" `ingot train` again"
+        ),
+    ):
         registry.add("words", folder, a_report("a"), {})
     with pytest.raises(WrongInput, match="words v1 is damaged"):
         registry.add("words", version.folder, a_report("a"), {})
@@ -153,13 +186,17 @@ def test_a_version_is_not_mended_from_what_is_damaged_itself(registry: Registry,
     registry.check(version, checksums=True)
 
 
-def test_a_version_that_is_mended_is_never_missing(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_mended_is_never_missing(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed right before the new files take the place of the old ones, these still lie there."""
     folder = a_model(tmp_path / "model", "a")
     version = registry.add("words", folder, a_report("a"), {})
     _damage(version.folder / "model.safetensors", b"wei")
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "_exchange", lambda one, other: os.kill(os.getpid(), signal.SIGKILL))
+        patched.setattr(
+            storage, "_exchange", lambda one, other: os.kill(os.getpid(), signal.SIGKILL)
+        )
         killed = FORK.Process(target=registry.add, args=("words", folder, a_report("a"), {}))
         killed.start()
         killed.join(60)
@@ -178,12 +215,23 @@ def test_the_live_pointer_moves_and_rolls_back_further_each_time(registry: Regis
     assert live.number == 3
     registry.point("words", 3, "again")  # changes nothing, so that a rollback still goes to 2
     assert [registry.rollback("words", "bad").number for _ in range(2)] == [2, 1]
-    with pytest.raises(WrongInput, match="nothing was live before words v1; `ingot deploy words --version V` takes another one"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            "nothing was live before words v1; `ingot deploy words --version V` takes another one"
+        ),
+    ):
         registry.rollback("words", "bad")
     registry.point("words", 3, "better after all")
     assert registry.rollback("words", "no").number == 1
     assert [(turn.version, turn.reason) for turn in registry.history("words")] == [
-        (1, "deploy a"), (2, "deploy b"), (3, "deploy c"), (2, "bad"), (1, "bad"), (3, "better after all"), (1, "no"),
+        (1, "deploy a"),
+        (2, "deploy b"),
+        (3, "deploy c"),
+        (2, "bad"),
+        (1, "bad"),
+        (3, "better after all"),
+        (1, "no"),
     ]
 
 
@@ -191,7 +239,13 @@ def test_the_pointer_moves_only_from_where_it_was_seen(registry: Registry) -> No
     for model in "abc":
         add(registry, model)
     registry.point("words", 1, "first", instead_of=None)
-    with pytest.raises(WrongInput, match="words v1 went live while nothing as words was compared with the new model; run `ingot gate` again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            "words v1 went live while nothing as words was compared with the new model; run `ingot"
+            " gate` again"
+        ),
+    ):
         registry.point("words", 2, "stale", instead_of=None)
     registry.point("words", 2, "seen", instead_of=1)
     with pytest.raises(WrongInput, match="words v2 went live while words v1 was compared"):
@@ -203,7 +257,10 @@ def test_the_pointer_moves_only_from_where_it_was_seen(registry: Registry) -> No
 
 def test_nothing_live_cannot_be_rolled_back(registry: Registry) -> None:
     add(registry, "a")
-    with pytest.raises(WrongInput, match=r"nothing is live as words .* `ingot deploy words` makes the newest version live"):
+    with pytest.raises(
+        WrongInput,
+        match=r"nothing is live as words .* `ingot deploy words` makes the newest version live",
+    ):
         registry.rollback("words", "x")
 
 
@@ -238,10 +295,15 @@ def _register_many(path: Path, writer: int, start: Any, count: int) -> None:
         registry.point("words", add(registry, model), model)
 
 
-def test_two_processes_that_register_at_once_lose_nothing_and_count_without_gaps(registry: Registry) -> None:
+def test_two_processes_that_register_at_once_lose_nothing_and_count_without_gaps(
+    registry: Registry,
+) -> None:
     count = 40
     start = FORK.Barrier(2)
-    writers = [FORK.Process(target=_register_many, args=(registry.path, writer, start, count)) for writer in range(2)]
+    writers = [
+        FORK.Process(target=_register_many, args=(registry.path, writer, start, count))
+        for writer in range(2)
+    ]
     for process in writers:
         process.start()
     for process in writers:
@@ -252,8 +314,12 @@ def test_two_processes_that_register_at_once_lose_nothing_and_count_without_gaps
     assert len({version.model_hash for version in versions}) == len(versions)
     for version in versions:
         registry.check(version, checksums=True)
-        assert (version.folder / "model.safetensors").read_text() == f"weights of {version.model_hash}"
-    assert sorted(path.name for path in (registry.home / "words").iterdir()) == sorted(f"v{version.number}" for version in versions)
+        assert (
+            version.folder / "model.safetensors"
+        ).read_text() == f"weights of {version.model_hash}"
+    assert sorted(path.name for path in (registry.home / "words").iterdir()) == sorted(
+        f"v{version.number}" for version in versions
+    )
     live = registry.live("words")
     assert live is not None
     assert live.number == registry.history("words")[-1].version
@@ -275,16 +341,22 @@ store.Registry(Path(sys.argv[1])).add("words", Path(sys.argv[2]), a_report("b"),
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_crash_between_copy_and_insert_leaves_nothing_registered_and_the_next_register_is_right(registry: Registry, tmp_path: Path, when: str) -> None:
+def test_a_crash_between_copy_and_insert_leaves_nothing_registered_and_the_next_register_is_right(
+    registry: Registry, tmp_path: Path, when: str
+) -> None:
     """Killed before or after the copy got its final name."""
     add(registry, "a")
     folder = a_model(tmp_path / "model", "b")
-    killed = subprocess.run([sys.executable, "-c", DIE, str(registry.path), str(folder), when], check=False, timeout=60)
+    killed = subprocess.run(
+        [sys.executable, "-c", DIE, str(registry.path), str(folder), when], check=False, timeout=60
+    )
     assert killed.returncode == -signal.SIGKILL
     assert (registry.home / "words" / "v2").exists() == (when == "after")
     assert [version.number for version in registry.versions("words")] == [1]
     assert add(registry, "c") == 2
-    assert (registry.version("words", 2).folder / "model.safetensors").read_bytes() == b"weights of c"
+    assert (
+        registry.version("words", 2).folder / "model.safetensors"
+    ).read_bytes() == b"weights of c"
     assert registry.add("words", folder, a_report("b"), {}).number == 3
     for version in registry.versions("words"):
         registry.check(version, checksums=True)
@@ -306,7 +378,9 @@ def test_a_folder_of_a_lost_registry_is_never_overwritten(registry: Registry) ->
     add(registry, "a")
     for path in registry.path.parent.glob("registry.sqlite*"):
         path.unlink()
-    with pytest.raises(WrongInput, match=r"v1 exists and does not belong to .*registry\.sqlite; move it away"):
+    with pytest.raises(
+        WrongInput, match=r"v1 exists and does not belong to .*registry\.sqlite; move it away"
+    ):
         add(registry, "b")
     assert (registry.home / "words" / "v1" / "model.safetensors").read_bytes() == b"weights of a"
     assert registry.versions("words") == []
@@ -339,7 +413,9 @@ def test_an_error_inside_a_transaction_changes_nothing(registry: Registry) -> No
 
 def test_a_file_that_is_no_registry_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "text.sqlite").write_text("not a database at all, but long enough to look at" * 10)
-    with pytest.raises(WrongInput, match=r"text\.sqlite is damaged or no registry .* set registry\.path"):
+    with pytest.raises(
+        WrongInput, match=r"text\.sqlite is damaged or no registry .* set registry\.path"
+    ):
         Registry(tmp_path / "text.sqlite").names()
     with sqlite3.connect(tmp_path / "other.sqlite") as db:
         db.execute("CREATE TABLE things (a)")
@@ -349,7 +425,10 @@ def test_a_file_that_is_no_registry_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"folder\.sqlite cannot be used as a registry"):
         Registry(tmp_path / "folder.sqlite").names()
     (tmp_path / "file").write_text("")
-    with pytest.raises(WrongInput, match="in the way"), database.opened(tmp_path / "file" / "r.sqlite", writing=True):
+    with (
+        pytest.raises(WrongInput, match="in the way"),
+        database.opened(tmp_path / "file" / "r.sqlite", writing=True),
+    ):
         pass
 
 
@@ -361,10 +440,15 @@ def test_a_newer_registry_is_refused_in_words(registry: Registry) -> None:
         registry.names()
 
 
-def test_a_writer_that_holds_the_file_is_waited_for_and_then_named(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_holds_the_file_is_waited_for_and_then_named(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(registry, "a")
     monkeypatch.setattr(database, "WAIT_S", 0.2)
-    with database.opened(registry.path, writing=True), pytest.raises(Failed, match=r"was in use by another process for 0\.2 s"):
+    with (
+        database.opened(registry.path, writing=True),
+        pytest.raises(Failed, match=r"was in use by another process for 0\.2 s"),
+    ):
         add(registry, "b")
 
 
@@ -377,6 +461,9 @@ def test_a_full_disk_is_named_and_nothing_is_registered(registry: Registry) -> N
         db.execute(f"PRAGMA max_page_count = {pages}")
         db.execute("UPDATE versions SET report = ?", ("x" * 1_000_000,))
 
-    with pytest.raises(Failed, match=r"disk full while writing .*registry"), database.opened(registry.path, writing=True) as db:
+    with (
+        pytest.raises(Failed, match=r"disk full while writing .*registry"),
+        database.opened(registry.path, writing=True) as db,
+    ):
         fill(db)
     assert len(registry.versions("words")) == 1

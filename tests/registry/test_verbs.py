@@ -41,32 +41,51 @@ def test_the_first_model_is_deployed_and_everything_is_written_down(tmp_path: Pa
     recipe = trained(a_recipe(tmp_path), "a")
     decided = gate(recipe)
     assert decided.exit_code == 0
-    assert decided.result == "deploy: nothing is live yet under this name; loss/bits_per_byte is 2.5"
+    assert (
+        decided.result == "deploy: nothing is live yet under this name; loss/bits_per_byte is 2.5"
+    )
     assert decided.where == str(recipe.folder.reports / "gate.json")
-    assert decided.files == {"reports/gate.json": (recipe.folder.reports / "gate.json").stat().st_size}
+    assert decided.files == {
+        "reports/gate.json": (recipe.folder.reports / "gate.json").stat().st_size
+    }
     written = decision(recipe)
     assert written["decision"] == "deploy"
-    assert written["metrics"] == [{
-        "metric": "loss/bits_per_byte", "direction": "lower", "candidate": 2.5, "live": None, "better": True, "reason": "loss/bits_per_byte is 2.5",
-    }]
+    assert written["metrics"] == [
+        {
+            "metric": "loss/bits_per_byte",
+            "direction": "lower",
+            "candidate": 2.5,
+            "live": None,
+            "better": True,
+            "reason": "loss/bits_per_byte is 2.5",
+        }
+    ]
     assert written["rule"]["metric"] == "loss/bits_per_byte"
     assert written["time"].endswith("+00:00")
     registered = register(recipe)
     assert registered.result == "words v1, live"
     assert registered.where == str(tmp_path / "registry" / "words" / "v1")
     assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [
-        ("gate", "nothing is live yet under this name; loss/bits_per_byte is 2.5"), ("register", "words v1, live"),
+        ("gate", "nothing is live yet under this name; loss/bits_per_byte is 2.5"),
+        ("register", "words v1, live"),
     ]
     assert registry(tmp_path).version("words", 1).lineage["run"] == "r"
 
 
-def test_a_better_model_goes_live_and_a_worse_one_does_not_though_it_is_registered(tmp_path: Path) -> None:
+def test_a_better_model_goes_live_and_a_worse_one_does_not_though_it_is_registered(
+    tmp_path: Path,
+) -> None:
     both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
-    better, worse = trained(a_recipe(tmp_path, "two"), "b", 2.4), trained(a_recipe(tmp_path, "three"), "c", 2.45)
+    better, worse = (
+        trained(a_recipe(tmp_path, "two"), "b", 2.4),
+        trained(a_recipe(tmp_path, "three"), "c", 2.45),
+    )
     assert both(better)[1].result == "words v2, live"
     decided, registered = both(worse)
     assert decided.exit_code == 3
-    assert decided.result == "keep: loss/bits_per_byte 2.45, live 2.4, lower is better: worse by 0.05"
+    assert (
+        decided.result == "keep: loss/bits_per_byte 2.45, live 2.4, lower is better: worse by 0.05"
+    )
     assert decision(worse)["live"]["version"] == 2
     assert registered.result == "words v3, v2 stays live"
     assert live(tmp_path) == 2
@@ -86,7 +105,16 @@ def test_registering_the_same_model_again_changes_nothing(tmp_path: Path) -> Non
 def test_the_step_is_void_when_the_registered_files_are_gone(tmp_path: Path) -> None:
     recipe = trained(a_recipe(tmp_path), "a")
     registered = both(recipe)[1]
-    record = StepRecord("register", "", registered.outputs, 1.0, registered.result, registered.where, {}, registered.files)
+    record = StepRecord(
+        "register",
+        "",
+        registered.outputs,
+        1.0,
+        registered.result,
+        registered.where,
+        {},
+        registered.files,
+    )
     assert is_intact(recipe.folder.root, record)
     shutil.rmtree(tmp_path / "registry" / "words" / "v1")
     assert not is_intact(recipe.folder.root, record)
@@ -96,10 +124,16 @@ def test_training_on_does_not_change_what_is_registered(tmp_path: Path) -> None:
     recipe = trained(a_recipe(tmp_path), "a")
     both(recipe)
     trained(recipe, "b", 2.4)
-    assert (resolve(registry(tmp_path), "words") / "model.safetensors").read_bytes() == b"weights of a"
+    assert (
+        resolve(registry(tmp_path), "words") / "model.safetensors"
+    ).read_bytes() == b"weights of a"
     both(recipe)
-    assert (resolve(registry(tmp_path), "words") / "model.safetensors").read_bytes() == b"weights of b"
-    assert (resolve(registry(tmp_path), "words", 1) / "model.safetensors").read_bytes() == b"weights of a"
+    assert (
+        resolve(registry(tmp_path), "words") / "model.safetensors"
+    ).read_bytes() == b"weights of b"
+    assert (
+        resolve(registry(tmp_path), "words", 1) / "model.safetensors"
+    ).read_bytes() == b"weights of a"
 
 
 def test_a_report_about_another_model_is_refused(tmp_path: Path) -> None:
@@ -107,13 +141,25 @@ def test_a_report_about_another_model_is_refused(tmp_path: Path) -> None:
     gate(recipe)
     a_model(recipe.folder.model, "b")
     for verb in (gate, register):
-        with pytest.raises(WrongInput, match=r"evaluate\.json is about model a, b lies in .*model now; run `ingot evaluate` again"):
+        with pytest.raises(
+            WrongInput,
+            match=(
+                r"evaluate\.json is about model a, b lies in .*model now; run `ingot evaluate`"
+                r" again"
+            ),
+        ):
             verb(recipe)
 
 
 def test_register_wants_a_decision_about_this_model(tmp_path: Path) -> None:
     recipe = trained(a_recipe(tmp_path), "a")
-    with pytest.raises(WrongInput, match=r"gate\.json holds no decision about the model of .*run for words in .*registry\.sqlite; run `ingot gate` first"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"gate\.json holds no decision about the model of .*run for words in"
+            r" .*registry\.sqlite; run `ingot gate` first"
+        ),
+    ):
         register(recipe)
     gate(recipe)
     with pytest.raises(WrongInput, match="run `ingot gate` first"):
@@ -129,9 +175,15 @@ def test_without_a_report_or_a_model_the_next_command_is_named(tmp_path: Path) -
     with pytest.raises(WrongInput, match="run `ingot evaluate` first"):
         gate(recipe)
     write_report(recipe.folder.reports / "evaluate.json", a_report("a"))
-    with pytest.raises(WrongInput, match=r"model is not a model folder \(it has no config\.json\); run `ingot train` first"):
+    with pytest.raises(
+        WrongInput,
+        match=r"model is not a model folder \(it has no config\.json\); run `ingot train` first",
+    ):
         gate(recipe)
-    with pytest.raises(WrongInput, match=r"hf:org/name is not a model folder .*; set evaluate\.model to a local model folder"):
+    with pytest.raises(
+        WrongInput,
+        match=r"hf:org/name is not a model folder .*; set evaluate\.model to a local model folder",
+    ):
         gate(a_recipe(tmp_path, evaluate={"model": "hf:org/name"}))
     assert not (recipe.folder.reports / "gate.json").exists()
     trained(recipe, "a")
@@ -146,15 +198,23 @@ def test_of_another_run_it_is_the_exported_model(tmp_path: Path) -> None:
     other = trained(a_recipe(tmp_path, "other"), "a")
     recipe = a_recipe(tmp_path, evaluate={"model": str(other.folder.root)})
     write_report(recipe.folder.reports / "evaluate.json", a_report("b"))
-    with pytest.raises(WrongInput, match=r"evaluate\.json is about model b, a lies in .*other/model now"):
+    with pytest.raises(
+        WrongInput, match=r"evaluate\.json is about model b, a lies in .*other/model now"
+    ):
         gate(recipe)
     write_report(recipe.folder.reports / "evaluate.json", a_report("a"))
     assert both(recipe)[1].result == "words v1, live"
-    assert (resolve(registry(tmp_path), "words") / "model.safetensors").read_bytes() == b"weights of a"
+    assert (
+        resolve(registry(tmp_path), "words") / "model.safetensors"
+    ).read_bytes() == b"weights of a"
 
 
-@pytest.mark.parametrize("elsewhere", [{"name": "other"}, {"name": "words", "path": "PLACE/production.sqlite"}])
-def test_a_decision_holds_for_one_name_in_one_registry(tmp_path: Path, elsewhere: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "elsewhere", [{"name": "other"}, {"name": "words", "path": "PLACE/production.sqlite"}]
+)
+def test_a_decision_holds_for_one_name_in_one_registry(
+    tmp_path: Path, elsewhere: dict[str, str]
+) -> None:
     there = {key: value.replace("PLACE", str(tmp_path)) for key, value in elsewhere.items()}
     other = Registry(Path(there.get("path", tmp_path / "registry.sqlite")))
     both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
@@ -164,11 +224,21 @@ def test_a_decision_holds_for_one_name_in_one_registry(tmp_path: Path, elsewhere
     stamp = gate_stamp(here)
     wrong = a_recipe(tmp_path, "new", registry=there)
     for act in (register, approved):
-        with pytest.raises(WrongInput, match=rf"no decision about the model of .*new for {there['name']} in {other.path}; run `ingot gate` first"):
+        with pytest.raises(
+            WrongInput,
+            match=(
+                rf"no decision about the model of .*new for {there['name']} in {other.path}; run"
+                r" `ingot gate` first"
+            ),
+        ):
             act(wrong)
     live_there = other.live(there["name"])
     assert live_there is not None
-    assert (live_there.number, len(other.history(there["name"])), len(other.versions(there["name"]))) == (1, 1, 1)
+    assert (
+        live_there.number,
+        len(other.history(there["name"])),
+        len(other.versions(there["name"])),
+    ) == (1, 1, 1)
     assert gate_stamp(wrong) != stamp
     assert register(here).result == "words v2, live"
     assert both(wrong)[0].exit_code == 3
@@ -185,24 +255,41 @@ def test_a_decision_that_does_not_say_for_which_registry_counts_as_none(tmp_path
     assert both(recipe)[1].result == "words v1, live"
 
 
-def test_a_run_folder_that_was_copied_to_another_registry_is_compared_there_first(tmp_path: Path) -> None:
+def test_a_run_folder_that_was_copied_to_another_registry_is_compared_there_first(
+    tmp_path: Path,
+) -> None:
     staging, production = tmp_path / "staging", tmp_path / "production"
     both(trained(a_recipe(staging, "one"), "a", 2.5))
     both(trained(a_recipe(production, "one"), "b", 2.0))
     new = trained(a_recipe(staging, "new"), "c", 2.4)
     assert gate(new).exit_code == 0
     shutil.copytree(new.folder.root, production / "new")
-    with pytest.raises(WrongInput, match=r"words v1 in .*production/registry\.sqlite is not the model that the gate compared with; run `ingot gate` again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"words v1 in .*production/registry\.sqlite is not the model that the gate compared"
+            r" with; run `ingot gate` again"
+        ),
+    ):
         register(a_recipe(production, "new"))
     assert live(production) == 1
     assert both(a_recipe(production, "new"))[0].exit_code == 3
 
 
 def test_a_model_that_went_live_since_the_gate_is_compared_first(tmp_path: Path) -> None:
-    mine, other = trained(a_recipe(tmp_path, "mine"), "a", 2.5), trained(a_recipe(tmp_path, "other"), "b", 2.0)
+    mine, other = (
+        trained(a_recipe(tmp_path, "mine"), "a", 2.5),
+        trained(a_recipe(tmp_path, "other"), "b", 2.0),
+    )
     gate(mine)
     both(other)
-    with pytest.raises(WrongInput, match="words v1 went live while nothing as words was compared with the new model; run `ingot gate` again"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            "words v1 went live while nothing as words was compared with the new model; run `ingot"
+            " gate` again"
+        ),
+    ):
         register(mine)
     assert both(mine)[1].result == "words v2, v1 stays live"
 
@@ -224,7 +311,9 @@ def test_a_model_that_was_kept_goes_live_when_the_gate_is_told_to(tmp_path: Path
     told = a_recipe(tmp_path, "two", gate={"override": "deploy"})
     assert both(told)[1].result == "words v2, live"
     assert decision(told)["reason"].startswith("gate.override says deploy; the numbers say keep:")
-    assert registry(tmp_path).history("words")[-1].reason.startswith("gate: gate.override says deploy")
+    assert (
+        registry(tmp_path).history("words")[-1].reason.startswith("gate: gate.override says deploy")
+    )
 
 
 def test_after_another_evaluation_set_the_reason_leads_on(tmp_path: Path) -> None:
@@ -236,17 +325,26 @@ def test_after_another_evaluation_set_the_reason_leads_on(tmp_path: Path) -> Non
     assert decided.exit_code == 3
     assert decision(recipe)["reason"].endswith(f"(the live model lies in {folder})")
     measured = a_recipe(tmp_path, "two", evaluate={"model": str(folder)})
-    write_report(recipe.folder.reports / "evaluate.json", a_report("a", 2.5, on="new set"))  # what `ingot evaluate evaluate.model=...` leaves
+    write_report(
+        recipe.folder.reports / "evaluate.json", a_report("a", 2.5, on="new set")
+    )  # what `ingot evaluate evaluate.model=...` leaves
     assert register(measured).result == "words v1, live"
     write_report(recipe.folder.reports / "evaluate.json", a_report("b", 2.4, on="new set"))
     assert both(recipe)[1].result == "words v2, live"
 
 
-def test_the_stamp_of_the_gate_changes_with_the_live_model_but_not_by_registering(tmp_path: Path) -> None:
+def test_the_stamp_of_the_gate_changes_with_the_live_model_but_not_by_registering(
+    tmp_path: Path,
+) -> None:
     """Else `ingot run` would run the gate again right after it."""
     one, two = a_recipe(tmp_path, "one"), a_recipe(tmp_path, "two")
     assert gate_stamp(one) is None
-    for recipe, model, value in ((one, "a", 2.5), (one, "b", 2.6), (two, "c", 2.4), (one, "d", 2.3)):
+    for recipe, model, value in (
+        (one, "a", 2.5),
+        (one, "b", 2.6),
+        (two, "c", 2.4),
+        (one, "d", 2.3),
+    ):
         trained(recipe, model, value)
         before = gate_stamp(recipe)
         gate(recipe)
@@ -269,7 +367,13 @@ def test_resolve_and_deploy_name_what_there_is(tmp_path: Path) -> None:
         deploy(a_recipe(tmp_path), "words", Wish())
     recipe = trained(a_recipe(tmp_path, gate={"override": "keep"}), "a")
     assert both(recipe)[1].result == "words v1, nothing is live"
-    with pytest.raises(WrongInput, match=r"nothing is live as words .* `ingot deploy words --version 1` makes the newest version live"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"nothing is live as words .* `ingot deploy words --version 1` makes the newest version"
+            r" live"
+        ),
+    ):
         resolve(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="words has no version 2"):
         deploy(a_recipe(tmp_path), "words", Wish(2))

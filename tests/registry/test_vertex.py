@@ -1,4 +1,6 @@
-"""The Model Registry of Vertex AI as our registry: versions, exact numbers, and a live pointer of which two writers cannot both win."""
+"""The Model Registry of Vertex AI as our registry: versions, exact numbers, and a live pointer of
+which two writers cannot both win.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ FOLDER = "ingot/models/words"
 
 def add(place: Place, model: str, value: float = 2.5) -> int:
     folder = a_model(place.root / "models" / model, model)
-    return place.registry().add("words", folder, a_report(model, value), {"run": "r", "from": "näive"}).number
+    return (
+        place.registry()
+        .add("words", folder, a_report(model, value), {"run": "r", "from": "näive"})
+        .number
+    )
 
 
 def record(place: Place, key: str) -> dict[str, Any]:
@@ -44,24 +50,46 @@ def test_a_version_is_uploaded_with_its_files_its_container_and_its_numbers(plac
     recipe, outcome = place.registered("one", "a", 0.8123)
     assert outcome.result == "words v1, nothing is live until `ingot deploy`"
     assert outcome.where == f"gs://bucket/{FOLDER}/a-tokenizer"
-    assert outcome.files == {"reports/registered.json": (recipe.folder.reports / "registered.json").stat().st_size}
+    assert outcome.files == {
+        "reports/registered.json": (recipe.folder.reports / "registered.json").stat().st_size
+    }
     (request,) = place.google.requests("ModelService.UploadModel")
-    assert (request.parent, request.model_id, request.parent_model) == ("projects/proj/locations/us-central1", "ingot-words", "")
+    assert (request.parent, request.model_id, request.parent_model) == (
+        "projects/proj/locations/us-central1",
+        "ingot-words",
+        "",
+    )
     model, spec = request.model, request.model.container_spec
-    assert (model.display_name, model.artifact_uri) == ("words", f"gs://bucket/{FOLDER}/a-tokenizer")
-    assert (spec.image_uri, list(spec.args), spec.ports[0].container_port) == (IMAGE, ["serve.engine=native"], 8080)
+    assert (model.display_name, model.artifact_uri) == (
+        "words",
+        f"gs://bucket/{FOLDER}/a-tokenizer",
+    )
+    assert (spec.image_uri, list(spec.args), spec.ports[0].container_port) == (
+        IMAGE,
+        ["serve.engine=native"],
+        8080,
+    )
     assert (spec.health_route, spec.predict_route) == ("/health", "/predict")
     kept_labels = dict(model.labels)
     assert re.fullmatch("[0-9a-f]{16}", kept_labels.pop("ingot-container"))
     assert kept_labels == {
-        "ingot-key": "a-tokenizer", "ingot-engine": "native", "ingot-run": "one", "ingot-verb": "register", "loss_bits_per_byte": "0_8123",
+        "ingot-key": "a-tokenizer",
+        "ingot-engine": "native",
+        "ingot-run": "one",
+        "ingot-verb": "register",
+        "loss_bits_per_byte": "0_8123",
     }
     assert "loss/bits_per_byte 0.8123" in model.version_description
     names = [name for name in place.storage.written if name.startswith(f"{FOLDER}/a-tokenizer/")]
     assert names[-1].endswith("/VERSION.json"), "the marker comes last"
     assert place.storage.objects[f"{FOLDER}/a-tokenizer/model.safetensors"].data == b"weights of a"
     marked = json.loads(place.storage.objects[names[-1]].data)["files"]
-    assert sorted(file["path"] for file in marked) == ["config.json", "ingot.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(file["path"] for file in marked) == [
+        "config.json",
+        "ingot.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     kept = record(place, "a-tokenizer")
     assert kept["report"] == json.loads(json.dumps(asdict(a_report("a", 0.8123))))
     assert kept["lineage"]["run"] == "r"
@@ -72,9 +100,13 @@ def test_versions_of_one_name_lie_under_one_model(place: Place) -> None:
     assert [add(place, model) for model in "abcde"] == [1, 2, 3, 4, 5]
     assert list(place.state.models) == ["ingot-words"]
     _, *others = place.google.requests("ModelService.UploadModel")
-    assert {request.parent_model for request in others} == {"projects/proj/locations/us-central1/models/ingot-words"}
+    assert {request.parent_model for request in others} == {
+        "projects/proj/locations/us-central1/models/ingot-words"
+    }
     registry = place.registry()
-    assert [(version.number, version.model_hash) for version in registry.versions("words")] == list(enumerate("abcde", 1))
+    assert [(version.number, version.model_hash) for version in registry.versions("words")] == list(
+        enumerate("abcde", 1)
+    )
     assert registry.names() == ["words"]
     found = registry.find("words", a_report("c"))
     assert found is not None
@@ -86,12 +118,17 @@ def test_the_gate_compares_with_the_version_that_serves(place: Place) -> None:
     place.registered("one", "a", 2.5)
     place.deploy()
     recipe = trained(place.recipe("two"), "b", 2.45)
-    assert gate(recipe).result == "deploy: loss/bits_per_byte 2.45, live 2.5, lower is better: better by 0.05"
+    assert (
+        gate(recipe).result
+        == "deploy: loss/bits_per_byte 2.45, live 2.5, lower is better: better by 0.05"
+    )
     assert register(recipe).result == "words v2, v1 stays live until `ingot deploy`"
     worse = trained(place.recipe("three"), "c", 2.6)
     assert gate(worse).exit_code == 3
     assert register(worse).result == "words v3, v1 stays live"
-    assert register(recipe).result == "words v2, v1 stays live until `ingot deploy`", "again makes no new version"
+    assert register(recipe).result == "words v2, v1 stays live until `ingot deploy`", (
+        "again makes no new version"
+    )
     assert len(place.google.requests("ModelService.UploadModel")) == 3
     with pytest.raises(WrongInput, match="run `ingot gate` first"):
         register(trained(place.recipe("four"), "d"))
@@ -103,7 +140,11 @@ def test_the_same_model_measured_anew_keeps_its_version(place: Place) -> None:
     assert add(place, "a", 2.25) == 1
     assert record(place, "a-tokenizer")["report"]["metrics"]["loss/bits_per_byte"]["value"] == 2.25
     assert place.state.models["ingot-words"][1].labels["loss_bits_per_byte"] == "2_25"
-    changed = {name for name in place.storage.objects if place.storage.objects[name] is not before.get(name)}
+    changed = {
+        name
+        for name in place.storage.objects
+        if place.storage.objects[name] is not before.get(name)
+    }
     assert changed == {f"{FOLDER}/a-tokenizer.json"}, "no file is sent again"
 
 
@@ -143,7 +184,9 @@ def test_an_upload_whose_answer_is_lost_makes_no_second_version(place: Place) ->
     assert len(place.state.models["ingot-words"]) == 1
 
 
-def test_an_upload_that_another_made_first_becomes_the_second_version(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_another_made_first_becomes_the_second_version(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between our look and our upload somebody else made the first version of the name."""
     upload = place.google.handlers["ModelService.UploadModel"]
 
@@ -159,7 +202,12 @@ def test_an_upload_that_another_made_first_becomes_the_second_version(place: Pla
 
 
 def test_two_processes_that_register_the_same_model_do_it_once(place: Place) -> None:
-    held = lease(open_bucket(f"gs://bucket/{FOLDER}"), "ingot register words", name="locks/a-tokenizer", life_s=1.0)
+    held = lease(
+        open_bucket(f"gs://bucket/{FOLDER}"),
+        "ingot register words",
+        name="locks/a-tokenizer",
+        life_s=1.0,
+    )
     with held, pytest.raises(Failed, match="in use by ingot register words"):
         add(place, "a")
     assert add(place, "a") == 1
@@ -187,10 +235,17 @@ def test_both_kinds_of_registry_tell_the_same_story(place: Place, tmp_path: Path
             registry.add("words", a_model(tmp_path / model, model), a_report(model), {})
         lines: list[Any] = []
         acts: list[Callable[[Any], Any]] = [
-            lambda r: r.rollback("words", "x"), lambda r: r.point("words", 1, "first"), lambda r: r.rollback("words", "x"),
-            lambda r: r.point("words", 2, "second", instead_of=1), lambda r: r.point("words", 3, "third", instead_of=1),
-            lambda r: r.point("words", 3, "third"), lambda r: r.rollback("words", "x"), lambda r: r.rollback("words", "x"),
-            lambda r: r.rollback("words", "x"), lambda r: r.point("words", 1, "the same"), lambda r: r.point("words", 9, "none"),
+            lambda r: r.rollback("words", "x"),
+            lambda r: r.point("words", 1, "first"),
+            lambda r: r.rollback("words", "x"),
+            lambda r: r.point("words", 2, "second", instead_of=1),
+            lambda r: r.point("words", 3, "third", instead_of=1),
+            lambda r: r.point("words", 3, "third"),
+            lambda r: r.rollback("words", "x"),
+            lambda r: r.rollback("words", "x"),
+            lambda r: r.rollback("words", "x"),
+            lambda r: r.point("words", 1, "the same"),
+            lambda r: r.point("words", 9, "none"),
         ]
         for act in acts:
             try:
@@ -198,7 +253,12 @@ def test_both_kinds_of_registry_tell_the_same_story(place: Place, tmp_path: Path
             except IngotError as error:
                 lines.append((type(error).__name__, str(error).replace(registry.place, "PLACE")))
             live = registry.live("words")
-            lines.append((None if live is None else live.number, [(turn.version, turn.reason) for turn in registry.history("words")]))
+            lines.append(
+                (
+                    None if live is None else live.number,
+                    [(turn.version, turn.reason) for turn in registry.history("words")],
+                )
+            )
         told.append(lines)
     assert told[0] == told[1]
 
@@ -217,7 +277,9 @@ def test_the_alias_follows_the_pointer_and_is_repaired_by_the_next_command(place
     assert live.number == place.state.alias("ingot-words", "live") == 2
     for turn in range(1, 20):
         other = 3 - live.number
-        died = killed_at(place, turn, functools.partial(place.registry().point, "words", other, "again"))
+        died = killed_at(
+            place, turn, functools.partial(place.registry().point, "words", other, "again")
+        )
         live = place.registry().live("words")
         assert live is not None
         assert place.state.alias("ingot-words", "live") == live.number
@@ -232,19 +294,27 @@ def test_files_that_are_missing_or_changed_are_named(place: Place) -> None:
     version = registry.version("words", 1)
     registry.check(version)
     place.storage.objects[f"{FOLDER}/a-tokenizer/config.json"].crc32c = "AAAAAA=="
-    with pytest.raises(WrongInput, match=r"words v1 is damaged: gs://bucket/.*config\.json is missing or changed"):
+    with pytest.raises(
+        WrongInput, match=r"words v1 is damaged: gs://bucket/.*config\.json is missing or changed"
+    ):
         registry.check(version)
     del place.storage.objects[f"{FOLDER}/a-tokenizer/VERSION.json"]
-    with pytest.raises(WrongInput, match=r"VERSION\.json is missing or damaged; register the model again"):
+    with pytest.raises(
+        WrongInput, match=r"VERSION\.json is missing or damaged; register the model again"
+    ):
         registry.check(version)
     del place.storage.objects[f"{FOLDER}/a-tokenizer.json"]
-    with pytest.raises(WrongInput, match=r"a-tokenizer\.json, the record of words v1, is missing or damaged"):
+    with pytest.raises(
+        WrongInput, match=r"a-tokenizer\.json, the record of words v1, is missing or damaged"
+    ):
         registry.version("words", 1)
 
 
 def test_a_version_is_fetched_once(place: Place) -> None:
     add(place, "a")
-    with pytest.raises(WrongInput, match=r"nothing is live as words in the Model Registry .*--version 1`"):
+    with pytest.raises(
+        WrongInput, match=r"nothing is live as words in the Model Registry .*--version 1`"
+    ):
         resolve(place.registry(), "words")
     folder = resolve(place.registry(), "words", 1)
     assert (folder / "model.safetensors").read_bytes() == b"weights of a"
@@ -258,36 +328,62 @@ def test_a_version_is_fetched_once(place: Place) -> None:
     assert place.storage.counts["media"] == again + 2, "the record and the marker alone"
 
 
-@pytest.mark.parametrize(("cloud", "says"), [
-    ({"project": "wrong"}, r"Permission denied on resource project wrong .*; ask for the role"),
-    ({"bucket": None}, r"set cloud\.bucket"),
-    ({"bucket": "elsewhere"}, r"could not look at the bucket gs://elsewhere: .*; create it, or mend cloud\.bucket"),
-    ({"images": {}}, r"no container image for serve; set cloud\.images\.serve"),
-    ({"images": {"serve": "europe-west4-docker.pkg.dev/p/r/i"}}, r"lies in europe-west4, cloud\.region is us-central1; build it there"),
-])
-def test_what_is_missing_or_elsewhere_is_one_line_and_nothing_is_registered(place: Place, cloud: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("cloud", "says"),
+    [
+        ({"project": "wrong"}, r"Permission denied on resource project wrong .*; ask for the role"),
+        ({"bucket": None}, r"set cloud\.bucket"),
+        (
+            {"bucket": "elsewhere"},
+            r"could not look at the bucket gs://elsewhere: .*; create it, or mend cloud\.bucket",
+        ),
+        ({"images": {}}, r"no container image for serve; set cloud\.images\.serve"),
+        (
+            {"images": {"serve": "europe-west4-docker.pkg.dev/p/r/i"}},
+            r"lies in europe-west4, cloud\.region is us-central1; build it there",
+        ),
+    ],
+)
+def test_what_is_missing_or_elsewhere_is_one_line_and_nothing_is_registered(
+    place: Place, cloud: dict[str, Any], says: str
+) -> None:
     with pytest.raises(WrongInput, match=says) as caught:
-        VertexRegistry(place.recipe(cloud=cloud)).add("words", a_model(place.root / "a", "a"), a_report("a"), {})
+        VertexRegistry(place.recipe(cloud=cloud)).add(
+            "words", a_model(place.root / "a", "a"), a_report("a"), {}
+        )
     assert "\n" not in str(caught.value)
     assert not place.state.models
     place.is_quiet()
 
 
 def test_a_missing_role_is_named(place: Place) -> None:
-    place.google.fault("ModelService.UploadModel", 403, message="Permission 'aiplatform.models.upload' denied.")
-    with pytest.raises(WrongInput, match=r"could not register words: .*aiplatform\.models\.upload.*; ask for the role Vertex AI User"):
+    place.google.fault(
+        "ModelService.UploadModel", 403, message="Permission 'aiplatform.models.upload' denied."
+    )
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"could not register words: .*aiplatform\.models\.upload.*; ask for the role Vertex AI"
+            r" User"
+        ),
+    ):
         add(place, "a")
     place.is_quiet()
 
 
-def test_without_credentials_the_next_command_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_credentials_the_next_command_is_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(place.root))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     clients._credentials.cache_clear()
     recipe = trained(place.recipe(cloud={"endpoint": None}), "a")
-    with pytest.raises(WrongInput, match=r"no credentials for Google Cloud .*run `gcloud auth application-default login`"):
+    with pytest.raises(
+        WrongInput,
+        match=r"no credentials for Google Cloud .*run `gcloud auth application-default login`",
+    ):
         gate(recipe)
     clients._credentials.cache_clear()
 
@@ -295,7 +391,13 @@ def test_without_credentials_the_next_command_is_named(place: Place, monkeypatch
 @pytest.mark.parametrize("location", ["EUROPE-WEST4", "EU", "EUR4"])
 def test_a_bucket_of_another_region_is_refused(place: Place, location: str) -> None:
     place.storage.location = location
-    with pytest.raises(WrongInput, match=rf"the bucket gs://bucket lies in {location.lower()}, and cloud\.region is us-central1; take a bucket in us-central1"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            rf"the bucket gs://bucket lies in {location.lower()}, and cloud\.region is us-central1;"
+            r" take a bucket in us-central1"
+        ),
+    ):
         add(place, "a")
     assert not place.state.models
 
@@ -305,50 +407,130 @@ def test_a_bucket_of_several_regions_will_do(place: Place) -> None:
     assert add(place, "a") == 1
 
 
-@pytest.mark.parametrize(("serve", "image", "args", "health", "predict"), [
-    ({"max_tokens": 7, "any_template": True, "port": 9, "api_key": "env:KEY"}, IMAGE,
-     ["serve.engine=native", "serve.any_template=true", "serve.max_tokens=7"], "/health", "/predict"),
-    ({"engine": "transformers", "image": "us-docker.pkg.dev/p/r/own"}, "us-docker.pkg.dev/p/r/own", ["serve.engine=transformers"], "/health", "/predict"),
-    ({"engine": "vllm", "image": "us-docker.pkg.dev/p/r/vllm", "machine": {"type": "g2-standard-12"}}, "us-docker.pkg.dev/p/r/vllm",
-     ["--model", "$(AIP_STORAGE_URI)", "--served-model-name", "words", "--host", "0.0.0.0", "--port", "8080"], "/health", "/invocations"),
-    ({"engine": "triton", "image": "us-docker.pkg.dev/p/r/t", "machine": {"type": "g2-standard-12"}}, "us-docker.pkg.dev/p/r/t",
-     ["--model-repository=$(AIP_STORAGE_URI)", "--http-address=0.0.0.0", "--http-port=8080"], "/v2/health/ready", "/v2/models/words/generate"),
-])
-def test_each_engine_has_its_container(place: Place, serve: Any, image: str, args: list[str], health: str, predict: str) -> None:
+@pytest.mark.parametrize(
+    ("serve", "image", "args", "health", "predict"),
+    [
+        (
+            {"max_tokens": 7, "any_template": True, "port": 9, "api_key": "env:KEY"},
+            IMAGE,
+            ["serve.engine=native", "serve.any_template=true", "serve.max_tokens=7"],
+            "/health",
+            "/predict",
+        ),
+        (
+            {"engine": "transformers", "image": "us-docker.pkg.dev/p/r/own"},
+            "us-docker.pkg.dev/p/r/own",
+            ["serve.engine=transformers"],
+            "/health",
+            "/predict",
+        ),
+        (
+            {
+                "engine": "vllm",
+                "image": "us-docker.pkg.dev/p/r/vllm",
+                "machine": {"type": "g2-standard-12"},
+            },
+            "us-docker.pkg.dev/p/r/vllm",
+            [
+                "--model",
+                "$(AIP_STORAGE_URI)",
+                "--served-model-name",
+                "words",
+                "--host",
+                "0.0.0.0",
+                "--port",
+                "8080",
+            ],
+            "/health",
+            "/invocations",
+        ),
+        (
+            {
+                "engine": "triton",
+                "image": "us-docker.pkg.dev/p/r/t",
+                "machine": {"type": "g2-standard-12"},
+            },
+            "us-docker.pkg.dev/p/r/t",
+            ["--model-repository=$(AIP_STORAGE_URI)", "--http-address=0.0.0.0", "--http-port=8080"],
+            "/v2/health/ready",
+            "/v2/models/words/generate",
+        ),
+    ],
+)
+def test_each_engine_has_its_container(
+    place: Place, serve: Any, image: str, args: list[str], health: str, predict: str
+) -> None:
     container = container_of(place.recipe(serve=serve))
-    assert (container.image, list(container.args[:len(args)]), container.health, container.predict, container.port) == (image, args, health, predict, 8080)
+    assert (
+        container.image,
+        list(container.args[: len(args)]),
+        container.health,
+        container.predict,
+        container.port,
+    ) == (image, args, health, predict, 8080)
     assert (container.shared_memory_mb > 0) == (serve.get("engine") in ("vllm", "triton"))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "triton"])
-def test_an_engine_of_others_needs_its_image_where_endpoints_look(place: Place, engine: str) -> None:
-    with pytest.raises(WrongInput, match=rf"serve\.engine {engine} is not in Artifact Registry.*set serve\.image"):
+def test_an_engine_of_others_needs_its_image_where_endpoints_look(
+    place: Place, engine: str
+) -> None:
+    with pytest.raises(
+        WrongInput, match=rf"serve\.engine {engine} is not in Artifact Registry.*set serve\.image"
+    ):
         container_of(place.recipe(serve={"engine": engine, "machine": {"type": "g2-standard-12"}}))
 
 
 def test_a_triton_is_given_a_repository_and_not_the_bare_model(place: Place) -> None:
-    serve = {"engine": "triton", "image": "us-docker.pkg.dev/p/r/t", "machine": {"type": "g2-standard-12"}}
+    serve = {
+        "engine": "triton",
+        "image": "us-docker.pkg.dev/p/r/t",
+        "machine": {"type": "g2-standard-12"},
+    }
     folder = a_model(place.root / "models" / "a", "a")
     VertexRegistry(place.recipe(serve=serve)).add("words", folder, a_report("a", 2.5), {})
     (uploaded,) = place.google.requests("ModelService.UploadModel")
     root = uploaded.model.artifact_uri.removeprefix(f"gs://{place.storage.bucket}/")
-    files = {name.removeprefix(f"{root}/"): stored.data for name, stored in place.storage.objects.items() if name.startswith(f"{root}/")}
+    files = {
+        name.removeprefix(f"{root}/"): stored.data
+        for name, stored in place.storage.objects.items()
+        if name.startswith(f"{root}/")
+    }
     assert files.keys() == {"words/config.pbtxt", "words/1/model.json"}
     engine = json.loads(files["words/1/model.json"])
     container = uploaded.model.labels["ingot-container"]
-    assert f"gs://{place.storage.bucket}/{root}".removesuffix(f"-{container}-repository") == engine["model"]
+    assert (
+        f"gs://{place.storage.bucket}/{root}".removesuffix(f"-{container}-repository")
+        == engine["model"]
+    )
 
 
 def test_another_container_of_the_same_files_is_a_new_version(place: Place) -> None:
     add(place, "a")
     before = dict(place.storage.objects)
     recipe = place.recipe(serve={"max_tokens": 7})
-    assert VertexRegistry(recipe).add("words", a_model(place.root / "models" / "a", "a"), a_report("a"), {}).number == 2
-    assert {name for name in place.storage.objects if place.storage.objects[name] is not before.get(name)} == {f"{FOLDER}/a-tokenizer.json"}
+    assert (
+        VertexRegistry(recipe)
+        .add("words", a_model(place.root / "models" / "a", "a"), a_report("a"), {})
+        .number
+        == 2
+    )
+    assert {
+        name
+        for name in place.storage.objects
+        if place.storage.objects[name] is not before.get(name)
+    } == {f"{FOLDER}/a-tokenizer.json"}
     versions = place.state.models["ingot-words"]
-    assert [list(versions[which].container_spec.args) for which in (1, 2)] == [["serve.engine=native"], ["serve.engine=native", "serve.max_tokens=7"]]
+    assert [list(versions[which].container_spec.args) for which in (1, 2)] == [
+        ["serve.engine=native"],
+        ["serve.engine=native", "serve.max_tokens=7"],
+    ]
     assert versions[1].artifact_uri == versions[2].artifact_uri
-    for asked, which in ((place.recipe(), 1), (recipe, 2), (place.recipe(serve={"max_tokens": 8}), 2)):
+    for asked, which in (
+        (place.recipe(), 1),
+        (recipe, 2),
+        (place.recipe(serve={"max_tokens": 8}), 2),
+    ):
         found = VertexRegistry(asked).find("words", a_report("a"))
         assert found is not None
         assert found.number == which
@@ -357,22 +539,37 @@ def test_another_container_of_the_same_files_is_a_new_version(place: Place) -> N
 
 
 def test_a_tritons_knobs_are_in_its_repository_and_so_in_its_version(place: Place) -> None:
-    """Its arguments are the same whatever the knobs; each version must have a repository of its own."""
+    """Its arguments are the same whatever the knobs; each version must have a repository of its
+    own.
+    """
     folder, uris = a_model(place.root / "models" / "a", "a"), []
     for which, batch in ((1, 4), (2, 8), (1, 4)):
-        serve = {"engine": "triton", "image": "us-docker.pkg.dev/p/r/t", "machine": {"type": "g2-standard-12"}, "max_batch": batch}
+        serve = {
+            "engine": "triton",
+            "image": "us-docker.pkg.dev/p/r/t",
+            "machine": {"type": "g2-standard-12"},
+            "max_batch": batch,
+        }
         made = VertexRegistry(place.recipe(serve=serve)).add("words", folder, a_report("a"), {})
         assert (made.number, made.engine) == (which, "triton")
         uris.append(place.state.models["ingot-words"][made.number].artifact_uri)
     assert uris[0] == uris[2] != uris[1]
-    engines = [json.loads(place.storage.objects[f"{uri.removeprefix('gs://bucket/')}/words/1/model.json"].data) for uri in uris]
+    engines = [
+        json.loads(
+            place.storage.objects[f"{uri.removeprefix('gs://bucket/')}/words/1/model.json"].data
+        )
+        for uri in uris
+    ]
     assert [engine["max_num_seqs"] for engine in engines] == [4, 8, 4]
 
 
 def test_a_damaged_version_is_mended_by_registering_it_again(place: Place) -> None:
     recipe, _ = place.registered("one", "a")
     registry = place.registry()
-    files = {name: place.storage.objects[f"{FOLDER}/a-tokenizer/{name}"] for name in ("config.json", "model.safetensors", "VERSION.json")}
+    files = {
+        name: place.storage.objects[f"{FOLDER}/a-tokenizer/{name}"]
+        for name in ("config.json", "model.safetensors", "VERSION.json")
+    }
 
     def is_mended(*changed: str) -> None:
         before = {name: place.storage.objects.get(f"{FOLDER}/a-tokenizer/{name}") for name in files}
@@ -382,7 +579,9 @@ def test_a_damaged_version_is_mended_by_registering_it_again(place: Place) -> No
         assert {name for name in files if after[name] is not before[name]} >= set(changed)
         assert after["model.safetensors"].data == b"weights of a"
         if "model.safetensors" not in changed:
-            assert after["model.safetensors"] is before["model.safetensors"], "only what differs is sent"
+            assert after["model.safetensors"] is before["model.safetensors"], (
+                "only what differs is sent"
+            )
 
     place.storage.objects[f"{FOLDER}/a-tokenizer/config.json"].crc32c = "AAAAAA=="
     is_mended("config.json")
@@ -397,19 +596,45 @@ def test_a_damaged_version_is_mended_by_registering_it_again(place: Place) -> No
 
 def test_labels_keep_to_their_alphabet_and_their_number() -> None:
     metric = Metric(-1.5e-7, 0, 0, "lower", 1, "s")
-    keys = [f"{kind}/{'x' * length}{index}" for kind in ("Loss", "7b", "ä") for length in (1, 80) for index in range(15)]
+    keys = [
+        f"{kind}/{'x' * length}{index}"
+        for kind in ("Loss", "7b", "ä")
+        for length in (1, 80)
+        for index in range(15)
+    ]
     report = EvaluationReport("m", "t", dict.fromkeys(keys, metric))
     made = labels_of(report, {"ingot-key": "k"}, {"Team": "Größe XXL"})
     assert len(made) == labels.MOST_LABELS
     assert made["ingot-key"] == "k"
     vertex_models._check_labels(made)
-    assert [number(value) for value in (0.8123, 12345678.0, -0.5, 1e20)] == ["0_8123", "1_23457e07", "-0_5", "1e20"]
+    assert [number(value) for value in (0.8123, 12345678.0, -0.5, 1e20)] == [
+        "0_8123",
+        "1_23457e07",
+        "-0_5",
+        "1e20",
+    ]
 
 
 def test_ids_are_such_as_google_takes_and_no_two_names_share_one() -> None:
-    names = ["words", "Words", "wörds.v1", "words.v1", "words_v1", "w" * 100, "w" * 99, "words-", "0.5b"]
+    names = [
+        "words",
+        "Words",
+        "wörds.v1",
+        "words.v1",
+        "words_v1",
+        "w" * 100,
+        "w" * 99,
+        "words-",
+        "0.5b",
+    ]
     found = {resource_id(name) for name in names}
     assert len(found) == len(names)
-    assert all(len(one) <= 63 and one[0] == "i" and one[-1] != "-" and set(one) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") for one in found)
+    assert all(
+        len(one) <= 63
+        and one[0] == "i"
+        and one[-1] != "-"
+        and set(one) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+        for one in found
+    )
     assert key_of("a" * 16, "b" * 16) == f"{'a' * 16}-{'b' * 16}"
     assert len(key_of("a" * 64, "b" * 64)) <= 63

@@ -1,4 +1,6 @@
-"""A project on loopback: Google's services and its object storage, with what recipes and models the tests of the registry need."""
+"""A project on loopback: Google's services and its object storage, with what recipes and models the
+tests of the registry need.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,22 @@ class Place:
     state: vertex_models.State
 
     def recipe(self, name: str = "run", **sections: Any) -> Recipe:
-        cloud = {"project": "proj", "bucket": "bucket", "endpoint": self.google.address, "images": {"serve": IMAGE}, **sections.pop("cloud", {})}
-        return a_recipe(self.root, name, **{"registry": {"name": "words", "kind": "vertex"}, "cloud": cloud, **sections})
+        cloud = {
+            "project": "proj",
+            "bucket": "bucket",
+            "endpoint": self.google.address,
+            "images": {"serve": IMAGE},
+            **sections.pop("cloud", {}),
+        }
+        return a_recipe(
+            self.root,
+            name,
+            **{"registry": {"name": "words", "kind": "vertex"}, "cloud": cloud, **sections},
+        )
 
-    def registered(self, name: str, model: str, value: float = 2.5, **sections: Any) -> tuple[Recipe, Outcome]:
+    def registered(
+        self, name: str, model: str, value: float = 2.5, **sections: Any
+    ) -> tuple[Recipe, Outcome]:
         """A run that trained `model`, went through the gate and registered it."""
         recipe = trained(self.recipe(name, **sections), model, value)
         gate(recipe)
@@ -59,7 +73,9 @@ class Place:
         return deploy(recipe or self.recipe(), "words", Wish(number, **wishes)).number
 
     def is_whole(self, number: int) -> None:
-        """Version `number` serves everything, is live by pointer and alias, nothing else is deployed, nothing runs, and nothing was amiss."""
+        """Version `number` serves everything, is live by pointer and alias, nothing else is
+        deployed, nothing runs, and nothing was amiss.
+        """
         (deployed,) = self.state.endpoint.deployed_models
         assert int(deployed.model_version_id) == number
         assert dict(self.state.endpoint.traffic_split) == {deployed.id: 100}
@@ -78,8 +94,13 @@ class Place:
 @contextlib.contextmanager
 def opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     for module, name, value in (
-        (operations, "POLL_S", 0.005), (endpoint, "PAUSE_S", 0.005), (endpoint, "LEASE_S", 3.0),
-        (verification, "SPREAD_S", 0.5), (verification, "PAUSE_S", 0.005), (clients, "FIRST_WAIT_S", 0.005), (clients, "PATIENCE_S", 2.0),
+        (operations, "POLL_S", 0.005),
+        (endpoint, "PAUSE_S", 0.005),
+        (endpoint, "LEASE_S", 3.0),
+        (verification, "SPREAD_S", 0.5),
+        (verification, "PAUSE_S", 0.005),
+        (clients, "FIRST_WAIT_S", 0.005),
+        (clients, "PATIENCE_S", 2.0),
     ):
         monkeypatch.setattr(module, name, value)
     with gcs.serving(monkeypatch) as storage:
@@ -93,7 +114,8 @@ def opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 def killed_at(place: Place, number: int, act: Callable[[], Any]) -> bool:
-    """Do `act` in a child that is killed right after Google's services or its storage did what call `number` asked (from 1), before it is told.
+    """Do `act` in a child that is killed right after Google's services or its storage did what call
+    `number` asked (from 1), before it is told.
 
     False when it came to its end before.
     """
@@ -125,7 +147,9 @@ def killed_at(place: Place, number: int, act: Callable[[], Any]) -> bool:
 
 @contextlib.contextmanager
 def _counted(place: Place, count: Callable[[], None]) -> Iterator[None]:
-    """`count` is called after each call that changes or shows something, before its answer is sent."""
+    """`count` is called after each call that changes or shows something, before its answer is
+    sent.
+    """
     handlers, write = dict(place.google.handlers), place.storage.write
 
     def after(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -134,6 +158,7 @@ def _counted(place: Place, count: Callable[[], None]) -> Iterator[None]:
                 return handler(request)
             finally:
                 count()
+
         return counted
 
     def written(name: str, *rest: Any) -> Any:

@@ -18,7 +18,9 @@ with folder_lock(Path(sys.argv[1])):
 
 
 class Page(HTMLParser):
-    """The page as a browser reads it: elements, ids, attributes, text; refuses tags that do not match."""
+    """The page as a browser reads it: elements, ids, attributes, text; refuses tags that do not
+    match.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -63,10 +65,29 @@ class Page(HTMLParser):
 
 def check_harmless(page: Page) -> None:
     """Nothing is fetched, nothing is run."""
-    assert not page.tags & {"script", "iframe", "object", "embed", "img", "form", "base", "video", "audio"}
+    assert not page.tags & {
+        "script",
+        "iframe",
+        "object",
+        "embed",
+        "img",
+        "form",
+        "base",
+        "video",
+        "audio",
+    }
     for tag, name, value in page.attributes:
         assert not name.startswith("on"), (tag, name)
-        if name in ("src", "href", "srcset", "action", "xlink:href", "data", "poster", "background"):
+        if name in (
+            "src",
+            "href",
+            "srcset",
+            "action",
+            "xlink:href",
+            "data",
+            "poster",
+            "background",
+        ):
             own_file = tag == "a" and re.fullmatch(r"examples/[^/:]+\.parquet", value)
             assert value.startswith("data:") or own_file, (tag, name, value)
         if name == "style":

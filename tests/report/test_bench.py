@@ -1,4 +1,6 @@
-"""What a bench measured, as a table and as a page: every row is there, reasons in the place of figures, nothing is fetched."""
+"""What a bench measured, as a table and as a page: every row is there, reasons in the place of
+figures, nothing is fetched.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,74 @@ from ingot.report.bench import read_bench, render_bench, show_bench, write_bench
 
 def row(devices: int, micro_batch: int, precision: str = "fp32", **values: Any) -> dict[str, Any]:
     figures = {
-        "status": "measured", "tokens_per_s": 1000.0 * micro_batch, "examples_per_s": 2.5 * micro_batch, "share_of_peak": 0.57, "peak_flops": 4.3e11,
-        "cpu": 0.93, "host_memory": 0.25, "gpu": None, "gpu_memory": None, "process_memory_bytes": 2_100_000_000, "parameters": 56_000_000,
+        "status": "measured",
+        "tokens_per_s": 1000.0 * micro_batch,
+        "examples_per_s": 2.5 * micro_batch,
+        "share_of_peak": 0.57,
+        "peak_flops": 4.3e11,
+        "cpu": 0.93,
+        "host_memory": 0.25,
+        "gpu": None,
+        "gpu_memory": None,
+        "process_memory_bytes": 2_100_000_000,
+        "parameters": 56_000_000,
         "device": "CPU, 2 threads",
     }
-    return {"devices": devices, "micro_batch": micro_batch, "precision": precision, **figures, **values}
+    return {
+        "devices": devices,
+        "micro_batch": micro_batch,
+        "precision": precision,
+        **figures,
+        **values,
+    }
 
 
 def lost(devices: int, micro_batch: int, status: str, reason: str) -> dict[str, Any]:
-    return {"devices": devices, "micro_batch": micro_batch, "precision": "fp32", "status": status, "reason": reason}
-
-
-def report(*rows: dict[str, Any], best: int | None = 0) -> dict[str, Any]:
-    told = None if best is None else {"row": best, "told": "1 process, micro-batch 2", "knobs": ["train.micro_batch=2"], "tokens_per_s": 2000.0}
     return {
-        "schema": 1, "name": "a<b", "model": "preset:llama-3m", "objective": "pretrain", "seq_len": 512, "global_batch": 8, "steps": 4, "synthetic": False,
-        "time": 0.0, "seconds": 61.0, "ingot": "0.1.0", "formula": "share of peak = ...", "rows": list(rows), "best": told,
+        "devices": devices,
+        "micro_batch": micro_batch,
+        "precision": "fp32",
+        "status": status,
+        "reason": reason,
     }
 
 
-ROWS = (row(1, 1), row(1, 2), row(2, 1, "bf16"), lost(1, 4, "out of memory", "killed & gone"), lost(3, 1, "refused", "8 does not divide over 3"))
+def report(*rows: dict[str, Any], best: int | None = 0) -> dict[str, Any]:
+    told = (
+        None
+        if best is None
+        else {
+            "row": best,
+            "told": "1 process, micro-batch 2",
+            "knobs": ["train.micro_batch=2"],
+            "tokens_per_s": 2000.0,
+        }
+    )
+    return {
+        "schema": 1,
+        "name": "a<b",
+        "model": "preset:llama-3m",
+        "objective": "pretrain",
+        "seq_len": 512,
+        "global_batch": 8,
+        "steps": 4,
+        "synthetic": False,
+        "time": 0.0,
+        "seconds": 61.0,
+        "ingot": "0.1.0",
+        "formula": "share of peak = ...",
+        "rows": list(rows),
+        "best": told,
+    }
+
+
+ROWS = (
+    row(1, 1),
+    row(1, 2),
+    row(2, 1, "bf16"),
+    lost(1, 4, "out of memory", "killed & gone"),
+    lost(3, 1, "refused", "8 does not divide over 3"),
+)
 
 
 def shown(what: dict[str, Any]) -> str:
@@ -49,10 +99,24 @@ def shown(what: dict[str, Any]) -> str:
 def test_the_table_has_figures_reasons_and_the_best() -> None:
     table = shown(report(*ROWS, best=1))
     line = next(line for line in table.splitlines() if "2,000" in line)
-    assert re.findall(r"[\w.,%]+(?: %| GB)?", line) == ["1", "fp32", "2", "2,000", "5.00", "57.0 %", "0.430", "93.0 %", "25.0 %", "2.10 GB"]
+    assert re.findall(r"[\w.,%]+(?: %| GB)?", line) == [
+        "1",
+        "fp32",
+        "2",
+        "2,000",
+        "5.00",
+        "57.0 %",
+        "0.430",
+        "93.0 %",
+        "25.0 %",
+        "2.10 GB",
+    ]
     assert "processes 1, format fp32, micro-batch 4: out of memory: killed & gone" in table
     assert "processes 3, format fp32, micro-batch 1: refused: 8 does not divide over 3" in table
-    assert "fastest: 1 process, micro-batch 2, 2,000 tokens a second; in the recipe: train.micro_batch=2" in table
+    assert (
+        "fastest: 1 process, micro-batch 2, 2,000 tokens a second; in the recipe:"
+        " train.micro_batch=2" in table
+    )
     assert "56 M parameters" in table
     assert "GPU" not in table
 
@@ -83,8 +147,12 @@ def test_the_page_has_every_row_plots_and_fetches_nothing(tmp_path: Path) -> Non
     assert "killed &amp; gone" in page
     assert page.count("<tr") == 1 + len(ROWS)
     assert page.count('<tr class="best">') == 1
-    assert "Fastest with 1 process, micro-batch 2: 2,000 tokens a second, 57.0 % of what a large matrix product reaches" in page
-    # One curve of two sizes, for speed and for memory; a bar for each row that was measured, the best in its own colour.
+    assert (
+        "Fastest with 1 process, micro-batch 2: 2,000 tokens a second, 57.0 % of what a large"
+        " matrix product reaches" in page
+    )
+    # One curve of two sizes, for speed and for memory; a bar for each row that was measured, the
+    # best in its own colour.
     assert page.count('class="line c0"') == 2
     assert page.count('class="row own"') == 1
     assert page.count('class="row other"') == 2
@@ -97,9 +165,14 @@ def test_one_size_has_bars_alone() -> None:
     assert page.count('<div class="row') == 2
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    (None, "is not there; run `ingot bench` first"), ("{", "is no JSON; run `ingot bench` again"), ('{"schema": 2}', "has schema 2, newer than this ingot's 1"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "is not there; run `ingot bench` first"),
+        ("{", "is no JSON; run `ingot bench` again"),
+        ('{"schema": 2}', "has schema 2, newer than this ingot's 1"),
+    ],
+)
 def test_a_report_that_cannot_be_read_is_told(text: str | None, says: str, tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.reports.mkdir()

@@ -11,18 +11,39 @@ from ingot.report.figures import count, rounded, short, smooth, thin, ticks
 FINITE = st.floats(-1e12, 1e12)
 
 
-@pytest.mark.parametrize(("number", "words"), [
-    (0, "0"), (950, "950"), (999.6, "1 k"), (1000, "1 k"), (2_459_328, "2.46 M"), (614_400, "614 k"), (999_600, "1 M"),
-    (8.03e9, "8.03 B"), (1.5e13, "15 T"), (5e15, "5,000 T"),
-])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (999.6, "1 k"),
+        (1000, "1 k"),
+        (2_459_328, "2.46 M"),
+        (614_400, "614 k"),
+        (999_600, "1 M"),
+        (8.03e9, "8.03 B"),
+        (1.5e13, "15 T"),
+        (5e15, "5,000 T"),
+    ],
+)
 def test_counts_are_short(number: float, words: str) -> None:
     assert count(number) == words
 
 
-@pytest.mark.parametrize(("number", "words"), [
-    (0, "0"), (2.25831, "2.258"), (0.0002, "0.0002000"), (42.148, "42.15"), (6123.4, "6,123"), (123456.7, "123,457"), (3e-7, "3e-07"),
-    (1.5e9, "1.5e+09"), (-2.5, "-2.500"),
-])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "0"),
+        (2.25831, "2.258"),
+        (0.0002, "0.0002000"),
+        (42.148, "42.15"),
+        (6123.4, "6,123"),
+        (123456.7, "123,457"),
+        (3e-7, "3e-07"),
+        (1.5e9, "1.5e+09"),
+        (-2.5, "-2.500"),
+    ],
+)
 def test_numbers_have_as_many_digits_as_they_need(number: float, words: str) -> None:
     assert short(number) == words
 
@@ -34,7 +55,9 @@ def test_labels_of_an_axis_have_no_more_decimals_than_tell_them_apart() -> None:
 
 
 @given(low=FINITE, high=FINITE, wanted=st.integers(2, 10))
-def test_ticks_are_round_within_and_about_as_many_as_asked_for(low: float, high: float, wanted: int) -> None:
+def test_ticks_are_round_within_and_about_as_many_as_asked_for(
+    low: float, high: float, wanted: int
+) -> None:
     places = ticks(low, high, wanted)
     if high <= low:
         assert places == [low]
@@ -52,7 +75,9 @@ def test_ticks_of_a_known_axis() -> None:
 
 
 @given(values=st.lists(FINITE, min_size=1, max_size=400), most=st.integers(2, 60))
-def test_thinned_points_keep_both_ends_the_lowest_and_the_highest(values: list[float], most: int) -> None:
+def test_thinned_points_keep_both_ends_the_lowest_and_the_highest(
+    values: list[float], most: int
+) -> None:
     steps = [float(index) for index in range(len(values))]
     xs, ys = thin(steps, values, most)
     assert len(xs) <= max(most + 2, 4)

@@ -36,7 +36,9 @@ def near(**seconds: float) -> Any:
 
 
 def an_undisturbed() -> Told:
-    """Process made at 0, first step at 10, saves snapshot at 50 and 90 and written by 52 and 92, over at 92."""
+    """Process made at 0, first step at 10, saves snapshot at 50 and 90 and written by 52 and 92,
+    over at 92.
+    """
     told = Told()
     told.start(10, attempt=1, seconds=10)
     told.save(52, step=40, spent={"productive": 34, "waiting": 2, "evaluating": 4}, total_s=2)
@@ -47,23 +49,35 @@ def an_undisturbed() -> Told:
 
 def test_an_undisturbed_training() -> None:
     found = counted(an_undisturbed())
-    # 2 seconds that no save accounts for were spent on the step after the snapshot at 88, 2 on the last checkpoint.
+    # 2 seconds that no save accounts for were spent on the step after the snapshot at 88, 2 on the
+    # last checkpoint.
     assert parts(found) == near(starting=10, productive=71, waiting=3, evaluating=4, saving=4)
     assert found.wall_s == pytest.approx(92)
     assert found.share() == pytest.approx(71 / 92)
-    assert [(span.number, span.made, span.began, span.ended, span.end, span.first, span.last) for span in found.attempts] == [(1, 0, 10, 92, "finished", 0, 80)]
+    assert [
+        (span.number, span.made, span.began, span.ended, span.end, span.first, span.last)
+        for span in found.attempts
+    ] == [(1, 0, 10, 92, "finished", 0, 80)]
     assert (found.losses, found.running, found.earlier) == ([], False, 0)
 
 
 def a_killed(*, restart: bool = True) -> Told:
-    """Saved at 50 of what was done by 48, killed at 70, noticed at 71, started at 73, at work again at 80, over at 100."""
+    """Saved at 50 of what was done by 48, killed at 70, noticed at 71, started at 73, at work again
+    at 80, over at 100.
+    """
     told = Told()
     told.start(10, attempt=1, seconds=10)
     told.save(50, step=40, spent={"productive": 36, "saving": 2}, total_s=2)
     if restart:
-        told.event(70, "killed", attempt=1, rank=1, step=58, cause="chaos", what="rank", phase="step")
-        told.event(73, "restart", attempt=2, seconds=2, cause="rank 1 was killed by SIGKILL at step 58")
-    told.event(75, "lost", attempt=2, step=40, seconds=21, steps=18, cause="attempt 1 ended in phase step")
+        told.event(
+            70, "killed", attempt=1, rank=1, step=58, cause="chaos", what="rank", phase="step"
+        )
+        told.event(
+            73, "restart", attempt=2, seconds=2, cause="rank 1 was killed by SIGKILL at step 58"
+        )
+    told.event(
+        75, "lost", attempt=2, step=40, seconds=21, steps=18, cause="attempt 1 ended in phase step"
+    )
     told.start(80, attempt=2, seconds=7, step=40, cause="resumed")
     told.save(100, step=60, spent={"productive": 19}, total_s=1)
     told.own(100, "finish", step=60, seconds=20)
@@ -85,11 +99,15 @@ def test_without_a_supervisor_what_the_next_attempt_says_counts() -> None:
     found = counted(a_killed(restart=False))
     # Dead at 48 + 21, as far as is known; nobody noticed.
     assert parts(found) == near(starting=17, productive=55, saving=3, lost=21, down=4)
-    assert [(loss.kind, loss.cause, loss.step, loss.wall) for loss in found.losses] == [("died", "attempt 1 ended in phase step", 58, Told.BEGAN + 69)]
+    assert [(loss.kind, loss.cause, loss.step, loss.wall) for loss in found.losses] == [
+        ("died", "attempt 1 ended in phase step", 58, Told.BEGAN + 69)
+    ]
 
 
 def test_going_on_on_another_host_counts_what_was_seen_of_the_dead_one() -> None:
-    """No heartbeat of the dead one is there, so that nothing is told of it; clocks of two machines have nothing to do with each other."""
+    """No heartbeat of the dead one is there, so that nothing is told of it; clocks of two machines
+    have nothing to do with each other.
+    """
     told = a_killed(restart=False)
     told.events = [event for event in told.events if event["kind"] != "lost"]
     for event in told.events:
@@ -103,7 +121,16 @@ def test_a_hang_and_a_failure_are_told_in_the_words_of_who_saw_them() -> None:
     told = Told()
     told.start(5, attempt=1, seconds=5)
     for rank in (2, 0):
-        told.event(60, "hang", attempt=1, rank=rank, step=7, seconds=50, cause="no step for 50 s", stacks=None)
+        told.event(
+            60,
+            "hang",
+            attempt=1,
+            rank=rank,
+            step=7,
+            seconds=50,
+            cause="no step for 50 s",
+            stacks=None,
+        )
     told.event(63, "restart", attempt=2, seconds=3, cause="ranks 0, 2: no step for 50 s; stacks: x")
     told.start(68, attempt=2, seconds=5)
     told.event(80, "failure", attempt=0, cause="train: disk full", step=None)
@@ -113,7 +140,8 @@ def test_a_hang_and_a_failure_are_told_in_the_words_of_who_saw_them() -> None:
     found = counted(told)
     assert parts(found) == near(starting=19, productive=5, lost=55 + 12, down=3 + 1)
     assert [(loss.kind, loss.ranks, loss.step, loss.cause) for loss in found.losses] == [
-        ("hung", (0, 2), 7, "no step for 50 s"), ("died", (), None, "rank 0 ended with exit code 1 (disk full)"),
+        ("hung", (0, 2), 7, "no step for 50 s"),
+        ("died", (), None, "rank 0 ended with exit code 1 (disk full)"),
     ]
     assert [loss.wall for loss in found.losses] == [Told.BEGAN + 60, Told.BEGAN + 80]
 
@@ -132,7 +160,9 @@ def test_going_back_is_a_loss_and_so_are_steps_not_taken() -> None:
     found = counted(told)
     assert parts(found) == near(starting=14, productive=36, lost=20)
     assert [(loss.kind, loss.step, loss.steps, loss.cause) for loss in found.losses] == [
-        ("skipped", 13, 3, "spike, gradient norm 13"), ("skipped", 16, 1, "not finite"), ("rolled back", 10, 0, "spikes in 3 steps"),
+        ("skipped", 13, 3, "spike, gradient norm 13"),
+        ("skipped", 16, 1, "not finite"),
+        ("rolled back", 10, 0, "spikes in 3 steps"),
     ]
     assert [loss.kind for loss in found.dearest] == ["rolled back", "skipped", "skipped"]
 
@@ -153,13 +183,32 @@ def test_nobody_is_down_who_does_not_want_to_train() -> None:
 
 def test_a_kill_while_the_model_is_exported_costs_another_start_only() -> None:
     told = an_undisturbed()
-    told.event(95, "killed", attempt=1, rank=None, step=80, cause="chaos", what="supervisor", phase="exporting")
-    told.event(500, "lost", attempt=2, step=80, seconds=0, steps=0, cause="attempt 1 ended in phase exporting")
+    told.event(
+        95,
+        "killed",
+        attempt=1,
+        rank=None,
+        step=80,
+        cause="chaos",
+        what="supervisor",
+        phase="exporting",
+    )
+    told.event(
+        500,
+        "lost",
+        attempt=2,
+        step=80,
+        seconds=0,
+        steps=0,
+        cause="attempt 1 ended in phase exporting",
+    )
     told.start(505, attempt=2, seconds=6, step=80, cause="resumed")
     told.own(505, "finish", step=80, seconds=0)
     found = counted(told)
     assert found.wall_s == pytest.approx(98)
-    assert [(loss.cause, loss.cost_s) for loss in found.losses] == [("killed by chaos: all ranks and the supervisor", pytest.approx(6))]
+    assert [(loss.cause, loss.cost_s) for loss in found.losses] == [
+        ("killed by chaos: all ranks and the supervisor", pytest.approx(6))
+    ]
 
 
 def test_the_clock_stands_for_all_that_comes_after_a_finish() -> None:
@@ -172,18 +221,27 @@ def test_the_clock_stands_for_all_that_comes_after_a_finish() -> None:
 def test_deaths_before_the_first_step_are_down_and_told_one_by_one() -> None:
     told = Told()
     told.start(10, attempt=1, seconds=10)
-    told.event(20, "killed", attempt=1, rank=None, step=3, cause="chaos", what="group", phase="step")
+    told.event(
+        20, "killed", attempt=1, rank=None, step=3, cause="chaos", what="group", phase="step"
+    )
     told.event(22, "restart", attempt=2, seconds=1, cause="rank 0 was killed")
-    told.event(24, "lost", attempt=2, step=0, seconds=9, steps=3, cause="attempt 1 ended in phase step")
+    told.event(
+        24, "lost", attempt=2, step=0, seconds=9, steps=3, cause="attempt 1 ended in phase step"
+    )
     told.event(26, "killed", attempt=2, rank=0, step=0, cause="chaos", what="rank", phase="loading")
     told.event(30, "restart", attempt=2, seconds=4, cause="rank 0 was killed")
-    told.event(31, "lost", attempt=2, step=0, seconds=0, steps=0, cause="attempt 2 ended in phase loading")
+    told.event(
+        31, "lost", attempt=2, step=0, seconds=0, steps=0, cause="attempt 2 ended in phase loading"
+    )
     told.event(40, "restart", attempt=2, seconds=5, cause="rank 1 was killed")
-    told.event(60, "give_up", attempt=2, cause="two failures in a row; the last failure: rank 1 was killed")
+    told.event(
+        60, "give_up", attempt=2, cause="two failures in a row; the last failure: rank 1 was killed"
+    )
     found = counted(told)
     assert parts(found) == near(starting=10, lost=10, down=40)
     assert [(loss.lost_s, loss.down_s, loss.cause) for loss in found.losses] == [
-        (pytest.approx(10), pytest.approx(6), "killed by chaos: all ranks"), (0, pytest.approx(9), "killed by chaos: rank 0"),
+        (pytest.approx(10), pytest.approx(6), "killed by chaos: all ranks"),
+        (0, pytest.approx(9), "killed by chaos: rank 0"),
         (0, pytest.approx(25), "rank 1 was killed; given up: two failures in a row"),
     ]
 
@@ -210,12 +268,21 @@ def test_within_an_attempt_the_monotonic_clock_counts() -> None:
     assert counted(told) == counted(an_undisturbed())
 
 
-def test_what_others_record_by_a_clock_that_jumps_ahead_is_set_right_by_the_next_own_event() -> None:
+def test_what_others_record_by_a_clock_that_jumps_ahead_is_set_right_by_the_next_own_event() -> (
+    None
+):
     told = an_undisturbed()
     told.event(60 + 86_400, "straggler", attempt=1, rank=1, step=45, seconds=3, cause="slow")
     told.event(61 + 86_400, "failure", cause="evaluate: no such file")
     told.events[2:] = [*told.events[4:], *told.events[2:4]]
-    assert [event["kind"] for event in told.events] == ["start", "save", "straggler", "failure", "save", "finish"]
+    assert [event["kind"] for event in told.events] == [
+        "start",
+        "save",
+        "straggler",
+        "failure",
+        "save",
+        "finish",
+    ]
     assert counted(told) == counted(an_undisturbed())
 
 
@@ -232,10 +299,14 @@ def test_a_training_that_runs_counts_what_its_heartbeat_says() -> None:
     told.start(10, attempt=1, seconds=10)
     told.save(50, step=40, spent={"productive": 38, "saving": 1}, total_s=2)
     spent = {"productive": 20.0, "waiting": 3.0, "evaluating": 0.0, "saving": 1.0}
-    found = counted(told, a_beat(80, attempt=1, step=70, phase="evaluating", spent=spent), alive=True)
+    found = counted(
+        told, a_beat(80, attempt=1, step=70, phase="evaluating", spent=spent), alive=True
+    )
     assert found.running
     assert parts(found) == near(starting=10, productive=58, waiting=3, saving=2, evaluating=7)
-    assert [(span.end, span.ended, span.last) for span in found.attempts] == [("running", pytest.approx(80), 70)]
+    assert [(span.end, span.ended, span.last) for span in found.attempts] == [
+        ("running", pytest.approx(80), 70)
+    ]
     dead = counted(told, a_beat(80, attempt=1, step=70, phase="evaluating", spent=spent))
     assert parts(dead) == near(starting=10, productive=38, saving=1, lost=31)
     assert [(loss.step, loss.cause) for loss in dead.losses] == [(70, "ended in phase evaluating")]
@@ -255,7 +326,10 @@ def test_an_attempt_that_loads_is_starting() -> None:
 
 def test_another_training_in_the_same_folder_begins_another_account() -> None:
     again = an_undisturbed()
-    again.events += [{**event, "t_wall": event["t_wall"] + 1000, "t_mono": event["t_mono"] + 1000, "attempt": 2} for event in an_undisturbed().events]
+    again.events += [
+        {**event, "t_wall": event["t_wall"] + 1000, "t_mono": event["t_mono"] + 1000, "attempt": 2}
+        for event in an_undisturbed().events
+    ]
     found = counted(again)
     assert (found.earlier, found.seconds) == (1, counted(an_undisturbed()).seconds)
     # --fresh after a death.
@@ -266,7 +340,9 @@ def test_another_training_in_the_same_folder_begins_another_account() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lost", "restart", None])
-def test_from_the_first_step_again_for_want_of_a_checkpoint_is_the_same_training(kind: str | None) -> None:
+def test_from_the_first_step_again_for_want_of_a_checkpoint_is_the_same_training(
+    kind: str | None,
+) -> None:
     told = Told()
     told.start(10, attempt=1, seconds=10)
     if kind:
@@ -279,37 +355,106 @@ def test_from_the_first_step_again_for_want_of_a_checkpoint_is_the_same_training
 def test_torn_lines_and_other_events_count_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [json.dumps(event) for event in a_killed().events]
-    path.write_text("\n".join([lines[0], '{"t_wall": 17', *lines[1:4], "3", '{"kind": "register", "t_wall": 9e9}', *lines[4:]]) + '\n{"kind": "sta')
+    path.write_text(
+        "\n".join(
+            [
+                lines[0],
+                '{"t_wall": 17',
+                *lines[1:4],
+                "3",
+                '{"kind": "register", "t_wall": 9e9}',
+                *lines[4:],
+            ]
+        )
+        + '\n{"kind": "sta'
+    )
     assert counted(list(read_lines(path))) == counted(a_killed())
 
 
 def test_no_training_no_goodput() -> None:
     assert goodput([]) is None
-    assert goodput([{"kind": "gate"}, {"kind": "lost", "seconds": 3}, {}, {"kind": ["start"]}]) is None
+    assert (
+        goodput([{"kind": "gate"}, {"kind": "lost", "seconds": 3}, {}, {"kind": ["start"]}]) is None
+    )
 
 
-ODD = st.sampled_from([None, -1, 0, 1, 2, 1e300, -1e300, math.inf, math.nan, True, "x", [], {}, "first step", "resumed", 10**400, "train: x"])
+ODD = st.sampled_from(
+    [
+        None,
+        -1,
+        0,
+        1,
+        2,
+        1e300,
+        -1e300,
+        math.inf,
+        math.nan,
+        True,
+        "x",
+        [],
+        {},
+        "first step",
+        "resumed",
+        10**400,
+        "train: x",
+    ]
+)
 TIMES = st.floats(-100, 1000) | ODD
-SPENT = st.dictionaries(st.sampled_from(["productive", "waiting", "evaluating", "saving", "x"]), TIMES) | ODD
-NAMES = st.sampled_from(["start", "save", "finish", "stop", "skip", "straggler", "changed", *DEADLY, "odd"])
-EVENTS = st.lists(st.fixed_dictionaries({"kind": NAMES | ODD}, optional={
-    "t_wall": TIMES, "t_mono": TIMES, "attempt": st.integers(0, 3) | ODD, "rank": st.integers(0, 3) | ODD, "step": st.integers(0, 9) | ODD, "seconds": TIMES,
-    "cause": ODD, "spent": SPENT, "total_s": TIMES, "steps": st.integers(-3, 9) | ODD, "what": ODD,
-}), max_size=12)
+SPENT = (
+    st.dictionaries(st.sampled_from(["productive", "waiting", "evaluating", "saving", "x"]), TIMES)
+    | ODD
+)
+NAMES = st.sampled_from(
+    ["start", "save", "finish", "stop", "skip", "straggler", "changed", *DEADLY, "odd"]
+)
+EVENTS = st.lists(
+    st.fixed_dictionaries(
+        {"kind": NAMES | ODD},
+        optional={
+            "t_wall": TIMES,
+            "t_mono": TIMES,
+            "attempt": st.integers(0, 3) | ODD,
+            "rank": st.integers(0, 3) | ODD,
+            "step": st.integers(0, 9) | ODD,
+            "seconds": TIMES,
+            "cause": ODD,
+            "spent": SPENT,
+            "total_s": TIMES,
+            "steps": st.integers(-3, 9) | ODD,
+            "what": ODD,
+        },
+    ),
+    max_size=12,
+)
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 BEATS = st.builds(
-    Beat, pid=st.just(1), rank=st.just(0), attempt=st.integers(-1, 4), step=st.integers(-1, 9), place=st.just(0), phase=st.sampled_from(PHASES), mono=FLOATS,
-    wall=FLOATS, usual_s=FLOATS, spent=st.fixed_dictionaries(dict.fromkeys(["productive", "waiting", "evaluating", "saving"], FLOATS)),
+    Beat,
+    pid=st.just(1),
+    rank=st.just(0),
+    attempt=st.integers(-1, 4),
+    step=st.integers(-1, 9),
+    place=st.just(0),
+    phase=st.sampled_from(PHASES),
+    mono=FLOATS,
+    wall=FLOATS,
+    usual_s=FLOATS,
+    spent=st.fixed_dictionaries(
+        dict.fromkeys(["productive", "waiting", "evaluating", "saving"], FLOATS)
+    ),
 )
 
 
 @given(events=EVENTS, beat=st.none() | BEATS, alive=st.booleans())
-def test_whatever_stands_in_the_events_the_shares_are_shares(events: list[dict[str, Any]], beat: Beat | None, alive: bool) -> None:
+def test_whatever_stands_in_the_events_the_shares_are_shares(
+    events: list[dict[str, Any]], beat: Beat | None, alive: bool
+) -> None:
     check(goodput(events, beat, alive=alive))
 
 
 @given(data=st.data(), beat=st.none() | BEATS, alive=st.booleans())
-def test_whatever_the_order_the_shares_are_shares(data: st.DataObject, beat: Beat | None, alive: bool) -> None:
+def test_whatever_the_order_the_shares_are_shares(
+    data: st.DataObject, beat: Beat | None, alive: bool
+) -> None:
     check(goodput(data.draw(st.permutations(a_killed().events)), beat, alive=alive))
 
 
@@ -324,8 +469,19 @@ def check(found: Goodput | None) -> None:
         assert 0 <= span.made <= span.began <= span.ended
     ends = [time for span in found.attempts for time in (span.made, span.ended)]
     assert ends == sorted(ends)
-    assert all(loss.kind in get_args(Kind) and loss.lost_s >= 0 and loss.down_s >= 0 and loss.starting_s >= 0 for loss in found.losses)
+    assert all(
+        loss.kind in get_args(Kind)
+        and loss.lost_s >= 0
+        and loss.down_s >= 0
+        and loss.starting_s >= 0
+        for loss in found.losses
+    )
     assert all(0 <= loss.at <= found.wall_s * (1 + tolerances.EXACT) for loss in found.losses)
     # Whatever is lost or down has its cause.
-    for part, amounts in (("lost", [loss.lost_s for loss in found.losses]), ("down", [loss.down_s for loss in found.losses])):
-        assert sum(amounts) == pytest.approx(found.seconds[part], rel=tolerances.EXACT, abs=1e-3), part
+    for part, amounts in (
+        ("lost", [loss.lost_s for loss in found.losses]),
+        ("down", [loss.down_s for loss in found.losses]),
+    ):
+        assert sum(amounts) == pytest.approx(found.seconds[part], rel=tolerances.EXACT, abs=1e-3), (
+            part
+        )

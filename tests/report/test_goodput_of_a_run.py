@@ -37,8 +37,12 @@ def check_attempts(found: Goodput) -> None:
     assert [loss.steps for loss in found.losses] == [30 - two.first]
 
 
-def test_the_parts_of_a_training_that_died_are_its_wall_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, which was made long before; so the second start seems to take all of the time since the death."""
+def test_the_parts_of_a_training_that_died_are_its_wall_time(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, which was made long before; so the second start seems to take all of the
+    time since the death.
+    """
     recipe = small_recipe(root, train__steps=40, checkpoint__every=4, train__evaluate_every=10)
     stop_after(recipe, 30, monkeypatch)
     dead = account_of(recipe)
@@ -47,13 +51,18 @@ def test_the_parts_of_a_training_that_died_are_its_wall_time(root: Path, monkeyp
     train(recipe)
     found = account_of(recipe)
     (finish,) = [event for event in read_lines(recipe.folder.events) if event["kind"] == "finish"]
-    assert found.wall_s == pytest.approx(finish["t_wall"] - psutil.Process().create_time(), abs=tolerances.WALL_S)
+    assert found.wall_s == pytest.approx(
+        finish["t_wall"] - psutil.Process().create_time(), abs=tolerances.WALL_S
+    )
     check_attempts(found)
     (loss,) = found.losses
     assert (loss.step, loss.cause) == (30, "attempt 1 ended in phase step")
     assert 0 < loss.lost_s == pytest.approx(found.seconds["lost"])
     assert loss.starting_s > 0.3
-    assert all(found.seconds[part] > 0 for part in ("productive", "waiting", "evaluating", "saving", "starting"))
+    assert all(
+        found.seconds[part] > 0
+        for part in ("productive", "waiting", "evaluating", "saving", "starting")
+    )
     assert found.seconds["productive"] < sum(span.ended - span.began for span in found.attempts)
 
 
@@ -65,7 +74,14 @@ def test_a_killed_process_is_down_until_the_next_is_made(root: Path) -> None:
     began = time.time()
     for knobs, code in ((["chaos.kill_at=30"], -signal.SIGKILL), ([], 0)):
         command = [sys.executable, "-m", "ingot", "train", str(file), *knobs]
-        done = subprocess.run(command, env=clean_environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command,
+            env=clean_environment(OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == code, done.stderr
         time.sleep(1.5)
     found = account_of(recipe)

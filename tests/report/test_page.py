@@ -21,7 +21,18 @@ from ingot.report.page import write_page
 from tests.report.made_up import PROMPTS, made_up_run
 from tests.report.seen import HOLD, Page, check_harmless
 
-SECTIONS = {"comparison", "gate", "training", "throughput", "goodput", "samples", "evaluation", "steps", "events", "recipe"}
+SECTIONS = {
+    "comparison",
+    "gate",
+    "training",
+    "throughput",
+    "goodput",
+    "samples",
+    "evaluation",
+    "steps",
+    "events",
+    "recipe",
+}
 
 
 @pytest.fixture
@@ -42,43 +53,84 @@ def test_every_section_is_there_and_nothing_comes_from_elsewhere(run: RunFolder)
 
 def test_the_answer_comes_first(run: RunFolder) -> None:
     text = Page(write_page(run)).text.replace("\u00a0", " ")
-    answer = ("A model of 2.62 M parameters , trained from random weights on 614 k tokens in 1m 52s . It needs 2.26 bits for each byte of text that it "
-              "has not seen, 22 % less than a bigram model of the same tokens but 11 % more than gzip -9.")
-    assert text.index("quickstart") < text.index("deployed") < text.index(answer) < text.index("perplexity")
+    answer = (
+        "A model of 2.62 M parameters , trained from random weights on 614 k tokens in 1m 52s . It"
+        " needs 2.26 bits for each byte of text that it has not seen, 22 % less than a bigram model"
+        " of the same tokens but 11 % more than gzip -9."
+    )
+    assert (
+        text.index("quickstart")
+        < text.index("deployed")
+        < text.index(answer)
+        < text.index("perplexity")
+    )
 
 
 def test_the_numbers_stand_where_they_belong(run: RunFolder) -> None:
     text = Page(write_page(run)).text
     for words in (
         "xz -9 1.80 gzip -9 2.04 this model 2.26 bigram 2.90",  # sorted, the best first
-        "loss/bits_per_byte 2.258 2.224 to 2.292 214 lower 0ddba11decaf0002", "Gate deploy", "live v1", "2.2580 2.4193",
-        "ingest 4.2 1,718 documents, 33.9 MB data/raw", "train 112.4", "+44s failure step 118: train: killed (out of memory?)", "save × 4 step 150 to 300",
-        "train.optimizer.lr 0.002", "data.train.0.source builtin:stdlib", "9f2c41aa7d3e0b15", "def main( self, *args, **kwargs)", "6.12 k median",
+        "loss/bits_per_byte 2.258 2.224 to 2.292 214 lower 0ddba11decaf0002",
+        "Gate deploy",
+        "live v1",
+        "2.2580 2.4193",
+        "ingest 4.2 1,718 documents, 33.9 MB data/raw",
+        "train 112.4",
+        "+44s failure step 118: train: killed (out of memory?)",
+        "save × 4 step 150 to 300",
+        "train.optimizer.lr 0.002",
+        "data.train.0.source builtin:stdlib",
+        "9f2c41aa7d3e0b15",
+        "def main( self, *args, **kwargs)",
+        "6.12 k median",
     ):
         assert words in text, words
     assert "data.train.0.weight" not in text.split("The whole recipe")[0]
 
 
 HOSTILE = (
-    "<script>alert(1)</script>", "\"><img src=x onerror=alert(1)>", "</pre></style><b>", "{{ 7 * 7 }}{% raw %}", "' onmouseover='x", "&lt;&amp;",
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</pre></style><b>",
+    "{{ 7 * 7 }}{% raw %}",
+    "' onmouseover='x",
+    "&lt;&amp;",
     "]]>\x00\u202e",
 )
 
 
 @pytest.mark.parametrize("bad", HOSTILE)
 def test_hostile_text_stays_text_wherever_it_stands(run: RunFolder, bad: str) -> None:
-    metrics = {f"loss/{bad}": Metric(1, 1, 1, "lower", 1, bad), "loss/bits_per_byte": Metric(2, 2, 2, "lower", 1, bad)}
-    write_report(run.reports / "evaluate.json", EvaluationReport(bad, bad, metrics, {bad: 2.5}, [{"prompt": bad, "completion": bad}]))
+    metrics = {
+        f"loss/{bad}": Metric(1, 1, 1, "lower", 1, bad),
+        "loss/bits_per_byte": Metric(2, 2, 2, "lower", 1, bad),
+    }
+    write_report(
+        run.reports / "evaluate.json",
+        EvaluationReport(bad, bad, metrics, {bad: 2.5}, [{"prompt": bad, "completion": bad}]),
+    )
     compared = {"metric": bad, "direction": bad, "candidate": bad, "live": bad}
-    gate = {"decision": bad, "reason": bad, "time": bad, "live": {"version": bad}, "metrics": [compared]}
+    gate = {
+        "decision": bad,
+        "reason": bad,
+        "time": bad,
+        "live": {"version": bad},
+        "metrics": [compared],
+    }
     (run.reports / "gate.json").write_text(json.dumps(gate))
     (run.reports / "predict.json").write_text(json.dumps({"prompt": bad, "completion": bad}))
     (run.model / "ingot.json").write_text(json.dumps({bad: bad, "base": {"source": bad}}))
-    run.recipe.write_text(f"name: {json.dumps(bad)}\n{json.dumps(bad)}: {json.dumps(bad)}\n# {bad!r}\nmodel: {{source: {json.dumps(bad)}}}\n")
+    run.recipe.write_text(
+        f"name: {json.dumps(bad)}\n{json.dumps(bad)}: {json.dumps(bad)}\n# {bad!r}\nmodel:"
+        f" {{source: {json.dumps(bad)}}}\n"
+    )
     write_record(run.steps, StepRecord("train", "", "", 1.0, bad, bad))
     append_line(run.events, {"kind": bad, "step": bad, "cause": bad, "t_wall": 1.0})
     append_line(run.events, {"kind": "hang", "attempt": 2, "step": bad, "cause": bad, "rank": bad})
-    append_line(run.events, {"kind": "start", "attempt": 3, "step": bad, "cause": bad, "t_wall": bad, "seconds": bad})
+    append_line(
+        run.events,
+        {"kind": "start", "attempt": 3, "step": bad, "cause": bad, "t_wall": bad, "seconds": bad},
+    )
     page = Page(write_page(run))
     check_harmless(page)
     assert page.ids == SECTIONS
@@ -86,10 +138,19 @@ def test_hostile_text_stays_text_wherever_it_stands(run: RunFolder, bad: str) ->
     assert "".join(page.words).count(bad) + "".join(page.words).count(shown) >= 12
 
 
-@pytest.mark.parametrize(("gone", "sections"), [
-    ("reports/evaluate.json", {"evaluation", "comparison"}), ("reports/gate.json", {"gate"}), ("metrics.jsonl", {"training", "throughput"}),
-    ("reports/steps", {"steps"}), ("events.jsonl", {"events", "goodput"}), ("recipe.yaml", set()), ("model", set()), ("reports/predict.json", set()),
-])
+@pytest.mark.parametrize(
+    ("gone", "sections"),
+    [
+        ("reports/evaluate.json", {"evaluation", "comparison"}),
+        ("reports/gate.json", {"gate"}),
+        ("metrics.jsonl", {"training", "throughput"}),
+        ("reports/steps", {"steps"}),
+        ("events.jsonl", {"events", "goodput"}),
+        ("recipe.yaml", set()),
+        ("model", set()),
+        ("reports/predict.json", set()),
+    ],
+)
 def test_what_is_missing_is_left_out(run: RunFolder, gone: str, sections: set[str]) -> None:
     target = run.root / gone
     shutil.rmtree(target) if target.is_dir() else target.unlink()
@@ -128,26 +189,70 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return made_up_run(tmp_path_factory.mktemp("whole"), steps=20)
 
 
-FILES = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "reports/evaluate.json", "reports/gate.json", "reports/predict.json", "model/ingot.json",
-         "model/config.json", "reports/steps/train.json")
-WRONG = st.sampled_from([
-    None, "", "{", "[]", "3", "null", '"text"', "{}", '{"step": "x"}\n', '{"kind": 3, "t_wall": "x", "step": []}\n', '{"kind": "save", "t_wall": 1e300}\n',
-    '{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n{"step": 1e400, "train/loss": 1}\n', '{"step": 3, "train/loss": true}\n',
-    '{"step": 1, "train/loss": 1e308}\n{"step": 2, "train/loss": -1e308}\n', '{"step": 5, "train/loss": 2.0}\n',
-    '{"step": -1, "train/loss": 0}\n{"step": 0, "train/lr": 0}\n',
-    '{"step": 1, "train/mfu": 0}\n{"step": 2, "train/mfu": 1e-320}\n', '{"metrics": {}, "model_hash": 1, "tokenizer_hash": 2}',
-    "a: &a [*a]\n", "a: {b: 2001-01-01, 3: [x]}\n",
-    '{"model_hash": "", "tokenizer_hash": "", "metrics": {}, "baselines": {"gzip": "x", "xz": null, "b": 1e999}, "samples": [3, {"prompt": 1}]}',
-    '{"decision": 3}', '{"decision": "keep", "metrics": [1, {}], "live": []}', '{"completion": 3}', '{"base": [], "parameters": "x"}', '{"hidden_size": "x"}',
-    '{"step": "train", "inputs": "", "outputs": "", "seconds": "x", "result": 1, "where": 2}',
-    '{"kind": "start", "t_wall": 1e300, "seconds": -1}\n{"kind": "save", "spent": {"productive": 1e400, "waiting": "x"}}\n{"kind": "lost", "seconds": []}\n',
-    '{"step": 1, "inputs": "", "outputs": "", "seconds": 1, "result": 1, "where": 2}',
-])
+FILES = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "events.jsonl",
+    "reports/evaluate.json",
+    "reports/gate.json",
+    "reports/predict.json",
+    "model/ingot.json",
+    "model/config.json",
+    "reports/steps/train.json",
+)
+WRONG = st.sampled_from(
+    [
+        None,
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        '"text"',
+        "{}",
+        '{"step": "x"}\n',
+        '{"kind": 3, "t_wall": "x", "step": []}\n',
+        '{"kind": "save", "t_wall": 1e300}\n',
+        (
+            '{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n{"step": 1e400,'
+            ' "train/loss": 1}\n'
+        ),
+        '{"step": 3, "train/loss": true}\n',
+        '{"step": 1, "train/loss": 1e308}\n{"step": 2, "train/loss": -1e308}\n',
+        '{"step": 5, "train/loss": 2.0}\n',
+        '{"step": -1, "train/loss": 0}\n{"step": 0, "train/lr": 0}\n',
+        '{"step": 1, "train/mfu": 0}\n{"step": 2, "train/mfu": 1e-320}\n',
+        '{"metrics": {}, "model_hash": 1, "tokenizer_hash": 2}',
+        "a: &a [*a]\n",
+        "a: {b: 2001-01-01, 3: [x]}\n",
+        (
+            '{"model_hash": "", "tokenizer_hash": "", "metrics": {}, "baselines": {"gzip": "x",'
+            ' "xz": null, "b": 1e999}, "samples": [3, {"prompt": 1}]}'
+        ),
+        '{"decision": 3}',
+        '{"decision": "keep", "metrics": [1, {}], "live": []}',
+        '{"completion": 3}',
+        '{"base": [], "parameters": "x"}',
+        '{"hidden_size": "x"}',
+        '{"step": "train", "inputs": "", "outputs": "", "seconds": "x", "result": 1, "where": 2}',
+        (
+            '{"kind": "start", "t_wall": 1e300, "seconds": -1}\n{"kind": "save", "spent":'
+            ' {"productive": 1e400, "waiting": "x"}}\n{"kind": "lost", "seconds": []}\n'
+        ),
+        '{"step": 1, "inputs": "", "outputs": "", "seconds": 1, "result": 1, "where": 2}',
+    ]
+)
 
 
 @settings(max_examples=40, deadline=None)
-@given(changes=st.dictionaries(st.sampled_from(FILES), WRONG | st.binary(max_size=30), min_size=1, max_size=4))
-def test_whatever_stands_in_the_files_there_is_a_page(whole: RunFolder, changes: dict[str, str | bytes | None]) -> None:
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(FILES), WRONG | st.binary(max_size=30), min_size=1, max_size=4
+    )
+)
+def test_whatever_stands_in_the_files_there_is_a_page(
+    whole: RunFolder, changes: dict[str, str | bytes | None]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder, "quickstart"))
         shutil.copytree(whole.root, run.root)
@@ -168,7 +273,11 @@ def test_a_long_run_makes_no_long_page_and_loses_no_spike(tmp_path: Path) -> Non
     assert len(page.source) < 400_000
     spike = re.search(r'<path class="faint train" d="[^"]*L592\.6 ([\d.]+)L', page.source)
     assert spike is not None
-    assert spike[1] == "53.6"  # there is room for 6 % of the range above the highest point, and below the lowest: 1000 * 0.06 / 1.12
+    assert (
+        spike[1] == "53.6"
+        # there is room for 6 % of the range above the highest point, and below the lowest: 1000 *
+        # 0.06 / 1.12
+    )
     assert "smoothed" in page.text
 
 
@@ -182,12 +291,16 @@ def test_marks_stay_within_their_panels(run: RunFolder) -> None:
 def test_the_state_is_told(run: RunFolder) -> None:
     (run.steps / "register.json").unlink()
     assert "the gate says deploy" in Page(write_page(run)).text
-    (run.reports / "gate.json").write_text((run.reports / "gate.json").read_text().replace('"deploy"', '"keep"'))
+    (run.reports / "gate.json").write_text(
+        (run.reports / "gate.json").read_text().replace('"deploy"', '"keep"')
+    )
     assert "the live model stays" in Page(write_page(run)).text
     (run.reports / "gate.json").unlink()
     assert "done up to serve" in Page(write_page(run)).text
     append_line(run.events, {"kind": "failure", "cause": "evaluate: disk full", "t_wall": 2e9})
-    assert "done up to serve" in Page(write_page(run)).text  # evaluate was done after all: it has its record
+    assert (
+        "done up to serve" in Page(write_page(run)).text
+    )  # evaluate was done after all: it has its record
     (run.steps / "evaluate.json").unlink()
     assert "failed: evaluate: disk full" in Page(write_page(run)).text
     append_line(run.events, {"kind": "stop", "step": 300, "cause": "SIGTERM", "t_wall": 2e9})
@@ -210,8 +323,16 @@ def test_every_prompt_is_shown_with_what_was_written(run: RunFolder) -> None:
 
 
 def test_the_page_needs_no_torch() -> None:
-    code = "import sys, ingot.report.page, ingot.report.tables, ingot.registry.verbs; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    code = (
+        "import sys, ingot.report.page, ingot.report.tables, ingot.registry.verbs; print('torch' in"
+        " sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )
 
 
 def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolder) -> None:
@@ -221,7 +342,9 @@ def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolde
     base = {"rouge/rouge1": Metric(0.2125, 0.2, 0.22, "higher", 200, "s")}
     metrics = {**report.metrics, "rouge/rouge1": Metric(0.3341, 0.3, 0.36, "higher", 200, "s")}
     baselines = {**report.baselines, "rouge/rouge1/first_line": 0.1234}
-    write_report(run.reports / "evaluate.json", EvaluationReport("m", "t", metrics, baselines, [], base))
+    write_report(
+        run.reports / "evaluate.json", EvaluationReport("m", "t", metrics, baselines, [], base)
+    )
     (run.reports / "examples").mkdir()
     for name in ("loss", "odd name"):
         (run.reports / "examples" / f"{name}.parquet").write_bytes(b"")
@@ -230,4 +353,7 @@ def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolde
     assert "0.2125" in page.text
     assert "rouge/rouge1/first_line 0.1234" in page.text
     assert page.text.count("0.1234") == 1, "it is no bits per byte, and has no bar"
-    assert [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")] == ["examples/loss.parquet", "examples/odd%20name.parquet"]
+    assert [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")] == [
+        "examples/loss.parquet",
+        "examples/odd%20name.parquet",
+    ]

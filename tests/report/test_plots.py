@@ -7,10 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markupsafe import Markup
 
-from ingot.report.plots import MOST_POINTS, MOST_PROBES, Line, Panel, Piece, bars, curves, share_bar, strip
+from ingot.report.plots import (
+    MOST_POINTS,
+    MOST_PROBES,
+    Line,
+    Panel,
+    Piece,
+    bars,
+    curves,
+    share_bar,
+    strip,
+)
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
-SERIES = st.dictionaries(st.integers(0, 10**9).map(float) | NUMBERS, NUMBERS, min_size=1, max_size=30).map(lambda points: sorted(points.items()))
+SERIES = st.dictionaries(
+    st.integers(0, 10**9).map(float) | NUMBERS, NUMBERS, min_size=1, max_size=30
+).map(lambda points: sorted(points.items()))
 LOOKS = st.sampled_from(["line", "faint", "area", "dots"])
 
 
@@ -24,12 +36,20 @@ def tree(markup: Markup) -> ElementTree.Element:
 
 
 @given(lines=st.lists(st.tuples(SERIES, LOOKS), min_size=1, max_size=3), floor=st.booleans())
-def test_any_finite_numbers_give_a_plot_within_its_frame(lines: list[tuple[list[tuple[float, float]], str]], floor: bool) -> None:
-    drawn = curves([Panel([a_line(points, look) for points, look in lines], 100, floor=floor)], "label")
+def test_any_finite_numbers_give_a_plot_within_its_frame(
+    lines: list[tuple[list[tuple[float, float]], str]], floor: bool
+) -> None:
+    drawn = curves(
+        [Panel([a_line(points, look) for points, look in lines], 100, floor=floor)], "label"
+    )
     for path in tree(drawn).iter("path"):
-        numbers = [float(number) for number in re.findall(r"-?[\d.]+", path.attrib["d"].replace("h0", ""))]
+        numbers = [
+            float(number) for number in re.findall(r"-?[\d.]+", path.attrib["d"].replace("h0", ""))
+        ]
         assert all(0 <= number <= 1000 for number in numbers), path.attrib["d"]
-    for style in [element.attrib["style"] for element in tree(drawn).iter() if "style" in element.attrib]:
+    for style in [
+        element.attrib["style"] for element in tree(drawn).iter() if "style" in element.attrib
+    ]:
         assert not re.search("nan|inf", style)
 
 
@@ -42,11 +62,17 @@ def test_nothing_to_draw_draws_nothing() -> None:
 
 
 def test_the_value_under_the_pointer_is_that_of_its_step() -> None:
-    loss, checked = a_line([(1, 9.0), (2, 8.0), (3, 7.5)], name="train"), a_line([(2, 8.25)], "dots", name="validation")
+    loss, checked = (
+        a_line([(1, 9.0), (2, 8.0), (3, 7.5)], name="train"),
+        a_line([(2, 8.25)], "dots", name="validation"),
+    )
     drawn = tree(curves([Panel([loss, checked], 100)], "loss"))
     tips = [" ".join("".join(tip.itertext()).split()) for tip in drawn.iter("b")]
     assert tips == ["step 1train 9.000", "step 2train 8.000validation 8.250", "step 3train 7.500"]
-    widths = [float(match) for match in re.findall(r"width:([\d.]+)%", str(curves([Panel([loss], 100)], "loss")))]
+    widths = [
+        float(match)
+        for match in re.findall(r"width:([\d.]+)%", str(curves([Panel([loss], 100)], "loss")))
+    ]
     assert sum(widths) == 100.0
 
 
@@ -60,7 +86,9 @@ def test_many_points_make_a_plot_of_bounded_size() -> None:
 
 def test_bars_are_as_long_as_their_values() -> None:
     drawn = tree(bars([("own", 1.0, "1.0", "own"), ("other", 4.0, "4.0", "other")], (0.9, 1.1)))
-    assert [rect.attrib["width"] for rect in drawn.iter("rect") if rect.attrib["class"] == "bar"] == ["25%", "100%"]
+    assert [
+        rect.attrib["width"] for rect in drawn.iter("rect") if rect.attrib["class"] == "bar"
+    ] == ["25%", "100%"]
     (whisker,) = [rect for rect in drawn.iter("rect") if rect.attrib["class"] == "whisker"]
     assert (whisker.attrib["x"], whisker.attrib["width"]) == ("22.5%", "5%")
     assert 'width="50%"' in share_bar(0.5)
@@ -68,7 +96,7 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 
 def test_names_are_escaped() -> None:
-    drawn = str(curves([Panel([a_line([(1, 1), (2, 2)], name="<b>&")], 100, title="<i>")], "\"<u>"))
+    drawn = str(curves([Panel([a_line([(1, 1), (2, 2)], name="<b>&")], 100, title="<i>")], '"<u>'))
     assert "<b>&" not in drawn
     assert "<i>" not in drawn.replace("<i style", "")
     assert "&lt;b&gt;&amp;" in drawn
@@ -76,17 +104,44 @@ def test_names_are_escaped() -> None:
 
 
 def test_a_strip_has_its_pieces_where_they_belong() -> None:
-    drawn = tree(strip([Piece(0, 1, "a", ("one", "<x>")), Piece(1, 4, "b", ("three",)), Piece(3, 3, "empty")], 4, 20, "label", unit="hours",
-                       pins=[Piece(2, 2, "c", ("here", "why"))]))
-    pieces = [(rect.attrib["class"], rect.attrib["x"], rect.attrib["width"]) for rect in drawn.iter("rect")]
+    drawn = tree(
+        strip(
+            [Piece(0, 1, "a", ("one", "<x>")), Piece(1, 4, "b", ("three",)), Piece(3, 3, "empty")],
+            4,
+            20,
+            "label",
+            unit="hours",
+            pins=[Piece(2, 2, "c", ("here", "why"))],
+        )
+    )
+    pieces = [
+        (rect.attrib["class"], rect.attrib["x"], rect.attrib["width"])
+        for rect in drawn.iter("rect")
+    ]
     assert pieces == [("piece a", "0%", "25%"), ("piece b", "25%", "75%")]
-    assert [(pin.attrib["class"], pin.attrib["cx"]) for pin in drawn.iter("circle")] == [("mark c", "50%")]
-    tips = [(tip.attrib["style"], tip.attrib["class"], "|".join("".join(word.itertext()) for word in tip.iter() if word.text)) for tip in drawn.iter("i")]
+    assert [(pin.attrib["class"], pin.attrib["cx"]) for pin in drawn.iter("circle")] == [
+        ("mark c", "50%")
+    ]
+    tips = [
+        (
+            tip.attrib["style"],
+            tip.attrib["class"],
+            "|".join("".join(word.itertext()) for word in tip.iter() if word.text),
+        )
+        for tip in drawn.iter("i")
+    ]
     assert tips == [
-        ("left:25%;width:75%;--at:50%", "late", "three"), ("left:0%;width:25%;--at:50%", "early", "one|<x>"),
+        ("left:25%;width:75%;--at:50%", "late", "three"),
+        ("left:0%;width:25%;--at:50%", "early", "one|<x>"),
         ("left:50%;width:0%;--at:50%", "early", "here|why"),
     ]
-    assert ["".join(span.itertext()) for span in drawn.iter("span")][:5] == ["0", "1", "2", "3", "4"]
+    assert ["".join(span.itertext()) for span in drawn.iter("span")][:5] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+    ]
     assert "across" not in strip([Piece(0, 1, "a")], 1, 20, "label")
 
 

@@ -17,10 +17,16 @@ from tests.report.told import Told
 
 def rows(text: str) -> list[list[str]]:
     """Cells of the table lines in `text`."""
-    return [[cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")] for line in text.splitlines() if line[:1] in ("│", "┃")]
+    return [
+        [cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")]
+        for line in text.splitlines()
+        if line[:1] in ("│", "┃")
+    ]
 
 
-def test_one_run_tells_its_steps_metrics_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_tells_its_steps_metrics_and_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = made_up_run(tmp_path)
     show_run(run)
     out, err = capsys.readouterr()
@@ -28,29 +34,56 @@ def test_one_run_tells_its_steps_metrics_and_events(tmp_path: Path, capsys: pyte
     assert out.startswith("quickstart  done up to serve, ")
     table = rows(out)
     assert table[0] == ["step", "seconds", "result", "look at"]
-    assert [row[0] for row in table[1:8]] == ["ingest", "prepare", "train", "evaluate", "gate", "register", "serve"]
+    assert [row[0] for row in table[1:8]] == [
+        "ingest",
+        "prepare",
+        "train",
+        "evaluate",
+        "gate",
+        "register",
+        "serve",
+    ]
     assert table[3] == ["train", "112.4", "300 steps in 1m 52s, loss 3.641", "model"]
     assert "at step 300: train/loss 3." in out
     assert "register: quickstart v2, live" in out
 
 
-def test_where_the_time_of_training_went_and_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_time_of_training_went_and_what_was_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     show_run(made_up_run(tmp_path))
     out = capsys.readouterr().out
-    sentence = ("goodput 60.6 %: 1m 46s of 2m 54s were training; 42s down, 10s starting, 8s lost and repeated, 6s evaluating, 2s saving, "
-                "1s waiting for data\n")
+    sentence = (
+        "goodput 60.6 %: 1m 46s of 2m 54s were training; 42s down, 10s starting, 8s lost and"
+        " repeated, 6s evaluating, 2s saving, 1s waiting for data\n"
+    )
     assert sentence in out
     table = rows(out.split(sentence)[1])
     assert table == [
-        ["time of training", "", "share"], ["training", "1m 46s", "60.6 %", "██████████████▌"], ["waiting for data", "1s", "0.3 %", "▏"],
-        ["evaluating", "6s", "3.3 %", "▊"], ["saving", "2s", "1.3 %", "▎"], ["starting", "10s", "5.7 %", "█▍"],
-        ["lost and repeated", "8s", "4.6 %", "█▏"], ["down", "42s", "24.1 %", "█████▊"],
+        ["time of training", "", "share"],
+        ["training", "1m 46s", "60.6 %", "██████████████▌"],
+        ["waiting for data", "1s", "0.3 %", "▏"],
+        ["evaluating", "6s", "3.3 %", "▊"],
+        ["saving", "2s", "1.3 %", "▎"],
+        ["starting", "10s", "5.7 %", "█▍"],
+        ["lost and repeated", "8s", "4.6 %", "█▏"],
+        ["down", "42s", "24.1 %", "█████▊"],
         ["lost", "when", "rank", "step", "cost", "of it repeated", "cause"],
-        ["died", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_750_000_081)), "", "118, 18 again", "54s", "8s", "killed (out of memory?)"],
+        [
+            "died",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_750_000_081)),
+            "",
+            "118, 18 again",
+            "54s",
+            "8s",
+            "killed (out of memory?)",
+        ],
     ]
 
 
-def test_of_many_losses_the_largest_stand_there_and_the_rest_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_many_losses_the_largest_stand_there_and_the_rest_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = made_up_run(tmp_path)
     run.events.unlink()
     told = Told()
@@ -66,11 +99,24 @@ def test_of_many_losses_the_largest_stand_there_and_the_rest_is_counted(tmp_path
         append_line(run.events, event)
     show_run(run)
     out = capsys.readouterr().out
-    assert [row[2] for row in rows(out) if row[0] == "killed"] == ["14", "13", "12", "11", "10", "9", "8", "7", "6", "5"]
+    assert [row[2] for row in rows(out) if row[0] == "killed"] == [
+        "14",
+        "13",
+        "12",
+        "11",
+        "10",
+        "9",
+        "8",
+        "7",
+        "6",
+        "5",
+    ]
     assert "and 4 more that cost 34s together; they are in events.jsonl" in out
 
 
-def test_without_a_training_nothing_is_said_of_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_training_nothing_is_said_of_its_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = made_up_run(tmp_path)
     run.events.write_text('{"kind": "gate", "t_wall": 1}\n{"kind": "start", "t_wal')
     show_run(run)
@@ -79,10 +125,14 @@ def test_without_a_training_nothing_is_said_of_its_time(tmp_path: Path, capsys: 
     assert "time of training" not in out
 
 
-def test_a_step_whose_files_changed_and_a_broken_file_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_whose_files_changed_and_a_broken_file_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = made_up_run(tmp_path)
     record = (run.steps / "train.json").read_text()
-    (run.steps / "train.json").write_text(record.replace('"files": {}', '"files": {"model/config.json": 1}'))
+    (run.steps / "train.json").write_text(
+        record.replace('"files": {}', '"files": {"model/config.json": 1}')
+    )
     (run.reports / "gate.json").write_text("{")
     show_run(run)
     out = capsys.readouterr().out
@@ -90,7 +140,9 @@ def test_a_step_whose_files_changed_and_a_broken_file_are_told(tmp_path: Path, c
     assert "reports/gate.json could not be read" in out
 
 
-def test_runs_stand_one_a_line_the_last_changed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_stand_one_a_line_the_last_changed_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made_up_run(tmp_path, "old")
     made_up_run(tmp_path, "new", bits=1.9).root.rename(tmp_path / "new[red]")
     (tmp_path / "registry").mkdir()
@@ -99,7 +151,16 @@ def test_runs_stand_one_a_line_the_last_changed_first(tmp_path: Path, capsys: py
     os.utime(tmp_path / "old", (time.time() - 3 * 24 * 3600,) * 2)
     show_runs(tmp_path)
     table = rows(capsys.readouterr().out)
-    assert table[0] == ["run", "steps", "loss", "validation", "bits per byte", "gate", "state", "when"]
+    assert table[0] == [
+        "run",
+        "steps",
+        "loss",
+        "validation",
+        "bits per byte",
+        "gate",
+        "state",
+        "when",
+    ]
     assert [row[0] for row in table[1:]] == ["new[red]", "old"]
     assert table[1][1] == "300"
     assert table[1][4:7] == ["1.900", "deploy", "done up to serve"]
@@ -116,7 +177,9 @@ def test_two_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert ["loss/bits_per_byte", "2.2580", "2.0000", "-0.258"] in table
 
 
-def test_metrics_of_other_evaluation_sets_are_never_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_of_other_evaluation_sets_are_never_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, other = made_up_run(tmp_path, "one"), made_up_run(tmp_path, "two", bits=2.0)
     report = other.reports / "evaluate.json"
     report.write_text(report.read_text().replace("0ddba11decaf0002", "another"))
@@ -128,7 +191,9 @@ def test_metrics_of_other_evaluation_sets_are_never_compared(tmp_path: Path, cap
 
 
 def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"is no run folder \(no recipe\.yaml in it\); `ingot run` makes one"):
+    with pytest.raises(
+        WrongInput, match=r"is no run folder \(no recipe\.yaml in it\); `ingot run` makes one"
+    ):
         show_run(RunFolder(tmp_path / "none"))
     with pytest.raises(WrongInput, match=r"holds no run; give the folder that runs lie in"):
         show_runs(tmp_path)

@@ -28,30 +28,66 @@ def test_where_the_time_went_stands_as_a_bar_the_attempts_and_a_table(run: RunFo
     page = Page(write_page(run))
     check_harmless(page)
     for words in (
-        "Goodput 60.6 %: 1m 46s of 2m 54s were training; 42s down, 10s starting, 8s lost and repeated",
-        "training 60.6 % waiting for data 0.3 % evaluating 3.3 % saving 1.3 % starting 5.7 % lost and repeated 4.6 % down 24.1 %",
-        "2 attempts: 1 died, 1 finished", "118, 18 again 54s 8s 42s 4s killed (out of memory?)",
-        "attempt 1 from step 0 to 118, 44s died: killed (out of memory?)", "attempt 2 starting, 4s", "died at step 118, 18 again, 54s killed (out of memory?)",
+        (
+            "Goodput 60.6 %: 1m 46s of 2m 54s were training; 42s down, 10s starting, 8s lost and"
+            " repeated"
+        ),
+        (
+            "training 60.6 % waiting for data 0.3 % evaluating 3.3 % saving 1.3 % starting 5.7 %"
+            " lost and repeated 4.6 % down 24.1 %"
+        ),
+        "2 attempts: 1 died, 1 finished",
+        "118, 18 again 54s 8s 42s 4s killed (out of memory?)",
+        "attempt 1 from step 0 to 118, 44s died: killed (out of memory?)",
+        "attempt 2 starting, 4s",
+        "died at step 118, 18 again, 54s killed (out of memory?)",
         "goodput 60.6 % of 2m 54s, starts and losses included",
     ):
         assert words in page.text, words
-    strips = [value for tag, name, value in page.attributes if tag == "rect" and name == "class" and value.startswith("piece")]
+    strips = [
+        value
+        for tag, name, value in page.attributes
+        if tag == "rect" and name == "class" and value.startswith("piece")
+    ]
     parts = ["productive", "waiting", "evaluating", "saving", "starting", "lost", "down"]
-    assert strips == [f"piece {colour}" for colour in [*parts, "starting", "productive", "starting", "productive", "lost", "down"]]
-    assert [value for tag, name, value in page.attributes if tag == "circle" and name == "class"] == ["mark died"]
+    assert strips == [
+        f"piece {colour}"
+        for colour in [*parts, "starting", "productive", "starting", "productive", "lost", "down"]
+    ]
+    assert [
+        value for tag, name, value in page.attributes if tag == "circle" and name == "class"
+    ] == ["mark died"]
     for part in [*parts, "died"]:
-        assert f".{part} {{ --c:" in page.source or f".{part}, ." in page.source, "every colour is in the style sheet"
+        assert f".{part} {{ --c:" in page.source or f".{part}, ." in page.source, (
+            "every colour is in the style sheet"
+        )
 
 
 def test_a_training_without_losses_has_no_timeline(run: RunFolder) -> None:
     lines = run.events.read_text().splitlines(keepends=True)
-    run.events.write_text("".join(line for line in lines if '"attempt": 2' not in line and '"failure"' not in line))
-    append_line(run.events, {"t_wall": 1_750_000_080.0, "t_mono": 80.0, "attempt": 1, "kind": "finish", "step": 100})
+    run.events.write_text(
+        "".join(line for line in lines if '"attempt": 2' not in line and '"failure"' not in line)
+    )
+    append_line(
+        run.events,
+        {"t_wall": 1_750_000_080.0, "t_mono": 80.0, "attempt": 1, "kind": "finish", "step": 100},
+    )
     page = Page(write_page(run))
     assert "goodput" in page.ids
     assert "attempt 1" not in page.text
     assert "starts and losses included" not in page.text
-    append_line(run.events, {"t_wall": 1_750_001_000.0, "t_mono": 1000.0, "attempt": 2, "kind": "start", "step": 0, "cause": "first step", "seconds": 7})
+    append_line(
+        run.events,
+        {
+            "t_wall": 1_750_001_000.0,
+            "t_mono": 1000.0,
+            "attempt": 2,
+            "kind": "start",
+            "step": 0,
+            "cause": "first step",
+            "seconds": 7,
+        },
+    )
     page = Page(write_page(run))
     assert "Not counted: 1 earlier training in this folder." in page.text
 
@@ -72,7 +108,18 @@ def test_a_long_chaos_makes_no_long_page(run: RunFolder) -> None:
 def test_a_training_that_runs_is_counted_up_to_its_heartbeat(run: RunFolder) -> None:
     run.events.write_text("")
     now = {"t_wall": time.time() - 100, "t_mono": time.monotonic() - 100}
-    append_line(run.events, {**now, "attempt": 3, "rank": 0, "kind": "start", "step": 0, "cause": "first step", "seconds": 50.0})
+    append_line(
+        run.events,
+        {
+            **now,
+            "attempt": 3,
+            "rank": 0,
+            "kind": "start",
+            "step": 0,
+            "cause": "first step",
+            "seconds": 50.0,
+        },
+    )
     heart = Heart(run.heartbeats, rank=0, local_rank=0, attempt=3)
     heart.spent |= {"productive": 60.0, "waiting": 15.0}
     heart.beat("evaluating", step=9)
@@ -83,7 +130,10 @@ def test_a_training_that_runs_is_counted_up_to_its_heartbeat(run: RunFolder) -> 
     text = Page(write_page(run)).text
     held.kill()
     held.communicate()
-    assert "Goodput 40.0 %: 1m 00s of 2m 30s were training; 50s starting, 25s evaluating, 15s waiting for data, and it runs." in text
+    assert (
+        "Goodput 40.0 %: 1m 00s of 2m 30s were training; 50s starting, 25s evaluating, 15s waiting"
+        " for data, and it runs." in text
+    )
     assert "1m 40s lost and repeated, 50s starting" in Page(write_page(run)).text
     assert "ended in phase evaluating" in Page(write_page(run)).text
     heart.close()

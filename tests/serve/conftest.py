@@ -13,7 +13,11 @@ from tests.serve.forked import Forks, forks
 from tests.serve.running import Running, running
 from tests.serve.tiny import make_folder
 
-AIP = {"AIP_HTTP_PORT": "0", "AIP_HEALTH_ROUTE": "/v1/endpoints/7/deployedModels/9", "AIP_PREDICT_ROUTE": "/v1/endpoints/7/deployedModels/9:predict"}
+AIP = {
+    "AIP_HTTP_PORT": "0",
+    "AIP_HEALTH_ROUTE": "/v1/endpoints/7/deployedModels/9",
+    "AIP_PREDICT_ROUTE": "/v1/endpoints/7/deployedModels/9:predict",
+}
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +41,15 @@ def server(folder: Path) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def strict(folder: Path) -> Iterator[Running]:
     """One row, two places in the queue, a key, small bodies, Vertex's environment."""
-    with running(folder, environ=AIP, key="söme key", max_batch=1, max_queue=2, max_body_bytes=3000, max_tokens=8000) as made:
+    with running(
+        folder,
+        environ=AIP,
+        key="söme key",
+        max_batch=1,
+        max_queue=2,
+        max_body_bytes=3000,
+        max_tokens=8000,
+    ) as made:
         yield made
 
 

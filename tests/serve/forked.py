@@ -1,4 +1,6 @@
-"""`ingot` commands in forks of a process that has imported what serving needs: the seconds that torch takes to import are paid once for all of them."""
+"""`ingot` commands in forks of a process that has imported what serving needs: the seconds that
+torch takes to import are paid once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,16 @@ class Forks:
         self._pipe = pipe
 
     @contextlib.contextmanager
-    def running(self, arguments: list[str], environment: dict[str, str], log: Path, grace_s: float = child.GRACE_S) -> Iterator[Process]:
-        """`ingot ARGUMENTS` with its stderr in `log`, killed at the end of the block. `grace_s`: what an engine gets to end in."""
+    def running(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        log: Path,
+        grace_s: float = child.GRACE_S,
+    ) -> Iterator[Process]:
+        """`ingot ARGUMENTS` with its stderr in `log`, killed at the end of the block. `grace_s`:
+        what an engine gets to end in.
+        """
         log.touch()
         self._pipe.send((arguments, environment, log, grace_s))
         process = Process(self._pipe.recv(), None, self._pipe)

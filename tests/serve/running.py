@@ -1,4 +1,6 @@
-"""A server in a process of its own, as `ingot serve` runs it. `python -m tests.serve.running FOLDER SETTINGS GRACE` is that process."""
+"""A server in a process of its own, as `ingot serve` runs it. `python -m tests.serve.running FOLDER
+SETTINGS GRACE` is that process.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ class Running:
 
     @contextlib.contextmanager
     def asked(self, path: str, body: dict[str, Any]) -> Iterator[None]:
-        """A request on its way, until the block ends: then its client hangs up, whether there was an answer or not."""
+        """A request on its way, until the block ends: then its client hangs up, whether there was
+        an answer or not.
+        """
         key = {} if self.key is None else {"Authorization": f"Bearer {self.key}".encode()}
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **key})
+        connection.request(
+            "POST", path, json.dumps(body), {"Content-Type": "application/json", **key}
+        )
         try:
             yield
         finally:
@@ -51,7 +57,12 @@ class Running:
         """The sum of the samples of one metric that have these labels."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
-        chosen = [line for line in lines if re.match(rf"{name}(\{{|\s)", line) and all(f'{key}="{value}"' in line for key, value in labels.items())]
+        chosen = [
+            line
+            for line in lines
+            if re.match(rf"{name}(\{{|\s)", line)
+            and all(f'{key}="{value}"' in line for key, value in labels.items())
+        ]
         return sum(float(line.rsplit(" ", 1)[1]) for line in chosen)
 
     def wait_for(self, name: str, value: float, timeout_s: float = 30.0) -> None:
@@ -63,15 +74,41 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *, environ: dict[str, str] | None = None, key: str | None = None, grace_s: float = 10.0, **settings: Any) -> Iterator[Running]:
+def running(
+    folder: Path,
+    *,
+    environ: dict[str, str] | None = None,
+    key: str | None = None,
+    grace_s: float = 10.0,
+    **settings: Any,
+) -> Iterator[Running]:
     """Start a server on a free port and stop it afterwards."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         if key is not None:
-            environ, settings = {**(environ or {}), "THE_KEY": key}, {**settings, "api_key": "env:THE_KEY"}
-        arguments = [sys.executable, "-m", "tests.serve.running", str(folder), json.dumps({"port": 0, **settings}), str(grace_s)]
+            environ, settings = (
+                {**(environ or {}), "THE_KEY": key},
+                {
+                    **settings,
+                    "api_key": "env:THE_KEY",
+                },
+            )
+        arguments = [
+            sys.executable,
+            "-m",
+            "tests.serve.running",
+            str(folder),
+            json.dumps({"port": 0, **settings}),
+            str(grace_s),
+        ]
         with log.open("wb") as stream:
-            process = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, **(environ or {})}, stderr=stream, stdout=stream)
+            process = subprocess.Popen(
+                arguments,
+                cwd=ROOT,
+                env={**os.environ, **(environ or {})},
+                stderr=stream,
+                stdout=stream,
+            )
         try:
             yield Running(_address(process, log), process, log, key)
         finally:

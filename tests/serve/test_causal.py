@@ -1,4 +1,6 @@
-"""transformers' generate behind our routes: what transformers itself says, greedily, alone and in company; streams, stop strings, limits."""
+"""transformers' generate behind our routes: what transformers itself says, greedily, alone and in
+company; streams, stop strings, limits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from ingot.serve.loaded import Loaded, load
 from tests.serve.running import running
 from tests.serve.tiny import changed_config, make_folder
 
-PROMPTS = ["the", "five wizards box", "the quick brown fox jumps over the lazy dog while", "Straße, ", "Q"]
+PROMPTS = [
+    "the",
+    "five wizards box",
+    "the quick brown fox jumps over the lazy dog while",
+    "Straße, ",
+    "Q",
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +42,23 @@ def theirs(folder: Path, ids: list[int], tokens: int) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         prompt = torch.tensor([ids])
-        mask = torch.ones_like(prompt)  # without it transformers would take our BOS, which is token 0 here, for padding
-        rows = model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
-    return rows[0].tolist()[len(ids):]
+        mask = torch.ones_like(
+            prompt
+        )  # without it transformers would take our BOS, which is token 0 here, for padding
+        rows = model.generate(
+            prompt,
+            attention_mask=mask,
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    return rows[0].tolist()[len(ids) :]
 
 
-def test_greedy_answers_are_transformers_own_and_our_decoders(folder: Path, loaded: Loaded, by_transformers: Loaded) -> None:
+def test_greedy_answers_are_transformers_own_and_our_decoders(
+    folder: Path, loaded: Loaded, by_transformers: Loaded
+) -> None:
     """All prompts in one batch, of different lengths, against each alone."""
     assert isinstance(by_transformers.model, Causal)
     requests = [Request(by_transformers.encode(prompt), 24) for prompt in PROMPTS]
@@ -47,20 +66,38 @@ def test_greedy_answers_are_transformers_own_and_our_decoders(folder: Path, load
     for request, answer in zip(requests, answers, strict=True):
         assert [token.id for token in answer.tokens] == theirs(folder, list(request.prompt), 24)
         assert (answer.generated, answer.finish) == (24, "length")
-    assert [answer.text for answer in answers] == [answer.text for answer in loaded.worker(8).run(requests)]
+    assert [answer.text for answer in answers] == [
+        answer.text for answer in loaded.worker(8).run(requests)
+    ]
 
 
-def test_sampling_log_probabilities_and_stop_strings_are_those_of_our_decoder(loaded: Loaded, by_transformers: Loaded) -> None:
-    requests = [Request(loaded.encode("the"), 30, Sampling(1.0, 0.9, seed, 2), ("o", "xq")) for seed in range(6)]
-    for ours, answer in zip(loaded.worker(8).run(requests), by_transformers.worker(8).run(requests), strict=True):
-        assert (answer.text, answer.finish, answer.generated) == (ours.text, ours.finish, ours.generated)
-        assert [token.logprob for token in answer.tokens] == pytest.approx([token.logprob for token in ours.tokens], abs=1e-4)
+def test_sampling_log_probabilities_and_stop_strings_are_those_of_our_decoder(
+    loaded: Loaded, by_transformers: Loaded
+) -> None:
+    requests = [
+        Request(loaded.encode("the"), 30, Sampling(1.0, 0.9, seed, 2), ("o", "xq"))
+        for seed in range(6)
+    ]
+    for ours, answer in zip(
+        loaded.worker(8).run(requests), by_transformers.worker(8).run(requests), strict=True
+    ):
+        assert (answer.text, answer.finish, answer.generated) == (
+            ours.text,
+            ours.finish,
+            ours.generated,
+        )
+        assert [token.logprob for token in answer.tokens] == pytest.approx(
+            [token.logprob for token in ours.tokens], abs=1e-4
+        )
 
 
 def test_tokens_come_one_by_one_and_a_cancelled_request_ends_alone(by_transformers: Loaded) -> None:
     worker = by_transformers.worker(2)
     assert isinstance(worker, CausalWriter)
-    endless, long, waiting = (worker.add(Request(by_transformers.encode(prompt), tokens)) for prompt, tokens in (("the", 3000), ("fox", 40), ("dog", 40)))
+    endless, long, waiting = (
+        worker.add(Request(by_transformers.encode(prompt), tokens))
+        for prompt, tokens in (("the", 3000), ("fox", 40), ("dog", 40))
+    )
     first = worker.step()
     assert {job for job, _ in first} == {endless, long}
     assert [piece.generated for _, piece in first] == [1, 1]
@@ -87,24 +124,37 @@ def test_an_answer_is_not_over_before_its_end_is_read(by_transformers: Loaded) -
             thread.join(60)
     while worker.busy:
         pieces += worker.step()
-    assert [(piece.generated, piece.finish) for whose, piece in pieces if whose is job] == [(count, "length" if count == 6 else None) for count in range(1, 7)]
+    assert [(piece.generated, piece.finish) for whose, piece in pieces if whose is job] == [
+        (count, "length" if count == 6 else None) for count in range(1, 7)
+    ]
 
 
-def test_wishes_that_lie_beside_the_weights_change_nothing(folder: Path, tmp_path: Path, by_transformers: Loaded) -> None:
+def test_wishes_that_lie_beside_the_weights_change_nothing(
+    folder: Path, tmp_path: Path, by_transformers: Loaded
+) -> None:
     wishing = changed_config(folder, tmp_path / "wishing")
-    (wishing / "generation_config.json").write_text(json.dumps({"eos_token_id": [], "repetition_penalty": 5.0, "max_length": 12}))
+    (wishing / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [], "repetition_penalty": 5.0, "max_length": 12})
+    )
     request = Request(by_transformers.encode("the"), 20)
-    assert load(wishing, engine="transformers").worker(1).run([request])[0].text == by_transformers.worker(1).run([request])[0].text
+    assert (
+        load(wishing, engine="transformers").worker(1).run([request])[0].text
+        == by_transformers.worker(1).run([request])[0].text
+    )
 
 
-def test_an_answer_ends_at_eos_and_at_the_last_position(tmp_path: Path, by_transformers: Loaded) -> None:
+def test_an_answer_ends_at_eos_and_at_the_last_position(
+    tmp_path: Path, by_transformers: Loaded
+) -> None:
     ids = by_transformers.encode("the")
     (plain,) = by_transformers.worker(1).run([Request(ids, 10)])
     ending = load(make_folder(tmp_path / "ending", eos=[plain.tokens[4].id]), engine="transformers")
     (answer,) = ending.worker(1).run([Request(ids, 10)])
     first = [token.id for token in plain.tokens].index(plain.tokens[4].id)
     assert (answer.finish, answer.generated) == ("stop", first + 1)
-    narrow = load(make_folder(tmp_path / "narrow", max_position_embeddings=16), engine="transformers")
+    narrow = load(
+        make_folder(tmp_path / "narrow", max_position_embeddings=16), engine="transformers"
+    )
     (cut,) = narrow.worker(1).run([Request(ids, 100)])
     assert (cut.finish, cut.generated) == ("length", 16 - len(ids))
 
@@ -126,16 +176,29 @@ def gpt2(folder: Path) -> Path:
     made = make_folder(folder)
     (made / "model.safetensors").unlink()
     torch.manual_seed(3)
-    config = transformers.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=320,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     transformers.GPT2LMHeadModel(config).save_pretrained(made)
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
     return made
 
 
-def test_native_leaves_to_transformers_what_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_native_leaves_to_transformers_what_it_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = gpt2(tmp_path / "gpt2")
     loaded = load(folder)
-    assert "model_type gpt2 is not one of ingot's own decoders, so transformers generates" in capsys.readouterr().err
+    assert (
+        "model_type gpt2 is not one of ingot's own decoders, so transformers generates"
+        in capsys.readouterr().err
+    )
     assert loaded.model.config.max_position_embeddings == 64
     requests = [Request(loaded.encode(prompt), 12) for prompt in PROMPTS[:3]]
     for request, answer in zip(requests, loaded.worker(8).run(requests), strict=True):
@@ -144,15 +207,35 @@ def test_native_leaves_to_transformers_what_it_does_not_know(tmp_path: Path, cap
 
 def test_what_transformers_cannot_open_is_named(tmp_path: Path) -> None:
     odd = make_folder(tmp_path / "odd")
-    (odd / "config.json").write_text(json.dumps({**json.loads((odd / "config.json").read_text()), "model_type": "nonesuch"}))
+    (odd / "config.json").write_text(
+        json.dumps({**json.loads((odd / "config.json").read_text()), "model_type": "nonesuch"})
+    )
     with pytest.raises(WrongInput, match="does not open in transformers as a causal model"):
         load(odd, engine="transformers")
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(make_folder(tmp_path / "base")), "r": 2,
-                                                             "lora_alpha": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}))
-    save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 32)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(WrongInput, match=r"is an adapter, and serve\.engine transformers opens whole models; give the merged one"):
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "base_model_name_or_path": str(make_folder(tmp_path / "base")),
+                "r": 2,
+                "lora_alpha": 2,
+                "target_modules": ["q_proj"],
+                "task_type": "CAUSAL_LM",
+            }
+        )
+    )
+    save_file(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 32)},
+        adapter / "adapter_model.safetensors",
+    )
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"is an adapter, and serve\.engine transformers opens whole models; give the merged one"
+        ),
+    ):
         load(adapter, engine="transformers")
 
 
@@ -160,9 +243,17 @@ def test_the_server_streams_what_it_says_whole(folder: Path, loaded: Loaded) -> 
     (expected,) = loaded.worker(1).run([Request(loaded.encode("fox"), 20)])
     body = {"prompt": "fox", "max_tokens": 20, "temperature": 0}
     with running(folder, engine="transformers") as server, server.client() as client:
-        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected.text
+        assert (
+            client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected.text
+        )
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-            events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line and "[DONE]" not in line]
+            events = [
+                json.loads(line.removeprefix("data: "))
+                for line in response.iter_lines()
+                if line and "[DONE]" not in line
+            ]
         assert "".join(event["choices"][0]["text"] for event in events) == expected.text
         assert len(events) > 5
-        assert client.post("/predict", json={"instances": ["fox"], "parameters": {"max_tokens": 20}}).json() == {"predictions": [expected.text]}
+        assert client.post(
+            "/predict", json={"instances": ["fox"], "parameters": {"max_tokens": 20}}
+        ).json() == {"predictions": [expected.text]}

@@ -39,7 +39,12 @@ def failing(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Failing:
 
 @pytest.fixture
 def engine(loaded: Loaded, failing: Failing) -> Iterator[Engine]:
-    made = Engine(Generator(loaded.model, decode=loaded.tokenizer.decode, max_rows=2), Metrics(), max_batch=2, max_queue=3)
+    made = Engine(
+        Generator(loaded.model, decode=loaded.tokenizer.decode, max_rows=2),
+        Metrics(),
+        max_batch=2,
+        max_queue=3,
+    )
     made.start()
     yield made
     failing.gate.set()
@@ -55,7 +60,9 @@ async def answers(ticket: Ticket) -> list[Completion]:
     return await asyncio.wait_for(ticket.completions(), 30)
 
 
-def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(engine: Engine, failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(
+    engine: Engine, failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def story() -> None:
         failing.fails = True
         failing.gate.clear()
@@ -74,7 +81,9 @@ def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(engine: E
     assert "OutOfMemoryError: no memory" in capsys.readouterr().err
 
 
-def test_a_model_that_keeps_failing_is_unhealthy_until_it_works(engine: Engine, failing: Failing) -> None:
+def test_a_model_that_keeps_failing_is_unhealthy_until_it_works(
+    engine: Engine, failing: Failing
+) -> None:
     async def story() -> None:
         failing.fails = True
         for attempt in range(FAILURES):
@@ -93,16 +102,26 @@ def test_the_queue_is_all_or_none(engine: Engine, failing: Failing) -> None:
     async def story() -> None:
         failing.gate.clear()
         first = engine.submit([request()] * 3)
-        with pytest.raises(Refused, match=r"3 requests are running or waiting, 5 fit; try again in [12] s") as caught:
+        with pytest.raises(
+            Refused, match=r"3 requests are running or waiting, 5 fit; try again in [12] s"
+        ) as caught:
             engine.submit([request()] * 3)
         assert caught.value.status == 429
         assert caught.value.headers["Retry-After"] in ("1", "2")
-        with pytest.raises(Refused, match="6 prompts in one request; this server takes at most 5") as caught:
+        with pytest.raises(
+            Refused, match="6 prompts in one request; this server takes at most 5"
+        ) as caught:
             engine.submit([request()] * 6)
         assert caught.value.status == 400
         second = engine.submit([request(1)] * 2)
         failing.gate.set()
-        assert [answer.generated for answer in await answers(first) + await answers(second)] == [4, 4, 4, 1, 1]
+        assert [answer.generated for answer in await answers(first) + await answers(second)] == [
+            4,
+            4,
+            4,
+            1,
+            1,
+        ]
 
     asyncio.run(story())
 
@@ -121,7 +140,9 @@ def test_what_is_cancelled_frees_its_place(engine: Engine, failing: Failing) -> 
     asyncio.run(story())
 
 
-def test_an_abort_answers_what_runs_and_what_waits_and_refuses_what_comes(engine: Engine, failing: Failing) -> None:
+def test_an_abort_answers_what_runs_and_what_waits_and_refuses_what_comes(
+    engine: Engine, failing: Failing
+) -> None:
     async def story() -> None:
         failing.gate.clear()
         tickets = [engine.submit([request()] * 2), engine.submit([request()] * 2)]
@@ -136,7 +157,9 @@ def test_an_abort_answers_what_runs_and_what_waits_and_refuses_what_comes(engine
     asyncio.run(story())
 
 
-def test_numbers_that_are_not_finite_fail_their_request_alone(engine: Engine, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_not_finite_fail_their_request_alone(
+    engine: Engine, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden = loaded.model.hidden
 
     def broken_at_300(tokens: torch.Tensor, *arguments: object, **more: object) -> torch.Tensor:

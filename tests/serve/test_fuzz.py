@@ -1,4 +1,6 @@
-"""Whatever JSON a client sends, it gets an answer or a refusal in the agreed shape, never a crash."""
+"""Whatever JSON a client sends, it gets an answer or a refusal in the agreed shape, never a
+crash.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from hypothesis import strategies as st
 
 from ingot.config.place import Serve
 from ingot.serve.app import create_app
-from ingot.serve.bodies import IGNORED, NEUTRAL, Body, ChatBody, ClassifyBody, CompletionBody, PredictBody, SummaryBody
+from ingot.serve.bodies import (
+    IGNORED,
+    NEUTRAL,
+    Body,
+    ChatBody,
+    ClassifyBody,
+    CompletionBody,
+    PredictBody,
+    SummaryBody,
+)
 from ingot.serve.engine import Engine
 from ingot.serve.loaded import Loaded, load
 from ingot.serve.metrics import Metrics
@@ -25,18 +36,45 @@ from tests.serve.tiny import make_classifier, make_summarizer
 
 texts = st.text(max_size=5) | st.sampled_from(["the", "\ud800", "\x00", "tiny", "user", "text"])
 plain = st.none() | st.booleans() | st.integers(-3, 20) | st.integers() | st.floats() | texts
-anything = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=6)
-message = st.fixed_dictionaries({"role": texts, "content": texts}, optional={"name": texts, "tool_calls": st.sampled_from([[], None, [1]])})
+anything = st.recursive(
+    plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+message = st.fixed_dictionaries(
+    {"role": texts, "content": texts},
+    optional={"name": texts, "tool_calls": st.sampled_from([[], None, [1]])},
+)
 ids = st.lists(st.integers(1, 319), min_size=1, max_size=5)
 good: dict[str, st.SearchStrategy[Any]] = {
-    "prompt": texts | ids | st.lists(texts | ids, min_size=1, max_size=3), "messages": st.lists(message, min_size=1, max_size=3),
-    "instances": st.lists(texts | st.fixed_dictionaries({"prompt": texts}) | st.fixed_dictionaries({"text": texts}), min_size=1, max_size=3),
-    "parameters": st.fixed_dictionaries({}, optional={"max_tokens": st.integers(1, 4) | st.just(3.0), "seed": st.integers(0, 9)}) | (
-        st.fixed_dictionaries({}, optional={"beams": st.integers(0, 3), "temperature": st.floats(0, 2)})),
+    "prompt": texts | ids | st.lists(texts | ids, min_size=1, max_size=3),
+    "messages": st.lists(message, min_size=1, max_size=3),
+    "instances": st.lists(
+        texts | st.fixed_dictionaries({"prompt": texts}) | st.fixed_dictionaries({"text": texts}),
+        min_size=1,
+        max_size=3,
+    ),
+    "parameters": (
+        st.fixed_dictionaries(
+            {}, optional={"max_tokens": st.integers(1, 4) | st.just(3.0), "seed": st.integers(0, 9)}
+        )
+        | (
+            st.fixed_dictionaries(
+                {}, optional={"beams": st.integers(0, 3), "temperature": st.floats(0, 2)}
+            )
+        )
+    ),
     "model": st.just("tiny"),
-    "max_tokens": st.integers(1, 4), "max_completion_tokens": st.integers(1, 4), "temperature": st.floats(0, 2), "top_p": st.floats(0, 1),
-    "stop": texts | st.lists(texts, max_size=3), "logprobs": st.booleans() | st.integers(0, 5), "top_logprobs": st.integers(0, 3),
-    "seed": st.integers(-9, 9), "stream": st.booleans(), "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "max_tokens": st.integers(1, 4),
+    "max_completion_tokens": st.integers(1, 4),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "stop": texts | st.lists(texts, max_size=3),
+    "logprobs": st.booleans() | st.integers(0, 5),
+    "top_logprobs": st.integers(0, 3),
+    "seed": st.integers(-9, 9),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     **{name: st.sampled_from(values) for name, values in NEUTRAL.items()},
 }
 routes = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
@@ -44,16 +82,24 @@ routes = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
 @st.composite
 def calls(draw: st.DrawFn, predict: type[Body] = PredictBody) -> tuple[str, Any]:
-    """A route and a body: mostly its own fields with values that may be right, sometimes fields of elsewhere, values of all kinds, or no object."""
+    """A route and a body: mostly its own fields with values that may be right, sometimes fields of
+    elsewhere, values of all kinds, or no object.
+    """
     rarely = st.sampled_from([False] * 7 + [True])
-    route, kind = draw(st.sampled_from(sorted({**routes, "/predict": predict}.items(), key=lambda item: item[0])))
+    route, kind = draw(
+        st.sampled_from(sorted({**routes, "/predict": predict}.items(), key=lambda item: item[0]))
+    )
     if draw(rarely):
         return route, draw(anything)
-    names = [next(name for name in ("prompt", "messages", "instances") if name in kind.model_fields)]
+    names = [
+        next(name for name in ("prompt", "messages", "instances") if name in kind.model_fields)
+    ]
     names += draw(st.lists(st.sampled_from(list(kind.model_fields)), max_size=4))
     if draw(rarely):
         names += draw(st.lists(st.sampled_from([*NEUTRAL, *IGNORED]) | texts, max_size=2))
-    return route, {name: draw(anything if name not in good or draw(rarely) else good[name]) for name in names}
+    return route, {
+        name: draw(anything if name not in good or draw(rarely) else good[name]) for name in names
+    }
 
 
 @contextlib.contextmanager
@@ -104,10 +150,13 @@ def test_no_body_breaks_a_classifier(judging: FastAPI, call: tuple[str, Any]) ->
 
 def assert_answered(app: FastAPI, route: str, body: Any) -> None:
     async def send() -> httpx.Response:
-        # Python's own JSON: it writes half surrogates, NaN and Infinity, which other clients may send, too.
+        # Python's own JSON: it writes half surrogates, NaN and Infinity, which other clients may
+        # send, too.
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+            return await client.post(
+                route, content=json.dumps(body), headers={"Content-Type": "application/json"}
+            )
 
     response = asyncio.run(send())
     assert response.status_code in (200, 400, 404, 413), response.text

@@ -15,9 +15,20 @@ WORDS = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁fox
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """As Llama 2's decodes: words begin with a space that is dropped at the start of a text; bytes beside them."""
-    made = tokenizers.Tokenizer(models.BPE({word: index for index, word in enumerate(WORDS)}, [], byte_fallback=True))
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    """As Llama 2's decodes: words begin with a space that is dropped at the start of a text; bytes
+    beside them.
+    """
+    made = tokenizers.Tokenizer(
+        models.BPE({word: index for index, word in enumerate(WORDS)}, [], byte_fallback=True)
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     made.add_special_tokens([AddedToken("</s>", special=True)])
     return Tokenizer({"tokenizer.json": made.to_str()})
 
@@ -29,24 +40,35 @@ def ids(*words: str) -> list[int]:
 def test_tokens_read_as_they_do_in_their_place(tokenizer: Tokenizer) -> None:
     fox, es, half, other = ids("▁fox", "es", "<0xC3>", "<0xC4>")
     tokens = [
-        Token(fox, 0, -0.5, ((fox, -0.5), (es, -2.0))), Token(es, 4, -0.25, ((es, -0.25), (fox, -1.5))),
-        Token(half, 6, -3.0, ((other, -1.0), (half, -3.0))), Token(es, 7, -4.0, ((ids("</s>")[0], -0.1),)),
+        Token(fox, 0, -0.5, ((fox, -0.5), (es, -2.0))),
+        Token(es, 4, -0.25, ((es, -0.25), (fox, -1.5))),
+        Token(half, 6, -3.0, ((other, -1.0), (half, -3.0))),
+        Token(es, 7, -4.0, ((ids("</s>")[0], -0.1),)),
     ]
     told = LogprobWriter(tokenizer, ids("▁the")).completions(tokens)
     assert told["tokens"] == [" fox", "es", "\ufffd", "es"]
-    assert told["top_logprobs"] == [{" fox": -0.5, "es": -2.0}, {"es": -0.25, " fox": -1.5}, {"\ufffd": -1.0}, {"</s>": -0.1, "es": -4.0}]
+    assert told["top_logprobs"] == [
+        {" fox": -0.5, "es": -2.0},
+        {"es": -0.25, " fox": -1.5},
+        {"\ufffd": -1.0},
+        {"</s>": -0.1, "es": -4.0},
+    ]
     assert told["token_logprobs"] == [-0.5, -0.25, -3.0, -4.0]
     assert told["text_offset"] == [0, 4, 6, 7]
 
 
 def test_a_stream_of_pieces_reads_like_the_whole(tokenizer: Tokenizer) -> None:
-    tokens = [Token(token, 0, -1.0, ((token, -1.0),)) for token in ids("▁fox", "▁the", "es", "▁fox")]
+    tokens = [
+        Token(token, 0, -1.0, ((token, -1.0),)) for token in ids("▁fox", "▁the", "es", "▁fox")
+    ]
     whole, parts = LogprobWriter(tokenizer, ids("▁the")), LogprobWriter(tokenizer, ids("▁the"))
     together = whole.chat(tokens)["content"]
     assert [item for token in tokens for item in parts.chat([token])["content"]] == together
     assert [item["token"] for item in together] == [" fox", " the", "es", " fox"]
     assert [bytes(item["bytes"]) for item in together] == [b" fox", b" the", b"es", b" fox"]
-    assert together[0]["top_logprobs"] == [{"token": " fox", "logprob": -1.0, "bytes": list(b" fox")}]
+    assert together[0]["top_logprobs"] == [
+        {"token": " fox", "logprob": -1.0, "bytes": list(b" fox")}
+    ]
 
 
 def test_half_a_character_has_no_bytes_to_tell(tokenizer: Tokenizer) -> None:

@@ -17,17 +17,37 @@ from ingot.serve.loaded import Loaded
 from tests import tolerances
 from tests.serve.running import Running
 
-PROMPTS = ["the", "five wizards box", "the quick brown fox jumps over the lazy dog while", "Straße, ", "\n", "Q", "naïvely" * 30, "dog fox"]
-CHAT: list[Any] = [{"role": "system", "content": "Be quick."}, {"role": "user", "content": "the lazy <|end_of_text|> dog"}]
+PROMPTS = [
+    "the",
+    "five wizards box",
+    "the quick brown fox jumps over the lazy dog while",
+    "Straße, ",
+    "\n",
+    "Q",
+    "naïvely" * 30,
+    "dog fox",
+]
+CHAT: list[Any] = [
+    {"role": "system", "content": "Be quick."},
+    {"role": "user", "content": "the lazy <|end_of_text|> dog"},
+]
 
 
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as made:
         yield made
 
 
-def expected(loaded: Loaded, prompt: list[int], count: int, sampling: Sampling = Sampling(), stop: tuple[str, ...] = ()) -> Completion:  # noqa: B008
+def expected(
+    loaded: Loaded,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling = Sampling(),  # noqa: B008
+    stop: tuple[str, ...] = (),
+) -> Completion:
     """What the model says alone, in this process."""
     return loaded.generator(1).run([Request(prompt, count, sampling, stop)])[0]
 
@@ -41,26 +61,46 @@ def test_models(client: openai.OpenAI) -> None:
 
 def test_completion(client: openai.OpenAI, loaded: Loaded) -> None:
     prompt = loaded.tokenizer.encode_prompt(PROMPTS[1])
-    answer = client.completions.create(model="tiny", prompt=PROMPTS[1], max_tokens=20, temperature=0)
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPTS[1], max_tokens=20, temperature=0
+    )
     (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (expected(loaded, prompt, 20).text, "length", 0, None)
+    assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (
+        expected(loaded, prompt, 20).text,
+        "length",
+        0,
+        None,
+    )
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (len(prompt), 20, len(prompt) + 20)
+    assert (
+        answer.usage.prompt_tokens,
+        answer.usage.completion_tokens,
+        answer.usage.total_tokens,
+    ) == (len(prompt), 20, len(prompt) + 20)
     assert (answer.object, answer.model) == ("text_completion", "tiny")
 
 
 def test_default_is_sixteen_tokens_sampled(client: openai.OpenAI) -> None:
     answers = [client.completions.create(model="tiny", prompt="the") for _ in range(3)]
-    assert all(answer.usage is not None and answer.usage.completion_tokens == 16 for answer in answers)
+    assert all(
+        answer.usage is not None and answer.usage.completion_tokens == 16 for answer in answers
+    )
     assert len({answer.choices[0].text for answer in answers}) > 1
 
 
 def test_seed_temperature_and_top_p(client: openai.OpenAI, loaded: Loaded) -> None:
     def text(**options: Any) -> str:
-        return client.completions.create(model="tiny", prompt="the", max_tokens=30, **options).choices[0].text
+        return (
+            client.completions.create(model="tiny", prompt="the", max_tokens=30, **options)
+            .choices[0]
+            .text
+        )
 
     prompt = loaded.tokenizer.encode_prompt("the")
-    assert text(seed=4, temperature=0.8, top_p=0.9) == expected(loaded, prompt, 30, Sampling(0.8, 0.9, 4)).text
+    assert (
+        text(seed=4, temperature=0.8, top_p=0.9)
+        == expected(loaded, prompt, 30, Sampling(0.8, 0.9, 4)).text
+    )
     assert text(seed=4) == text(seed=4) != text(seed=5)
     assert text(temperature=2, top_p=1e-6) == text(temperature=0)
 
@@ -69,10 +109,17 @@ def test_many_prompts_and_ids(client: openai.OpenAI, loaded: Loaded) -> None:
     ids = [loaded.tokenizer.encode_prompt(prompt) for prompt in PROMPTS[:3]]
     wanted = [expected(loaded, prompt, 12).text for prompt in ids]
     for prompts in (PROMPTS[:3], ids):
-        answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=12, temperature=0)
+        answer = client.completions.create(
+            model="tiny", prompt=prompts, max_tokens=12, temperature=0
+        )
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         assert [choice.text for choice in answer.choices] == wanted
-    assert client.completions.create(model="tiny", prompt=ids[1], max_tokens=12, temperature=0).choices[0].text == wanted[1]
+    assert (
+        client.completions.create(model="tiny", prompt=ids[1], max_tokens=12, temperature=0)
+        .choices[0]
+        .text
+        == wanted[1]
+    )
 
 
 def test_stop(client: openai.OpenAI, loaded: Loaded) -> None:
@@ -80,34 +127,58 @@ def test_stop(client: openai.OpenAI, loaded: Loaded) -> None:
     stop = whole[10:14]
     place = whole.find(stop)
     for given in (stop, ["\u2603", stop]):
-        (choice,) = client.completions.create(model="tiny", prompt="the", max_tokens=30, temperature=0, stop=given).choices
+        (choice,) = client.completions.create(
+            model="tiny", prompt="the", max_tokens=30, temperature=0, stop=given
+        ).choices
         assert (choice.text, choice.finish_reason) == (whole[:place], "stop")
-    chunks = list(client.completions.create(model="tiny", prompt="the", max_tokens=30, temperature=0, stop=stop, stream=True))
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt="the", max_tokens=30, temperature=0, stop=stop, stream=True
+        )
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole[:place]
 
 
 def test_logprobs(client: openai.OpenAI, loaded: Loaded) -> None:
     prompt = loaded.tokenizer.encode_prompt("the")
     wanted = expected(loaded, prompt, 20, Sampling(logprobs=3))
-    (choice,) = client.completions.create(model="tiny", prompt="the", max_tokens=20, temperature=0, logprobs=3).choices
+    (choice,) = client.completions.create(
+        model="tiny", prompt="the", max_tokens=20, temperature=0, logprobs=3
+    ).choices
     told = choice.logprobs
     assert told is not None
-    assert told.token_logprobs == pytest.approx([token.logprob for token in wanted.tokens], abs=tolerances.LOGPROB)
+    assert told.token_logprobs == pytest.approx(
+        [token.logprob for token in wanted.tokens], abs=tolerances.LOGPROB
+    )
     assert told.top_logprobs is not None
     assert told.tokens is not None
     assert told.text_offset is not None
-    for text, logprob, top in zip(told.tokens, told.token_logprobs or [], told.top_logprobs, strict=True):
-        assert max(top.values()) == top[text] == pytest.approx(logprob), "greedy tokens are the likeliest"
+    for text, logprob, top in zip(
+        told.tokens, told.token_logprobs or [], told.top_logprobs, strict=True
+    ):
+        assert max(top.values()) == top[text] == pytest.approx(logprob), (
+            "greedy tokens are the likeliest"
+        )
     whole = [index for index, text in enumerate(told.tokens) if "\ufffd" not in text]
     assert len(whole) > 5
-    assert all(choice.text[told.text_offset[index] :].startswith(told.tokens[index]) for index in whole)
+    assert all(
+        choice.text[told.text_offset[index] :].startswith(told.tokens[index]) for index in whole
+    )
 
 
 def test_streaming_gives_the_same_in_many_pieces(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[:2], "max_tokens": 25, "seed": 3, "logprobs": 1}
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": PROMPTS[:2],
+        "max_tokens": 25,
+        "seed": 3,
+        "logprobs": 1,
+    }
     answer = client.completions.create(**options)
     texts, tokens, finishes, usage, count = ["", ""], [[], []], ["", ""], None, 0
-    for chunk in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    ):
         usage, count = chunk.usage or usage, count + 1
         for choice in chunk.choices:
             texts[choice.index] += choice.text
@@ -122,19 +193,35 @@ def test_streaming_gives_the_same_in_many_pieces(client: openai.OpenAI) -> None:
 
 def test_chat(client: openai.OpenAI, loaded: Loaded) -> None:
     prompt = loaded.tokenizer.encode_chat(CHAT)
-    answer = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=20, temperature=0, logprobs=True, top_logprobs=2)
+    answer = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=20, temperature=0, logprobs=True, top_logprobs=2
+    )
     (choice,) = answer.choices
     wanted = expected(loaded, prompt, 20, Sampling(logprobs=2))
-    assert (choice.message.content, choice.message.role, choice.finish_reason) == (wanted.text, "assistant", "length")
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (
+        wanted.text,
+        "assistant",
+        "length",
+    )
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt)
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
-    assert [item.logprob for item in choice.logprobs.content] == pytest.approx([token.logprob for token in wanted.tokens], abs=tolerances.LOGPROB)
+    assert [item.logprob for item in choice.logprobs.content] == pytest.approx(
+        [token.logprob for token in wanted.tokens], abs=tolerances.LOGPROB
+    )
     assert all(len(item.top_logprobs) == 2 for item in choice.logprobs.content)
-    assert all(bytes(item.bytes).decode() == item.token for item in choice.logprobs.content if item.bytes is not None)
+    assert all(
+        bytes(item.bytes).decode() == item.token
+        for item in choice.logprobs.content
+        if item.bytes is not None
+    )
 
-    chunks = list(client.chat.completions.create(model="tiny", messages=CHAT, max_completion_tokens=20, temperature=0, stream=True))
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=CHAT, max_completion_tokens=20, temperature=0, stream=True
+        )
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted.text
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
@@ -143,36 +230,82 @@ def test_chat(client: openai.OpenAI, loaded: Loaded) -> None:
 
 def test_chat_takes_parts_and_what_clients_send_back(client: openai.OpenAI, loaded: Loaded) -> None:
     messages: list[Any] = [
-        {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]},
-        {"role": "assistant", "content": "dog", "refusal": None, "tool_calls": None, "annotations": []},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}],
+        },
+        {
+            "role": "assistant",
+            "content": "dog",
+            "refusal": None,
+            "tool_calls": None,
+            "annotations": [],
+        },
         {"role": "user", "content": "box", "name": "five"},
     ]
-    plain = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "dog"}, {"role": "user", "content": "box"}]
-    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=9, temperature=0, n=1, presence_penalty=0, user="me")
-    assert answer.choices[0].message.content == expected(loaded, loaded.tokenizer.encode_chat(plain), 9).text
+    plain = [
+        {"role": "user", "content": "the fox"},
+        {"role": "assistant", "content": "dog"},
+        {"role": "user", "content": "box"},
+    ]
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=9,
+        temperature=0,
+        n=1,
+        presence_penalty=0,
+        user="me",
+    )
+    assert (
+        answer.choices[0].message.content
+        == expected(loaded, loaded.tokenizer.encode_chat(plain), 9).text
+    )
 
 
-def test_together_each_gets_what_it_gets_alone(server: Running, client: openai.OpenAI, loaded: Loaded) -> None:
-    wanted = [expected(loaded, loaded.tokenizer.encode_prompt(prompt), 200 + 10 * index).text for index, prompt in enumerate(PROMPTS)]
-    before = server.metric("ingot_batch_rows_bucket", le="4.0"), server.metric("ingot_batch_rows_bucket", le="+Inf")
+def test_together_each_gets_what_it_gets_alone(
+    server: Running, client: openai.OpenAI, loaded: Loaded
+) -> None:
+    wanted = [
+        expected(loaded, loaded.tokenizer.encode_prompt(prompt), 200 + 10 * index).text
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    before = (
+        server.metric("ingot_batch_rows_bucket", le="4.0"),
+        server.metric("ingot_batch_rows_bucket", le="+Inf"),
+    )
     barrier = threading.Barrier(len(PROMPTS))
 
     def ask(index: int) -> str:
         barrier.wait()
-        return client.completions.create(model="tiny", prompt=PROMPTS[index], max_tokens=200 + 10 * index, temperature=0).choices[0].text
+        return (
+            client.completions.create(
+                model="tiny", prompt=PROMPTS[index], max_tokens=200 + 10 * index, temperature=0
+            )
+            .choices[0]
+            .text
+        )
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(ask, range(len(PROMPTS)))) == wanted
     few = server.metric("ingot_batch_rows_bucket", le="4.0") - before[0]
-    assert server.metric("ingot_batch_rows_bucket", le="+Inf") - before[1] > few, "more than four must have been decoded together"
+    assert server.metric("ingot_batch_rows_bucket", le="+Inf") - before[1] > few, (
+        "more than four must have been decoded together"
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_hangs_up_is_no_longer_computed_for(server: Running, stream: bool) -> None:
-    cancelled, tokens = server.metric("ingot_cancelled_total"), server.metric("ingot_tokens_total", kind="completion")
+    cancelled, tokens = (
+        server.metric("ingot_cancelled_total"),
+        server.metric("ingot_tokens_total", kind="completion"),
+    )
     body = {"prompt": "the", "max_tokens": 8000, "stream": stream, "temperature": 0}
     if stream:
-        with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
             lines = response.iter_lines()  # kept: httpx closes the connection with it
             assert next(lines).startswith("data: ")
             assert server.metric("ingot_running") == 1
@@ -184,32 +317,45 @@ def test_who_hangs_up_is_no_longer_computed_for(server: Running, stream: bool) -
     assert server.metric("ingot_tokens_total", kind="completion") < tokens + 8000
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ({"prompt": "a", "temprature": 1}, "`temprature` is not known"),
-    ({"prompt": "a", "max_tokens": 8001}, "max_tokens 8001 is over this server's limit of 8000"),
-    ({"prompt": "a", "max_tokens": 0}, "`max_tokens` is 0: input should be greater than or equal to 1"),
-    ({"prompt": "a", "max_tokens": True}, "`max_tokens` is True"),
-    ({"prompt": "a", "temperature": -1}, "`temperature` is -1"),
-    ({"prompt": "a", "temperature": "hot"}, "`temperature` is 'hot'"),
-    ({"prompt": "a", "top_p": 1.5}, "`top_p` is 1.5"),
-    ({"prompt": "a", "n": 2}, "`n` is not supported"),
-    ({"prompt": "a", "echo": True}, "`echo` is not supported"),
-    ({"prompt": "a", "logprobs": 21}, "`logprobs` is 21"),
-    ({"prompt": "a", "stop": [""]}, "`stop`: give a text or a list"),
-    ({"prompt": "a", "seed": 2**64}, "`seed` is"),
-    ({"prompt": "fox " * 9000}, "8,192 positions"),
-    ({"prompt": []}, "`prompt`: give a text"),
-    ({"prompt": [1, "a"]}, "`prompt`: item 0 is neither"),
-    ({"prompt": ["a", []]}, "the prompt is empty"),
-    ({"prompt": [5, 100_000]}, "token 100000 is not in the vocabulary"),
-    ({"prompt": "a\ud800"}, "half of a surrogate pair"),
-    ({"prompt": ["a"] * 100}, "100 prompts in one request; this server takes at most 72"),
-    ({}, "`prompt` is missing"),
-    ([1], "not a JSON object"),
-])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": "a", "temprature": 1}, "`temprature` is not known"),
+        (
+            {"prompt": "a", "max_tokens": 8001},
+            "max_tokens 8001 is over this server's limit of 8000",
+        ),
+        (
+            {"prompt": "a", "max_tokens": 0},
+            "`max_tokens` is 0: input should be greater than or equal to 1",
+        ),
+        ({"prompt": "a", "max_tokens": True}, "`max_tokens` is True"),
+        ({"prompt": "a", "temperature": -1}, "`temperature` is -1"),
+        ({"prompt": "a", "temperature": "hot"}, "`temperature` is 'hot'"),
+        ({"prompt": "a", "top_p": 1.5}, "`top_p` is 1.5"),
+        ({"prompt": "a", "n": 2}, "`n` is not supported"),
+        ({"prompt": "a", "echo": True}, "`echo` is not supported"),
+        ({"prompt": "a", "logprobs": 21}, "`logprobs` is 21"),
+        ({"prompt": "a", "stop": [""]}, "`stop`: give a text or a list"),
+        ({"prompt": "a", "seed": 2**64}, "`seed` is"),
+        ({"prompt": "fox " * 9000}, "8,192 positions"),
+        ({"prompt": []}, "`prompt`: give a text"),
+        ({"prompt": [1, "a"]}, "`prompt`: item 0 is neither"),
+        ({"prompt": ["a", []]}, "the prompt is empty"),
+        ({"prompt": [5, 100_000]}, "token 100000 is not in the vocabulary"),
+        ({"prompt": "a\ud800"}, "half of a surrogate pair"),
+        ({"prompt": ["a"] * 100}, "100 prompts in one request; this server takes at most 72"),
+        ({}, "`prompt` is missing"),
+        ([1], "not a JSON object"),
+    ],
+)
 def test_refusals_name_the_field(server: Running, body: Any, words: str) -> None:
     with server.client() as client:
-        response = client.post("/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"})
+        response = client.post(
+            "/v1/completions",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
     assert response.status_code == 400
     error = response.json()["error"]
     assert words in error["message"]
@@ -226,19 +372,29 @@ def test_refusals_reach_the_client_as_its_own_errors(client: openai.OpenAI) -> N
     with pytest.raises(openai.BadRequestError, match="`top_logprobs` needs `logprobs`"):
         client.chat.completions.create(model="tiny", messages=CHAT, top_logprobs=2)
     with pytest.raises(openai.BadRequestError, match="`tools` is not supported"):
-        client.chat.completions.create(model="tiny", messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
+        client.chat.completions.create(
+            model="tiny", messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
 
 
-@pytest.mark.parametrize(("content", "kind", "status", "words"), [
-    (b'{"prompt": ', "application/json", 400, "not JSON"),
-    (b'{"prompt": "\xff"}', "application/json", 400, "parsing the body"),
-    (b'{"prompt": "a"}', "text/plain", 400, "Content-Type: application/json"),
-    (b"", "application/json", 400, "not a JSON object"),
-])
-def test_bodies_that_are_no_json(server: Running, content: bytes, kind: str, status: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "words"),
+    [
+        (b'{"prompt": ', "application/json", 400, "not JSON"),
+        (b'{"prompt": "\xff"}', "application/json", 400, "parsing the body"),
+        (b'{"prompt": "a"}', "text/plain", 400, "Content-Type: application/json"),
+        (b"", "application/json", 400, "not a JSON object"),
+    ],
+)
+def test_bodies_that_are_no_json(
+    server: Running, content: bytes, kind: str, status: int, words: str
+) -> None:
     with server.client() as client:
         response = client.post("/v1/completions", content=content, headers={"Content-Type": kind})
-    assert (response.status_code, words in response.json()["error"]["message"]) == (status, True), response.text
+    assert (response.status_code, words in response.json()["error"]["message"]) == (
+        status,
+        True,
+    ), response.text
 
 
 def test_unknown_paths_and_methods(server: Running) -> None:
@@ -249,14 +405,25 @@ def test_unknown_paths_and_methods(server: Running) -> None:
 
 
 def test_what_prometheus_reads(server: Running, client: openai.OpenAI) -> None:
-    before = server.metric("ingot_tokens_total", kind="completion"), server.metric("ingot_tokens_total", kind="prompt")
+    before = (
+        server.metric("ingot_tokens_total", kind="completion"),
+        server.metric("ingot_tokens_total", kind="prompt"),
+    )
     requests = server.metric("ingot_requests_total", route="/v1/completions", status="200")
-    usage = client.completions.create(model="tiny", prompt="the dog", max_tokens=7, temperature=0).usage
+    usage = client.completions.create(
+        model="tiny", prompt="the dog", max_tokens=7, temperature=0
+    ).usage
     assert usage is not None
     assert server.metric("ingot_tokens_total", kind="completion") == before[0] + 7
     assert server.metric("ingot_tokens_total", kind="prompt") == before[1] + usage.prompt_tokens
-    assert server.metric("ingot_requests_total", route="/v1/completions", status="200") == requests + 1
-    for name in ("ingot_request_seconds_count", "ingot_first_token_seconds_count", "ingot_batch_rows_count"):
+    assert (
+        server.metric("ingot_requests_total", route="/v1/completions", status="200") == requests + 1
+    )
+    for name in (
+        "ingot_request_seconds_count",
+        "ingot_first_token_seconds_count",
+        "ingot_batch_rows_count",
+    ):
         assert server.metric(name) > 0
     assert server.metric("ingot_waiting") == 0
     with server.client() as http:

@@ -22,13 +22,26 @@ def test_a_folder_and_a_server_say_the_same(folder: Path, server: Running, loade
     wanted = expected(loaded, prompt, 64).text
     for target in (folder, server.url, f"{server.url}/v1/"):
         assert predict(target, "the dog") == wanted
-        assert predict(target, "the dog", max_tokens=20, stop=[wanted[7:9]]) == wanted[: wanted.find(wanted[7:9])]
-        assert predict(target, "the dog", temperature=1.0, top_p=0.8, seed=6) == expected(loaded, prompt, 64, Sampling(1.0, 0.8, 6)).text
-        assert predict(target, "fox", chat=True) == expected(loaded, loaded.tokenizer.encode_chat([{"role": "user", "content": "fox"}]), 64).text
+        assert (
+            predict(target, "the dog", max_tokens=20, stop=[wanted[7:9]])
+            == wanted[: wanted.find(wanted[7:9])]
+        )
+        assert (
+            predict(target, "the dog", temperature=1.0, top_p=0.8, seed=6)
+            == expected(loaded, prompt, 64, Sampling(1.0, 0.8, 6)).text
+        )
+        assert (
+            predict(target, "fox", chat=True)
+            == expected(
+                loaded, loaded.tokenizer.encode_chat([{"role": "user", "content": "fox"}]), 64
+            ).text
+        )
 
 
 def test_it_stops_at_the_end_of_text(tmp_path: Path, folder: Path, loaded: Loaded) -> None:
-    tokens = [token.id for token in expected(loaded, loaded.tokenizer.encode_prompt("the"), 40).tokens]
+    tokens = [
+        token.id for token in expected(loaded, loaded.tokenizer.encode_prompt("the"), 40).tokens
+    ]
     place = next(place for place in range(4, 40) if tokens[place] not in tokens[:place])
     ending = make_folder(tmp_path / "ending", eos=[tokens[place]])
     assert predict(ending, "the", max_tokens=40) == predict(folder, "the", max_tokens=place)
@@ -41,7 +54,9 @@ def test_a_key_is_sent(strict: Running) -> None:
 
 
 def test_what_is_refused(folder: Path, server: Running, tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match="refuses with 400: max_tokens 9000 is over this server's limit"):
+    with pytest.raises(
+        WrongInput, match="refuses with 400: max_tokens 9000 is over this server's limit"
+    ):
         predict(server.url, "the", max_tokens=9000)
     with pytest.raises(WrongInput, match="8,192 positions"):
         predict(folder, "fox " * 9000)
@@ -52,7 +67,10 @@ def test_what_is_refused(folder: Path, server: Running, tmp_path: Path) -> None:
 
 
 def test_servers_that_are_none(server: Running) -> None:
-    with pytest.raises(Failed, match=r"http://127.0.0.1:9 does not answer \(.*refused.*\); start it with `ingot serve`"):
+    with pytest.raises(
+        Failed,
+        match=r"http://127.0.0.1:9 does not answer \(.*refused.*\); start it with `ingot serve`",
+    ):
         predict("http://127.0.0.1:9", "the")
     with http.server.HTTPServer(("127.0.0.1", 0), Stranger) as stranger:
         threading.Thread(target=stranger.serve_forever, daemon=True).start()

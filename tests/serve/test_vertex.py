@@ -21,8 +21,13 @@ from tests.serve.test_openai import expected
 def test_predictions(strict: Running, loaded: Loaded) -> None:
     """Instances are texts or mappings; numbers may be floats, as protocol buffers send them."""
     prompts = ["the lazy", "Straße", "box"]
-    wanted = [expected(loaded, loaded.tokenizer.encode_prompt(prompt), 12).text for prompt in prompts]
-    body = {"instances": [prompts[0], {"prompt": prompts[1]}, prompts[2]], "parameters": {"max_tokens": 12.0, "temperature": 0.0, "seed": 3.0}}
+    wanted = [
+        expected(loaded, loaded.tokenizer.encode_prompt(prompt), 12).text for prompt in prompts
+    ]
+    body = {
+        "instances": [prompts[0], {"prompt": prompts[1]}, prompts[2]],
+        "parameters": {"max_tokens": 12.0, "temperature": 0.0, "seed": 3.0},
+    }
     with strict.client() as client:
         assert client.post(AIP["AIP_PREDICT_ROUTE"], json=body).json() == {"predictions": wanted}
         assert client.get(AIP["AIP_HEALTH_ROUTE"]).status_code == 200
@@ -32,20 +37,31 @@ def test_predictions(strict: Running, loaded: Loaded) -> None:
 def test_without_its_environment_the_routes_are_plain(server: Running, loaded: Loaded) -> None:
     with server.client() as client:
         answer = client.post("/predict", json={"instances": ["the"]})
-        assert answer.json() == {"predictions": [expected(loaded, loaded.tokenizer.encode_prompt("the"), 64).text]}
+        assert answer.json() == {
+            "predictions": [expected(loaded, loaded.tokenizer.encode_prompt("the"), 64).text]
+        }
         assert client.get("/health").json() == {"status": "ok", "model": "tiny"}
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ({"instances": []}, "`instances`"),
-    ({"instances": [{"text": "the"}]}, "prompt` is missing"),
-    ({"instances": [5]}, "instances.0"),
-    ({"instances": ["the"], "parameters": {"max_tokens": 2.5}}, "`parameters.max_tokens` is 2.5"),
-    ({"instances": ["the"], "parameters": {"max_tokens": 9000}}, "max_tokens 9000 is over this server's limit of 8000"),
-    ({"instances": ["the"], "parameters": {"beams": 2}}, "`parameters.beams` is not known"),
-    ({"instances": ["the"] * 4}, "4 prompts in one request; this server takes at most 3"),
-    ({"prompt": "the"}, "`instances` is missing"),
-])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"instances": []}, "`instances`"),
+        ({"instances": [{"text": "the"}]}, "prompt` is missing"),
+        ({"instances": [5]}, "instances.0"),
+        (
+            {"instances": ["the"], "parameters": {"max_tokens": 2.5}},
+            "`parameters.max_tokens` is 2.5",
+        ),
+        (
+            {"instances": ["the"], "parameters": {"max_tokens": 9000}},
+            "max_tokens 9000 is over this server's limit of 8000",
+        ),
+        ({"instances": ["the"], "parameters": {"beams": 2}}, "`parameters.beams` is not known"),
+        ({"instances": ["the"] * 4}, "4 prompts in one request; this server takes at most 3"),
+        ({"prompt": "the"}, "`instances` is missing"),
+    ],
+)
 def test_refusals(strict: Running, body: dict[str, Any], words: str) -> None:
     with strict.client() as client:
         response = client.post(AIP["AIP_PREDICT_ROUTE"], json=body)
@@ -67,9 +83,13 @@ def test_the_port_comes_from_the_environment() -> None:
 def test_the_model_comes_from_its_storage(folder: Path, tmp_path: Path) -> None:
     storage = fsspec.filesystem("memory")
     storage.put(str(folder) + "/", "/bucket/artifacts/model/", recursive=True)
-    with model_folder(tmp_path / "elsewhere", {"AIP_STORAGE_URI": "memory://bucket/artifacts/model"}) as fetched:
+    with model_folder(
+        tmp_path / "elsewhere", {"AIP_STORAGE_URI": "memory://bucket/artifacts/model"}
+    ) as fetched:
         assert {path.name for path in fetched.iterdir()} == {path.name for path in folder.iterdir()}
-        assert json.loads((fetched / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+        assert json.loads((fetched / "config.json").read_text()) == json.loads(
+            (folder / "config.json").read_text()
+        )
         load(fetched)
     assert not fetched.exists()
     with model_folder(tmp_path, {"AIP_STORAGE_URI": ""}) as given:
@@ -79,7 +99,13 @@ def test_the_model_comes_from_its_storage(folder: Path, tmp_path: Path) -> None:
 
 
 def test_storage_that_holds_nothing_or_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"memory://bucket/empty holds no file"), model_folder(tmp_path, {"AIP_STORAGE_URI": "memory://bucket/empty"}):
+    with (
+        pytest.raises(WrongInput, match=r"memory://bucket/empty holds no file"),
+        model_folder(tmp_path, {"AIP_STORAGE_URI": "memory://bucket/empty"}),
+    ):
         pass
-    with pytest.raises(Failed, match=r"nosuch://a/b cannot be read"), model_folder(tmp_path, {"AIP_STORAGE_URI": "nosuch://a/b"}):
+    with (
+        pytest.raises(Failed, match=r"nosuch://a/b cannot be read"),
+        model_folder(tmp_path, {"AIP_STORAGE_URI": "nosuch://a/b"}),
+    ):
         pass

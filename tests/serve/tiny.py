@@ -1,4 +1,6 @@
-"""Tiny random models with a tokenizer of their own, as folders: they answer in milliseconds; the decoder never ends by itself."""
+"""Tiny random models with a tokenizer of their own, as folders: they answer in milliseconds; the
+decoder never ends by itself.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,37 @@ from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.models.hub_tiny import common, drawn, varied, write
 
-TEXT = "the quick brown fox jumps over the lazy dog while five wizards box quietly in the äußere Straße, naïvely \n"
+TEXT = (
+    "the quick brown fox jumps over the lazy dog while five wizards box quietly in the äußere"
+    " Straße, naïvely \n"
+)
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{%"
+    " endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
-def make_folder(folder: Path, *, eos: list[int] | None = None, chat: bool = True, **overrides: Any) -> Path:
+def make_folder(
+    folder: Path, *, eos: list[int] | None = None, chat: bool = True, **overrides: Any
+) -> Path:
     """Write the folder; `eos` None: no token ends an answer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_bpe([TEXT * 20, TEXT.title() * 20], 320)
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": tokenizer.vocab_size, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True, "hidden_act": "silu", "initializer_range": 0.3, **overrides,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": tokenizer.vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.3,
+        **overrides,
     }
     model = Decoder(DecoderConfig.from_hf(config))
     initialise(model, 5)
@@ -57,7 +75,9 @@ def changed_config(folder: Path, copy: Path, **changes: Any) -> Path:
 def make_summarizer(folder: Path) -> Path:
     """A random T5 that reads sources behind `sum: `; some of its texts end, others never do."""
     tokenizer = train_bpe([TEXT * 20, TEXT.title() * 20], 320)
-    model = varied("t5-1.1", vocab_size=320, eos_token_id=1, pad_token_id=2, decoder_start_token_id=2)
+    model = varied(
+        "t5-1.1", vocab_size=320, eos_token_id=1, pad_token_id=2, decoder_start_token_id=2
+    )
     sources = [[0, *tokenizer.encode(f"sum: {word}"), 1] for word in TEXT.split()[:12]]
     ending = common(generate(model, sources, 60, eos=[2]))
     with torch.no_grad():  # what was that token is EOS from now on
@@ -68,7 +88,12 @@ def make_summarizer(folder: Path) -> Path:
 def make_classifier(folder: Path) -> Path:
     """A random RoBERTa for three labels and texts of up to 64 tokens."""
     tokenizer = train_bpe([TEXT * 20, TEXT.title() * 20], 320)
-    return _finish(drawn("roberta", vocab_size=320, pad_token_id=2, max_position_embeddings=67), folder, tokenizer, {"schema": 1})
+    return _finish(
+        drawn("roberta", vocab_size=320, pad_token_id=2, max_position_embeddings=67),
+        folder,
+        tokenizer,
+        {"schema": 1},
+    )
 
 
 def _finish(model: HubModel, folder: Path, tokenizer: Tokenizer, lineage: dict[str, Any]) -> Path:

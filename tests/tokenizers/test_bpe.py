@@ -25,7 +25,10 @@ def test_any_text_comes_back(text: str) -> None:
 
 
 def test_every_character_comes_back() -> None:
-    text = "".join(chr(code) for code in range(0x11000) if not 0xD800 <= code < 0xE000) + "🔥 \x00\r\n\t  \n"
+    text = (
+        "".join(chr(code) for code in range(0x11000) if not 0xD800 <= code < 0xE000)
+        + "🔥 \x00\r\n\t  \n"
+    )
     assert TRAINED.decode(TRAINED.encode(text)) == text
 
 
@@ -36,7 +39,12 @@ def test_text_never_becomes_a_special_token() -> None:
 
 
 def test_documents_are_framed() -> None:
-    assert (TRAINED.special.bos, TRAINED.special.eos, TRAINED.special.pad, TRAINED.adds_bos) == (0, 1, 2, True)
+    assert (TRAINED.special.bos, TRAINED.special.eos, TRAINED.special.pad, TRAINED.adds_bos) == (
+        0,
+        1,
+        2,
+        True,
+    )
     assert TRAINED.encode_document("copper") == [0, *TRAINED.encode("copper"), 1]
     assert TRAINED.encode_prompt("copper") == [0, *TRAINED.encode("copper")]
 
@@ -47,7 +55,9 @@ def test_merges_are_learnt() -> None:
 
 
 def test_the_order_of_texts_does_not_matter() -> None:
-    texts = [f"{word} {number} melts" for number in range(50) for word in ("ingot", "copper", "mould")]
+    texts = [
+        f"{word} {number} melts" for number in range(50) for word in ("ingot", "copper", "mould")
+    ]
     shuffled = random.Random(1).sample(texts, len(texts))
     assert train_bpe(texts, 300).identity() == train_bpe(shuffled, 300).identity()
 
@@ -71,5 +81,10 @@ def test_transformers_opens_it(tmp_path: Path) -> None:
     for text in (*TEXTS, " \n\n  x", "12345 6"):
         assert theirs(text)["input_ids"] == TRAINED.encode_prompt(text)
         assert theirs.decode(TRAINED.encode(text)) == text
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (0, 1, 2, 320)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (
+        0,
+        1,
+        2,
+        320,
+    )
     assert load_tokenizer(tmp_path).identity() == TRAINED.identity()

@@ -1,4 +1,6 @@
-"""What of a chat is trained: what the assistant says with its end-of-turn token, and nothing of anybody else."""
+"""What of a chat is trained: what the assistant says with its end-of-turn token, and nothing of
+anybody else.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,35 @@ from tests.tokenizers.small import CHATML, bpe_files, chatty, unigram_files
 Chat = list[dict[str, Any]]
 U, A, S = "user", "assistant", "system"
 LAST_ONLY = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last"
+    " %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 BLOCKS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n"
-    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation"
+    " %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif"
+    " %}{% endfor %}"
 )
 BARE_BLOCKS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "{% endgeneration %}<|im_end|>\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation"
+    " %}{{ m.content }}{% endgeneration %}<|im_end|>\n{% else %}{{ m.content }}<|im_end|>\n{% endif"
+    " %}{% endfor %}"
 )
 NO_PROMPT = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}"
-    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}{{"
+    " eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
-NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n\n{% endfor %}{% if"
+    " add_generation_prompt %}assistant:{% endif %}"
+)
 END_ONCE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% else %}{{ eos_token }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt"
+    " %}assistant:{% else %}{{ eos_token }}{% endif %}"
 )
 ROLE_TOKENS = (
-    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_end|>{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content"
+    " }}{% endfor %}{% if add_generation_prompt %}<|im_end|>{% endif %}"
 )
 
 
@@ -66,18 +75,53 @@ def bracketed(tokenizer: Tokenizer, chat: Chat) -> str:
 TALK = turns((S, "melt"), (U, "hello"), (A, " yes? \n"), (U, "more"), (A, "no"))
 
 
-@pytest.mark.parametrize(("template", "expected"), [
-    (CHATML, "<|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦yes?<|im_end|>⟧\n"
-             "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n⟦no<|im_end|>⟧\n"),
-    (LAST_ONLY, "<|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦ yes? \n<|im_end|>⟧\n"
-                "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nno<|im_end|>⟧\n"),
-    (BLOCKS, "<|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦ yes? \n<|im_end|>⟧\n"
-             "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n⟦no<|im_end|>⟧\n"),
-    (NO_PROMPT, "<|begin_of_text|>[INST] melt [/INST][INST] hello [/INST]⟦ yes?<|end_of_text|>⟧[INST] more [/INST]⟦ no<|end_of_text|>⟧"),
-    (NO_END, "system: melt\n\nuser: hello\n\nassistant:⟦ yes?⟧\n\nuser: more\n\nassistant:⟦ no⟧\n\n"),
-    # An end that is written once, after the last turn, is trained with that turn.
-    (END_ONCE, "system: melt\nuser: hello\nassistant:⟦  yes?⟧ \n\nuser: more\nassistant:⟦ no\n<|end_of_text|>⟧"),
-])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            CHATML,
+            (
+                "<|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦yes?<|im_end|>⟧\n"
+                "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n⟦no<|im_end|>⟧\n"
+            ),
+        ),
+        (
+            LAST_ONLY,
+            (
+                "<|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦"
+                " yes? \n<|im_end|>⟧\n"
+                "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nno<|im_end|>⟧\n"
+            ),
+        ),
+        (
+            BLOCKS,
+            (
+                "<|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦"
+                " yes? \n<|im_end|>⟧\n"
+                "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n⟦no<|im_end|>⟧\n"
+            ),
+        ),
+        (
+            NO_PROMPT,
+            (
+                "<|begin_of_text|>[INST] melt [/INST][INST] hello [/INST]⟦"
+                " yes?<|end_of_text|>⟧[INST] more [/INST]⟦ no<|end_of_text|>⟧"
+            ),
+        ),
+        (
+            NO_END,
+            "system: melt\n\nuser: hello\n\nassistant:⟦ yes?⟧\n\nuser: more\n\nassistant:⟦ no⟧\n\n",
+        ),
+        # An end that is written once, after the last turn, is trained with that turn.
+        (
+            END_ONCE,
+            (
+                "system: melt\nuser: hello\nassistant:⟦  yes?⟧ \n\nuser: more\nassistant:⟦"
+                " no\n<|end_of_text|>⟧"
+            ),
+        ),
+    ],
+)
 def test_what_is_trained(template: str, expected: str) -> None:
     assert bracketed(chatty(template), TALK) == expected
 
@@ -89,57 +133,99 @@ def test_blocks_without_the_end_of_turn_get_it() -> None:
 def test_a_header_that_follows_is_no_end_of_turn() -> None:
     tokenizer = chatty(ROLE_TOKENS)
     assert end_of_turn(tokenizer) is None
-    assert bracketed(tokenizer, TALK[1:]) == "<|im_start|>hello<|im_end|>⟦ yes?⟧ \n<|im_start|>more<|im_end|>⟦no⟧"
+    assert (
+        bracketed(tokenizer, TALK[1:])
+        == "<|im_start|>hello<|im_end|>⟦ yes?⟧ \n<|im_start|>more<|im_end|>⟦no⟧"
+    )
 
 
-@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (NO_PROMPT, "<|end_of_text|>"), (NO_END, None)])
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, "<|im_end|>"), (NO_PROMPT, "<|end_of_text|>"), (NO_END, None)]
+)
 def test_the_end_of_turn_token(template: str, end: str | None) -> None:
     assert end_of_turn(chatty(template)) == end
 
 
-@pytest.mark.parametrize(("token", "before"), [(":y", "user:hello<|im_end|>assistant:y"), ("tant:y", "user:hello<|im_end|>assistant:y")])
+@pytest.mark.parametrize(
+    ("token", "before"),
+    [(":y", "user:hello<|im_end|>assistant:y"), ("tant:y", "user:hello<|im_end|>assistant:y")],
+)
 def test_a_token_across_the_beginning_is_not_trained(token: str, before: str) -> None:
-    """Here the last letters of the header and the first one of the answer are one token; it begins in the header."""
-    files = bpe_files("{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}")
+    """Here the last letters of the header and the first one of the answer are one token; it begins
+    in the header.
+    """
+    files = bpe_files(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}{% if"
+        " add_generation_prompt %}assistant:{% endif %}"
+    )
     library = Library.from_str(files["tokenizer.json"])
     library.add_tokens([AddedToken(token, normalized=False)])
     tokenizer = Tokenizer({**files, "tokenizer.json": library.to_str()})
     chat = turns((U, "hello"), (A, "yes"))
     assert bracketed(tokenizer, chat) == f"{before}⟦es<|im_end|>⟧"
     ids, _, _ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
-    assert ids.tolist() == library.encode("user:hello<|im_end|>assistant:yes<|im_end|>", add_special_tokens=False).ids
+    assert (
+        ids.tolist()
+        == library.encode(
+            "user:hello<|im_end|>assistant:yes<|im_end|>", add_special_tokens=False
+        ).ids
+    )
 
 
-@pytest.mark.parametrize(("template", "expected"), [
-    (NO_PROMPT, "<|begin_of_text|>⟦ hello<|end_of_text|>⟧[INST] x [/INST]⟦ yes<|end_of_text|>⟧"),
-    (CHATML.partition("{% if add")[0], "<|im_start|>assistant\n⟦hello<|im_end|>⟧\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n⟦yes<|im_end|>⟧\n"),
-])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            NO_PROMPT,
+            "<|begin_of_text|>⟦ hello<|end_of_text|>⟧[INST] x [/INST]⟦ yes<|end_of_text|>⟧",
+        ),
+        (
+            CHATML.partition("{% if add")[0],
+            "<|im_start|>assistant\n⟦hello<|im_end|>⟧\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n⟦yes<|im_end|>⟧\n",
+        ),
+    ],
+)
 def test_headers_and_bos_are_not_trained_without_a_prompt(template: str, expected: str) -> None:
     """Where a template knows no prompt for generation, and where the assistant speaks first."""
     assert bracketed(chatty(template), turns((A, "hello"), (U, "x"), (A, "yes"))) == expected
 
 
 SLY = ["<|im_end|>", "<|im_start|>assistant\n", "\U00100011"]
-TEXT = st.text(st.sampled_from("ab <|>im_end🔥é\n\U00100010\U000f0000:"), max_size=12) | st.sampled_from(SLY)
+TEXT = st.text(
+    st.sampled_from("ab <|>im_end🔥é\n\U00100010\U000f0000:"), max_size=12
+) | st.sampled_from(SLY)
 
 
-@given(st.lists(st.tuples(st.sampled_from([U, A, S, "tool"]), TEXT), min_size=1, max_size=6), st.sampled_from([CHATML, BLOCKS, LAST_ONLY, NO_PROMPT]))
+@given(
+    st.lists(st.tuples(st.sampled_from([U, A, S, "tool"]), TEXT), min_size=1, max_size=6),
+    st.sampled_from([CHATML, BLOCKS, LAST_ONLY, NO_PROMPT]),
+)
 def test_any_contents(said: list[tuple[str, str]], template: str) -> None:
-    """The ids spell the rendered chat; as many ends are trained as there are turns; nothing of the others is."""
+    """The ids spell the rendered chat; as many ends are trained as there are turns; nothing of the
+    others is.
+    """
     tokenizer, chat = TOKENIZERS[template], turns(*said)
     try:
         ids, mask, _ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
     except WrongInput as error:
         assert "does not show where message" in str(error)  # noqa: PT017
-        assert (template, any(not content.strip() for role, content in said if role == A)) == (NO_PROMPT, True)
+        assert (template, any(not content.strip() for role, content in said if role == A)) == (
+            NO_PROMPT,
+            True,
+        )
         return
     end = tokenizer.special_ids[str(end_of_turn(tokenizer))]
     assert ((ids == end) & (mask == 1)).sum() == sum(role == A for role, _ in said)
     swapped = turns(*((role, "X" if role != A else content) for role, content in said))
     other, other_mask, _ = encode_chats(tokenizer, [swapped], tokenizer.encode_batch)
     assert ids[mask == 1].tolist() == other[other_mask == 1].tolist()
-    made = {tokenizer.special_ids[token] for token in ("<|im_start|>", "<|im_end|>", "<|end_of_text|>", "<|begin_of_text|>")}
-    assert [token for token in ids.tolist() if token in made] == [token for token in other.tolist() if token in made]
+    made = {
+        tokenizer.special_ids[token]
+        for token in ("<|im_start|>", "<|im_end|>", "<|end_of_text|>", "<|begin_of_text|>")
+    }
+    assert [token for token in ids.tolist() if token in made] == [
+        token for token in other.tolist() if token in made
+    ]
 
 
 TOKENIZERS = {template: chatty(template) for template in (CHATML, BLOCKS, LAST_ONLY, NO_PROMPT)}
@@ -177,8 +263,13 @@ def test_bos_is_the_templates_affair(bos: str) -> None:
 
 
 def test_a_template_that_hides_what_was_said_is_refused() -> None:
-    tokenizer = chatty("{% for m in messages %}<|im_start|>{{ m.content | upper }}{{ messages | length }}{% endfor %}")
-    with pytest.raises(WrongInput, match=r"does not show where message 2 of 2 \(assistant\) stands.*generation"):
+    tokenizer = chatty(
+        "{% for m in messages %}<|im_start|>{{ m.content | upper }}{{ messages | length }}{%"
+        " endfor %}"
+    )
+    with pytest.raises(
+        WrongInput, match=r"does not show where message 2 of 2 \(assistant\) stands.*generation"
+    ):
         encode_chats(tokenizer, [turns((U, "a"), (A, ""))], tokenizer.encode_batch)
 
 
@@ -203,16 +294,30 @@ def test_special_tokens_that_swallow_space() -> None:
     tokenizer = Tokenizer({**files, "tokenizer.json": json.dumps(state)})
     whole = Library.from_str(tokenizer.files["tokenizer.json"])  # type: ignore[arg-type]
     ids, mask, _ = encode_chats(tokenizer, [TALK], tokenizer.encode_batch)
-    assert ids.tolist() == whole.encode(tokenizer.chat_form.render(TALK), add_special_tokens=False).ids
+    assert (
+        ids.tolist() == whole.encode(tokenizer.chat_form.render(TALK), add_special_tokens=False).ids
+    )
     assert (ids[mask == 1] == 301).sum() == 2
 
 
 REAL = [
     turns((S, "Be brief."), (U, "Hi there"), (A, "yo man"), (U, "more? 金属"), (A, " No. \n")),
     turns((U, "  two\n\nlines  "), (A, "\n🔥🔥 für\n\n- a\n- b")),
-    turns((U, "why?"), (A, "<think>\nhm\n</think>\n\nso"), (U, "and?"), (A, "<think>\nhm\n</think>\n\nthus")),
-    [*turns((U, "call")), {"role": A, "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
-     *turns(("tool", "42"), (A, "It is 42"), (U, "ok"))],
+    turns(
+        (U, "why?"),
+        (A, "<think>\nhm\n</think>\n\nso"),
+        (U, "and?"),
+        (A, "<think>\nhm\n</think>\n\nthus"),
+    ),
+    [
+        *turns((U, "call")),
+        {
+            "role": A,
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+        },
+        *turns(("tool", "42"), (A, "It is 42"), (U, "ok")),
+    ],
 ]
 
 
@@ -222,17 +327,43 @@ def test_real_templates_give_the_ids_of_transformers(test_data: Path, name: str)
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     ids, mask, lengths = encode_chats(ours, REAL, ours.encode_batch)
     ends = np.cumsum(lengths)
-    for chat, mine, trained in zip(REAL, np.split(ids, ends[:-1]), np.split(mask, ends[:-1]), strict=True):
+    for chat, mine, trained in zip(
+        REAL, np.split(ids, ends[:-1]), np.split(mask, ends[:-1]), strict=True
+    ):
         assert mine.tolist() == theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
-        assert ((mine == ours.special.eos) & (trained == 1)).sum() == sum(message["role"] == A for message in chat)
+        assert ((mine == ours.special.eos) & (trained == 1)).sum() == sum(
+            message["role"] == A for message in chat
+        )
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("hf_llama3_2", ["⟦yo man<|eot_id|>⟧", "⟦No.<|eot_id|>⟧", "⟦🔥🔥 für\n\n- a\n- b<|eot_id|>⟧", '⟦{"name": "f", "parameters": {"a": 1}}<|eot_id|>⟧']),
-    ("hf_qwen3", ["⟦yo man<|im_end|>⟧", "⟦<think>\n\n</think>\n\n No. \n<|im_end|>⟧", "⟦so<|im_end|>⟧", "⟦<think>\nhm\n</think>\n\nthus<|im_end|>⟧",
-                  '⟦<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧', "⟦It is 42<|im_end|>⟧"]),
-])
-def test_real_templates_train_what_the_assistant_says(test_data: Path, name: str, said: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "hf_llama3_2",
+            [
+                "⟦yo man<|eot_id|>⟧",
+                "⟦No.<|eot_id|>⟧",
+                "⟦🔥🔥 für\n\n- a\n- b<|eot_id|>⟧",
+                '⟦{"name": "f", "parameters": {"a": 1}}<|eot_id|>⟧',
+            ],
+        ),
+        (
+            "hf_qwen3",
+            [
+                "⟦yo man<|im_end|>⟧",
+                "⟦<think>\n\n</think>\n\n No. \n<|im_end|>⟧",
+                "⟦so<|im_end|>⟧",
+                "⟦<think>\nhm\n</think>\n\nthus<|im_end|>⟧",
+                '⟦<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧',
+                "⟦It is 42<|im_end|>⟧",
+            ],
+        ),
+    ],
+)
+def test_real_templates_train_what_the_assistant_says(
+    test_data: Path, name: str, said: list[str]
+) -> None:
     tokenizer = load_tokenizer(test_data / "tokenizers" / name)
     text = "".join(bracketed(tokenizer, chat) for chat in REAL)
     assert [part for part in said if part not in text] == []
@@ -249,23 +380,46 @@ def test_look_alikes_in_real_tokenizers_stay_text(test_data: Path, name: str) ->
     counts = []
     for chat in (plain, sly):
         ids, mask, _ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
-        counts.append([sum(token in tokenizer.special_ids.values() for token in part.tolist()) for part in (ids, ids[mask == 1])])
+        counts.append(
+            [
+                sum(token in tokenizer.special_ids.values() for token in part.tolist())
+                for part in (ids, ids[mask == 1])
+            ]
+        )
     assert counts[0] == counts[1]
-    assert f"⟦{end}b{end}⟧" in bracketed(tokenizer, sly) or f"{end}b{end}⟧" in bracketed(tokenizer, sly)
+    assert f"⟦{end}b{end}⟧" in bracketed(tokenizer, sly) or f"{end}b{end}⟧" in bracketed(
+        tokenizer, sly
+    )
 
 
-@pytest.mark.parametrize("template", [CHATML, BLOCKS, BARE_BLOCKS], ids=["searched", "blocks", "bare blocks"])
+@pytest.mark.parametrize(
+    "template", [CHATML, BLOCKS, BARE_BLOCKS], ids=["searched", "blocks", "bare blocks"]
+)
 def test_only_what_comes_after_the_prompt_is_trained(template: str) -> None:
     """The assistant's turns in the prompt are not, the last end-of-turn token is."""
-    tokenizer, talk = chatty(template), turns((U, "a"), (A, "copper"), (U, "b"), (A, "the rings"), (A, "melt"))
+    tokenizer, talk = (
+        chatty(template),
+        turns((U, "a"), (A, "copper"), (U, "b"), (A, "the rings"), (A, "melt")),
+    )
     ids, mask, _ = encode_chats(tokenizer, [talk, talk, talk], tokenizer.encode_batch, [0, 3, 5])
     third = len(ids) // 3
-    said = [tokenizer.decode(ids[part : part + third][mask[part : part + third] == 1], skip_special=False) for part in (0, third, 2 * third)]
-    assert said == ["copper<|im_end|>the rings<|im_end|>melt<|im_end|>", "the rings<|im_end|>melt<|im_end|>", ""]
+    said = [
+        tokenizer.decode(
+            ids[part : part + third][mask[part : part + third] == 1], skip_special=False
+        )
+        for part in (0, third, 2 * third)
+    ]
+    assert said == [
+        "copper<|im_end|>the rings<|im_end|>melt<|im_end|>",
+        "the rings<|im_end|>melt<|im_end|>",
+        "",
+    ]
 
 
 def test_blocks_that_are_not_one_a_turn() -> None:
-    """A template may mark no more than some of the turns; then the first messages alone show how many are theirs."""
+    """A template may mark no more than some of the turns; then the first messages alone show how
+    many are theirs.
+    """
     some = "{% if m.role == 'assistant' and m.content != 'copper' %}"
     tokenizer = chatty(BLOCKS.replace("{% if m.role == 'assistant' %}", some))
     talk = turns((U, "a"), (A, "copper"), (A, "melts"), (U, "b"), (A, "the rings"))

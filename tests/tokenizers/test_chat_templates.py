@@ -1,4 +1,6 @@
-"""Built-in templates: what they write, what they need, and that they write what the models' own templates write."""
+"""Built-in templates: what they write, what they need, and that they write what the models' own
+templates write.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ from tests.tokenizers.small import bpe_files, unigram_files
 
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHAT = [
-    {"role": "system", "content": "melt"}, {"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"},
-    {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"},
+    {"role": "system", "content": "melt"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
 ]
 NO_SYSTEM = CHAT[1:]
 
@@ -29,22 +34,39 @@ def all_tokens() -> Tokenizer:
     """A tokenizer with what every built-in template needs."""
     files = bpe_files()
     library = Library.from_str(files["tokenizer.json"])
-    library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in LLAMA3])
+    library.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in LLAMA3]
+    )
     return Tokenizer({**files, "tokenizer.json": library.to_str()})
 
 
 EXPECTED = {
-    "chatml": "<|begin_of_text|><|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[yes<|im_end|>]\n"
-              "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n[no<|im_end|>]\n",
-    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nmelt<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|>"
-              "<|start_header_id|>assistant<|end_header_id|>\n\n[yes<|eot_id|>]<|start_header_id|>user<|end_header_id|>\n\nmore<|eot_id|>"
-              "<|start_header_id|>assistant<|end_header_id|>\n\n[no<|eot_id|>]",
-    "llama2": "<|begin_of_text|>[INST] <<SYS>>\nmelt\n<</SYS>>\n\nhello [/INST][ yes <|end_of_text|>]<|begin_of_text|>[INST] more [/INST][ no <|end_of_text|>]",
-    "mistral": "<|begin_of_text|>[INST] melt\n\nhello [/INST][ yes<|end_of_text|>][INST] more [/INST][ no<|end_of_text|>]",
-    "zephyr": "<|begin_of_text|><|system|>\nmelt<|end_of_text|>\n<|user|>\nhello<|end_of_text|>\n<|assistant|>\n[yes<|end_of_text|>]\n"
-              "<|user|>\nmore<|end_of_text|>\n<|assistant|>\n[no<|end_of_text|>]\n",
-    "alpaca": "<|begin_of_text|>melt\n\n### Instruction:\nhello\n\n### Response:\n[yes<|end_of_text|>]\n\n### Instruction:\nmore\n\n"
-              "### Response:\n[no<|end_of_text|>]\n\n",
+    "chatml": (
+        "<|begin_of_text|><|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[yes<|im_end|>]\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n[no<|im_end|>]\n"
+    ),
+    "llama3": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nmelt<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[yes<|eot_id|>]<|start_header_id|>user<|end_header_id|>\n\nmore<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[no<|eot_id|>]"
+    ),
+    "llama2": (
+        "<|begin_of_text|>[INST] <<SYS>>\nmelt\n<</SYS>>\n\nhello [/INST][ yes"
+        " <|end_of_text|>]<|begin_of_text|>[INST] more [/INST][ no <|end_of_text|>]"
+    ),
+    "mistral": (
+        "<|begin_of_text|>[INST] melt\n\nhello [/INST][ yes<|end_of_text|>][INST] more [/INST]["
+        " no<|end_of_text|>]"
+    ),
+    "zephyr": (
+        "<|begin_of_text|><|system|>\nmelt<|end_of_text|>\n<|user|>\nhello<|end_of_text|>\n<|assistant|>\n[yes<|end_of_text|>]\n"
+        "<|user|>\nmore<|end_of_text|>\n<|assistant|>\n[no<|end_of_text|>]\n"
+    ),
+    "alpaca": (
+        "<|begin_of_text|>melt\n\n### Instruction:\nhello\n\n###"
+        " Response:\n[yes<|end_of_text|>]\n\n### Instruction:\nmore\n\n###"
+        " Response:\n[no<|end_of_text|>]\n\n"
+    ),
 }
 
 
@@ -54,11 +76,15 @@ def test_what_a_built_in_template_writes_and_trains(name: str) -> None:
     ids, mask, _ = encode_chats(tokenizer, [CHAT], tokenizer.encode_batch)
     text, inside = "", 0
     for token, bit in zip(ids, mask, strict=True):
-        text += ("[" if bit > inside else "]" if bit < inside else "") + tokenizer.decode([token], skip_special=False)
+        text += ("[" if bit > inside else "]" if bit < inside else "") + tokenizer.decode(
+            [token], skip_special=False
+        )
         inside = bit
     assert text + "]" * inside == EXPECTED[name]
     prompt = tokenizer.encode_chat(CHAT[:2])
-    assert ids[: len(prompt)].tolist() == prompt, "serving asks with what training saw before the answer"
+    assert ids[: len(prompt)].tolist() == prompt, (
+        "serving asks with what training saw before the answer"
+    )
 
 
 @pytest.mark.parametrize("name", TOKENS)
@@ -68,9 +94,15 @@ def test_generation_stops_at_the_end_of_turn(name: str) -> None:
 
 
 def test_every_file_says_the_new_eos() -> None:
-    files = {**all_tokens().files, "special_tokens_map.json": '{"eos_token": "<|end_of_text|>", "pad_token": "<|pad|>"}'}
+    files = {
+        **all_tokens().files,
+        "special_tokens_map.json": '{"eos_token": "<|end_of_text|>", "pad_token": "<|pad|>"}',
+    }
     made = with_template(Tokenizer(files), find_template("chatml")).files
-    assert json.loads(made["special_tokens_map.json"]) == {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    assert json.loads(made["special_tokens_map.json"]) == {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+    }
     assert json.loads(made["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
 
 
@@ -88,12 +120,25 @@ def test_transformers_reads_it_the_same(name: str, tmp_path: Path) -> None:
 
 def test_a_template_changes_the_identity() -> None:
     plain = all_tokens()
-    identities = {plain.identity(), *(with_template(plain, find_template(name)).identity() for name in TOKENS)}
+    identities = {
+        plain.identity(),
+        *(with_template(plain, find_template(name)).identity() for name in TOKENS),
+    }
     assert len(identities) == len(TOKENS) + 1
-    assert with_template(with_template(plain, "{{ messages }}"), "").template_identity != with_template(plain, "{{ messages }}").template_identity
+    assert (
+        with_template(with_template(plain, "{{ messages }}"), "").template_identity
+        != with_template(plain, "{{ messages }}").template_identity
+    )
 
 
-@pytest.mark.parametrize(("name", "missing"), [("chatml", "<|im_start|>, <|im_end|>"), ("llama3", ", ".join(LLAMA3)), ("mistral", "bos_token")])
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("chatml", "<|im_start|>, <|im_end|>"),
+        ("llama3", ", ".join(LLAMA3)),
+        ("mistral", "bos_token"),
+    ],
+)
 def test_tokens_that_are_not_there(name: str, missing: str) -> None:
     with pytest.raises(WrongInput) as caught:
         with_template(Tokenizer(unigram_files()), find_template(name))
@@ -108,7 +153,13 @@ def test_alpaca_needs_none() -> None:
 def test_a_file_or_a_name(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ messages }}", encoding="utf-8")
     assert find_template(str(tmp_path / "mine.jinja")) == "{{ messages }}"
-    with pytest.raises(WrongInput, match="neither a file nor a built-in template; those are chatml, llama3, llama2, mistral, zephyr, alpaca"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            "neither a file nor a built-in template; those are chatml, llama3, llama2, mistral,"
+            " zephyr, alpaca"
+        ),
+    ):
         find_template("chatlm")
     (tmp_path / "broken.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(WrongInput, match="not UTF-8"):
@@ -116,7 +167,9 @@ def test_a_file_or_a_name(tmp_path: Path) -> None:
 
 
 def test_llama3_as_the_real_one(test_data: Path) -> None:
-    """The real template puts knowledge and today's date into a system turn; the turns after it are the same."""
+    """The real template puts knowledge and today's date into a system turn; the turns after it are
+    the same.
+    """
     real = load_tokenizer(test_data / "tokenizers" / "hf_llama3_2")
     ours = with_template(real, find_template("llama3"))
     ids, mask, _ = encode_chats(ours, [NO_SYSTEM], ours.encode_batch)
@@ -128,7 +181,9 @@ def test_llama3_as_the_real_one(test_data: Path) -> None:
 
 
 def test_chatml_as_qwens(test_data: Path) -> None:
-    """Qwen's template puts an empty thought before the last answer; with a question at the end there is none."""
+    """Qwen's template puts an empty thought before the last answer; with a question at the end
+    there is none.
+    """
     real = load_tokenizer(test_data / "tokenizers" / "hf_qwen3")
     ours = with_template(real, find_template("chatml"))
     chat = [*CHAT, {"role": "user", "content": "and?"}]

@@ -1,4 +1,6 @@
-"""A fast library is taken only where its ids are the reference's, and what it cannot do goes to the reference."""
+"""A fast library is taken only where its ids are the reference's, and what it cannot do goes to the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def planted(package: str, encode_batch: EncodeBatch) -> Library:
 def test_the_fast_libraries_are_exact_here() -> None:
     choice = choose_encoder(TOKENIZER, TEXTS)
     assert [name for name, _ in choice.tried] == [*NAMES, REFERENCE]
-    assert [why.startswith("taken: ") for _, why in choice.tried] == [name == choice.name for name in [*NAMES, REFERENCE]]
+    assert [why.startswith("taken: ") for _, why in choice.tried] == [
+        name == choice.name for name in [*NAMES, REFERENCE]
+    ]
     assert all("the same ids at" in why for _, why in choice.tried[:-1])
     assert choice.speeds[choice.name] * LEAD >= max(choice.speeds.values())
 
@@ -67,7 +71,13 @@ def test_special_tokens_in_text_stay_text(name: str) -> None:
 
 
 @settings(max_examples=150)
-@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.sampled_from([*FIXED, *TOKENIZER.spelled]), max_size=6))
+@given(
+    texts=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+        | st.sampled_from([*FIXED, *TOKENIZER.spelled]),
+        max_size=6,
+    )
+)
 def test_any_texts(texts: list[str]) -> None:
     wanted = [TOKENIZER.encode(text) for text in texts]
     for name in NAMES:
@@ -83,13 +93,28 @@ def open_encoder_once(name: str) -> EncodeBatch:
 _opened: dict[str, EncodeBatch] = {}
 
 
-@pytest.mark.parametrize(("wrong", "reason"), [
-    (lambda ids, text: [*ids[:-1], 7] if text == "\r\n" else ids, r"not taken: differs from the reference on '\\r\\n' at token \d+: \[7\] instead of"),
-    (lambda ids, text: ids[:-1] if text == TEXTS[1] else ids, r"not taken: differs from the reference on 'def melt"),
-    (lambda ids, text: [1] if text == "<|end_of_text|>" else ids, r"differs from the reference on '<\|end_of_text\|>' at token 0: \[1\] instead of"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (
+            lambda ids, text: [*ids[:-1], 7] if text == "\r\n" else ids,
+            r"not taken: differs from the reference on '\\r\\n' at token \d+: \[7\] instead of",
+        ),
+        (
+            lambda ids, text: ids[:-1] if text == TEXTS[1] else ids,
+            r"not taken: differs from the reference on 'def melt",
+        ),
+        (
+            lambda ids, text: [1] if text == "<|end_of_text|>" else ids,
+            r"differs from the reference on '<\|end_of_text\|>' at token 0: \[1\] instead of",
+        ),
+    ],
+)
 def test_a_wrong_encoder_is_refused(wrong: object, reason: str) -> None:
-    """Each differs from the reference on one text alone: of the nasty ones, of the user's own, of the special tokens."""
+    """Each differs from the reference on one text alone: of the nasty ones, of the user's own, of
+    the special tokens.
+    """
+
     def encode_batch(texts: Sequence[str]) -> Batch:
         return flatten([wrong(TOKENIZER.encode(text), text) for text in texts])  # type: ignore[operator]
 
@@ -104,7 +129,10 @@ def test_one_that_lumps_texts_together_is_refused() -> None:
     def encode_batch(texts: Sequence[str]) -> Batch:
         return flatten([TOKENIZER.encode_batch(texts)[0].tolist()])
 
-    assert "gives 1 results for" in choose_encoder(TOKENIZER, TEXTS, [planted("lump", encode_batch)]).tried[0][1]
+    assert (
+        "gives 1 results for"
+        in choose_encoder(TOKENIZER, TEXTS, [planted("lump", encode_batch)]).tried[0][1]
+    )
 
 
 def test_one_that_fails_is_refused() -> None:
@@ -114,20 +142,36 @@ def test_one_that_fails_is_refused() -> None:
     def panic(texts: Sequence[str]) -> Batch:
         raise PanicException("index out\nof bounds")
 
-    assert "fails on the texts it was tried on (PanicException: index out of bounds)" in choose_encoder(TOKENIZER, TEXTS, [planted("panic", panic)]).tried[0][1]
+    assert (
+        "fails on the texts it was tried on (PanicException: index out of bounds)"
+        in choose_encoder(TOKENIZER, TEXTS, [planted("panic", panic)]).tried[0][1]
+    )
 
 
-@pytest.mark.parametrize(("speeds", "taken"), [((1e3, 1.4e3), "one 1"), ((1e3, 1.6e3), "other 1"), ((1e-6, 1e-6), REFERENCE)])
-def test_the_fastest_is_taken_and_of_equals_the_first(monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, float], taken: str) -> None:
+@pytest.mark.parametrize(
+    ("speeds", "taken"),
+    [((1e3, 1.4e3), "one 1"), ((1e3, 1.6e3), "other 1"), ((1e-6, 1e-6), REFERENCE)],
+)
+def test_the_fastest_is_taken_and_of_equals_the_first(
+    monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, float], taken: str
+) -> None:
     measured = iter(speeds)
     monkeypatch.setattr("ingot.tokenizers.encoders._measure", lambda fast, trials: next(measured))
-    libraries = [planted(package, lambda texts: TOKENIZER.encode_batch(texts)) for package in ("one", "other")]
+    libraries = [
+        planted(package, lambda texts: TOKENIZER.encode_batch(texts))
+        for package in ("one", "other")
+    ]
     assert choose_encoder(TOKENIZER, TEXTS, libraries).name == taken
 
 
 def test_what_is_not_installed() -> None:
-    choice = choose_encoder(TOKENIZER, TEXTS, [Library("no-such-package", lambda text: TOKENIZER.encode_batch)])
-    assert (choice.name, choice.tried[0]) == (REFERENCE, ("no-such-package", "not taken: not installed; pip install no-such-package"))
+    choice = choose_encoder(
+        TOKENIZER, TEXTS, [Library("no-such-package", lambda text: TOKENIZER.encode_batch)]
+    )
+    assert (choice.name, choice.tried[0]) == (
+        REFERENCE,
+        ("no-such-package", "not taken: not installed; pip install no-such-package"),
+    )
 
 
 def test_a_tokenizer_that_no_fast_library_reads() -> None:
@@ -140,17 +184,31 @@ def test_without_a_sample_the_nasty_texts_decide() -> None:
     assert set(choose_encoder(TOKENIZER, []).speeds) == {*NAMES, REFERENCE}
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("gigatoken 0.0.1", r"the encoder gigatoken 0.0.1 was chosen and version .* is installed here; pip install gigatoken==0.0.1, or set tokenizer.encoder"),
-    ("hasty 1", "there is no encoder 'hasty 1'; take 'reference' or one of gigatoken, fastokens"),
-])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "gigatoken 0.0.1",
+            (
+                r"the encoder gigatoken 0.0.1 was chosen and version .* is installed here; pip"
+                r" install gigatoken==0.0.1, or set tokenizer.encoder"
+            ),
+        ),
+        (
+            "hasty 1",
+            "there is no encoder 'hasty 1'; take 'reference' or one of gigatoken, fastokens",
+        ),
+    ],
+)
 def test_an_encoder_that_is_not_here(name: str, message: str) -> None:
     with pytest.raises(WrongInput, match=message):
         open_encoder(TOKENIZER, name)
 
 
 def test_a_tokenizer_that_the_chosen_one_cannot_read() -> None:
-    with pytest.raises(WrongInput, match="was chosen and fails here: does not support this tokenizer"):
+    with pytest.raises(
+        WrongInput, match="was chosen and fails here: does not support this tokenizer"
+    ):
         open_encoder(Tokenizer(unigram_files()), NAMES[0])
 
 
@@ -169,12 +227,16 @@ def _threads(folder: Path, name: str) -> tuple[int, int]:
     started = len(os.listdir("/proc/self/task"))
     for _ in range(20):
         encoder.encode_batch([text + str(number) for number, text in enumerate(TEXTS * 200)])
-    ours = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    ours = [
+        Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")
+    ]
     assert os.times().user >= before.user
     return started, len([task for task in ours if "jemalloc" not in task])
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_worker_process_has_one_thread(tmp_path: Path, name: str) -> None:
     TOKENIZER.save(tmp_path)
@@ -184,15 +246,25 @@ def test_a_worker_process_has_one_thread(tmp_path: Path, name: str) -> None:
 
 
 def test_where_two_differ() -> None:
-    assert difference("ab", [1, 2, 3], [1, 2]) == "differs from the reference on 'ab' at token 2: [] instead of [3]"
-    assert difference("x" * 50, [1], [2]) == f"differs from the reference on {'x' * 37 + '...'!r} at token 0: [2] instead of [1]"
+    assert (
+        difference("ab", [1, 2, 3], [1, 2])
+        == "differs from the reference on 'ab' at token 2: [] instead of [3]"
+    )
+    assert (
+        difference("x" * 50, [1], [2])
+        == f"differs from the reference on {'x' * 37 + '...'!r} at token 0: [2] instead of [1]"
+    )
 
 
 def test_of_a_book_only_the_beginning_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference takes minutes over a hundred megabytes."""
     seen = list[int]()
     real = Tokenizer.encode_batch
-    monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: (seen.append(max(map(len, texts))), real(self, texts))[1])
+    monkeypatch.setattr(
+        Tokenizer,
+        "encode_batch",
+        lambda self, texts: (seen.append(max(map(len, texts))), real(self, texts))[1],
+    )
     monkeypatch.setattr("ingot.tokenizers.encoders.LONGEST", 1000)
     book = "copper melts. " * 20_000
     choose_encoder(TOKENIZER, [book], [])

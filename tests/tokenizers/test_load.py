@@ -24,7 +24,11 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def recipe(**knobs: str) -> Recipe:
-    overrides = ["name=x", "data.train=[{source: none}]", *(f"{knob.replace('__', '.')}={value}" for knob, value in knobs.items())]
+    overrides = [
+        "name=x",
+        "data.train=[{source: none}]",
+        *(f"{knob.replace('__', '.')}={value}" for knob, value in knobs.items()),
+    ]
     return load_recipe((), overrides, environ={}, dotenv=None)
 
 
@@ -35,28 +39,57 @@ def test_a_folder(tmp_path: Path) -> None:
 def test_eos_that_only_the_model_names(tmp_path: Path) -> None:
     files = bpe_files(eos_token=None, pad_token=None)
     assert load_tokenizer(write(tmp_path, files)).special.eos is None
-    write(tmp_path, {"generation_config.json": json.dumps({"eos_token_id": [301, 1], "bos_token_id": 300}), "config.json": '{"pad_token_id": 2}'})
+    write(
+        tmp_path,
+        {
+            "generation_config.json": json.dumps({"eos_token_id": [301, 1], "bos_token_id": 300}),
+            "config.json": '{"pad_token_id": 2}',
+        },
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.special.eos, tokenizer.special.pad, tokenizer.special.bos) == (301, 2, 0)
     tokenizer.save(tmp_path / "saved")
-    assert load_tokenizer(tmp_path / "saved").special == tokenizer.special, "it must not need the model's files any more"
+    assert load_tokenizer(tmp_path / "saved").special == tokenizer.special, (
+        "it must not need the model's files any more"
+    )
 
 
 def test_special_tokens_map(tmp_path: Path) -> None:
-    files = bpe_files(eos_token=None) | {"special_tokens_map.json": '{"eos_token": {"content": "<|im_end|>"}}'}
+    files = bpe_files(eos_token=None) | {
+        "special_tokens_map.json": '{"eos_token": {"content": "<|im_end|>"}}'
+    }
     assert load_tokenizer(write(tmp_path, files)).special.eos == 301
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({"config.json": "{}"}, "has no tokenizer.json; copy the tokenizer's files there"),
-    ({"vocab.txt": "[UNK]"}, "has vocab.txt but no tokenizer.json.*save_pretrained"),
-    ({"tokenizer.model": "x"}, "tokenizer.model is neither tiktoken ranks nor a whole SentencePiece model"),
-    ({"vocab.json": "{}"}, "has no merges.txt"),
-    ({"vocab.json": "{}", "merges.txt": ""}, "vocab.json and merges.txt do not fit together .*no tokens"),
-    ({"vocab.json": "[]", "merges.txt": ""}, "do not fit together"),
-    ({"vocab.json": '{"a": 0, "b": 1}', "merges.txt": "a b"}, "do not fit together .*a merge has a part that is no token"),
-    ({"vocab.json": '{"a": 0}', "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}'}, "vocab.json of Qwen2Tokenizer, whose way"),
-])
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": "{}"}, "has no tokenizer.json; copy the tokenizer's files there"),
+        ({"vocab.txt": "[UNK]"}, "has vocab.txt but no tokenizer.json.*save_pretrained"),
+        (
+            {"tokenizer.model": "x"},
+            "tokenizer.model is neither tiktoken ranks nor a whole SentencePiece model",
+        ),
+        ({"vocab.json": "{}"}, "has no merges.txt"),
+        (
+            {"vocab.json": "{}", "merges.txt": ""},
+            "vocab.json and merges.txt do not fit together .*no tokens",
+        ),
+        ({"vocab.json": "[]", "merges.txt": ""}, "do not fit together"),
+        (
+            {"vocab.json": '{"a": 0, "b": 1}', "merges.txt": "a b"},
+            "do not fit together .*a merge has a part that is no token",
+        ),
+        (
+            {
+                "vocab.json": '{"a": 0}',
+                "merges.txt": "",
+                "tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}',
+            },
+            "vocab.json of Qwen2Tokenizer, whose way",
+        ),
+    ],
+)
 def test_a_folder_without(tmp_path: Path, files: dict[str, str], message: str) -> None:
     with pytest.raises(WrongInput, match=message):
         load_tokenizer(write(tmp_path, files))
@@ -64,21 +97,31 @@ def test_a_folder_without(tmp_path: Path, files: dict[str, str], message: str) -
 
 def gpt2_files() -> dict[str, str]:
     state = json.loads(bpe_files()["tokenizer.json"])
-    vocabulary = {text: index for text, index in state["model"]["vocab"].items() if index > 2} | {"<|endoftext|>": 0, "Ġa": 1}
+    vocabulary = {text: index for text, index in state["model"]["vocab"].items() if index > 2} | {
+        "<|endoftext|>": 0,
+        "Ġa": 1,
+    }
     merges = [" ".join(pair) for pair in state["model"]["merges"]]
-    return {"vocab.json": json.dumps(vocabulary), "merges.txt": "\n".join(["#version: 0.2", *merges, "Ġ a"]) + "\n"}
+    return {
+        "vocab.json": json.dumps(vocabulary),
+        "merges.txt": "\n".join(["#version: 0.2", *merges, "Ġ a"]) + "\n",
+    }
 
 
 def test_gpt2s_pair(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path / "pair", gpt2_files()))
     theirs = GPT2Tokenizer.from_pretrained(tmp_path / "pair")
     texts = [*TEXTS, "it's  12345\n\n x", "é 🔥"]
-    assert [tokenizer.encode(text) for text in texts] == [theirs(text)["input_ids"] for text in texts]
+    assert [tokenizer.encode(text) for text in texts] == [
+        theirs(text)["input_ids"] for text in texts
+    ]
     assert (tokenizer.special.bos, tokenizer.special.eos, tokenizer.adds_bos) == (0, 0, False)
     assert 0 not in tokenizer.encode("a<|endoftext|>b")
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").identity() == tokenizer.identity()
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS[0])["input_ids"] == tokenizer.encode(TEXTS[0])
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS[0])[
+        "input_ids"
+    ] == tokenizer.encode(TEXTS[0])
 
 
 def test_tokenizer_json_wins(tmp_path: Path) -> None:
@@ -86,12 +129,19 @@ def test_tokenizer_json_wins(tmp_path: Path) -> None:
     write(tmp_path, files)
     (tmp_path / "tokenizer.model").write_bytes(ranks_file())
     assert load_tokenizer(tmp_path).library.startswith("tokenizers ")
-    assert load_tokenizer(tmp_path / "tokenizer.json").identity() == load_tokenizer(tmp_path).identity()
-    assert load_tokenizer(tmp_path / "tokenizer.model").library.startswith("tiktoken "), "asked for by name"
+    assert (
+        load_tokenizer(tmp_path / "tokenizer.json").identity()
+        == load_tokenizer(tmp_path).identity()
+    )
+    assert load_tokenizer(tmp_path / "tokenizer.model").library.startswith("tiktoken "), (
+        "asked for by name"
+    )
     write(tmp_path, {"tokenizer_config.json": json.dumps({"ingot_reference": "tokenizer.model"})})
     assert load_tokenizer(tmp_path).library.startswith("tiktoken "), "named by the configuration"
     (tmp_path / "tokenizer.model").unlink()
-    assert load_tokenizer(tmp_path).library.startswith("tokenizers "), "as transformers saves it again"
+    assert load_tokenizer(tmp_path).library.startswith("tokenizers "), (
+        "as transformers saves it again"
+    )
 
 
 def test_no_folder(tmp_path: Path) -> None:
@@ -112,4 +162,7 @@ def test_the_recipes_own(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"tokenizer.source .*nowhere does not exist"):
         resolve_tokenizer(recipe(tokenizer__source=str(tmp_path / "nowhere")))
     (tmp_path / "tokenizer.model").write_bytes(ranks_file())
-    assert resolve_tokenizer(recipe(tokenizer__source=str(tmp_path / "tokenizer.model"))) == tmp_path / "tokenizer.model"
+    assert (
+        resolve_tokenizer(recipe(tokenizer__source=str(tmp_path / "tokenizer.model")))
+        == tmp_path / "tokenizer.model"
+    )

@@ -1,4 +1,6 @@
-"""Real tokenizers give the ids that transformers gives, on text in many scripts; and text stays text."""
+"""Real tokenizers give the ids that transformers gives, on text in many scripts; and text stays
+text.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ ODD = ["", " ", "a\n\n  b\t\r\n", "👩‍👩‍👧 é é \x00\x01", "x" * 300
 @pytest.fixture(scope="session")
 def texts(test_data: Path) -> list[str]:
     with gzip.open(test_data / "debian_docs" / "multi.jsonl.gz", "rt", encoding="utf-8") as lines:
-        return [json.loads(line)["text"][:2000] for line in itertools.islice(lines, 0, 4000, 125)] + ODD
+        return [
+            json.loads(line)["text"][:2000] for line in itertools.islice(lines, 0, 4000, 125)
+        ] + ODD
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_ids_of_transformers(test_data: Path, texts: list[str], name: str, tmp_path: Path) -> None:
+def test_the_ids_of_transformers(
+    test_data: Path, texts: list[str], name: str, tmp_path: Path
+) -> None:
     folder = test_data / "tokenizers" / name
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     end = [theirs.eos_token_id] if name == "hf_t5" else []
@@ -46,20 +52,34 @@ def test_the_ids_of_transformers(test_data: Path, texts: list[str], name: str, t
     assert ours.special.eos == theirs.eos_token_id
     special = {token.content for token in theirs.added_tokens_decoder.values() if token.special}
     # T5 has no `<`, so text may hold its unknown token.
-    ids = set(theirs.convert_tokens_to_ids(sorted(special))) - {theirs.unk_token_id if name == "hf_t5" else None}
+    ids = set(theirs.convert_tokens_to_ids(sorted(special))) - {
+        theirs.unk_token_id if name == "hf_t5" else None
+    }
     for text in special:
         assert not ids & set(ours.encode(f"a{text}b {text}"))
     if ours.template is not None:
-        chat = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "more?"}]
-        assert ours.encode_chat(chat) == theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        chat = [
+            {"role": "user", "content": "Hi there"},
+            {"role": "assistant", "content": "yo"},
+            {"role": "user", "content": "more?"},
+        ]
+        assert ours.encode_chat(chat) == theirs.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
     if name != "hf_t5":  # transformers rebuilds T5's normalizer with other parts
         theirs.save_pretrained(tmp_path)
         assert load_tokenizer(tmp_path).identity() == ours.identity()
 
 
 FOLDERS = {
-    "hf_gpt2": "hf_gpt2", "hf_llama3_2": "hf_llama3_2", "hf_qwen3": "hf_qwen3", "hf_t5": "hf_t5", "llama3": "llama3", "llama2": "llama2",
-    "t5": "hf_t5/spiece.model", "gpt2": "gpt2_hf_style",
+    "hf_gpt2": "hf_gpt2",
+    "hf_llama3_2": "hf_llama3_2",
+    "hf_qwen3": "hf_qwen3",
+    "hf_t5": "hf_t5",
+    "llama3": "llama3",
+    "llama2": "llama2",
+    "t5": "hf_t5/spiece.model",
+    "gpt2": "gpt2_hf_style",
 }
 SLOW = {"hf_t5", "t5"}
 """Those that no fast library reads."""
@@ -70,11 +90,17 @@ def original(folder: Path, name: str) -> Callable[[str], list[int]]:
     if name == "llama3":
         lines = (line.split() for line in (folder / "tokenizer.model").read_bytes().splitlines())
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        return tiktoken.Encoding(name, pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={}).encode_ordinary
+        return tiktoken.Encoding(
+            name, pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={}
+        ).encode_ordinary
     if name in ("llama2", "t5"):
         file = folder / "tokenizer.model" if name == "llama2" else folder
         return sentencepiece.SentencePieceProcessor(model_file=str(file)).encode  # type: ignore[no-any-return]
-    reference = GPT2Tokenizer.from_pretrained(folder)._tokenizer if name == "gpt2" else Reference.from_file(str(folder / "tokenizer.json"))
+    reference = (
+        GPT2Tokenizer.from_pretrained(folder)._tokenizer
+        if name == "gpt2"
+        else Reference.from_file(str(folder / "tokenizer.json"))
+    )
     reference.no_truncation()
     reference.encode_special_tokens = True
     return lambda text: list(reference.encode(text, add_special_tokens=False).ids)
@@ -86,14 +112,23 @@ def real(request: pytest.FixtureRequest, test_data: Path) -> tuple[str, Path, To
     return request.param, folder, load_tokenizer(folder)
 
 
-def test_reference_and_fast_encoder_give_the_ids_of_the_library(real: tuple[str, Path, Tokenizer], texts: list[str]) -> None:
+def test_reference_and_fast_encoder_give_the_ids_of_the_library(
+    real: tuple[str, Path, Tokenizer], texts: list[str]
+) -> None:
     name, folder, tokenizer = real
     source = Path(json.__file__).read_text()
-    nasty = [*texts, source, source.replace("    ", "\t").replace("\n", "\r\n"), source.replace("\n", " "), *nasty_texts(tokenizer.spelled[:9])]
+    nasty = [
+        *texts,
+        source,
+        source.replace("    ", "\t").replace("\n", "\r\n"),
+        source.replace("\n", " "),
+        *nasty_texts(tokenizer.spelled[:9]),
+    ]
     theirs = original(folder, name)
     wanted = list(split(tokenizer.encode_batch(nasty)))
     for text, ids in zip(nasty, wanted, strict=True):
-        # A text that spells a piece which is also a special token (T5's `</s>`) has other ids: it must stay text.
+        # A text that spells a piece which is also a special token (T5's `</s>`) has other ids: it
+        # must stay text.
         if name != "hf_t5" or not any(token in text for token in tokenizer.spelled):
             assert ids == theirs(text), text[:60]
     choice = choose_encoder(tokenizer, texts[:9])
@@ -106,22 +141,38 @@ def test_reference_and_fast_encoder_give_the_ids_of_the_library(real: tuple[str,
 def test_special_tokens_of_real_ones(real: tuple[str, Path, Tokenizer]) -> None:
     name, _, tokenizer = real
     expected = {
-        "hf_gpt2": (50256, 50256, False), "gpt2": (50256, 50256, False), "hf_llama3_2": (128000, 128009, True), "llama3": (128000, 128001, True),
-        "hf_qwen3": (None, 151645, False), "hf_t5": (None, 1, False), "t5": (None, 1, False), "llama2": (1, 2, True),
+        "hf_gpt2": (50256, 50256, False),
+        "gpt2": (50256, 50256, False),
+        "hf_llama3_2": (128000, 128009, True),
+        "llama3": (128000, 128001, True),
+        "hf_qwen3": (None, 151645, False),
+        "hf_t5": (None, 1, False),
+        "t5": (None, 1, False),
+        "llama2": (1, 2, True),
     }
     assert (tokenizer.special.bos, tokenizer.special.eos, tokenizer.adds_bos) == expected[name]
     if name == "llama3":
-        assert [tokenizer.token(index) for index in (128000, 128001, 128009)] == ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+        assert [tokenizer.token(index) for index in (128000, 128001, 128009)] == [
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|eot_id|>",
+        ]
         assert tokenizer.vocab_size == 128256
 
 
-def test_saved_models_open_again(real: tuple[str, Path, Tokenizer], texts: list[str], tmp_path: Path) -> None:
+def test_saved_models_open_again(
+    real: tuple[str, Path, Tokenizer], texts: list[str], tmp_path: Path
+) -> None:
     name, _, tokenizer = real
     if name.startswith("hf_"):
         pytest.skip("saved as it is; opened again above")
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
-    assert (again.identity(), again.special, again.library) == (tokenizer.identity(), tokenizer.special, tokenizer.library)
+    assert (again.identity(), again.special, again.library) == (
+        tokenizer.identity(),
+        tokenizer.special,
+        tokenizer.library,
+    )
     if name != "t5":
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         for text in texts:

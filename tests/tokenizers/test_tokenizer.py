@@ -26,7 +26,9 @@ def test_a_batch_is_each_text_alone() -> None:
     texts = [*TEXTS, "", "<|im_end|>"]
     flat, offsets = tokenizer.encode_batch(texts)
     assert (flat.dtype, offsets.dtype) == (np.int32, np.int64)
-    assert [flat[begin:end].tolist() for begin, end in itertools.pairwise(offsets)] == [tokenizer.encode(text) for text in texts]
+    assert [flat[begin:end].tolist() for begin, end in itertools.pairwise(offsets)] == [
+        tokenizer.encode(text) for text in texts
+    ]
 
 
 def test_an_empty_batch() -> None:
@@ -42,19 +44,26 @@ def test_text_stays_text_where_special_tokens_are_pieces_too() -> None:
     files = unigram_files()
     naive = Reference.from_str(files["tokenizer.json"])
     naive.encode_special_tokens = True
-    assert 1 in naive.encode("a</s>b", add_special_tokens=False).ids, "the trap that this test is about is gone"
+    assert 1 in naive.encode("a</s>b", add_special_tokens=False).ids, (
+        "the trap that this test is about is gone"
+    )
     tokenizer = Tokenizer(files)
     for text in ("a</s>b", "</s>", "<pad> x", "<unk>"):
         assert not {0, 1, 2} & set(tokenizer.encode(text))
         assert tokenizer.decode(tokenizer.encode(text)) == text
     for text in ("\U0010ffff</s>", " \U0010ffff</s>", "\U0010ffff<pad> x"):
-        assert not {0, 1} & set(tokenizer.encode(text)), "nor by the name that such a piece gets instead"
+        assert not {0, 1} & set(tokenizer.encode(text)), (
+            "nor by the name that such a piece gets instead"
+        )
     assert tokenizer.encode("abc") == naive.encode("abc", add_special_tokens=False).ids
     assert tokenizer.encode_document("ab") == [*tokenizer.encode("ab"), 1]
     assert tokenizer.special == Special(None, 1, 0)
 
 
-@pytest.mark.parametrize(("config", "adds"), [({}, True), ({"add_bos_token": False}, False), ({"add_bos_token": True}, True)])
+@pytest.mark.parametrize(
+    ("config", "adds"),
+    [({}, True), ({"add_bos_token": False}, False), ({"add_bos_token": True}, True)],
+)
 def test_bos_by_looking_unless_the_configuration_says(config: dict[str, bool], adds: bool) -> None:
     tokenizer = Tokenizer(bpe_files(**config))
     assert tokenizer.adds_bos is adds
@@ -64,7 +73,12 @@ def test_bos_by_looking_unless_the_configuration_says(config: dict[str, bool], a
 def test_no_bos_where_the_reference_puts_none() -> None:
     files = changed(bpe_files(), "tokenizer.json", post_processor=None)
     assert Tokenizer(files).adds_bos is False
-    assert Tokenizer(changed(files, "tokenizer_config.json", bos_token=None, add_bos_token=True)).before == []
+    assert (
+        Tokenizer(
+            changed(files, "tokenizer_config.json", bos_token=None, add_bos_token=True)
+        ).before
+        == []
+    )
 
 
 def test_bos_that_only_the_reference_knows() -> None:
@@ -81,7 +95,9 @@ def test_the_file_may_not_cut_or_pad() -> None:
     reference = Reference.from_str(files["tokenizer.json"])
     reference.enable_truncation(4)
     reference.enable_padding(length=8)
-    assert Tokenizer({**files, "tokenizer.json": reference.to_str()}).encode(TEXTS[0]) == Tokenizer(files).encode(TEXTS[0])
+    assert Tokenizer({**files, "tokenizer.json": reference.to_str()}).encode(TEXTS[0]) == Tokenizer(
+        files
+    ).encode(TEXTS[0])
 
 
 def test_identity_is_of_what_decides_not_of_bytes() -> None:
@@ -89,10 +105,19 @@ def test_identity_is_of_what_decides_not_of_bytes() -> None:
     same = {**files, "tokenizer.json": json.dumps(json.loads(files["tokenizer.json"]), indent=4)}
     identity = Tokenizer(files).identity()
     assert Tokenizer(same).identity() == identity
-    assert Tokenizer(changed(files, "tokenizer_config.json", model_max_length=5)).identity() == identity
+    assert (
+        Tokenizer(changed(files, "tokenizer_config.json", model_max_length=5)).identity()
+        == identity
+    )
     assert Tokenizer({**files, "chat_template.jinja": CHATML}).identity() != identity
-    assert Tokenizer(changed(files, "tokenizer_config.json", eos_token="<|im_end|>")).identity() != identity
-    assert Tokenizer(changed(files, "tokenizer_config.json", add_bos_token=False)).identity() != identity
+    assert (
+        Tokenizer(changed(files, "tokenizer_config.json", eos_token="<|im_end|>")).identity()
+        != identity
+    )
+    assert (
+        Tokenizer(changed(files, "tokenizer_config.json", add_bos_token=False)).identity()
+        != identity
+    )
     model = json.loads(files["tokenizer.json"])["model"]
     model["merges"] = model["merges"][:-1]
     assert Tokenizer(changed(files, "tokenizer.json", model=model)).identity() != identity
@@ -100,21 +125,31 @@ def test_identity_is_of_what_decides_not_of_bytes() -> None:
 
 def test_template_identity() -> None:
     assert Tokenizer(bpe_files()).template_identity is None
-    assert Tokenizer(bpe_files(CHATML)).template_identity != Tokenizer(bpe_files(CHATML + " ")).template_identity
+    assert (
+        Tokenizer(bpe_files(CHATML)).template_identity
+        != Tokenizer(bpe_files(CHATML + " ")).template_identity
+    )
 
 
 def test_saved_is_the_same(tmp_path: Path) -> None:
     tokenizer = Tokenizer(bpe_files(CHATML))
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
-    assert (again.identity(), again.template, again.files) == (tokenizer.identity(), CHATML, tokenizer.files)
+    assert (again.identity(), again.template, again.files) == (
+        tokenizer.identity(),
+        CHATML,
+        tokenizer.files,
+    )
 
 
 def test_decode_shows_or_hides_special_tokens() -> None:
     tokenizer = Tokenizer(bpe_files())
     ids = tokenizer.encode_document("copper")
     assert tokenizer.decode(ids) == "copper"
-    assert tokenizer.decode(np.array(ids), skip_special=False) == "<|begin_of_text|>copper<|end_of_text|>"
+    assert (
+        tokenizer.decode(np.array(ids), skip_special=False)
+        == "<|begin_of_text|>copper<|end_of_text|>"
+    )
     assert tokenizer.token(1) == "<|end_of_text|>"
     assert tokenizer.token(10_000) is None
 
@@ -124,15 +159,22 @@ def test_threads_share_one() -> None:
     chat = [{"role": "user", "content": "hello"}]
     expected = (tokenizer.encode("<|im_end|>"), tokenizer.encode_chat(chat))
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: (tokenizer.encode("<|im_end|>"), tokenizer.encode_chat(chat)), range(200)))
+        found = list(
+            pool.map(
+                lambda _: (tokenizer.encode("<|im_end|>"), tokenizer.encode_chat(chat)), range(200)
+            )
+        )
     assert all(pair == expected for pair in found)
 
 
-@pytest.mark.parametrize(("name", "text", "message"), [
-    ("tokenizer.json", "{", "tokenizer.json cannot be read"),
-    ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
-    ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),
+    ],
+)
 def test_broken_files(name: str, text: str, message: str) -> None:
     with pytest.raises(WrongInput, match=message):
         Tokenizer({**bpe_files(), name: text}, "folder")

@@ -12,6 +12,17 @@ from tests.house.source import PROJECT
 
 
 def shipped(file: str, root: Path, few: Mapping[str, Any], **knobs: Any) -> Recipe:
-    """A recipe of the project, its runs in `root/runs`, with the knobs `few` and then a few more changed, `__` for dots."""
-    values = {**few, "output": str(root / "runs"), **{key.replace("__", "."): value for key, value in knobs.items()}}
-    return load_recipe([PROJECT / "recipes" / file], [f"{key}={value}" for key, value in values.items()], environ={}, dotenv=None)
+    """A recipe of the project, its runs in `root/runs`, with the knobs `few` and then a few more
+    changed, `__` for dots.
+    """
+    values = {
+        **few,
+        "output": str(root / "runs"),
+        **{key.replace("__", "."): value for key, value in knobs.items()},
+    }
+    return load_recipe(
+        [PROJECT / "recipes" / file],
+        [f"{key}={value}" for key, value in values.items()],
+        environ={},
+        dotenv=None,
+    )

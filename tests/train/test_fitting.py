@@ -1,4 +1,6 @@
-"""`train.micro_batch: auto`: the search by itself with made-up memory, and on a real trainee; what it chooses changes no number of training."""
+"""`train.micro_batch: auto`: the search by itself with made-up memory, and on a real trainee; what
+it chooses changes no number of training.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from ingot.base.environment import Ranks, ranks
 from ingot.base.errors import Failed, WrongInput
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train import fitting, trial
-from ingot.train.fitting import Tried, fitting_micro_batch, micro_batches, search, with_fitting_micro_batch
+from ingot.train.fitting import (
+    Tried,
+    fitting_micro_batch,
+    micro_batches,
+    search,
+    with_fitting_micro_batch,
+)
 from ingot.train.run import train
 from tests import tolerances
 from tests.ranks import run_ranks
@@ -25,7 +33,9 @@ ALONE = Mesh(Ranks(), torch.device("cpu"))
 
 
 class Device:
-    """Memory of 100: so much is taken by the weights, so much by each row. Slower above `best` rows at once."""
+    """Memory of 100: so much is taken by the weights, so much by each row. Slower above `best` rows
+    at once.
+    """
 
     def __init__(self, weights: float, row: float, best: int = 1 << 20) -> None:
         self.weights, self.row, self.best = weights, row, best
@@ -43,12 +53,19 @@ def test_the_largest_that_leaves_a_margin_is_chosen_and_none_beyond_is_tried() -
     found = search([1, 2, 4, 8, 16, 32], device, 0.9, largest=True)
     assert found.micro_batch == 8
     assert device.asked == [1, 2, 4, 8]
-    assert found.why == "the largest that fits, with 60% of the memory; 16 would take about 100% of the memory, and 90% may be taken"
+    assert (
+        found.why
+        == "the largest that fits, with 60% of the memory; 16 would take about 100% of the memory,"
+        " and 90% may be taken"
+    )
 
 
 def test_all_rows_of_a_rank_are_the_end() -> None:
     found = search([1, 2, 4], Device(weights=20, row=5), 0.9, largest=True)
-    assert (found.micro_batch, found.why) == (4, "the largest that fits, with 40% of the memory; these are all rows of a rank (4)")
+    assert (found.micro_batch, found.why) == (
+        4,
+        "the largest that fits, with 40% of the memory; these are all rows of a rank (4)",
+    )
 
 
 def test_running_out_is_no_error_where_a_smaller_one_fits() -> None:
@@ -64,23 +81,38 @@ def test_the_smallest_may_take_more_than_the_margin_but_not_run_out() -> None:
         search([1, 2], Device(weights=95, row=10), 0.9, largest=True)
 
 
-def test_the_fastest_is_chosen_on_a_cpu_the_smallest_of_equals_and_slower_ones_are_not_pursued() -> None:
+def test_the_fastest_is_chosen_on_a_cpu_the_smallest_of_equals_and_slower_ones_are_not_pursued() -> (
+    None
+):
     device = Device(weights=1, row=1, best=4)
     found = search([1, 2, 4, 8, 16, 32], device, 0.7, largest=False)
     assert found.micro_batch == 4
     assert device.asked == [1, 2, 4, 8, 16]
     assert "larger ones were not faster, up to 16" in found.why
-    equal = search([1, 2, 4, 8], lambda size: Tried(size, 0.1, 1.0 + 0.01 * (size == 2)), 0.7, largest=False)
+    equal = search(
+        [1, 2, 4, 8], lambda size: Tried(size, 0.1, 1.0 + 0.01 * (size == 2)), 0.7, largest=False
+    )
     assert equal.micro_batch == 1
 
 
-@pytest.mark.parametrize(("knobs", "world", "sizes"), [
-    ({"train__global_batch": 8}, 1, [1, 2, 4, 8]),
-    ({"train__global_batch": 8}, 2, [1, 2, 4]),
-    ({"train__global_batch": 12}, 1, [1, 2, 4, 6, 12]),  # 8 would take two micro-batches, as 6 does
-    ({"train__global_batch": 10, "parallel__pipeline": 2, "parallel__replicate": 1}, 2, [1, 2, 5, 10]),  # a pipeline wants divisors
-    ({"train__global_batch": 1}, 1, [1]),
-])
+@pytest.mark.parametrize(
+    ("knobs", "world", "sizes"),
+    [
+        ({"train__global_batch": 8}, 1, [1, 2, 4, 8]),
+        ({"train__global_batch": 8}, 2, [1, 2, 4]),
+        (
+            {"train__global_batch": 12},
+            1,
+            [1, 2, 4, 6, 12],
+        ),  # 8 would take two micro-batches, as 6 does
+        (
+            {"train__global_batch": 10, "parallel__pipeline": 2, "parallel__replicate": 1},
+            2,
+            [1, 2, 5, 10],
+        ),  # a pipeline wants divisors
+        ({"train__global_batch": 1}, 1, [1]),
+    ],
+)
 def test_sizes_to_try(knobs: dict[str, Any], world: int, sizes: list[int], tmp_path: Path) -> None:
     assert micro_batches(small_recipe(tmp_path, **knobs), world) == sizes
 
@@ -107,13 +139,18 @@ def searched(root: Path, knobs: Mapping[str, Any] = {}) -> tuple[int, int]:
         fitting._probe = probe
 
 
-def test_it_is_found_on_the_real_trainee_told_and_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_found_on_the_real_trainee_told_and_kept(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = small_recipe(root, train__micro_batch="auto", train__global_batch=8)
     before = torch.get_rng_state()
     size, tried = searched(root)
     assert tried >= 2
     assert torch.equal(before, torch.get_rng_state())
-    assert f"train.micro_batch: auto is {size}: the fastest, or the smallest of equals" in capsys.readouterr().err
+    assert (
+        f"train.micro_batch: auto is {size}: the fastest, or the smallest of equals"
+        in capsys.readouterr().err
+    )
     kept = json.loads((recipe.folder.reports / "micro_batch.json").read_text())
     assert kept["micro_batch"] == size
     assert [one["micro_batch"] for one in kept["tried"]] == [1, 2, 4, 8][:tried]
@@ -122,21 +159,51 @@ def test_it_is_found_on_the_real_trainee_told_and_kept(root: Path, capsys: pytes
     assert with_fitting_micro_batch(recipe, ALONE).train.micro_batch == size
 
 
-def test_it_is_sought_again_only_where_something_that_matters_changed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "_try", lambda recipe, sizes, mesh: sought.append(sizes) or fitting.Found(2, "", []))
+def test_it_is_sought_again_only_where_something_that_matters_changed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fitting,
+        "_try",
+        lambda recipe, sizes, mesh: sought.append(sizes) or fitting.Found(2, "", []),
+    )
     sought: list[Any] = []
-    for knobs, times in (({}, 1), ({}, 1), ({"train__optimizer__lr": 1e-4, "train__steps": 9}, 1), ({"memory__recompute__kind": "full"}, 2), ({}, 3)):
-        assert fitting_micro_batch(small_recipe(root, train__micro_batch="auto", train__global_batch=8, **knobs), ALONE) == 2
+    for knobs, times in (
+        ({}, 1),
+        ({}, 1),
+        ({"train__optimizer__lr": 1e-4, "train__steps": 9}, 1),
+        ({"memory__recompute__kind": "full"}, 2),
+        ({}, 3),
+    ):
+        assert (
+            fitting_micro_batch(
+                small_recipe(root, train__micro_batch="auto", train__global_batch=8, **knobs), ALONE
+            )
+            == 2
+        )
         assert len(sought) == times
     (root / "runs/small/reports/micro_batch.json").write_text("{")
-    assert fitting_micro_batch(small_recipe(root, train__micro_batch="auto", train__global_batch=8), ALONE) == 2
+    assert (
+        fitting_micro_batch(
+            small_recipe(root, train__micro_batch="auto", train__global_batch=8), ALONE
+        )
+        == 2
+    )
     assert len(sought) == 4
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError(),
-], ids=["accelerator", "cpu", "python"])
-def test_running_out_of_memory_in_a_step_ends_the_search(error: Exception, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+    ],
+    ids=["accelerator", "cpu", "python"],
+)
+def test_running_out_of_memory_in_a_step_ends_the_search(
+    error: Exception, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = trial.train_step
 
     def fails(module: Any, objective: Any, batches: Any, *more: Any, **options: Any) -> Any:
@@ -147,7 +214,10 @@ def test_running_out_of_memory_in_a_step_ends_the_search(error: Exception, root:
     monkeypatch.setattr(trial, "train_step", fails)
     monkeypatch.setattr(fitting, "AS_FAST", 0.0)  # the smallest counts as fastest
     assert searched(root) == (1, 3)
-    assert "4 ran out of memory" in json.loads((root / "runs/small/reports/micro_batch.json").read_text())["why"]
+    assert (
+        "4 ran out of memory"
+        in json.loads((root / "runs/small/reports/micro_batch.json").read_text())["why"]
+    )
 
 
 def test_another_error_is_none_of_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +247,9 @@ def test_a_pipeline_is_tried_with_whole_batches_and_divisors(root: Path) -> None
 def searched_with_uneven_room(root: Path) -> tuple[int, int]:
     """Rank 1 has room for little more than it holds already."""
     rank = ranks().rank
-    fitting.room_bytes = lambda device, local_world: (10**12 if rank == 0 else int(1.5 * fitting.peak_bytes(device)))  # type: ignore[assignment]
+    fitting.room_bytes = lambda device, local_world: (
+        10**12 if rank == 0 else int(1.5 * fitting.peak_bytes(device))
+    )  # type: ignore[assignment]
     return searched(root)
 
 
@@ -187,7 +259,9 @@ def test_its_choice_changes_no_result(root: Path) -> None:
     train(fixed)
     expected = losses(fixed)
     with running_mesh() as mesh:
-        auto = with_fitting_micro_batch(small_recipe(root, train__global_batch=8, train__micro_batch="auto"), mesh)
+        auto = with_fitting_micro_batch(
+            small_recipe(root, train__global_batch=8, train__micro_batch="auto"), mesh
+        )
     assert isinstance(auto.train.micro_batch, int)
     train(auto, fresh=True)
     assert losses(auto) == pytest.approx(expected, abs=tolerances.SPLIT_LOSS)
@@ -196,4 +270,3 @@ def test_its_choice_changes_no_result(root: Path) -> None:
 def test_prepared_data_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"holds no prepared data; run `ingot prepare`"):
         fitting_micro_batch(small_recipe(tmp_path, train__micro_batch="auto"), ALONE)
-

@@ -1,4 +1,6 @@
-"""`ingot train` on several processes that share a model: samples, tasks and the objective on held-out rows are those of one process."""
+"""`ingot train` on several processes that share a model: samples, tasks and the objective on
+held-out rows are those of one process.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,26 @@ from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "shard": {"parallel__shard": 2}, "tensor": {"parallel__tensor": 2, "parallel__sequence": False},
+    "shard": {"parallel__shard": 2},
+    "tensor": {"parallel__tensor": 2, "parallel__sequence": False},
     "shard and tensor": {"parallel__shard": 2, "parallel__tensor": 2, "parallel__sequence": False},
 }
 
 
 def recipe_in(root: Path, items: Path, **knobs: Any) -> Recipe:
     return small_recipe(
-        root, train__steps=4, train__evaluate_every=2, train__evaluate_rows=5, train__sample_every=4, evaluate__prompts="[the ingot]",
-        evaluate__sample_tokens=6, evaluate__tasks=f"[{{kind: loss, name: held}}, {{kind: hellaswag, source: {items}}}]",
-        train__evaluate_tasks="[held, hellaswag]", train__optimizer="{kind: sgd, lr: 0.5}", precision__export="fp32", **knobs,
+        root,
+        train__steps=4,
+        train__evaluate_every=2,
+        train__evaluate_rows=5,
+        train__sample_every=4,
+        evaluate__prompts="[the ingot]",
+        evaluate__sample_tokens=6,
+        evaluate__tasks=f"[{{kind: loss, name: held}}, {{kind: hellaswag, source: {items}}}]",
+        train__evaluate_tasks="[held, hellaswag]",
+        train__optimizer="{kind: sgd, lr: 0.5}",
+        precision__export="fp32",
+        **knobs,
     )
 
 
@@ -38,11 +50,20 @@ def train_in(root: str, items: str, knobs: dict[str, Any]) -> None:
 def told(recipe: Recipe) -> list[dict[str, Any]]:
     kept = ("train/loss", "train/grad_norm", "validation/", "samples/")
     lines = read_lines(recipe.folder.metrics)
-    return [{key: value for key, value in line.items() if key.startswith(kept) and key != "validation/seconds"} for line in lines]
+    return [
+        {
+            key: value
+            for key, value in line.items()
+            if key.startswith(kept) and key != "validation/seconds"
+        }
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_seen_while_training_is_that_of_one_process(name: str, prepared_root: Path, tmp_path: Path) -> None:
+def test_what_is_seen_while_training_is_that_of_one_process(
+    name: str, prepared_root: Path, tmp_path: Path
+) -> None:
     items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(4))
     one, other = (copy_of(prepared_root, tmp_path / each) for each in ("one", "other"))
     alone, shared = recipe_in(one, items), recipe_in(other, items, **LAYOUTS[name])
@@ -54,6 +75,8 @@ def test_what_is_seen_while_training_is_that_of_one_process(name: str, prepared_
     assert any("samples/0" in line for line in wanted)
     for line, right in zip(found, wanted, strict=True):
         for key, value in right.items():
-            assert line[key] == (value if isinstance(value, str) else pytest.approx(value, rel=tolerances.SPLIT_LOSS)), key
+            assert line[key] == (
+                value if isinstance(value, str) else pytest.approx(value, rel=tolerances.SPLIT_LOSS)
+            ), key
     weights = [load_file(recipe.folder.model / "model.safetensors") for recipe in (shared, alone)]
     assert distance(*weights) < tolerances.SPLIT_WEIGHTS

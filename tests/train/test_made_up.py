@@ -1,4 +1,6 @@
-"""Made-up rows stand for prepared ones: the same shapes, ids that the model has, documents kept apart; and each way of training steps on them."""
+"""Made-up rows stand for prepared ones: the same shapes, ids that the model has, documents kept
+apart; and each way of training steps on them.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,20 @@ from tests.ranks import run_ranks
 from tests.small import TINY_MODEL, small_recipe
 
 ALONE = Mesh(Ranks(), torch.device("cpu"))
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
-BERT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+}
+BERT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 WAYS: dict[str, dict[str, Any]] = {
     "texts": {},
     "padded texts": {"data__pack": "none"},
@@ -36,12 +50,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "chats": {"objective__kind": "sft"},
     "preferences": {"objective__kind": "dpo"},
     "pairs": {"objective__kind": "seq2seq", "model__source": "preset:t5-mini", "model__config": T5},
-    "labelled": {"objective__kind": "classify", "objective__labels": "[bad, fair, good]", "model__source": "preset:bert-mini", "model__config": BERT},
+    "labelled": {
+        "objective__kind": "classify",
+        "objective__labels": "[bad, fair, good]",
+        "model__source": "preset:bert-mini",
+        "model__config": BERT,
+    },
 }
 
 
 def batches(rows: Rows | Samples, micro_batch: int = 3, total: int = 8) -> list[Any]:
-    with contextlib.closing(Loader(rows, Order(rows.sizes, 0, rows.weights), BatchPlan(total, micro_batch, 1), 0)) as loader:
+    with contextlib.closing(
+        Loader(rows, Order(rows.sizes, 0, rows.weights), BatchPlan(total, micro_batch, 1), 0)
+    ) as loader:
         return loader.step(5)
 
 
@@ -74,7 +95,10 @@ def test_samples_have_the_shapes_of_their_kind(way: str, tmp_path: Path) -> None
     first, *_, last = batches(made_up_rows(recipe, 50))
     sides = 2 if way == "preferences" else 1
     assert first.tokens.shape == first.segments.shape == (3 * sides, 32)
-    assert tuple(first.labels.shape) == {"preferences": (6, 32), "pairs": (3, 16), "labelled": (3,)}[way]
+    assert (
+        tuple(first.labels.shape)
+        == {"preferences": (6, 32), "pairs": (3, 16), "labelled": (3,)}[way]
+    )
     targets = first.labels[first.labels != -100]
     assert 0 <= int(targets.min()) <= int(targets.max()) < (3 if way == "labelled" else 50)
     assert (last.labels[-sides:] == -100).all()
@@ -89,7 +113,12 @@ def test_each_way_of_training_steps_without_data(way: str, tmp_path: Path) -> No
         plan = made_up_plan(recipe, mesh)
         with trying(plan, mesh) as trial, trial.dealing(plan.batch) as take:
             outcomes = [take(step) for step in range(2)]
-    assert all(math.isfinite(float(outcome.loss)) and float(outcome.loss) > 0 and not float(outcome.skipped) for outcome in outcomes)
+    assert all(
+        math.isfinite(float(outcome.loss))
+        and float(outcome.loss) > 0
+        and not float(outcome.skipped)
+        for outcome in outcomes
+    )
     assert torch.equal(before, torch.get_rng_state())
     assert not list(tmp_path.iterdir())
 
@@ -102,9 +131,14 @@ def first_losses(root: Path, knobs: dict[str, Any]) -> list[float]:
             return [float(take(step).loss) for step in range(2)]
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel__shard": 2}, {"parallel__tensor": 2}, {"parallel__pipeline": 2}],
-                         ids=["replicate", "shard", "tensor", "pipeline"])
-def test_a_trial_on_two_ranks_takes_the_steps_of_one(layout: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"parallel__shard": 2}, {"parallel__tensor": 2}, {"parallel__pipeline": 2}],
+    ids=["replicate", "shard", "tensor", "pipeline"],
+)
+def test_a_trial_on_two_ranks_takes_the_steps_of_one(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
     alone = first_losses(tmp_path, {})
     for losses in run_ranks(2, first_losses, tmp_path, layout):
         assert losses == pytest.approx(alone, abs=tolerances.SPLIT_LOSS)
@@ -112,7 +146,12 @@ def test_a_trial_on_two_ranks_takes_the_steps_of_one(layout: dict[str, Any], tmp
 
 def test_the_vocabulary_is_that_which_will_be(tmp_path: Path) -> None:
     """A tokenizer that will be trained, one that was prepared, and a model of its own."""
-    assert made_up_plan(small_recipe(tmp_path, tokenizer__vocab_size=777), ALONE).drawing.config.vocab_size == 777
+    assert (
+        made_up_plan(
+            small_recipe(tmp_path, tokenizer__vocab_size=777), ALONE
+        ).drawing.config.vocab_size
+        == 777
+    )
 
 
 def test_a_prepared_run_keeps_its_tokenizer(root: Path) -> None:
@@ -127,4 +166,11 @@ def test_a_prepared_run_keeps_its_tokenizer(root: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"data.seq_len 4096 exceeds the model's"):
-        made_up_plan(small_recipe(tmp_path, data__seq_len=4096, model__config={**TINY_MODEL, "max_position_embeddings": 64}), ALONE)
+        made_up_plan(
+            small_recipe(
+                tmp_path,
+                data__seq_len=4096,
+                model__config={**TINY_MODEL, "max_position_embeddings": 64},
+            ),
+            ALONE,
+        )

@@ -1,4 +1,6 @@
-"""A training whose checkpoints also go to a bucket: it goes on there on another machine, alone, and the bucket's faults are told."""
+"""A training whose checkpoints also go to a bucket: it goes on there on another machine, alone, and
+the bucket's faults are told.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_checkpoints_go_there_too_and_are_kept_alike(server: gcs.Server, root: P
     assert "runs/small/lease" not in server.objects, "given back"
 
 
-def test_another_machine_goes_on_from_there(server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_goes_on_from_there(
+    server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = small_recipe(copy_of(root, tmp_path / "whole"), **{**KNOBS, "checkpoint__upload": None})
     train(whole)
     here = small_recipe(root, **KNOBS)
@@ -58,7 +62,14 @@ def test_another_machine_goes_on_from_there(server: gcs.Server, root: Path, tmp_
     there = small_recipe(copy_of(root, tmp_path / "there"), **KNOBS)
     shutil.rmtree(there.folder.checkpoints)
     train(there)
-    assert next(event["step"] for event in read_lines(there.folder.events) if event["kind"] == "start" and event["cause"] == "resumed") == 4
+    assert (
+        next(
+            event["step"]
+            for event in read_lines(there.folder.events)
+            if event["kind"] == "start" and event["cause"] == "resumed"
+        )
+        == 4
+    )
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(there).items())
 
@@ -67,13 +78,21 @@ def test_a_new_training_is_not_mixed_with_an_old_one(server: gcs.Server, root: P
     recipe = small_recipe(root, **KNOBS)
     train(recipe)
     before = metrics(recipe)
-    with pytest.raises(WrongInput, match=r"gs://bucket/runs/small.* holds checkpoints of an earlier training, up to step 8.*another folder"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"gs://bucket/runs/small.* holds checkpoints of an earlier training, up to step"
+            r" 8.*another folder"
+        ),
+    ):
         train(small_recipe(root, **KNOBS, train__optimizer__lr=0.02))
     with pytest.raises(WrongInput, match=r"holds checkpoints of an earlier training"):
         train(recipe, fresh=True)
     assert (steps(recipe), metrics(recipe)) == ([8, 6], before)
     assert not (recipe.folder.root / "earlier").exists()
-    other = small_recipe(root, **{**KNOBS, "checkpoint__upload": "gs://bucket/runs/other"}, train__optimizer__lr=0.02)
+    other = small_recipe(
+        root, **{**KNOBS, "checkpoint__upload": "gs://bucket/runs/other"}, train__optimizer__lr=0.02
+    )
     train(other)
     assert (list(BucketMirror("gs://bucket/runs/other").steps()), steps(other)) == ([8, 6], [8, 6])
     train(recipe)  # brought back, and its checkpoints lie in the bucket
@@ -81,18 +100,31 @@ def test_a_new_training_is_not_mixed_with_an_old_one(server: gcs.Server, root: P
 
 
 def test_two_runs_on_one_place(server: gcs.Server, root: Path, tmp_path: Path) -> None:
-    with BucketMirror(PLACE).lease("run first"), pytest.raises(Failed, match=r"is in use by run first"):
+    with (
+        BucketMirror(PLACE).lease("run first"),
+        pytest.raises(Failed, match=r"is in use by run first"),
+    ):
         train(small_recipe(root, **KNOBS))
     train(small_recipe(root, **KNOBS))
 
 
-def test_a_bucket_that_stays_away_ends_training_and_it_goes_on(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_stays_away_ends_training_and_it_goes_on(
+    server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ingot.base.bucket.PATIENCE_S", 1.0)
     recipe = small_recipe(root, **KNOBS)
     with monkeypatch.context() as patch:
         # From the first step on.
-        patch.setattr("ingot.train.run._announce", lambda *arguments, **knobs: server.fault("insert", 10**6, code=503))
-        with pytest.raises(Failed, match=r"could not write gs://bucket/runs/small/step-00000002/.*run the same command again"):
+        patch.setattr(
+            "ingot.train.run._announce",
+            lambda *arguments, **knobs: server.fault("insert", 10**6, code=503),
+        )
+        with pytest.raises(
+            Failed,
+            match=(
+                r"could not write gs://bucket/runs/small/step-00000002/.*run the same command again"
+            ),
+        ):
             train(recipe)
     server.faults.clear()
     train(recipe)
@@ -110,12 +142,20 @@ def test_two_ranks_send_a_share_each(server: gcs.Server, root: Path) -> None:
     one, other = run_ranks(2, train_shared, root, server.address)
     assert one == other
     names = [name for name in server.objects if name.startswith("runs/small/step-00000008/")]
-    assert {name.rpartition("/")[2] for name in names} >= {"__0_0.distcp", "__1_0.distcp", "COMMIT.json", ".metadata"}
+    assert {name.rpartition("/")[2] for name in names} >= {
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "COMMIT.json",
+        ".metadata",
+    }
 
 
-def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should this machine go, another one goes on from the checkpoint, and has the metrics of all steps up to it. Another job of the run may send
-    something in the same moment."""
+def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(
+    server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should this machine go, another one goes on from the checkpoint, and has the metrics of all
+    steps up to it. Another job of the run may send something in the same moment.
+    """
     tries = count()
 
     def contended(*arguments: Any, **knobs: Any) -> None:
@@ -134,7 +174,12 @@ def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(server
             index = json.loads(server.objects["ingot/runs/small/REPLICA.json"].data)
             keys = {entry["path"]: entry["key"] for entry in index["files"]}
             lines = server.objects[f"ingot/runs/small/{keys['metrics.jsonl']}"].data.splitlines()
-            seen.append((int(name.split("/")[-2].removeprefix("step-")), [json.loads(line)["step"] for line in lines]))
+            seen.append(
+                (
+                    int(name.split("/")[-2].removeprefix("step-")),
+                    [json.loads(line)["step"] for line in lines],
+                )
+            )
             assert "events.jsonl" in keys
             assert not any(path.startswith("data/") for path in keys)
         return write(name, *about)
@@ -145,11 +190,21 @@ def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(server
     assert all(logged[:step] == list(range(1, step + 1)) for step, logged in seen)
 
 
-POISONED: dict[str, Any] = {"train__steps": 10, "checkpoint__every": 2, "train__skip__in_row": 2, "train__skip__then": "roll_back", "checkpoint__upload": PLACE}
+POISONED: dict[str, Any] = {
+    "train__steps": 10,
+    "checkpoint__every": 2,
+    "train__skip__in_row": 2,
+    "train__skip__then": "roll_back",
+    "checkpoint__upload": PLACE,
+}
 
 
-def test_what_was_left_out_is_known_where_only_the_bucket_is_left(server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = small_recipe(copy_of(root, tmp_path / "whole"), **{**POISONED, "checkpoint__upload": None})
+def test_what_was_left_out_is_known_where_only_the_bucket_is_left(
+    server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = small_recipe(
+        copy_of(root, tmp_path / "whole"), **{**POISONED, "checkpoint__upload": None}
+    )
     there = small_recipe(copy_of(root, tmp_path / "there"), **POISONED)
     poison(monkeypatch, range(20, 28))
     train(whole)
@@ -161,18 +216,29 @@ def test_what_was_left_out_is_known_where_only_the_bucket_is_left(server: gcs.Se
     train(there)
     assert events(there, "roll_back") == []
     assert [event["step"] for event in events(there, "start")] == [8]
-    assert (there.folder.root / "left_out.json").read_bytes() == (here.folder.root / "left_out.json").read_bytes()
+    assert (there.folder.root / "left_out.json").read_bytes() == (
+        here.folder.root / "left_out.json"
+    ).read_bytes()
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(there).items())
 
 
 def train_noting(place: Path, address: str | None) -> tuple[list[Any], dict[str, bytes]]:
-    """The rows that this rank trains on, by step, and what rank 0 comes to. With a bucket's address each rank is a node with a disk of its own."""
+    """The rows that this rank trains on, by step, and what rank 0 comes to. With a bucket's address
+    each rank is a node with a disk of its own.
+    """
     rank, knobs = int(os.environ["RANK"]), dict(POISONED)
     if address is None:
         knobs["checkpoint__upload"] = None
     else:
-        os.environ.update({gcs.EMULATOR: address, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
+        os.environ.update(
+            {
+                gcs.EMULATOR: address,
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "GROUP_RANK": str(rank),
+            }
+        )
         place /= str(rank)
     os.chdir(place)
     trained = list[Any]()
@@ -190,7 +256,9 @@ def train_noting(place: Path, address: str | None) -> tuple[list[Any], dict[str,
     return trained, last_state(recipe) if rank == 0 else {}
 
 
-def test_nodes_with_a_disk_each_go_back_together(server: gcs.Server, root: Path, tmp_path: Path) -> None:
+def test_nodes_with_a_disk_each_go_back_together(
+    server: gcs.Server, root: Path, tmp_path: Path
+) -> None:
     for name in ("shared", "0", "1"):
         copy_of(root, tmp_path / name)
     apart = run_ranks(2, train_noting, tmp_path, server.address)

@@ -1,4 +1,6 @@
-"""Starting from another run's checkpoint, at another step, with a fresh optimizer; keeping and exporting the best; samples while training."""
+"""Starting from another run's checkpoint, at another step, with a fresh optimizer; keeping and
+exporting the best; samples while training.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,20 @@ def two(prepared_root: Path, tmp_path: Path) -> tuple[Path, Path]:
 CONSTANT = {"train__schedule": "{kind: constant, warmup: 0}", "precision__export": "fp32"}
 
 
-def test_from_another_runs_checkpoint_with_optimizer_and_step_is_as_if_never_interrupted(two: tuple[Path, Path]) -> None:
+def test_from_another_runs_checkpoint_with_optimizer_and_step_is_as_if_never_interrupted(
+    two: tuple[Path, Path],
+) -> None:
     first, second = two
-    whole = small_recipe(first, name="small", train__steps=8, checkpoint__every=4, checkpoint__keep=2, **CONSTANT)
+    whole = small_recipe(
+        first, name="small", train__steps=8, checkpoint__every=4, checkpoint__keep=2, **CONSTANT
+    )
     train(whole)
-    onward = small_recipe(second, train__steps=8, train__start_from=str(first / "runs" / "small" / "checkpoints" / "step-00000004"), **CONSTANT)
+    onward = small_recipe(
+        second,
+        train__steps=8,
+        train__start_from=str(first / "runs" / "small" / "checkpoints" / "step-00000004"),
+        **CONSTANT,
+    )
     train(onward)
     assert logged(onward) == logged(whole)[4:]
     assert same(onward, whole)
@@ -54,11 +65,29 @@ def test_from_another_runs_checkpoint_with_optimizer_and_step_is_as_if_never_int
 def test_a_reset_optimizer_takes_the_weights_alone(two: tuple[Path, Path]) -> None:
     first, second = two
     train(small_recipe(first, train__steps=4, **CONSTANT))
-    fresh = small_recipe(second, train__steps=4, train__start_from=str(first / "runs" / "small"), train__reset_optimizer=True, **CONSTANT)
+    fresh = small_recipe(
+        second,
+        train__steps=4,
+        train__start_from=str(first / "runs" / "small"),
+        train__reset_optimizer=True,
+        **CONSTANT,
+    )
     train(fresh)
-    assert [line["step"] for line in read_lines(fresh.folder.metrics) if "train/loss" in line] == [1, 2, 3, 4], "the schedule begins anew"
-    assert logged(fresh)[0] < logged(small_recipe(first))[0], "the weights are those of the other run"
-    kept = small_recipe(copy_of(second, second.parent / "three"), train__steps=8, train__start_from=str(first / "runs" / "small"), **CONSTANT)
+    assert [line["step"] for line in read_lines(fresh.folder.metrics) if "train/loss" in line] == [
+        1,
+        2,
+        3,
+        4,
+    ], "the schedule begins anew"
+    assert logged(fresh)[0] < logged(small_recipe(first))[0], (
+        "the weights are those of the other run"
+    )
+    kept = small_recipe(
+        copy_of(second, second.parent / "three"),
+        train__steps=8,
+        train__start_from=str(first / "runs" / "small"),
+        **CONSTANT,
+    )
     train(kept)
     assert not same(fresh, kept)
 
@@ -68,7 +97,10 @@ def test_a_start_step_moves_schedule_and_data(two: tuple[Path, Path]) -> None:
     train(small_recipe(first, train__steps=6))
     late = small_recipe(second, train__steps=6, train__start_step=4)
     train(late)
-    assert [line["step"] for line in read_lines(late.folder.metrics) if "train/loss" in line] == [5, 6]
+    assert [line["step"] for line in read_lines(late.folder.metrics) if "train/loss" in line] == [
+        5,
+        6,
+    ]
     assert logged(late, "train/lr") == logged(small_recipe(first), "train/lr")[4:]
     with pytest.raises(WrongInput, match=r"begin at step 6 of 6.*train\.start_step"):
         train(small_recipe(second, train__steps=6, train__start_step=6), fresh=True)
@@ -79,16 +111,32 @@ def test_what_cannot_be_started_from_is_refused(two: tuple[Path, Path]) -> None:
     with pytest.raises(WrongInput, match="holds no checkpoint; give a run folder"):
         train(small_recipe(second, train__start_from=str(first / "runs" / "small")))
     train(small_recipe(first, train__steps=2))
-    wider = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    other = small_recipe(second, train__start_from=str(first / "runs" / "small"), model__config=wider)
+    wider = {
+        "hidden_size": 48,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    other = small_recipe(
+        second, train__start_from=str(first / "runs" / "small"), model__config=wider
+    )
     with pytest.raises(Failed, match=r"does not fit this model: .* is wanted"):
         train(other)
 
 
-def test_the_best_checkpoint_is_kept_and_exported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_kept_and_exported(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     curve = iter([3.0, 2.0, 2.5, 2.6, 2.7])
     monkeypatch.setattr("ingot.train.measure.held_out_objective", lambda *_: {"loss": next(curve)})
-    knobs: dict[str, Any] = {"train__steps": 10, "train__evaluate_every": 2, "checkpoint__best": "loss", "checkpoint__keep": 1, "checkpoint__every": 3}
+    knobs: dict[str, Any] = {
+        "train__steps": 10,
+        "train__evaluate_every": 2,
+        "checkpoint__best": "loss",
+        "checkpoint__keep": 1,
+        "checkpoint__every": 3,
+    }
     best = small_recipe(root, **knobs, precision__export="fp32")
     outcome = train(best)
     assert "the best at step 4 exported" in outcome.result
@@ -97,26 +145,45 @@ def test_the_best_checkpoint_is_kept_and_exported(root: Path, monkeypatch: pytes
     exported = weights(best)
     monkeypatch.undo()
     train(small_recipe(root, **{**knobs, "checkpoint__best": None}, precision__export="fp32"))
-    assert not all(torch.equal(value, exported[name]) for name, value in weights(best).items()), "without it the last one is exported"
+    assert not all(torch.equal(value, exported[name]) for name, value in weights(best).items()), (
+        "without it the last one is exported"
+    )
 
 
 def test_samples_are_logged_while_training(root: Path) -> None:
-    recipe = small_recipe(root, train__sample_every=3, evaluate__prompts=["ingot melts"], evaluate__sample_tokens=4)
+    recipe = small_recipe(
+        root, train__sample_every=3, evaluate__prompts=["ingot melts"], evaluate__sample_tokens=4
+    )
     train(recipe)
-    samples = [line["samples/0"] for line in read_lines(recipe.folder.metrics) if "samples/0" in line]
+    samples = [
+        line["samples/0"] for line in read_lines(recipe.folder.metrics) if "samples/0" in line
+    ]
     assert len(samples) == 2
     assert all(sample.startswith("ingot melts -> ") for sample in samples)
 
 
 def test_tasks_are_measured_while_training_and_can_stop_it(root: Path) -> None:
     stop = "{metric: loss/perplexity, patience: 1, min_delta: 1e9}"
-    recipe = small_recipe(root, train__steps=12, train__evaluate_every=2, train__evaluate_tasks=["loss"], train__early_stop=stop)
+    recipe = small_recipe(
+        root,
+        train__steps=12,
+        train__evaluate_every=2,
+        train__evaluate_tasks=["loss"],
+        train__early_stop=stop,
+    )
     train(recipe)
-    assert len(logged(recipe, "validation/loss/perplexity")) == 2, "the second evaluation is no better by a billion"
+    assert len(logged(recipe, "validation/loss/perplexity")) == 2, (
+        "the second evaluation is no better by a billion"
+    )
 
 
-@pytest.mark.parametrize(("direction", "values", "best"), [("lower", [3, 1, 2], 1), ("higher", [3, 1, 4], 2), ("lower", [float("nan"), 5, 5], 1)])
-def test_the_tracker_knows_which_way_is_better(direction: Any, values: list[float], best: int) -> None:
+@pytest.mark.parametrize(
+    ("direction", "values", "best"),
+    [("lower", [3, 1, 2], 1), ("higher", [3, 1, 4], 2), ("lower", [float("nan"), 5, 5], 1)],
+)
+def test_the_tracker_knows_which_way_is_better(
+    direction: Any, values: list[float], best: int
+) -> None:
     tracker = Tracker("x")
     for step, value in enumerate(values):
         tracker.see(step, {"x": Measured(value, direction)})

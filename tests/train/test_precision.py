@@ -1,4 +1,6 @@
-"""Number formats of weights and of sums over ranks: what is rounded, and that nothing is lost by it."""
+"""Number formats of weights and of sums over ranks: what is rounded, and that nothing is lost by
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from tests.train.test_step import distance, global_batch
 
 HERE = Mesh(Ranks(), torch.device("cpu"))
 KNOBS: dict[str, AdamW | SGD] = {
-    "adamw": AdamW(lr=1e-3), "sgd": SGD(kind="sgd", lr=1e-3, weight_decay=0.1), "momentum": SGD(kind="sgd", lr=1e-3, momentum=0.9),
+    "adamw": AdamW(lr=1e-3),
+    "sgd": SGD(kind="sgd", lr=1e-3, weight_decay=0.1),
+    "momentum": SGD(kind="sgd", lr=1e-3, momentum=0.9),
 }
 
 
@@ -56,7 +60,9 @@ def made(knobs: AdamW | SGD, seed: int = 0) -> tuple[Two, Masters, optim.Optimiz
     return model, masters, make_optimizer(knobs, masters, seed)
 
 
-def take_steps(masters: Masters, optimizer: optim.Optimizer, first: int, count: int, skipped: float = 0.0) -> None:
+def take_steps(
+    masters: Masters, optimizer: optim.Optimizer, first: int, count: int, skipped: float = 0.0
+) -> None:
     for step in range(first, first + count):
         generator = torch.Generator().manual_seed(step + 1)
         for master in masters:
@@ -71,18 +77,23 @@ def take_steps(masters: Masters, optimizer: optim.Optimizer, first: int, count: 
 def test_rounding_is_right_in_the_mean() -> None:
     values = torch.tensor([1.0, 1.001, -1.003, 3.14159, 1e-30, -2.7e20, 1 + 2.0**-16, 65504.0])
     step = torch.tensor(1.0)
-    many = round_to_bf16(values.repeat(2**16, 1), Noise(7).bits(step, slice(0, 2**16), len(values))).double()
+    many = round_to_bf16(
+        values.repeat(2**16, 1), Noise(7).bits(step, slice(0, 2**16), len(values))
+    ).double()
     down = (values.view(torch.int32) & ~0xFFFF).view(torch.float32).double()
     up = ((values.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32).double()
     assert ((many == down) | (many == up)).all(), "always one of the two neighbours"
-    # The standard error of a mean of n numbers that are one of two is at most half their distance by the root of n.
+    # The standard error of a mean of n numbers that are one of two is at most half their distance
+    # by the root of n.
     assert ((many.mean(dim=0) - values.double()).abs() < 5 * (up - down).abs() / 2 / 2**8).all()
 
 
 def test_what_bf16_holds_stays_as_it_is() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf, 2.0**-133])
     for noise in (0, 2**16 - 1):
-        assert torch.equal(round_to_bf16(exact.clone(), torch.full((7,), noise, dtype=torch.int32)).float(), exact)
+        assert torch.equal(
+            round_to_bf16(exact.clone(), torch.full((7,), noise, dtype=torch.int32)).float(), exact
+        )
 
 
 def test_the_random_bits_are_even_and_hang_on_everything() -> None:
@@ -93,13 +104,17 @@ def test_the_random_bits_are_even_and_hang_on_everything() -> None:
     for bit in range(16):
         assert ((bits >> bit) & 1).double().mean() == pytest.approx(0.5, abs=5 * 0.5 / 512)
     others = {
-        "step": Noise(5).bits(step + 1, rows, 512), "parameter": Noise(6).bits(step, rows, 512),
-        "row": Noise(5, 1).bits(step, rows, 512), "column": Noise(5, 0, 1).bits(step, rows, 512),
+        "step": Noise(5).bits(step + 1, rows, 512),
+        "parameter": Noise(6).bits(step, rows, 512),
+        "row": Noise(5, 1).bits(step, rows, 512),
+        "column": Noise(5, 0, 1).bits(step, rows, 512),
     }
     centred = bits.double() - bits.double().mean()
     for name, other in others.items():
         assert (other == bits).double().mean() < 0.001, name
-        assert (centred * (other.double() - other.double().mean())).mean() / centred.square().mean() == pytest.approx(0, abs=5 / 512), name
+        assert (
+            centred * (other.double() - other.double().mean())
+        ).mean() / centred.square().mean() == pytest.approx(0, abs=5 / 512), name
 
 
 def test_a_part_has_the_bits_of_the_whole() -> None:
@@ -127,7 +142,12 @@ def test_the_formulas_are_those_of_torch(kind: str, monkeypatch: pytest.MonkeyPa
     for master, twin in zip(masters, other, strict=True):
         for key, value in reference.state[twin.tensor].items():
             if isinstance(value, Tensor):
-                assert torch.allclose(optimizer.state[master.tensor][key], value, rtol=tolerances.SPLIT_WEIGHTS, atol=1e-12), key
+                assert torch.allclose(
+                    optimizer.state[master.tensor][key],
+                    value,
+                    rtol=tolerances.SPLIT_WEIGHTS,
+                    atol=1e-12,
+                ), key
 
 
 def test_small_updates_add_up_where_plain_bf16_loses_them() -> None:
@@ -156,8 +176,17 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
     weights = [parameter.clone() for parameter in model.parameters()]
     state = [value.clone() for values in optimizer.state.values() for value in values.values()]
     take_steps(masters, optimizer, 2, 1, skipped=1.0)
-    assert all(torch.equal(now, before) for now, before in zip(model.parameters(), weights, strict=True))
-    assert all(torch.equal(now, before) for now, before in zip((value for values in optimizer.state.values() for value in values.values()), state, strict=True))
+    assert all(
+        torch.equal(now, before) for now, before in zip(model.parameters(), weights, strict=True)
+    )
+    assert all(
+        torch.equal(now, before)
+        for now, before in zip(
+            (value for values in optimizer.state.values() for value in values.values()),
+            state,
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", KNOBS)
@@ -170,10 +199,17 @@ def test_a_resumed_run_rounds_the_same(kind: str, tmp_path: Path) -> None:
     found = newest_valid(tmp_path)
     assert found is not None
     load_checkpoint(found, its_masters, its_optimizer, HERE)
-    assert all(value.dtype == torch.float32 for values in its_optimizer.state.values() for value in values.values())
+    assert all(
+        value.dtype == torch.float32
+        for values in its_optimizer.state.values()
+        for value in values.values()
+    )
     set_learning_rate(its_optimizer, KNOBS[kind].lr)
     take_steps(its_masters, its_optimizer, 3, 3)
-    assert all(torch.equal(one, other) for one, other in zip(resumed.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(resumed.parameters(), model.parameters(), strict=True)
+    )
     other_seed, masters, optimizer = made(KNOBS[kind], seed=1)
     take_steps(masters, optimizer, 0, 6)
     assert not torch.equal(other_seed.matrix, model.matrix)
@@ -193,14 +229,20 @@ def test_gradients_of_bf16_weights_add_up_in_float32() -> None:
 
 
 @pytest.mark.parametrize("adam", [True, False])
-def test_a_model_learns_without_float32_weights(adam: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_learns_without_float32_weights(
+    adam: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wrapped_run, "global_batch", lambda step: global_batch(0))
-    case = Case(model={**MODEL, "num_hidden_layers": 2}, adam=adam, compute="bf16", steps=10, micro_batch=8)
+    case = Case(
+        model={**MODEL, "num_hidden_layers": 2}, adam=adam, compute="bf16", steps=10, micro_batch=8
+    )
     plain, rounded = run_case(case), run_case(replace(case, precision={"master": "stochastic"}))
     assert rounded.types == {torch.bfloat16}
     assert {weight.dtype for weight in rounded.weights.values()} == {torch.bfloat16}
     assert {weight.dtype for weight in plain.weights.values()} == {torch.float32}
-    assert sum(rounded.losses) / 10 == pytest.approx(sum(plain.losses) / 10, abs=tolerances.BF16_LOSS)
+    assert sum(rounded.losses) / 10 == pytest.approx(
+        sum(plain.losses) / 10, abs=tolerances.BF16_LOSS
+    )
     assert rounded.losses[-1] < rounded.losses[0] - 1
 
 
@@ -211,7 +253,11 @@ def with_sums_watched(cases: list[Case]) -> list[Any]:
     def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             # A few numbers are losses and norms.
-            seen.update(tensor.dtype for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor) and tensor.numel() > 8)
+            seen.update(
+                tensor.dtype
+                for tensor in (*args, *kwargs.values())
+                if isinstance(tensor, Tensor) and tensor.numel() > 8
+            )
             return collective(*args, **kwargs)
 
         return call
@@ -232,10 +278,14 @@ def test_gradients_are_summed_in_the_type_that_was_asked_for(layout: dict[str, A
     case = Case(model={**MODEL, "num_hidden_layers": 2}, parallel=layout, steps=1, micro_batch=8)
     coarse = replace(case, precision={"reduce": "bf16"})
     rounded = replace(case, compute="bf16", precision={"master": "stochastic"})
-    for (plain, types), (found, coarse_types), (stochastic_, types_of_rounded) in run_ranks(2, with_sums_watched, [case, coarse, rounded], timeout_s=120):
+    for (plain, types), (found, coarse_types), (stochastic_, types_of_rounded) in run_ranks(
+        2, with_sums_watched, [case, coarse, rounded], timeout_s=120
+    ):
         assert types <= {torch.float32}
         assert coarse_types == {torch.bfloat16}
-        assert types_of_rounded == {torch.float32}, "the weights are bf16, their gradients' sums are not"
+        assert types_of_rounded == {torch.float32}, (
+            "the weights are bf16, their gradients' sums are not"
+        )
         assert stochastic_.types == {torch.bfloat16}
         assert found.losses == plain.losses
         assert found.norms != plain.norms
@@ -248,22 +298,54 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     recipe = small_recipe(tmp_path, precision__master="stochastic")
     assert computing_type(recipe, cpu) == "bf16", "auto follows the weights"
-    with pytest.raises(WrongInput, match=r"precision\.master stochastic holds weights in bf16, and precision\.compute is fp32; set compute to bf16"):
-        computing_type(small_recipe(tmp_path, precision__master="stochastic", precision__compute="fp32"), cpu)
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"precision\.master stochastic holds weights in bf16, and precision\.compute is fp32;"
+            r" set compute to bf16"
+        ),
+    ):
+        computing_type(
+            small_recipe(tmp_path, precision__master="stochastic", precision__compute="fp32"), cpu
+        )
     offloaded = small_recipe(tmp_path, memory__offload__weights=True, parallel__shard="auto")
-    with pytest.raises(WrongInput, match=r"memory\.offload\.weights .* parallel\.shard is 1; set shard to 2"):
+    with pytest.raises(
+        WrongInput, match=r"memory\.offload\.weights .* parallel\.shard is 1; set shard to 2"
+    ):
         check_memory(offloaded, "decoder", Degrees())
     check_memory(offloaded, "decoder", Degrees(shard=2))
-    with pytest.raises(WrongInput, match=r"train\.compile gives wrong types of gradients where parallel\.tensor, 2, .*set train\.compile to false"):
-        check_memory(small_recipe(tmp_path, train__compile=True, parallel__tensor=2), "decoder", Degrees(tensor=2))
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"train\.compile gives wrong types of gradients where parallel\.tensor, 2, .*set"
+            r" train\.compile to false"
+        ),
+    ):
+        check_memory(
+            small_recipe(tmp_path, train__compile=True, parallel__tensor=2),
+            "decoder",
+            Degrees(tensor=2),
+        )
     runs = small_recipe(tmp_path, memory__recompute__kind="full", memory__recompute__layers=2)
     check_memory(runs, "decoder", Degrees())
-    with pytest.raises(WrongInput, match=r"memory\.recompute\.layers 2 with method=uniform is for decoders.*kind encoder"):
+    with pytest.raises(
+        WrongInput,
+        match=r"memory\.recompute\.layers 2 with method=uniform is for decoders.*kind encoder",
+    ):
         check_memory(runs, "encoder", Degrees())
     batch = BatchPlan(8, 2, 1)
     check_formats(recipe, "decoder", batch, Degrees(), "bf16", cpu)
-    with pytest.raises(WrongInput, match=r"precision\.float8 rowwise needs a GPU of compute capability 8\.9"):
-        check_formats(small_recipe(tmp_path, precision__float8="rowwise"), "decoder", batch, Degrees(), "bf16", cpu)
+    with pytest.raises(
+        WrongInput, match=r"precision\.float8 rowwise needs a GPU of compute capability 8\.9"
+    ):
+        check_formats(
+            small_recipe(tmp_path, precision__float8="rowwise"),
+            "decoder",
+            batch,
+            Degrees(),
+            "bf16",
+            cpu,
+        )
 
 
 def test_a_recipe_with_bf16_weights_goes_on_from_a_checkpoint(root: Path) -> None:
@@ -274,13 +356,25 @@ def test_a_recipe_with_bf16_weights_goes_on_from_a_checkpoint(root: Path) -> Non
     shutil.rmtree(step_folder(recipe.folder.checkpoints, 6))
     assert "the last 3 in" in train(recipe).result
     found = dict(stored_tensors(recipe.folder.model))
-    assert all(torch.equal(found[name], tensor) and tensor.dtype == torch.bfloat16 for name, tensor in wanted.items())
+    assert all(
+        torch.equal(found[name], tensor) and tensor.dtype == torch.bfloat16
+        for name, tensor in wanted.items()
+    )
 
 
 def test_a_recipe_trains_with_everything_that_saves_memory(root: Path) -> None:
     weights = []
-    for knobs in ({}, {"memory__recompute__kind": "full", "memory__recompute__layers": 2, "memory__offload__optimizer": 0.5}):
+    for knobs in (
+        {},
+        {
+            "memory__recompute__kind": "full",
+            "memory__recompute__layers": 2,
+            "memory__offload__optimizer": 0.5,
+        },
+    ):
         recipe = small_recipe(root, **knobs)
         train(recipe, fresh=True)
-        weights.append({name: tensor.clone() for name, tensor in stored_tensors(recipe.folder.model)})
+        weights.append(
+            {name: tensor.clone() for name, tensor in stored_tensors(recipe.folder.model)}
+        )
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

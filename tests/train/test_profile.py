@@ -1,4 +1,6 @@
-"""The trace of a few steps, opened: it holds the matrix products of just those steps, whatever training begins or ends with."""
+"""The trace of a few steps, opened: it holds the matrix products of just those steps, whatever
+training begins or ends with.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ def fetch(step: int) -> Work:
     return Work([], 1, 0, 0.0)
 
 
-def turn(begin: int, end: int, folder: Path, *, done: int = 0, rank: int = 0, until: int = LAST) -> list[Path]:
-    """Train, or go on after `done` steps, and stop after `until`; step n multiplies an [n, WIDTH] matrix, forward and backward."""
+def turn(
+    begin: int, end: int, folder: Path, *, done: int = 0, rank: int = 0, until: int = LAST
+) -> list[Path]:
+    """Train, or go on after `done` steps, and stop after `until`; step n multiplies an [n, WIDTH]
+    matrix, forward and backward.
+    """
 
     def do_step(step: int, work: Work) -> StepInfo:
         if step == until:
@@ -48,7 +54,13 @@ def turn(begin: int, end: int, folder: Path, *, done: int = 0, rank: int = 0, un
         (torch.ones(step + 1, WIDTH) @ weight).sum().backward()
         return StepInfo(step + 1, 1, 1, StepOutcome(ZERO, ZERO, ZERO), 0.0, 0.0)
 
-    hook = ProfileHook(Profile(begin=begin, end=end), folder, Mesh(Ranks(rank=rank, world=rank + 1), torch.device("cpu")), done=done, last=LAST)
+    hook = ProfileHook(
+        Profile(begin=begin, end=end),
+        folder,
+        Mesh(Ranks(rank=rank, world=rank + 1), torch.device("cpu")),
+        done=done,
+        last=LAST,
+    )
     hooks: list[Hook] = [Marked(), hook]
     try:
         run_loop(done, LAST, fetch, do_step, hooks)
@@ -66,8 +78,14 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def products(path: Path) -> list[int]:
-    """How many rows each forward product had, in the order of time: the numbers of steps, and of hooks above 100."""
-    found = sorted((event["ts"], event["args"]["Input Dims"]) for event in events(path) if event.get("name") == "aten::mm")
+    """How many rows each forward product had, in the order of time: the numbers of steps, and of
+    hooks above 100.
+    """
+    found = sorted(
+        (event["ts"], event["args"]["Input Dims"])
+        for event in events(path)
+        if event.get("name") == "aten::mm"
+    )
     return [dims[0][0] for _, dims in found if dims[0][1] == WIDTH and dims[0][0] != WIDTH]
 
 
@@ -86,7 +104,11 @@ def test_it_holds_the_products_of_those_steps_alone(begin: int, end: int, tmp_pa
 
 def test_backward_is_in_it_and_shapes_are(tmp_path: Path) -> None:
     [trace] = turn(2, 2, tmp_path / "profile")
-    backward = [event["args"]["Input Dims"] for event in events(trace) if event.get("name") == "aten::mm" and event["args"]["Input Dims"][0] == [WIDTH, 2]]
+    backward = [
+        event["args"]["Input Dims"]
+        for event in events(trace)
+        if event.get("name") == "aten::mm" and event["args"]["Input Dims"][0] == [WIDTH, 2]
+    ]
     assert backward == [[[WIDTH, 2], [2, WIDTH]]]
 
 
@@ -96,7 +118,9 @@ def test_a_training_that_goes_on_in_the_midst_traces_what_is_left(tmp_path: Path
     assert [rows for rows in products(trace) if rows < 100] == [4, 5]
 
 
-def test_a_training_that_goes_on_behind_it_traces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_that_goes_on_behind_it_traces_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert turn(2, 3, tmp_path / "profile", done=3) == []
     assert capsys.readouterr().err == ""
 
@@ -107,25 +131,48 @@ def test_a_training_that_breaks_off_keeps_the_steps_that_were_done(tmp_path: Pat
     assert [rows for rows in products(trace) if rows < 100] == [2, 3]
 
 
-def test_it_says_where_the_trace_is_or_that_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_where_the_trace_is_or_that_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     [trace] = turn(1, 2, tmp_path / "profile")
     assert f"the trace of steps 1 to 2 is in {trace}" in capsys.readouterr().err
     turn(4, 5, tmp_path / "other", until=2)
-    assert "training ended after step 2 and train.profile begins with step 4" in capsys.readouterr().err
+    assert (
+        "training ended after step 2 and train.profile begins with step 4"
+        in capsys.readouterr().err
+    )
 
 
-def test_each_rank_has_a_file_and_only_the_first_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [path.name for path in turn(1, 1, tmp_path / "profile", rank=1)] == ["steps1-1-rank1.json.gz"]
+def test_each_rank_has_a_file_and_only_the_first_speaks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [path.name for path in turn(1, 1, tmp_path / "profile", rank=1)] == [
+        "steps1-1-rank1.json.gz"
+    ]
     assert capsys.readouterr().err == ""
 
 
-def test_a_folder_that_cannot_be_written_warns_and_training_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_warns_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "taken").write_text("")
-    hook = ProfileHook(Profile(begin=1, end=1), tmp_path / "taken" / "profile", Mesh(Ranks(), torch.device("cpu")), done=0, last=LAST)
+    hook = ProfileHook(
+        Profile(begin=1, end=1),
+        tmp_path / "taken" / "profile",
+        Mesh(Ranks(), torch.device("cpu")),
+        done=0,
+        last=LAST,
+    )
     assert hook.after_step(StepInfo(1, 1, 1, StepOutcome(ZERO, ZERO, ZERO), 0.0, 0.0)) is False
     assert "warning: the trace of steps 1 to 1 is lost" in capsys.readouterr().err
 
 
 def test_steps_behind_the_end_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"train.profile begins with step 7, training ends with step 6; lower train.profile.begin"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"train.profile begins with step 7, training ends with step 6; lower"
+            r" train.profile.begin"
+        ),
+    ):
         turn(7, 8, tmp_path)

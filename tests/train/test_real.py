@@ -1,4 +1,6 @@
-"""Continued pretraining of real weights on real text starts at the loss that transformers computes on the same tokens."""
+"""Continued pretraining of real weights on real text starts at the loss that transformers computes
+on the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +50,28 @@ def reference_loss(model: torch.nn.Module, batch: Batch) -> float:
     return total / count
 
 
-def test_the_first_loss_is_that_of_transformers(smollm2: Path, test_data: Path, tmp_path: Path) -> None:
+def test_the_first_loss_is_that_of_transformers(
+    smollm2: Path, test_data: Path, tmp_path: Path
+) -> None:
     with gzip.open(test_data / "debian_docs/en_prog.jsonl.gz", "rb") as lines:
         (tmp_path / "docs.jsonl").write_bytes(b"".join(itertools.islice(lines, 40)))
     recipe = small_recipe(
-        tmp_path, data__train=[{"source": str(tmp_path / "docs.jsonl")}], data__seq_len=128, model__source=str(smollm2), model__config=None,
-        tokenizer__source=None, tokenizer__vocab_size=None, train__steps=2, train__optimizer__lr=1e-5,
+        tmp_path,
+        data__train=[{"source": str(tmp_path / "docs.jsonl")}],
+        data__seq_len=128,
+        model__source=str(smollm2),
+        model__config=None,
+        tokenizer__source=None,
+        tokenizer__vocab_size=None,
+        train__steps=2,
+        train__optimizer__lr=1e-5,
     )
     ingest(recipe)
     prepare(recipe)
     train(recipe)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     losses = [line["train/loss"] for line in read_lines(recipe.folder.metrics)]
-    assert losses[0] == pytest.approx(reference_loss(model, first_batch(recipe)), rel=tolerances.REAL_LOSS)
+    assert losses[0] == pytest.approx(
+        reference_loss(model, first_batch(recipe)), rel=tolerances.REAL_LOSS
+    )
     assert losses[1] != losses[0]

@@ -1,4 +1,6 @@
-"""The reference of preferences: computed once, for the pairs that training comes to, and never taken for another one's."""
+"""The reference of preferences: computed once, for the pairs that training comes to, and never
+taken for another one's.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,30 @@ from tests.small import small_recipe
 
 def recipe_of(root: Path, **knobs: Any) -> Recipe:
     given = {
-        "objective": {"kind": "dpo"}, "data__train": [{"source": str(root / "pairs.jsonl")}], "tokenizer__template": "chatml", "tokenizer__vocab_size": 300,
-        "data__seq_len": 64, "data__validation__fraction": 0.2, "train__steps": 3, "train__evaluate_every": 3, "train__evaluate_rows": 2, **knobs,
+        "objective": {"kind": "dpo"},
+        "data__train": [{"source": str(root / "pairs.jsonl")}],
+        "tokenizer__template": "chatml",
+        "tokenizer__vocab_size": 300,
+        "data__seq_len": 64,
+        "data__validation__fraction": 0.2,
+        "train__steps": 3,
+        "train__evaluate_every": 3,
+        "train__evaluate_rows": 2,
+        **knobs,
     }
     return small_recipe(root, **given)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    lines = [{"prompt": f"Which way {number}?", "chosen": "left " * (number % 5 + 1), "rejected": "right"} for number in range(60)]
+    lines = [
+        {
+            "prompt": f"Which way {number}?",
+            "chosen": "left " * (number % 5 + 1),
+            "rejected": "right",
+        }
+        for number in range(60)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     recipe = recipe_of(tmp_path)
     ingest(recipe)
@@ -55,12 +72,20 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_it_is_computed_once_and_only_where_it_is_needed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_computed_once_and_only_where_it_is_needed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(recipe_of(root))
     first = tables(recipe_of(root))
     assert len(first) == 2
-    known = {name.partition("-")[0]: int(np.isfinite(table).all(axis=1).sum()) for name, table in first.items()}
-    assert known == {"train": 12, "validation": 2}, "three steps of four pairs, and two held-out ones"
+    known = {
+        name.partition("-")[0]: int(np.isfinite(table).all(axis=1).sum())
+        for name, table in first.items()
+    }
+    assert known == {
+        "train": 12,
+        "validation": 2,
+    }, "three steps of four pairs, and two held-out ones"
     names = opened(monkeypatch)
     train(recipe_of(root), fresh=True)
     assert not names, "what is known is not computed again"
@@ -73,7 +98,9 @@ def test_it_is_computed_once_and_only_where_it_is_needed(root: Path, monkeypatch
         assert np.array_equal(longer[name][there], table[there])
 
 
-def test_another_reference_has_a_table_of_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_reference_has_a_table_of_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(recipe_of(root))
     names = opened(monkeypatch)
     for seed in (1, 2):
@@ -81,8 +108,15 @@ def test_another_reference_has_a_table_of_its_own(root: Path, monkeypatch: pytes
         train(recipe_of(root, objective={"kind": "dpo", "reference": str(folder)}), fresh=True)
     assert names == [str(root / "reference1"), str(root / "reference2")]
     assert len(tables(recipe_of(root))) == 6
-    (root / "reference2" / "config.json").write_text((root / "reference2" / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-3'))
-    train(recipe_of(root, objective={"kind": "dpo", "reference": str(root / "reference2")}), fresh=True)
+    (root / "reference2" / "config.json").write_text(
+        (root / "reference2" / "config.json")
+        .read_text()
+        .replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-3')
+    )
+    train(
+        recipe_of(root, objective={"kind": "dpo", "reference": str(root / "reference2")}),
+        fresh=True,
+    )
     assert names[2:] == [str(root / "reference2")], "the same folder with another model in it"
 
 

@@ -1,4 +1,6 @@
-"""What does not fit together is refused before anything is trained: teachers, references, adapters, labels that are all masked."""
+"""What does not fit together is refused before anything is trained: teachers, references, adapters,
+labels that are all masked.
+"""
 
 from __future__ import annotations
 
@@ -46,35 +48,69 @@ def distilling(root: Path, folder: Path | str, **knobs: Any) -> Recipe:
 
 def test_a_teacher_must_speak_the_students_language(root: Path, tmp_path: Path) -> None:
     wider = teacher(root, "wider", vocab_size=333)
-    assert "has a vocabulary of 333 tokens, the student" in refused(distilling(root, wider, model__config={
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}))
+    assert "has a vocabulary of 333 tokens, the student" in refused(
+        distilling(
+            root,
+            wider,
+            model__config={
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 320,
+            },
+        )
+    )
     short = teacher(root, "short", max_position_embeddings=16)
     assert "exceeds the 16 positions of the teacher" in refused(distilling(root, short))
     other = teacher(root, "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "is not the student's, so their distributions are over other tokens" in refused(distilling(root, other))
-    assert "objective.teacher nowhere is neither a folder nor hf:ORG/NAME" in refused(distilling(root, "nowhere"))
+    assert "is not the student's, so their distributions are over other tokens" in refused(
+        distilling(root, other)
+    )
+    assert "objective.teacher nowhere is neither a folder nor hf:ORG/NAME" in refused(
+        distilling(root, "nowhere")
+    )
 
 
 def test_a_student_from_nothing_takes_the_teachers_vocabulary(root: Path) -> None:
-    """Teachers are padded beyond their tokenizer now and then; a student drawn for them is as wide."""
+    """Teachers are padded beyond their tokenizer now and then; a student drawn for them is as
+    wide.
+    """
     train(distilling(root, teacher(root, "padded", vocab_size=333), train__steps=1))
-    assert json.loads((root / "runs" / "small" / "model" / "config.json").read_text())["vocab_size"] == 333
+    assert (
+        json.loads((root / "runs" / "small" / "model" / "config.json").read_text())["vocab_size"]
+        == 333
+    )
 
 
 def test_an_adapter_needs_weights_that_are_kept(root: Path) -> None:
-    assert "model.lora trains an adapter of weights that are kept" in refused(small_recipe(root, model__lora={}))
+    assert "model.lora trains an adapter of weights that are kept" in refused(
+        small_recipe(root, model__lora={})
+    )
     base = teacher(root, "base")
-    said = refused(small_recipe(root, model__source=str(base), model__config=None, model__lora={"targets": ["nothing_like_it"]}, tokenizer__source=str(base),
-                                tokenizer__vocab_size=None))
+    said = refused(
+        small_recipe(
+            root,
+            model__source=str(base),
+            model__config=None,
+            model__lora={"targets": ["nothing_like_it"]},
+            tokenizer__source=str(base),
+            tokenizer__vocab_size=None,
+        )
+    )
     assert "nothing_like_it" in said
     assert "q_proj" in said
 
 
 def preferences(root: Path, answer: str, worse: str, count: int = 40) -> Path:
-    lines = [{"prompt": f"Which way {number}?", "chosen": answer, "rejected": worse} for number in range(count)]
+    lines = [
+        {"prompt": f"Which way {number}?", "chosen": answer, "rejected": worse}
+        for number in range(count)
+    ]
     path = root / "pairs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -82,15 +118,24 @@ def preferences(root: Path, answer: str, worse: str, count: int = 40) -> Path:
 
 def test_a_reference_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     source = preferences(tmp_path, "left", "right")
-    knobs: dict[str, Any] = {"data__train": [{"source": str(source)}], "tokenizer__template": "chatml", "tokenizer__vocab_size": 300, "data__seq_len": 96,
-                             "data__validation__fraction": 0.2}
+    knobs: dict[str, Any] = {
+        "data__train": [{"source": str(source)}],
+        "tokenizer__template": "chatml",
+        "tokenizer__vocab_size": 300,
+        "data__seq_len": 96,
+        "data__validation__fraction": 0.2,
+    }
     recipe = small_recipe(tmp_path, objective={"kind": "dpo"}, **knobs)
     ingest(recipe)
     prepare(recipe)
     small = make_reference(tmp_path / "reference", vocab_size=97)
-    assert "has 97 ids and 128 positions, the data need" in refused(small_recipe(tmp_path, objective={"kind": "dpo", "reference": str(small)}, **knobs))
+    assert "has 97 ids and 128 positions, the data need" in refused(
+        small_recipe(tmp_path, objective={"kind": "dpo", "reference": str(small)}, **knobs)
+    )
     broken = make_reference(tmp_path / "broken", vocab_size=300)
-    from_nan = small_recipe(tmp_path, objective={"kind": "dpo", "reference": str(_poisoned(broken))}, **knobs)
+    from_nan = small_recipe(
+        tmp_path, objective={"kind": "dpo", "reference": str(_poisoned(broken))}, **knobs
+    )
     assert "log-probabilities that are not finite" in refused(from_nan)
 
 
@@ -104,15 +149,26 @@ def _poisoned(folder: Path) -> Path:
 def test_preferences_without_room_for_an_answer_are_refused(tmp_path: Path) -> None:
     source = preferences(tmp_path, "left " * 30, "right " * 30)
     recipe = small_recipe(
-        tmp_path, objective={"kind": "dpo"}, data__train=[{"source": str(source)}], tokenizer__template="chatml", tokenizer__vocab_size=300,
-        data__seq_len=16, data__validation__fraction=0.2,
+        tmp_path,
+        objective={"kind": "dpo"},
+        data__train=[{"source": str(source)}],
+        tokenizer__template="chatml",
+        tokenizer__vocab_size=300,
+        data__seq_len=16,
+        data__validation__fraction=0.2,
     )
     ingest(recipe)
     with pytest.raises(WrongInput, match="none can be learnt from"):
         prepare(recipe)
 
 
-def test_a_batch_without_a_target_ends_training_in_words(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without one are left out when rows are planned; should a batch have none all the same, no loss of 0.0 is told."""
-    monkeypatch.setattr("ingot.objectives.cross_entropy.CrossEntropy.targets", lambda self, batch: 0)
+def test_a_batch_without_a_target_ends_training_in_words(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows without one are left out when rows are planned; should a batch have none all the same,
+    no loss of 0.0 is told.
+    """
+    monkeypatch.setattr(
+        "ingot.objectives.cross_entropy.CrossEntropy.targets", lambda self, batch: 0
+    )
     assert "has not one target" in refused(small_recipe(copy_of(root, root.parent / "other")))

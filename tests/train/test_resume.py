@@ -1,4 +1,6 @@
-"""What may have changed when a training goes on: samples that it has not come to, and what `resume.allow` says."""
+"""What may have changed when a training goes on: samples that it has not come to, and what
+`resume.allow` says.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Spans = list[list[int]]
 
 
 def start(monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans) -> Found | None:
-    """Resume at step 10 of 4 samples each, trained with the ranges `before`, with the ranges `now`."""
+    """Resume at step 10 of 4 samples each, trained with the ranges `before`, with the ranges
+    `now`.
+    """
     found = Found(Path("step"), 10, {"identity": identity(before), "finished": False})
     monkeypatch.setattr(resume, "newest_valid", lambda folder: found)
     return resume.find_start(RunFolder(Path("run")), identity(now), fresh=False)
@@ -32,18 +36,38 @@ def identity(skipped: Spans) -> dict[str, Any]:
     return {"train.global_batch": 4} | ({"data.skip": skipped} if skipped else {})
 
 
-@pytest.mark.parametrize(("before", "now"), [
-    ([], []), ([], [[40, 48]]), ([], [[100, 120], [60, 61]]), ([[8, 16]], [[8, 16], [48, 50]]), ([[8, 16], [90, 99]], [[8, 16]]),
-])
-def test_what_lies_ahead_is_free(monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans) -> None:
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ([], []),
+        ([], [[40, 48]]),
+        ([], [[100, 120], [60, 61]]),
+        ([[8, 16]], [[8, 16], [48, 50]]),
+        ([[8, 16], [90, 99]], [[8, 16]]),
+    ],
+)
+def test_what_lies_ahead_is_free(
+    monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans
+) -> None:
     assert start(monkeypatch, before, now) is not None
 
 
-@pytest.mark.parametrize(("before", "now"), [
-    ([], [[39, 48]]), ([], [[0, 4]]), ([[8, 16]], []), ([[8, 16]], [[8, 17]]), ([[8, 16]], [[8, 16], [47, 50]]),
-])
-def test_what_was_trained_on_is_refused(monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans) -> None:
-    """After ten steps of 4, with 8 samples skipped, the next sample is number 48 of the sequence."""
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ([], [[39, 48]]),
+        ([], [[0, 4]]),
+        ([[8, 16]], []),
+        ([[8, 16]], [[8, 17]]),
+        ([[8, 16]], [[8, 16], [47, 50]]),
+    ],
+)
+def test_what_was_trained_on_is_refused(
+    monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans
+) -> None:
+    """After ten steps of 4, with 8 samples skipped, the next sample is number 48 of the
+    sequence.
+    """
     with pytest.raises(WrongInput, match=r"data\.skip"):
         start(monkeypatch, before, now)
 
@@ -51,46 +75,92 @@ def test_what_was_trained_on_is_refused(monkeypatch: pytest.MonkeyPatch, before:
 UNFINISHED: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}
 
 
-@pytest.mark.parametrize(("changed", "named"), [
-    ({"model__config": "{num_hidden_layers: 1, hidden_size: 32, intermediate_size: 48, num_attention_heads: 4, num_key_value_heads: 2}"},
-     r"model\.config\.num_hidden_layers 2 -> 1; undo the change to go on"),
-    ({"seed": 3}, r"seed 0 -> 3; undo the change to go on"),
-    ({"train__global_batch": 8}, r"train\.global_batch 4 -> 8; undo the change to go on"),
-    ({"train__optimizer__lr": 0.02}, r"train\.optimizer\.lr 0\.01 -> 0\.02; go on with the change by resume\.allow=\[train\.optimizer\]"),
-    ({"train__steps": 9, "train__clip_norm": 2}, r"resume\.allow=\[train\.steps,train\.clip_norm\]"),
-    ({"train__steps": 9, "seed": 4}, r"undo the change to go on"),
-    ({"train__steps": 9, "train__clip_norm": 2, "resume__allow": "[train.steps]"}, r"train\.clip_norm 1\.0 -> 2\.0"),
-])
-def test_a_change_is_refused_by_name_with_the_ways_on(changed: dict[str, Any], named: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (
+            {
+                "model__config": (
+                    "{num_hidden_layers: 1, hidden_size: 32, intermediate_size: 48,"
+                    " num_attention_heads: 4, num_key_value_heads: 2}"
+                )
+            },
+            r"model\.config\.num_hidden_layers 2 -> 1; undo the change to go on",
+        ),
+        ({"seed": 3}, r"seed 0 -> 3; undo the change to go on"),
+        ({"train__global_batch": 8}, r"train\.global_batch 4 -> 8; undo the change to go on"),
+        (
+            {"train__optimizer__lr": 0.02},
+            (
+                r"train\.optimizer\.lr 0\.01 -> 0\.02; go on with the change by"
+                r" resume\.allow=\[train\.optimizer\]"
+            ),
+        ),
+        (
+            {"train__steps": 9, "train__clip_norm": 2},
+            r"resume\.allow=\[train\.steps,train\.clip_norm\]",
+        ),
+        ({"train__steps": 9, "seed": 4}, r"undo the change to go on"),
+        (
+            {"train__steps": 9, "train__clip_norm": 2, "resume__allow": "[train.steps]"},
+            r"train\.clip_norm 1\.0 -> 2\.0",
+        ),
+    ],
+)
+def test_a_change_is_refused_by_name_with_the_ways_on(
+    changed: dict[str, Any], named: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop_after(small_recipe(root, **UNFINISHED), 5, monkeypatch)
     with pytest.raises(WrongInput, match=rf"{named}.* or start over with --fresh"):
         train(small_recipe(root, **UNFINISHED | changed))
 
 
-@pytest.mark.parametrize(("knob", "named"), [
-    ({"tokenizer__vocab_size": 300}, r"tokenizer \w+ -> \w+"), ({"data__fraction": 0.9}, r"data \w+ -> \w+"),
-])
-def test_other_data_or_another_tokenizer_is_refused(knob: dict[str, Any], named: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("knob", "named"),
+    [
+        ({"tokenizer__vocab_size": 300}, r"tokenizer \w+ -> \w+"),
+        ({"data__fraction": 0.9}, r"data \w+ -> \w+"),
+    ],
+)
+def test_other_data_or_another_tokenizer_is_refused(
+    knob: dict[str, Any], named: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop_after(small_recipe(root, **UNFINISHED), 5, monkeypatch)
     changed = small_recipe(root, **UNFINISHED | knob)
     ingest(changed)
     prepare(changed)
-    with pytest.raises(WrongInput, match=rf"{named}.*undo the change to go on, or start over with --fresh"):
+    with pytest.raises(
+        WrongInput, match=rf"{named}.*undo the change to go on, or start over with --fresh"
+    ):
         train(changed)
 
 
 def test_what_is_meant_may_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_after(small_recipe(root, **UNFINISHED), 5, monkeypatch)
-    train(small_recipe(root, **UNFINISHED, train__optimizer__lr=0.02, resume__allow="[train.optimizer]"))
-    recipe = small_recipe(root, **UNFINISHED | {"train__steps": 10}, train__optimizer__lr=0.02, resume__allow="[train.steps]")
+    train(
+        small_recipe(
+            root, **UNFINISHED, train__optimizer__lr=0.02, resume__allow="[train.optimizer]"
+        )
+    )
+    recipe = small_recipe(
+        root,
+        **UNFINISHED | {"train__steps": 10},
+        train__optimizer__lr=0.02,
+        resume__allow="[train.steps]",
+    )
     train(recipe)
     changes = [event for event in read_lines(recipe.folder.events) if event["kind"] == "changed"]
-    assert [(event["step"], event["cause"]) for event in changes] == [(4, "train.optimizer.lr 0.01 -> 0.02"), (8, "train.steps 8 -> 10")]
+    assert [(event["step"], event["cause"]) for event in changes] == [
+        (4, "train.optimizer.lr 0.01 -> 0.02"),
+        (8, "train.steps 8 -> 10"),
+    ]
     assert committed(recipe.folder.checkpoints)[0].step == 10
     assert [line["step"] for line in read_lines(recipe.folder.metrics)] == list(range(1, 11))
 
 
 def test_fewer_steps_than_are_done_are_refused(root: Path) -> None:
     train(small_recipe(root, **UNFINISHED))
-    with pytest.raises(WrongInput, match=r"8 steps are done, the recipe asks for 7 only; raise train\.steps"):
+    with pytest.raises(
+        WrongInput, match=r"8 steps are done, the recipe asks for 7 only; raise train\.steps"
+    ):
         train(small_recipe(root, **UNFINISHED | {"train__steps": 7}, resume__allow="[train.steps]"))

@@ -1,4 +1,6 @@
-"""`ingot train` as a whole: it learns, resumes bit for bit, stops on signals, refuses what changed, and writes what it promises."""
+"""`ingot train` as a whole: it learns, resumes bit for bit, stops on signals, refuses what changed,
+and writes what it promises.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,34 @@ from ingot.train.run import train
 from tests.ranks import run_ranks
 from tests.small import small_recipe
 
-CLOCKS = {"t_wall", "train/tokens_per_s", "train/examples_per_s", "train/mfu", "validation/seconds", "memory/rank0_gb", "memory/rank1_gb"}
+CLOCKS = {
+    "t_wall",
+    "train/tokens_per_s",
+    "train/examples_per_s",
+    "train/mfu",
+    "validation/seconds",
+    "memory/rank0_gb",
+    "memory/rank1_gb",
+}
 
 
 def metrics(recipe: Recipe) -> list[dict[str, Any]]:
     """What was logged, without clocks and memory."""
-    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in read_lines(recipe.folder.metrics)]
+    return [
+        {key: value for key, value in line.items() if key not in CLOCKS}
+        for line in read_lines(recipe.folder.metrics)
+    ]
 
 
 def last_state(recipe: Recipe) -> dict[str, bytes]:
     """Every byte of the newest checkpoint's files."""
     found = newest_valid(recipe.folder.checkpoints)
     assert found is not None
-    return {entry["path"]: (found.folder / entry["path"]).read_bytes() for entry in found.commit["files"] if entry["path"] != ".metadata"}
+    return {
+        entry["path"]: (found.folder / entry["path"]).read_bytes()
+        for entry in found.commit["files"]
+        if entry["path"] != ".metadata"
+    }
 
 
 def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -48,7 +65,9 @@ def losses(recipe: Recipe) -> list[float]:
 
 
 def test_it_learns_and_writes_what_it_promises(root: Path) -> None:
-    recipe = small_recipe(root, train__steps=30, train__evaluate_every=10, checkpoint__every=12, checkpoint__keep=2)
+    recipe = small_recipe(
+        root, train__steps=30, train__evaluate_every=10, checkpoint__every=12, checkpoint__keep=2
+    )
     outcome = train(recipe)
     assert losses(recipe)[-1] < losses(recipe)[0] - 1
     assert "30 steps" in outcome.result
@@ -56,10 +75,18 @@ def test_it_learns_and_writes_what_it_promises(root: Path) -> None:
     lines = metrics(recipe)
     assert [line["step"] for line in lines if "validation/loss" in line] == [10, 20, 30]
     assert {"train/loss", "train/lr", "train/grad_norm", "train/skipped_steps"} <= lines[0].keys()
-    assert {"train/tokens_per_s", "train/examples_per_s", "train/mfu", "memory/rank0_gb"} <= next(read_lines(recipe.folder.metrics)).keys()
+    assert {"train/tokens_per_s", "train/examples_per_s", "train/mfu", "memory/rank0_gb"} <= next(
+        read_lines(recipe.folder.metrics)
+    ).keys()
     kinds = [event["kind"] for event in read_lines(recipe.folder.events)]
     assert kinds == ["start", "save", "save", "save", "finish"]
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "ingot.json"} <= {p.name for p in recipe.folder.model.iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "ingot.json",
+    } <= {p.name for p in recipe.folder.model.iterdir()}
     for path, size in outcome.files.items():
         assert (recipe.folder.root / path).stat().st_size == size
 
@@ -80,7 +107,9 @@ def test_the_exported_model_opens_in_transformers_with_the_trained_logits(root: 
     ours = load_model(recipe.folder.model, device=torch.device("cpu"))
     with torch.no_grad():
         mine = ours.logits(ours.hidden(tokens, torch.arange(tokens.shape[1])[None]))
-        torch.testing.assert_close(mine, reference(tokens).logits, atol=tolerances.LOGITS_FP32, rtol=0)
+        torch.testing.assert_close(
+            mine, reference(tokens).logits, atol=tolerances.LOGITS_FP32, rtol=0
+        )
 
 
 def stop_after(recipe: Recipe, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +133,17 @@ def stop_after(recipe: Recipe, steps: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("kills", [[5], [3, 8], [7, 7]])
-def test_resumed_equals_undisturbed_bit_for_bit(kills: list[int], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_equals_undisturbed_bit_for_bit(
+    kills: list[int], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Across an epoch's border too: the rows are fewer than the samples of ten steps."""
-    knobs = {"train__steps": 10, "train__global_batch": 64, "train__micro_batch": 24, "checkpoint__every": 2, "train__evaluate_every": 4}
+    knobs = {
+        "train__steps": 10,
+        "train__global_batch": 64,
+        "train__micro_batch": 24,
+        "checkpoint__every": 2,
+        "train__evaluate_every": 4,
+    }
     straight = small_recipe(root, **knobs)
     train(straight)
     expected = metrics(straight), last_state(straight), weights(straight)
@@ -131,7 +168,9 @@ def test_training_twice_does_nothing_the_second_time(root: Path) -> None:
     assert metrics(recipe) == logged
 
 
-def test_another_split_of_the_batch_resumes_and_gives_the_same_losses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_split_of_the_batch_resumes_and_gives_the_same_losses(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests import tolerances
 
     straight = small_recipe(root, checkpoint__every=2)
@@ -153,18 +192,26 @@ def killed_on_ranks(root: Path) -> None:
         stop_after(small_recipe(root, train__micro_batch=1, checkpoint__every=2), 5, patch)
 
 
-def test_one_process_goes_on_where_two_were_killed_and_the_other_way_round(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_goes_on_where_two_were_killed_and_the_other_way_round(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests import tolerances
     from tests.small import copy_of
 
-    straight, fewer, more = root, copy_of(root, tmp_path / "fewer"), copy_of(root, tmp_path / "more")
+    straight, fewer, more = (
+        root,
+        copy_of(root, tmp_path / "fewer"),
+        copy_of(root, tmp_path / "more"),
+    )
     train(small_recipe(straight))
     run_ranks(2, killed_on_ranks, fewer)
     train(small_recipe(fewer))
     stop_after(small_recipe(more, checkpoint__every=2), 5, monkeypatch)
     run_ranks(2, train_on_ranks, more)
     for place in (fewer, more):
-        assert losses(small_recipe(place)) == pytest.approx(losses(small_recipe(straight)), abs=tolerances.SPLIT_LOSS)
+        assert losses(small_recipe(place)) == pytest.approx(
+            losses(small_recipe(straight)), abs=tolerances.SPLIT_LOSS
+        )
         assert [line["step"] for line in metrics(small_recipe(place))] == list(range(1, 7))
 
 
@@ -186,8 +233,15 @@ def test_two_ranks_train_as_one(root: Path, tmp_path: Path) -> None:
     assert [event["kind"] for event in read_lines(two.folder.events)].count("start") == 1
 
 
-def test_early_stopping_stops_and_a_resumed_run_stops_at_the_same_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs = {"train__steps": 60, "train__evaluate_every": 2, "train__early_stop": "{patience: 2, min_delta: 0.5}", "checkpoint__every": 3}
+def test_early_stopping_stops_and_a_resumed_run_stops_at_the_same_step(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = {
+        "train__steps": 60,
+        "train__evaluate_every": 2,
+        "train__early_stop": "{patience: 2, min_delta: 0.5}",
+        "checkpoint__every": 3,
+    }
     recipe = small_recipe(root, **knobs)
     train(recipe)
     stopped = metrics(recipe)[-1]["step"]
@@ -205,7 +259,9 @@ def test_early_stopping_stops_and_a_resumed_run_stops_at_the_same_step(root: Pat
     assert metrics(recipe) == logged
 
 
-def test_an_unfinished_training_of_another_recipe_is_refused_by_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_training_of_another_recipe_is_refused_by_name(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = small_recipe(root, checkpoint__every=2)
     stop_after(recipe, 3, monkeypatch)
     changed = small_recipe(root, train__optimizer__lr=0.02)
@@ -225,7 +281,9 @@ def test_a_finished_training_is_set_aside_and_brought_back(root: Path) -> None:
     assert any(not torch.equal(weights(other)[name], first[0][name]) for name in first[0])
     starts = [event["kind"] for event in read_lines(recipe.folder.events)].count("save")
     train(recipe)
-    assert [event["kind"] for event in read_lines(recipe.folder.events)].count("save") == starts, "nothing was trained again"
+    assert [event["kind"] for event in read_lines(recipe.folder.events)].count("save") == starts, (
+        "nothing was trained again"
+    )
     assert metrics(recipe) == first[1]
     assert all(torch.equal(weights(recipe)[name], first[0][name]) for name in first[0])
 
@@ -234,7 +292,9 @@ def start_training(recipe: Recipe, root: Path) -> subprocess.Popen[str]:
     file = root / "recipe.yaml"
     file.write_text(dump_recipe(recipe))
     return subprocess.Popen(
-        [sys.executable, "-m", "ingot", "train", str(file)], stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "ingot", "train", str(file)],
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -248,7 +308,9 @@ def wait_for_step(recipe: Recipe, step: int, process: subprocess.Popen[str]) -> 
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_commits_a_checkpoint_and_the_same_command_goes_on(signum: signal.Signals, root: Path) -> None:
+def test_a_signal_commits_a_checkpoint_and_the_same_command_goes_on(
+    signum: signal.Signals, root: Path
+) -> None:
     recipe = small_recipe(root, train__steps=100_000, checkpoint__every=50_000)
     process = start_training(recipe, root)
     wait_for_step(recipe, 3, process)
@@ -274,7 +336,8 @@ def test_a_signal_before_the_first_step_says_that_nothing_was_saved(root: Path) 
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), True)
     time.sleep(0.1)
-    # Before signals are noted the interpreter's own answer stands: either way nothing is saved and the code says which signal.
+    # Before signals are noted the interpreter's own answer stands: either way nothing is saved and
+    # the code says which signal.
     process.send_signal(signal.SIGTERM)
     _, messages = process.communicate(timeout=60)
     assert process.returncode in (-15, 143), messages
@@ -285,16 +348,24 @@ def test_a_signal_before_the_first_step_says_that_nothing_was_saved(root: Path) 
     ("overrides", "named"),
     [
         ({"data__seq_len": 2048}, "data.seq_len 2048 exceeds the model's 1024 positions"),
-        ({"model__config": "{vocab_size: 300}"}, "the tokenizer has 320 ids, the model preset:llama-3m only 300"),
+        (
+            {"model__config": "{vocab_size: 300}"},
+            "the tokenizer has 320 ids, the model preset:llama-3m only 300",
+        ),
         ({"model__config": "{hiden_size: 3}"}, "hiden_size is not in the configuration"),
         ({"model__source": "preset:lama-3m"}, "did you mean preset:llama-3m"),
         ({"model__source": "nowhere"}, "neither a folder nor preset"),
         ({"model__init": "weights"}, "is a preset and has none"),
-        ({"train__global_batch": 512}, "training rows of data.seq_len=32, less than train.global_batch=512"),
+        (
+            {"train__global_batch": 512},
+            "training rows of data.seq_len=32, less than train.global_batch=512",
+        ),
         ({"parallel__replicate": 2}, "parallel.replicate 2 needs 2 processes, 1 is running"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_trained(overrides: dict[str, Any], named: str, root: Path) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_trained(
+    overrides: dict[str, Any], named: str, root: Path
+) -> None:
     recipe = small_recipe(root, **overrides)
     with pytest.raises(WrongInput) as error:
         train(recipe)
@@ -305,11 +376,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_trained(overrides: dict
 def test_a_batch_that_does_not_divide_is_refused_with_the_numbers(root: Path) -> None:
     from ingot.config.shape import batch_plan
 
-    with pytest.raises(WrongInput, match=r"global_batch 4 does not divide over 3 processes; 2 would fit"):
+    with pytest.raises(
+        WrongInput, match=r"global_batch 4 does not divide over 3 processes; 2 would fit"
+    ):
         batch_plan(small_recipe(root).train, small_recipe(root).parallel, 3)
 
 
-def test_a_failing_sink_warns_once_and_training_goes_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_sink_warns_once_and_training_goes_on(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = small_recipe(root, track__tensorboard=True)
     recipe.folder.tensorboard.write_text("a file where a folder should be")
     train(recipe)
@@ -317,7 +392,9 @@ def test_a_failing_sink_warns_once_and_training_goes_on(root: Path, capsys: pyte
     assert len(losses(recipe)) == 6
 
 
-def test_wandb_and_tensorboard_see_the_same_numbers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_and_tensorboard_see_the_same_numbers(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -325,7 +402,9 @@ def test_wandb_and_tensorboard_see_the_same_numbers(root: Path, monkeypatch: pyt
     train(recipe)
     accumulator = EventAccumulator(str(recipe.folder.tensorboard))
     accumulator.Reload()
-    assert [item.value for item in accumulator.Scalars("train/loss")] == pytest.approx(losses(recipe), rel=1e-6)
+    assert [item.value for item in accumulator.Scalars("train/loss")] == pytest.approx(
+        losses(recipe), rel=1e-6
+    )
     assert list((recipe.folder.root / "wandb").glob("offline-run-*/*.wandb"))
 
 

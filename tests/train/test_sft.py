@@ -1,4 +1,6 @@
-"""Supervised fine-tuning from chats to a model that is measured and served, and the template that travels with it."""
+"""Supervised fine-tuning from chats to a model that is measured and served, and the template that
+travels with it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,13 @@ from tests.small import small_recipe
 
 def recipe_of(root: Path, **knobs: Any) -> Recipe:
     given = {
-        "objective__kind": "sft", "data__train": [{"source": str(root / "chats.jsonl")}], "tokenizer__template": "chatml",
-        "tokenizer__vocab_size": 400, "data__seq_len": 64, "data__validation__fraction": 0.2, **knobs,
+        "objective__kind": "sft",
+        "data__train": [{"source": str(root / "chats.jsonl")}],
+        "tokenizer__template": "chatml",
+        "tokenizer__vocab_size": 400,
+        "data__seq_len": 64,
+        "data__validation__fraction": 0.2,
+        **knobs,
     }
     return small_recipe(root, **given)
 
@@ -38,7 +45,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (root / "chats.jsonl").open("w") as stream:
         for number in range(80):
             asked = {"role": "user", "content": f"How hot is furnace {number}?"}
-            stream.write(json.dumps({"messages": [asked, {"role": "assistant", "content": "As hot as copper needs."}]}) + "\n")
+            stream.write(
+                json.dumps(
+                    {
+                        "messages": [
+                            asked,
+                            {"role": "assistant", "content": "As hot as copper needs."},
+                        ]
+                    }
+                )
+                + "\n"
+            )
     recipe = recipe_of(root)
     ingest(recipe)
     prepare(recipe)
@@ -62,7 +79,9 @@ def test_the_report_counts_what_the_assistant_says(root: Path) -> None:
     loss, bits = report.metrics["loss/loss"], report.metrics["loss/bits_per_byte"]
     assert loss.n == bits.n == chats
     said = len(b"As hot as copper needs.")
-    assert bits.value == pytest.approx(loss.value * targets / 0.6931471805599453 / (said * chats), rel=1e-6)
+    assert bits.value == pytest.approx(
+        loss.value * targets / 0.6931471805599453 / (said * chats), rel=1e-6
+    )
 
 
 def test_the_model_knows_its_template_and_where_to_stop(root: Path) -> None:
@@ -81,7 +100,10 @@ def test_another_template_is_refused_unless_told(root: Path) -> None:
     recipe = recipe_of(root)
     template = recipe.folder.model / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> "))
-    with pytest.raises(WrongInput, match=r"is not the one that the model was trained with .* set evaluate\.any_template=true"):
+    with pytest.raises(
+        WrongInput,
+        match=r"is not the one that the model was trained with .* set evaluate\.any_template=true",
+    ):
         evaluate(recipe)
     evaluate(recipe_of(root, evaluate__any_template=True))
     with pytest.raises(WrongInput, match=r"set serve\.any_template=true"):
@@ -89,7 +111,9 @@ def test_another_template_is_refused_unless_told(root: Path) -> None:
     with pytest.raises(WrongInput, match="chat template"):
         predict(recipe.folder.model, "How hot?", chat=True)
     assert load(recipe.folder.model, any_template=True).tokenizer.template == template.read_text()
-    assert isinstance(predict(recipe.folder.model, "How hot?", max_tokens=2), str), "a plain prompt needs no template"
+    assert isinstance(predict(recipe.folder.model, "How hot?", max_tokens=2), str), (
+        "a plain prompt needs no template"
+    )
 
 
 def test_data_prepared_with_another_template_are_refused(root: Path) -> None:
@@ -100,7 +124,9 @@ def test_data_prepared_with_another_template_are_refused(root: Path) -> None:
         evaluate(recipe)
 
 
-def test_a_finished_training_is_done_again_with_another_template(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_training_is_done_again_with_another_template(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     recipe = recipe_of(root, tokenizer__template="alpaca", data__seq_len=160)
     ingest(recipe)
     prepare(recipe)
@@ -117,5 +143,11 @@ def test_columns_of_another_template_are_not_trained_on(root: Path) -> None:
     recipe = recipe_of(root)
     template = recipe.folder.tokenizer / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> "))
-    with pytest.raises(WrongInput, match=r"was prepared with another tokenizer than .* holds now: other chat template; run `ingot prepare`"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"was prepared with another tokenizer than .* holds now: other chat template; run"
+            r" `ingot prepare`"
+        ),
+    ):
         train(recipe)

@@ -1,4 +1,6 @@
-"""Stopping: in every phase, once and twice, when the interpreter is stuck in C, and because the machine is taken away."""
+"""Stopping: in every phase, once and twice, when the interpreter is stuck in C, and because the
+machine is taken away.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from tests.ranks import run_ranks
 from tests.small import small_recipe
 from tests.train.test_run import start_training
 
-# Runs `ingot` with one function of it changed, which then takes a minute: so that a signal is sure to come in a certain phase.
+# Runs `ingot` with one function of it changed, which then takes a minute: so that a signal is sure
+# to come in a certain phase.
 SLOW = """
 import sys, time
 import {module} as module
@@ -58,7 +61,12 @@ class Slow:
         file, sign = root / "recipe.yaml", root / "reached"
         file.write_text(dump_recipe(recipe))
         program = SLOW.format(module=module, name=name, sign=str(sign), wait=wait, recipe=str(file))
-        self.process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         deadline = time.monotonic() + 60
         while not sign.exists():
             assert self.process.poll() is None, self.process.communicate()[1]
@@ -79,20 +87,31 @@ def phase_of(recipe: Recipe) -> Phase:
     return read_beats(heartbeat_file(recipe.folder.heartbeats))[0].phase
 
 
-@pytest.mark.parametrize(("where", "signum"), [
-    ("ingot.models.blueprint.draft_model", signal.SIGTERM), ("ingot.train.reference.reference_tables", signal.SIGINT),
-    ("ingot.train.build.make_optimizer", signal.SIGUSR1),
-])
-def test_while_loading_there_is_nothing_to_save(where: str, signum: signal.Signals, root: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "signum"),
+    [
+        ("ingot.models.blueprint.draft_model", signal.SIGTERM),
+        ("ingot.train.reference.reference_tables", signal.SIGINT),
+        ("ingot.train.build.make_optimizer", signal.SIGUSR1),
+    ],
+)
+def test_while_loading_there_is_nothing_to_save(
+    where: str, signum: signal.Signals, root: Path
+) -> None:
     recipe = small_recipe(root)
     code, messages = Slow(recipe, root, where).ended(signum)
     assert code == 128 + signum
-    assert f"stopped by {signum.name} before the first step: nothing to save; the same command starts again" in messages
+    assert (
+        f"stopped by {signum.name} before the first step: nothing to save; the same command starts"
+        " again" in messages
+    )
     assert newest_valid(recipe.folder.checkpoints) is None
 
 
 def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
-    recipe = small_recipe(root, train__steps=4, chaos__kill_at=3, checkpoint__every=2, checkpoint__asynchronous=False)
+    recipe = small_recipe(
+        root, train__steps=4, chaos__kill_at=3, checkpoint__every=2, checkpoint__asynchronous=False
+    )
     slow = Slow(recipe, root, "ingot.train.run._announce", "pass")
     slow.process.communicate(timeout=60)
     (root / "reached").unlink()
@@ -101,14 +120,29 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     assert "with checkpoint 2 committed" in messages
 
 
-@pytest.mark.parametrize(("where", "phase"), [
-    ("ingot.objectives.forward.forward", "first step"), ("ingot.evaluate.held_out.held_out_objective", "evaluating"),
-    ("ingot.train.measure.sample_texts", "evaluating"), ("ingot.checkpoints.store.write_checkpoint", "saving"),
-])
+@pytest.mark.parametrize(
+    ("where", "phase"),
+    [
+        ("ingot.objectives.forward.forward", "first step"),
+        ("ingot.evaluate.held_out.held_out_objective", "evaluating"),
+        ("ingot.train.measure.sample_texts", "evaluating"),
+        ("ingot.checkpoints.store.write_checkpoint", "saving"),
+    ],
+)
 def test_within_a_step_its_state_is_committed(where: str, phase: Phase, root: Path) -> None:
     """The slow function takes long enough for the signal to come while it runs."""
-    every: dict[str, Any] = {"checkpoint__every": 2, "train__evaluate_every": 1, "train__sample_every": 1}
-    recipe = small_recipe(root, train__steps=100_000, checkpoint__asynchronous=False, evaluate__prompts="[the]", **every)
+    every: dict[str, Any] = {
+        "checkpoint__every": 2,
+        "train__evaluate_every": 1,
+        "train__sample_every": 1,
+    }
+    recipe = small_recipe(
+        root,
+        train__steps=100_000,
+        checkpoint__asynchronous=False,
+        evaluate__prompts="[the]",
+        **every,
+    )
     slow = Slow(recipe, root, where, "time.sleep(0.5)")
     assert phase_of(recipe) in (phase, "loading")
     code, messages = slow.ended(signal.SIGTERM)
@@ -121,7 +155,13 @@ def test_within_a_step_its_state_is_committed(where: str, phase: Phase, root: Pa
 
 def test_an_evaluation_is_broken_off_and_made_up_for(root: Path) -> None:
     """What was measured, and all that followed, is as if nobody had stopped it."""
-    knobs: dict[str, Any] = {"train__steps": 4, "train__evaluate_every": 2, "train__sample_every": 2, "evaluate__prompts": "[the]", "checkpoint__every": 4}
+    knobs: dict[str, Any] = {
+        "train__steps": 4,
+        "train__evaluate_every": 2,
+        "train__sample_every": 2,
+        "evaluate__prompts": "[the]",
+        "checkpoint__every": 4,
+    }
     recipe = small_recipe(root, **knobs)
     slow = Slow(recipe, root, "ingot.evaluate.held_out._nothing", "time.sleep(1)")
     code, messages = slow.ended(signal.SIGTERM)
@@ -141,13 +181,25 @@ def test_an_evaluation_is_broken_off_and_made_up_for(root: Path) -> None:
 
 
 def _metrics(recipe: Recipe) -> list[dict[str, Any]]:
-    clocks = {"t_wall", "train/tokens_per_s", "train/examples_per_s", "train/mfu", "validation/seconds", "memory/rank0_gb"}
-    return [{key: value for key, value in line.items() if key not in clocks} for line in read_lines(recipe.folder.metrics)]
+    clocks = {
+        "t_wall",
+        "train/tokens_per_s",
+        "train/examples_per_s",
+        "train/mfu",
+        "validation/seconds",
+        "memory/rank0_gb",
+    }
+    return [
+        {key: value for key, value in line.items() if key not in clocks}
+        for line in read_lines(recipe.folder.metrics)
+    ]
 
 
 def test_while_exporting_the_checkpoint_stands(root: Path) -> None:
     recipe = small_recipe(root, train__steps=2)
-    code, messages = Slow(recipe, root, "ingot.checkpoints.export.export_model").ended(signal.SIGTERM)
+    code, messages = Slow(recipe, root, "ingot.checkpoints.export.export_model").ended(
+        signal.SIGTERM
+    )
     assert code == 75
     assert "with checkpoint 2 committed" in messages
     assert not recipe.folder.model.exists()
@@ -212,7 +264,13 @@ app.main()
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_request_that_comes_after_it_was_followed_changes_nothing(name: str) -> None:
     """Ranks agree on a stop, and one may be done before its own node hands on the signal."""
-    done = subprocess.run([sys.executable, "-c", LATE.format(name=name)], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", LATE.format(name=name)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (75, "stopped by another rank's word\n")
 
 
@@ -223,7 +281,9 @@ def test_stacks_are_written_on_demand(tmp_path: Path) -> None:
     assert "test_stacks_are_written_on_demand" in (tmp_path / "logs/stacks-rank3.txt").read_text()
 
 
-def test_a_notice_in_a_file_counts_as_a_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_in_a_file_counts_as_a_signal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "notice"
     with StopSignals(60) as signals, Notice(str(file)):
         signals.leave_between_steps()
@@ -236,7 +296,9 @@ def test_a_notice_in_a_file_counts_as_a_signal(tmp_path: Path, capsys: pytest.Ca
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """Google's metadata server as far as it tells of pre-emption: it answers when something changes."""
+    """Google's metadata server as far as it tells of pre-emption: it answers when something
+    changes.
+    """
 
     preempted = threading.Event()
     asked: list[tuple[str, str | None]] = []  # noqa: RUF012
@@ -283,7 +345,13 @@ def _wait_for(is_so: Any) -> None:
 
 
 def stopped_on_one_rank(root: Path) -> tuple[int, str]:
-    recipe = small_recipe(root, train__steps=100_000, train__micro_batch=1, checkpoint__every=50_000, train__evaluate_every=1)
+    recipe = small_recipe(
+        root,
+        train__steps=100_000,
+        train__micro_batch=1,
+        checkpoint__every=50_000,
+        train__evaluate_every=1,
+    )
     if os.environ["RANK"] == "1":
         threading.Thread(target=_send_after_steps, args=(recipe,), daemon=True).start()
     with pytest.raises(Stopped) as stop:
@@ -301,5 +369,11 @@ def test_a_signal_on_one_rank_stops_all_with_one_checkpoint(root: Path) -> None:
     assert one == other
     found = newest_valid(small_recipe(root).folder.checkpoints)
     assert found is not None
-    assert one == (75, f"stopped by SIGTERM with checkpoint {found.step} committed; the same command goes on from there")
+    assert one == (
+        75,
+        (
+            f"stopped by SIGTERM with checkpoint {found.step} committed; the same command goes on"
+            " from there"
+        ),
+    )
     assert found.step >= 3

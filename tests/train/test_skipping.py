@@ -1,4 +1,6 @@
-"""Steps that are not taken: spikes are told on the device, each is recorded, and too many end training or send it back without their data."""
+"""Steps that are not taken: spikes are told on the device, each is recorded, and too many end
+training or send it back without their data.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def judged(spikes: Spikes, norm: float, wrong: bool = False) -> bool:
 
 def test_a_spike_is_told_by_the_running_mean_of_steps_that_were_taken() -> None:
     spikes = Spikes(3.0, torch.device("cpu"))
-    assert not any(judged(spikes, norm) for norm in [100.0, *[1.0] * (FIRST - 1)])  # none is one in the beginning
+    assert not any(
+        judged(spikes, norm) for norm in [100.0, *[1.0] * (FIRST - 1)]
+    )  # none is one in the beginning
     mean = spikes.state()["mean"]
     assert mean == pytest.approx((100 + FIRST - 1) / FIRST)
     for _ in range(200):
@@ -55,12 +59,19 @@ def test_a_resumed_watch_decides_alike() -> None:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: range, added: float = float("nan")) -> None:
-    """The loss of a step that sees a sample whose place in the order lies in `bad` has a gradient of `added` in one of the weights."""
+    """The loss of a step that sees a sample whose place in the order lies in `bad` has a gradient
+    of `added` in one of the weights.
+    """
     original_step, original_forward, now = train_run._step, train_step.forward, [0.0]
 
     def step(number: int, work: Any, job: Any, plan: Any, *more: Any) -> Any:
         order = Order(plan.rows.sizes, plan.recipe.seed, plan.rows.weights, plan.recipe.data.skip)
-        places = [order.place(sample) for sample in range(number * plan.batch.global_batch, (number + 1) * plan.batch.global_batch)]
+        places = [
+            order.place(sample)
+            for sample in range(
+                number * plan.batch.global_batch, (number + 1) * plan.batch.global_batch
+            )
+        ]
         now[0] = added if any(place in bad for place in places) else 0.0
         return original_step(number, work, job, plan, *more)
 
@@ -86,12 +97,23 @@ KNOBS: dict[str, Any] = {"train__steps": 12, "checkpoint__every": 2, "train__ski
 def test_too_many_end_training_and_say_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(20, 28))
     recipe = small_recipe(root, **KNOBS)
-    with pytest.raises(Failed, match=r"not finite in 2 steps in a row, 6 to 7; lower train\.optimizer\.lr, or set train\.skip\.then=roll_back"):
+    with pytest.raises(
+        Failed,
+        match=(
+            r"not finite in 2 steps in a row, 6 to 7; lower train\.optimizer\.lr, or set"
+            r" train\.skip\.then=roll_back"
+        ),
+    ):
         train(recipe)
-    assert [(event["step"], event["cause"]) for event in events(recipe, "skip")] == [(6, "not finite"), (7, "not finite")]
+    assert [(event["step"], event["cause"]) for event in events(recipe, "skip")] == [
+        (6, "not finite"),
+        (7, "not finite"),
+    ]
 
 
-def test_one_that_is_not_taken_is_recorded_and_changes_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_not_taken_is_recorded_and_changes_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(monkeypatch, range(20, 24))
     recipe = small_recipe(root, **KNOBS)
     train(recipe)
@@ -101,17 +123,23 @@ def test_one_that_is_not_taken_is_recorded_and_changes_nothing(root: Path, monke
     assert lines[5]["train/loss"] is None
 
 
-def test_skipped_steps_are_counted_on_after_a_resume(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_steps_are_counted_on_after_a_resume(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.train.test_run import stop_after
 
     poison(monkeypatch, range(8, 12))
     recipe = small_recipe(root, **KNOBS)
     stop_after(recipe, 7, monkeypatch)
     train(recipe)
-    assert [line["train/skipped_steps"] for line in read_lines(recipe.folder.metrics)] == [0.0] * 2 + [1.0] * 10
+    assert [line["train/skipped_steps"] for line in read_lines(recipe.folder.metrics)] == [
+        0.0
+    ] * 2 + [1.0] * 10
 
 
-def test_a_spike_is_skipped_where_that_is_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_is_skipped_where_that_is_asked_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(monkeypatch, range(4 * 24, 4 * 25), added=1e6)
     recipe = small_recipe(root, **{**KNOBS, "train__steps": 26, "train__skip__spike": 20})
     train(recipe)
@@ -120,8 +148,12 @@ def test_a_spike_is_skipped_where_that_is_asked_for(root: Path, monkeypatch: pyt
     assert skip["cause"].startswith("spike, gradient norm ")
 
 
-def test_going_back_leaves_the_data_of_the_bad_steps_out(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The result is bit for bit that of a training which never had this data. Later commands go on from it, and know of it."""
+def test_going_back_leaves_the_data_of_the_bad_steps_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The result is bit for bit that of a training which never had this data. Later commands go on
+    from it, and know of it.
+    """
     other = small_recipe(copy_of(root, tmp_path / "other"), **KNOBS, data__skip="[[20, 28]]")
     train(other)
     poison(monkeypatch, range(20, 28))
@@ -136,7 +168,12 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(root: Path, monkeypatch
     assert steps == list(range(1, 13))
     train(recipe)
     assert len(events(recipe, "roll_back")) == 1
-    longer = small_recipe(root, **{**KNOBS, "train__steps": 14}, train__skip__then="roll_back", resume__allow="[train.steps]")
+    longer = small_recipe(
+        root,
+        **{**KNOBS, "train__steps": 14},
+        train__skip__then="roll_back",
+        resume__allow="[train.steps]",
+    )
     train(longer)
     assert len(events(recipe, "roll_back")) == 1
 
@@ -144,12 +181,17 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(root: Path, monkeypatch
 def test_it_goes_back_so_often_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(20, 400))
     recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back", train__skip__rollbacks=2)
-    with pytest.raises(Failed, match=r"training went back 2 times \(train\.skip\.rollbacks\) and comes to bad steps again"):
+    with pytest.raises(
+        Failed,
+        match=r"training went back 2 times \(train\.skip\.rollbacks\) and comes to bad steps again",
+    ):
         train(recipe)
     assert [event["samples"] for event in events(recipe, "roll_back")] == [[20, 28], [28, 36]]
 
 
-def test_before_the_first_checkpoint_it_goes_back_to_the_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_the_first_checkpoint_it_goes_back_to_the_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(monkeypatch, range(8))
     recipe = small_recipe(root, **{**KNOBS, "checkpoint__every": 50}, train__skip__then="roll_back")
     train(recipe)
@@ -157,7 +199,9 @@ def test_before_the_first_checkpoint_it_goes_back_to_the_start(root: Path, monke
     assert not (recipe.folder.root / "earlier").exists()
 
 
-def test_a_fresh_start_knows_nothing_of_what_was_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_start_knows_nothing_of_what_was_left_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         poison(patch, range(20, 28))
         recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back")

@@ -1,6 +1,8 @@
-"""One number whatever the split: ranks, micro-batches and padding give the losses and weights of one process at once.
+"""One number whatever the split: ranks, micro-batches and padding give the losses and weights of
+one process at once.
 
-Every row has another number of targets, so that a mean of means, or a gradient averaged over ranks, cannot pass.
+Every row has another number of targets, so that a mean of means, or a gradient averaged over ranks,
+cannot pass.
 """
 
 from __future__ import annotations
@@ -27,8 +29,14 @@ from tests.ranks import run_ranks
 
 ROWS, TIME, STEPS = 8, 24, 4
 CONFIG = {
-    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1,
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
 }
 
 
@@ -53,7 +61,12 @@ def rows_of(batch: Batch, first: int, count: int, size: int) -> list[Batch]:
         taken = slice(start, min(start + size, first + count))
         missing = size - (taken.stop - taken.start)
         fields = []
-        for field, filler in ((batch.tokens, 0), (batch.labels, -100), (batch.positions, 0), (batch.segments, 0)):
+        for field, filler in (
+            (batch.tokens, 0),
+            (batch.labels, -100),
+            (batch.positions, 0),
+            (batch.segments, 0),
+        ):
             fields.append(torch.cat((field[taken], torch.full((missing, TIME), filler))))
         parts.append(Batch(*fields))
     return parts
@@ -76,25 +89,46 @@ def train_a_little(micro_batch: int, kind: str, clip_norm: float | None = None) 
         for number in range(STEPS):
             whole = global_batch(number % 2)
             outcome = train_step(
-                module, objective, rows_of(whole, mesh.rank * share, share, micro_batch), masters, optimizer,
-                targets=objective.targets(whole), clip_norm=clip_norm, compute="fp32", mesh=mesh,
+                module,
+                objective,
+                rows_of(whole, mesh.rank * share, share, micro_batch),
+                masters,
+                optimizer,
+                targets=objective.targets(whole),
+                clip_norm=clip_norm,
+                compute="fp32",
+                mesh=mesh,
             )
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
-        return {"losses": losses, "norms": norms, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+        return {
+            "losses": losses,
+            "norms": norms,
+            "weights": {name: p.detach() for name, p in model.named_parameters()},
+        }
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     difference = sum(float((one[name] - other[name]).double().square().sum()) for name in other)
-    return float((difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5)
+    return float(
+        (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
+    )
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 2), (1, 3), (1, 5), (2, 4), (2, 2), (2, 3), (4, 1)])
-def test_any_split_gives_the_same_weights_with_sgd(world: int, micro_batch: int, clip_norm: float | None) -> None:
+@pytest.mark.parametrize(
+    ("world", "micro_batch"), [(1, 1), (1, 2), (1, 3), (1, 5), (2, 4), (2, 2), (2, 3), (4, 1)]
+)
+def test_any_split_gives_the_same_weights_with_sgd(
+    world: int, micro_batch: int, clip_norm: float | None
+) -> None:
     reference = train_a_little(ROWS, "sgd", clip_norm)
     assert min(reference["norms"]) > 0.5, "clipping must do something"
-    for result in run_ranks(world, train_a_little, micro_batch, "sgd", clip_norm) if world > 1 else [train_a_little(micro_batch, "sgd", clip_norm)]:
+    for result in (
+        run_ranks(world, train_a_little, micro_batch, "sgd", clip_norm)
+        if world > 1
+        else [train_a_little(micro_batch, "sgd", clip_norm)]
+    ):
         assert distance(result["weights"], reference["weights"]) < tolerances.SPLIT_WEIGHTS
         assert result["losses"] == pytest.approx(reference["losses"], rel=tolerances.LOSS_FP32)
         assert result["norms"] == pytest.approx(reference["norms"], rel=tolerances.SPLIT_LOSS)
@@ -103,8 +137,14 @@ def test_any_split_gives_the_same_weights_with_sgd(world: int, micro_batch: int,
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, 3), (2, 4), (2, 1)])
 def test_any_split_gives_the_same_losses_with_adamw(world: int, micro_batch: int) -> None:
     reference = train_a_little(ROWS, "adamw", 1.0)
-    assert reference["losses"][2] < reference["losses"][0], "it must have learnt the batch that comes again"
-    results = run_ranks(world, train_a_little, micro_batch, "adamw", 1.0) if world > 1 else [train_a_little(micro_batch, "adamw", 1.0)]
+    assert reference["losses"][2] < reference["losses"][0], (
+        "it must have learnt the batch that comes again"
+    )
+    results = (
+        run_ranks(world, train_a_little, micro_batch, "adamw", 1.0)
+        if world > 1
+        else [train_a_little(micro_batch, "adamw", 1.0)]
+    )
     for result in results:
         assert result["losses"] == pytest.approx(reference["losses"], abs=tolerances.SPLIT_LOSS)
 
@@ -127,24 +167,49 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
         model = Decoder(DecoderConfig.from_hf(CONFIG))
         initialise(model, 0)
         masters = Masters(model, mesh)
-        optimizer = make_optimizer(SGD(kind="sgd", lr=1.0, momentum=0.9) if kind == "sgd" else AdamW(lr=1e-2), masters)
+        optimizer = make_optimizer(
+            SGD(kind="sgd", lr=1.0, momentum=0.9) if kind == "sgd" else AdamW(lr=1e-2), masters
+        )
 
         def poisoned(poison: float) -> float:
             batch = global_batch(0)
             outcome = train_step(
-                model, Poisoned(poison), [batch], masters, optimizer, targets=80, clip_norm=1.0, compute="fp32", mesh=mesh)
+                model,
+                Poisoned(poison),
+                [batch],
+                masters,
+                optimizer,
+                targets=80,
+                clip_norm=1.0,
+                compute="fp32",
+                mesh=mesh,
+            )
             return float(outcome.skipped)
 
         assert poisoned(1.0) == 0.0
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        state = [value.clone() for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+        state = [
+            value.clone()
+            for values in optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        ]
         for poison in (float("nan"), float("inf")):
             assert poisoned(poison) == 1.0
-            assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-            now = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+            assert all(
+                torch.equal(before[name], parameter) for name, parameter in model.named_parameters()
+            )
+            now = [
+                value
+                for values in optimizer.state.values()
+                for value in values.values()
+                if isinstance(value, torch.Tensor)
+            ]
             assert all(torch.equal(one, other) for one, other in zip(state, now, strict=True))
         assert poisoned(1.0) == 0.0
-        assert any(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+        assert any(
+            not torch.equal(before[name], parameter) for name, parameter in model.named_parameters()
+        )
 
 
 class Poisoned(CrossEntropy):
@@ -154,7 +219,9 @@ class Poisoned(CrossEntropy):
         super().__init__()
         self.factor = factor
 
-    def token(self, view: Any, labels: torch.Tensor, extras: torch.Tensor | None = None) -> torch.Tensor:
+    def token(
+        self, view: Any, labels: torch.Tensor, extras: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return super().token(view, labels, extras) * self.factor
 
 
@@ -168,18 +235,33 @@ def test_bf16_compute_stays_near_float32() -> None:
             optimizer = make_optimizer(AdamW(lr=1e-2), masters)
             for _ in range(8):
                 outcome = train_step(
-                    model, CrossEntropy(), [global_batch(0)], masters, optimizer, targets=80, clip_norm=1.0, compute=compute, mesh=mesh)  # type: ignore[arg-type]
+                    model,
+                    CrossEntropy(),
+                    [global_batch(0)],
+                    masters,
+                    optimizer,
+                    targets=80,
+                    clip_norm=1.0,
+                    compute=compute,
+                    mesh=mesh,
+                )  # type: ignore[arg-type]
             losses[compute] = float(outcome.loss)
             assert all(master.tensor.dtype == torch.float32 for master in masters)
             if compute == "bf16":
-                assert all(torch.equal(master.parameter, master.tensor.bfloat16()) for master in masters)
+                assert all(
+                    torch.equal(master.parameter, master.tensor.bfloat16()) for master in masters
+                )
         assert losses["bf16"] != losses["fp32"]
         assert losses["bf16"] == pytest.approx(losses["fp32"], abs=tolerances.BF16_LOSS)
 
 
 def summed(mesh_numbers: tuple[float, ...]) -> tuple[list[float], list[list[float]], str]:
     with running_mesh() as mesh:
-        return mesh.agree(*mesh_numbers), mesh.gather([float(mesh.rank)]), mesh.from_main(lambda: f"from {mesh.rank}")
+        return (
+            mesh.agree(*mesh_numbers),
+            mesh.gather([float(mesh.rank)]),
+            mesh.from_main(lambda: f"from {mesh.rank}"),
+        )
 
 
 def test_ranks_agree() -> None:
@@ -191,8 +273,10 @@ def test_ranks_agree() -> None:
 
 def failing_main() -> str:
     with running_mesh() as mesh:
+
         def fail() -> None:
             raise ValueError(f"only on {mesh.rank}")
+
         try:
             mesh.from_main(fail)
         except ValueError as error:
@@ -202,5 +286,3 @@ def failing_main() -> str:
 
 def test_what_fails_on_the_main_rank_fails_everywhere() -> None:
     assert run_ranks(2, failing_main) == ["only on 0", "only on 0"]
-
-

@@ -1,4 +1,6 @@
-"""Training that draws from some parts of the columns at a time, which come from a bucket: the same weights, and asked to stop while it waits it saves."""
+"""Training that draws from some parts of the columns at a time, which come from a bucket: the same
+weights, and asked to stop while it waits it saves.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,11 @@ def left(server: gcs.Server, root: Path, tmp_path: Path) -> Path:
 
 
 def test_asked_to_stop_while_a_part_is_waited_for_it_saves_and_goes_on_to_the_same_weights(
-    root: Path, left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    root: Path, left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, node = (small_recipe(place, data__window=1) for place in (copy_of(root, tmp_path / "whole"), left))
+    whole, node = (
+        small_recipe(place, data__window=1) for place in (copy_of(root, tmp_path / "whole"), left)
+    )
     train(whole)
     wait = Ahead.wait
 

@@ -1,4 +1,6 @@
-"""A server in this process, for proofs that ask one often: the same application behind the same address, without the seconds that a process takes."""
+"""A server in this process, for proofs that ask one often: the same application behind the same
+address, without the seconds that a process takes.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,21 @@ from ingot.serve.service import Service
 
 @contextlib.contextmanager
 def served_here(folder: Path) -> Iterator[str]:
-    """In place of `ingot.verify.served.server`; what a process would say before it ends is raised as that does."""
+    """In place of `ingot.verify.served.server`; what a process would say before it ends is raised
+    as that does.
+    """
     settings = Serve(port=0)
     try:
         loaded = load(folder)
     except WrongInput as error:
         raise Failed(f"the server ended before it listened (exit 2): error: {error}") from None
     metrics = Metrics()
-    engine = Engine(loaded.worker(settings.max_batch), metrics, max_batch=settings.max_batch, max_queue=settings.max_queue)
+    engine = Engine(
+        loaded.worker(settings.max_batch),
+        metrics,
+        max_batch=settings.max_batch,
+        max_queue=settings.max_queue,
+    )
     app = create_app(Service("here", loaded, engine, settings), metrics, key=None, environ={})
     web = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listener:

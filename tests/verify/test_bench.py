@@ -1,4 +1,6 @@
-"""The rows of a bench: which are tried, what is measured, and what becomes of processes that run out of memory, are killed or refuse."""
+"""The rows of a bench: which are tried, what is measured, and what becomes of processes that run
+out of memory, are killed or refuse.
+"""
 
 from __future__ import annotations
 
@@ -34,31 +36,71 @@ def told(cases: list[Case]) -> list[tuple[int, str, int]]:
 
 def test_cases_are_what_the_recipe_would_run_or_what_is_asked_for(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, train__global_batch=12, launch__processes=2)
-    assert told(cases_of(recipe, None, None, None)) == [(2, "recipe", size) for size in (1, 2, 4, 6)]
+    assert told(cases_of(recipe, None, None, None)) == [
+        (2, "recipe", size) for size in (1, 2, 4, 6)
+    ]
     asked = cases_of(recipe, "1, 2", "8,4,4", "fp32,bf16")
-    assert told(asked) == [(count, form, size) for count in (1, 2) for form in ("fp32", "bf16") for size in (4, 8)]
-    assert asked[0].overrides == ["train.micro_batch=4", "launch.processes=1", "precision.compute=fp32", "precision.float8=none"]
+    assert told(asked) == [
+        (count, form, size) for count in (1, 2) for form in ("fp32", "bf16") for size in (4, 8)
+    ]
+    assert asked[0].overrides == [
+        "train.micro_batch=4",
+        "launch.processes=1",
+        "precision.compute=fp32",
+        "precision.float8=none",
+    ]
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (("0", None, None), "--devices 0: `0` is no positive whole number"),
-    ((None, "1,two", None), "--micro-batch 1,two: `two` is no positive whole number; give a list such as 1,2,4"),
-    ((None, None, "fp16"), "--precision fp16 is not known; choose among recipe, fp32, bf16, float8, float8-rowwise"),
-])
-def test_lists_that_are_none_are_refused(options: tuple[Any, Any, Any], says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("0", None, None), "--devices 0: `0` is no positive whole number"),
+        (
+            (None, "1,two", None),
+            "--micro-batch 1,two: `two` is no positive whole number; give a list such as 1,2,4",
+        ),
+        (
+            (None, None, "fp16"),
+            (
+                "--precision fp16 is not known; choose among recipe, fp32, bf16, float8,"
+                " float8-rowwise"
+            ),
+        ),
+    ],
+)
+def test_lists_that_are_none_are_refused(
+    options: tuple[Any, Any, Any], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(WrongInput) as caught:
         cases_of(small_recipe(tmp_path), *options)
     assert str(caught.value).startswith(says)
 
 
-@pytest.mark.parametrize(("knobs", "case", "says"), [
-    ({}, Case(3, 1, "recipe"), "train.global_batch 4 does not divide over 3 processes; 2 would fit"),
-    ({}, Case(2, 4, "recipe"), "a process has only 2 rows of train.global_batch 4"),
-    ({"parallel__shard": 2, "parallel__replicate": 1}, Case(1, 1, "recipe"), "parallel.shard 2 needs 2 processes, 1 is running"),
-    ({"parallel__shard": 2}, Case(1, 1, "recipe"), "parallel.shard 2 takes 2 processes a copy, which does not divide 1; start 2 processes"),
-    ({}, Case(2, 2, "recipe"), ""),
-])
-def test_what_cannot_be_is_known_before_it_is_tried(knobs: dict[str, Any], case: Case, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("knobs", "case", "says"),
+    [
+        (
+            {},
+            Case(3, 1, "recipe"),
+            "train.global_batch 4 does not divide over 3 processes; 2 would fit",
+        ),
+        ({}, Case(2, 4, "recipe"), "a process has only 2 rows of train.global_batch 4"),
+        (
+            {"parallel__shard": 2, "parallel__replicate": 1},
+            Case(1, 1, "recipe"),
+            "parallel.shard 2 needs 2 processes, 1 is running",
+        ),
+        (
+            {"parallel__shard": 2},
+            Case(1, 1, "recipe"),
+            "parallel.shard 2 takes 2 processes a copy, which does not divide 1; start 2 processes",
+        ),
+        ({}, Case(2, 2, "recipe"), ""),
+    ],
+)
+def test_what_cannot_be_is_known_before_it_is_tried(
+    knobs: dict[str, Any], case: Case, says: str, tmp_path: Path
+) -> None:
     found = refusal(small_recipe(tmp_path, **knobs), case)
     assert found.startswith(says)
     assert bool(found) == bool(says)
@@ -67,24 +109,63 @@ def test_what_cannot_be_is_known_before_it_is_tried(knobs: dict[str, Any], case:
 def test_larger_ones_are_hopeless_only_beside_their_like() -> None:
     out = [Case(1, 4, "fp32")]
     assert hopeless(Case(1, 8, "fp32"), out) == "not tried: 4 rows at once ran out already"
-    assert [hopeless(case, out) for case in (Case(1, 2, "fp32"), Case(2, 8, "fp32"), Case(1, 8, "bf16"))] == ["", "", ""]
+    assert [
+        hopeless(case, out) for case in (Case(1, 2, "fp32"), Case(2, 8, "fp32"), Case(1, 8, "bf16"))
+    ] == ["", "", ""]
 
 
 def shell(script: str) -> Start:
     """Processes that do as `script` says; $1 is the file for the row, $2 the micro-batch."""
-    return lambda case, into: (["sh", "-c", script, "sh", str(into), str(case.micro_batch)], {"PATH": "/usr/bin:/bin"})
+    return lambda case, into: (
+        ["sh", "-c", script, "sh", str(into), str(case.micro_batch)],
+        {"PATH": "/usr/bin:/bin"},
+    )
 
 
-@pytest.mark.parametrize(("script", "row"), [
-    ("kill -KILL $$", {"status": "out of memory", "reason": "killed by the system (SIGKILL), as it does when memory runs out"}),
-    ("exit 137", {"status": "out of memory", "reason": "killed by the system (SIGKILL), as it does when memory runs out"}),
-    ("echo '{\"status\": \"out of memory\", \"reason\": \"x\"}' > $1; exit 1", {"status": "out of memory", "reason": "x"}),
-    ("echo loading >&2; echo 'rank 1: error: too long; lower it' >&2; echo more >&2; exit 2", {"status": "refused", "reason": "too long; lower it"}),
-    ("echo 'error: disk full' >&2; exit 1", {"status": "failed", "reason": "disk full"}),
-    ("exit 3", {"status": "failed", "reason": "ended with exit code 3, saying nothing"}),
-    ("echo '{\"status\": \"measured\"}' > $1; echo 'error: late' >&2; exit 1", {"status": "failed", "reason": "late"}),
-    ("echo '{\"status\": \"measured\"}' > $1", {"status": "measured"}),
-], ids=["killed", "a rank killed", "ran out", "refused", "failed", "silent", "failed after all", "measured"])
+@pytest.mark.parametrize(
+    ("script", "row"),
+    [
+        (
+            "kill -KILL $$",
+            {
+                "status": "out of memory",
+                "reason": "killed by the system (SIGKILL), as it does when memory runs out",
+            },
+        ),
+        (
+            "exit 137",
+            {
+                "status": "out of memory",
+                "reason": "killed by the system (SIGKILL), as it does when memory runs out",
+            },
+        ),
+        (
+            'echo \'{"status": "out of memory", "reason": "x"}\' > $1; exit 1',
+            {"status": "out of memory", "reason": "x"},
+        ),
+        (
+            "echo loading >&2; echo 'rank 1: error: too long; lower it' >&2; echo more >&2; exit 2",
+            {"status": "refused", "reason": "too long; lower it"},
+        ),
+        ("echo 'error: disk full' >&2; exit 1", {"status": "failed", "reason": "disk full"}),
+        ("exit 3", {"status": "failed", "reason": "ended with exit code 3, saying nothing"}),
+        (
+            "echo '{\"status\": \"measured\"}' > $1; echo 'error: late' >&2; exit 1",
+            {"status": "failed", "reason": "late"},
+        ),
+        ('echo \'{"status": "measured"}\' > $1', {"status": "measured"}),
+    ],
+    ids=[
+        "killed",
+        "a rank killed",
+        "ran out",
+        "refused",
+        "failed",
+        "silent",
+        "failed after all",
+        "measured",
+    ],
+)
 def test_however_processes_end_there_is_a_row(script: str, row: dict[str, Any]) -> None:
     assert run_case(Case(1, 1, "fp32"), shell(script)) == row
 
@@ -108,19 +189,43 @@ def test_a_bench_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
-def test_the_report_has_every_row_the_best_and_how_to_run_like_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two rows at once are the fastest; eight run out, so sixteen are not tried; three processes do not divide."""
+def test_the_report_has_every_row_the_best_and_how_to_run_like_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two rows at once are the fastest; eight run out, so sixteen are not tried; three processes do
+    not divide.
+    """
     recipe = small_recipe(tmp_path, train__global_batch=16)
     rate = {1: 10, 2: 30, 4: 20}
-    script = "case $2 in " + " ".join(
-        f"{size}) echo '{json.dumps({**ROW, 'tokens_per_s': rate[size]})}' > $1;;" for size in rate
-    ) + " 8) kill -KILL $$;; *) echo 'error: not to be tried' >&2; exit 1;; esac"
-    report = bench(recipe, cases_of(recipe, "1,3", "1,2,4,8,16", None), shell(script), steps=3, synthetic=True)
+    script = (
+        "case $2 in "
+        + " ".join(
+            f"{size}) echo '{json.dumps({**ROW, 'tokens_per_s': rate[size]})}' > $1;;"
+            for size in rate
+        )
+        + " 8) kill -KILL $$;; *) echo 'error: not to be tried' >&2; exit 1;; esac"
+    )
+    report = bench(
+        recipe, cases_of(recipe, "1,3", "1,2,4,8,16", None), shell(script), steps=3, synthetic=True
+    )
     statuses = [(row["devices"], row["micro_batch"], row["status"]) for row in report["rows"]]
-    assert statuses[:5] == [(1, 1, "measured"), (1, 2, "measured"), (1, 4, "measured"), (1, 8, "out of memory"), (1, 16, "out of memory")]
+    assert statuses[:5] == [
+        (1, 1, "measured"),
+        (1, 2, "measured"),
+        (1, 4, "measured"),
+        (1, 8, "out of memory"),
+        (1, 16, "out of memory"),
+    ]
     assert {status for _, _, status in statuses[5:]} == {"refused"}
-    assert {row["precision"] for row in report["rows"]} == {"fp32"}  # the recipe's own is known by those that computed in it
-    assert report["best"] == {"row": 1, "told": "1 process, micro-batch 2", "knobs": ["train.micro_batch=2", "launch.processes=1"], "tokens_per_s": 30}
+    assert {row["precision"] for row in report["rows"]} == {
+        "fp32"
+    }  # the recipe's own is known by those that computed in it
+    assert report["best"] == {
+        "row": 1,
+        "told": "1 process, micro-batch 2",
+        "knobs": ["train.micro_batch=2", "launch.processes=1"],
+        "tokens_per_s": 30,
+    }
     assert json.loads((recipe.folder.reports / "bench.json").read_text()) == report
     assert "bench: 5 rows to measure, 2 + 3 steps each" in capsys.readouterr().err
 
@@ -133,7 +238,13 @@ def test_data_that_is_not_prepared_is_told_before_any_process_is_started(tmp_pat
     def never(case: Case, into: Path) -> Any:
         raise AssertionError
 
-    with pytest.raises(WrongInput, match=r"holds no prepared data; run `ingot prepare` with this recipe first; or measure on made-up rows with --synthetic"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"holds no prepared data; run `ingot prepare` with this recipe first; or measure on"
+            r" made-up rows with --synthetic"
+        ),
+    ):
         bench(small_recipe(tmp_path), [Case(1, 1, "fp32")], never, steps=1, synthetic=False)
 
 
@@ -143,7 +254,9 @@ def measured(recipe: Recipe, into: Path, *, synthetic: bool = False) -> dict[str
     return row
 
 
-def test_a_row_is_measured_on_the_recipes_own_data_and_nothing_is_kept(root: Path, tmp_path: Path) -> None:
+def test_a_row_is_measured_on_the_recipes_own_data_and_nothing_is_kept(
+    root: Path, tmp_path: Path
+) -> None:
     recipe = small_recipe(root)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     row = measured(recipe, tmp_path / "row.json")
@@ -170,12 +283,16 @@ def _tiny_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def test_two_ranks_make_one_row_of_both(root: Path, tmp_path: Path) -> None:
-    """Peaks of 1 and 2 TFLOP/s are one of 3, memory is that of the rank that has more, and rows are dealt, not doubled."""
+    """Peaks of 1 and 2 TFLOP/s are one of 3, memory is that of the rank that has more, and rows are
+    dealt, not doubled.
+    """
     row, _ = run_ranks(2, measured_with_known_peaks, small_recipe(root), tmp_path / "row.json")
     assert row["tokens_per_step"] == 4 * 32
     assert row["tokens_per_s"] == pytest.approx(4 * 32 / row["seconds_per_step"])
     assert row["peak_flops"] == pytest.approx(3e12)
-    assert row["share_of_peak"] == pytest.approx(row["tokens_per_s"] * row["flops_per_token"] / 3e12)
+    assert row["share_of_peak"] == pytest.approx(
+        row["tokens_per_s"] * row["flops_per_token"] / 3e12
+    )
     assert row["process_memory_bytes"] == 2000
 
 
@@ -186,8 +303,18 @@ def measured_with_known_peaks(recipe: Recipe, into: Path) -> dict[str, Any]:
 
 
 def test_models_without_a_formula_claim_no_share(tmp_path: Path) -> None:
-    tiny = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    knobs = {"objective__kind": "classify", "objective__labels": "[bad, good]", "model__source": "preset:bert-mini", "model__config": tiny}
+    tiny = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    knobs = {
+        "objective__kind": "classify",
+        "objective__labels": "[bad, good]",
+        "model__source": "preset:bert-mini",
+        "model__config": tiny,
+    }
     row = measured(small_recipe(tmp_path, **knobs), tmp_path / "row.json", synthetic=True)
     assert row["share_of_peak"] is row["flops_per_token"] is None
     assert row["tokens_per_s"] > 0
@@ -204,14 +331,21 @@ def test_memory_that_runs_out_is_a_row_whatever_of_it_lacks(tmp_path: Path) -> N
     assert row["reason"].startswith("DefaultCPUAllocator: can't allocate memory")
 
 
-def test_a_limit_on_memory_is_met_by_a_refusal_and_not_by_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a machine that has next to nothing free, an allocation that the system would grant is refused."""
+def test_a_limit_on_memory_is_met_by_a_refusal_and_not_by_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a machine that has next to nothing free, an allocation that the system would grant is
+    refused.
+    """
     monkeypatch.setattr(bench_row, "host_memory", lambda: HostMemory(999_000_000, 1_000_000_000))
     recipe = small_recipe(tmp_path, tokenizer__vocab_size=2_000_000)  # 256 MB
     with pytest.raises(Failed, match="out of memory"):
         measured(recipe, tmp_path / "row.json", synthetic=True)
     monkeypatch.undo()
-    assert measured(small_recipe(tmp_path), tmp_path / "row.json", synthetic=True)["status"] == "measured"
+    assert (
+        measured(small_recipe(tmp_path), tmp_path / "row.json", synthetic=True)["status"]
+        == "measured"
+    )
 
 
 def test_another_error_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""The proof holds for exports of every kind of model, and each planted fault turns the right check red."""
+"""The proof holds for exports of every kind of model, and each planted fault turns the right check
+red.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ from tests.cli.commands import clean_environment, ingot
 from tests.objectives.ways import WAYS, make_ready, recipe_of, write_all
 from tests.verify.serving import served_here
 
-FILES, TOKENIZER, WEIGHTS, LOGITS = "files: weights and configuration", "files: tokenizer and template", "weights", "logits: trainer and transformers"
+FILES, TOKENIZER, WEIGHTS, LOGITS = (
+    "files: weights and configuration",
+    "files: tokenizer and template",
+    "weights",
+    "logits: trainer and transformers",
+)
 ADAPTER, PEFT, SERVER, CHATS = "adapter", "adapter in PEFT", "server", "chat template"
 KINDS = ("sft", "seq2seq", "classify")
 PACKED = "pretrain"
@@ -48,7 +55,13 @@ PACKED = "pretrain"
 def lora_of(root: Path, way: str, **knobs: Any) -> Recipe:
     """A run with an adapter, on the model that `way` trained, with its data."""
     base = root / "runs" / way
-    given = {"name": f"{way}-lora", "model__source": str(base / "model"), "model__config": None, "model__init": "weights", "model__lora": "{rank: 4}"}
+    given = {
+        "name": f"{way}-lora",
+        "model__source": str(base / "model"),
+        "model__config": None,
+        "model__init": "weights",
+        "model__lora": "{rank: 4}",
+    }
     recipe = recipe_of(root, way, **{**given, **knobs})
     if not recipe.folder.data.exists():
         shutil.copytree(base / "data", recipe.folder.data)
@@ -126,13 +139,24 @@ def test_what_was_trained_is_what_is_exported(way: str, trained: Path) -> None:
     assert applies[CHATS] is (True if way == "sft" else None)
     assert "each the trained one rounded to bf16" in check(proof, WEIGHTS).detail
     assert "rounding to bf16 moves them" in check(proof, LOGITS).detail
-    assert {"seq2seq": "4 texts", "classify": "probabilities"}.get(way, "generated tokens of 4") in check(proof, SERVER).detail
+    assert {"seq2seq": "4 texts", "classify": "probabilities"}.get(
+        way, "generated tokens of 4"
+    ) in check(proof, SERVER).detail
 
 
 def test_an_adapter(trained: Path) -> None:
     proof = verify_export(lora_of(trained, "sft"))
     assert proof.holds, [one for one in proof.checks if one.passed is False]
-    assert [one.what for one in proof.checks] == [FILES, TOKENIZER, WEIGHTS, LOGITS, ADAPTER, PEFT, SERVER, CHATS]
+    assert [one.what for one in proof.checks] == [
+        FILES,
+        TOKENIZER,
+        WEIGHTS,
+        LOGITS,
+        ADAPTER,
+        PEFT,
+        SERVER,
+        CHATS,
+    ]
     assert all(one.passed for one in proof.checks)
 
 
@@ -153,7 +177,10 @@ def test_a_weight_that_differs_by_one_bit(way: str, trained: Path, tmp_path: Pat
 
 def test_a_weight_that_is_wrong_moves_the_logits(trained: Path, tmp_path: Path) -> None:
     recipe = copied(trained, tmp_path, "sft")
-    change_tensors(recipe.folder.model / "model.safetensors", lambda tensors: tensors["model.norm.weight"][:4].neg_())
+    change_tensors(
+        recipe.folder.model / "model.safetensors",
+        lambda tensors: tensors["model.norm.weight"][:4].neg_(),
+    )
     proof = verify_export(recipe)
     assert red(proof) == [FILES, WEIGHTS, LOGITS]
     assert "position" in check(proof, LOGITS).detail
@@ -164,22 +191,38 @@ def test_tensors_that_are_missing_or_have_no_place(trained: Path, tmp_path: Path
     recipe = copied(trained, tmp_path, "sft")
 
     def change(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.7.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+        tensors["model.layers.7.mlp.up_proj.weight"] = tensors.pop(
+            "model.layers.1.mlp.up_proj.weight"
+        )
 
     change_tensors(recipe.folder.model / "model.safetensors", change)
     proof = verify_export(recipe)
     assert {FILES, WEIGHTS, LOGITS} <= set(red(proof))
-    assert "model.layers.7.mlp.up_proj.weight is not part of the model" in check(proof, WEIGHTS).detail
+    assert (
+        "model.layers.7.mlp.up_proj.weight is not part of the model" in check(proof, WEIGHTS).detail
+    )
     assert "model.layers.1.mlp.up_proj.weight is missing" in check(proof, LOGITS).detail
 
 
-@pytest.mark.parametrize(("way", "key", "value"), [
-    ("sft", "rms_norm_eps", 3e-5), ("sft", "num_attention_heads", 8), ("seq2seq", "relative_attention_max_distance", 20),
-    ("seq2seq", "layer_norm_epsilon", 1e-3), ("classify", "hidden_act", "relu"), ("classify", "layer_norm_eps", 1e-3),
-])
-def test_a_configuration_that_is_not_the_trained_one(way: str, key: str, value: Any, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "key", "value"),
+    [
+        ("sft", "rms_norm_eps", 3e-5),
+        ("sft", "num_attention_heads", 8),
+        ("seq2seq", "relative_attention_max_distance", 20),
+        ("seq2seq", "layer_norm_epsilon", 1e-3),
+        ("classify", "hidden_act", "relu"),
+        ("classify", "layer_norm_eps", 1e-3),
+    ],
+)
+def test_a_configuration_that_is_not_the_trained_one(
+    way: str, key: str, value: Any, trained: Path, tmp_path: Path
+) -> None:
     recipe = copied(trained, tmp_path, way)
-    change_json(recipe.folder.model / "config.json", lambda config: config.update({key: value, **({"head_dim": 4} if "heads" in key else {})}))
+    change_json(
+        recipe.folder.model / "config.json",
+        lambda config: config.update({key: value, **({"head_dim": 4} if "heads" in key else {})}),
+    )
     proof = verify_export(recipe)
     assert {FILES, LOGITS} <= set(red(proof)), [one.detail for one in proof.checks]
     assert "config.json or the weights changed" in check(proof, FILES).detail
@@ -187,7 +230,9 @@ def test_a_configuration_that_is_not_the_trained_one(way: str, key: str, value: 
 
 
 def test_another_rotary_base(trained: Path, tmp_path: Path) -> None:
-    """In both spellings, so that all who read the folder agree; and in one, which the server refuses to choose between."""
+    """In both spellings, so that all who read the folder agree; and in one, which the server
+    refuses to choose between.
+    """
     recipe = copied(trained, tmp_path, "sft")
     file = recipe.folder.model / "config.json"
     change_json(file, lambda config: config["rope_parameters"].update(rope_theta=12_000.0))
@@ -201,7 +246,9 @@ def test_another_rotary_base(trained: Path, tmp_path: Path) -> None:
 
 def test_a_configuration_that_does_not_fit_the_weights(trained: Path, tmp_path: Path) -> None:
     recipe = copied(trained, tmp_path, "sft")
-    change_json(recipe.folder.model / "config.json", lambda config: config.update(intermediate_size=64))
+    change_json(
+        recipe.folder.model / "config.json", lambda config: config.update(intermediate_size=64)
+    )
     proof = verify_export(recipe)
     assert red(proof) == [FILES, LOGITS]
     assert "transformers does not open" in check(proof, LOGITS).detail
@@ -211,7 +258,9 @@ def test_a_configuration_that_does_not_fit_the_weights(trained: Path, tmp_path: 
 def test_another_template(trained: Path, tmp_path: Path) -> None:
     recipe = copied(trained, tmp_path, "sft")
     file = recipe.folder.model / "chat_template.jinja"
-    file.write_text(file.read_text(encoding="utf-8").replace("<|im_end|>", "<|im_end|> "), encoding="utf-8")
+    file.write_text(
+        file.read_text(encoding="utf-8").replace("<|im_end|>", "<|im_end|> "), encoding="utf-8"
+    )
     proof = verify_export(recipe)
     assert red(proof) == [TOKENIZER, SERVER, CHATS]
     assert "the chat template is" in check(proof, TOKENIZER).detail
@@ -237,7 +286,10 @@ def test_another_tokenizer(trained: Path, tmp_path: Path) -> None:
 def test_another_adapter(trained: Path, tmp_path: Path) -> None:
     """The last bit of one float32 number: nothing that logits would show."""
     recipe = copied(trained, tmp_path, "sft-lora")
-    change_tensors(recipe.folder.adapter / "adapter_model.safetensors", lambda tensors: flip(tensors[sorted(tensors)[0]]))
+    change_tensors(
+        recipe.folder.adapter / "adapter_model.safetensors",
+        lambda tensors: flip(tensors[sorted(tensors)[0]]),
+    )
     proof = verify_export(recipe)
     assert red(proof) == [ADAPTER]
     assert "model.layers.0.mlp.down_proj.lora_A" in check(proof, ADAPTER).detail
@@ -247,7 +299,9 @@ def test_another_adapter_where_the_checkpoint_is_gone(trained: Path, tmp_path: P
     recipe = copied(trained, tmp_path, "sft-lora")
     shutil.rmtree(recipe.folder.checkpoints)
     assert verify_export(recipe).holds
-    change_json(recipe.folder.adapter / "adapter_config.json", lambda config: config.update(lora_alpha=64))
+    change_json(
+        recipe.folder.adapter / "adapter_config.json", lambda config: config.update(lora_alpha=64)
+    )
     proof = verify_export(recipe)
     assert red(proof) == [ADAPTER]
     assert "differs in" in check(proof, ADAPTER).detail
@@ -267,7 +321,9 @@ def test_where_servers_compute_in_bf16(trained: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "resolve_compute", lambda asked, device: "bf16")
     proof = verify_export(recipe_of(trained, "sft"))
     assert proof.holds, [one for one in proof.checks if one.passed is False]
-    gap, bound = (float(found) for found in re.findall(r"(\d\.\de-\d\d)", check(proof, SERVER).detail))
+    gap, bound = (
+        float(found) for found in re.findall(r"(\d\.\de-\d\d)", check(proof, SERVER).detail)
+    )
     assert 1e-4 < gap < bound < 0.05
 
 
@@ -275,7 +331,9 @@ def test_where_peft_is_not_installed(trained: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "peft", None)
     proof = verify_export(lora_of(trained, "sft"))
     assert proof.holds
-    assert check(proof, PEFT) == Check(PEFT, None, "PEFT is not installed; `pip install peft` to have it compared")
+    assert check(proof, PEFT) == Check(
+        PEFT, None, "PEFT is not installed; `pip install peft` to have it compared"
+    )
 
 
 def test_the_last_bit_of_what_an_adapter_was_folded_into(trained: Path, tmp_path: Path) -> None:
@@ -300,7 +358,9 @@ def test_the_last_bit_of_what_an_adapter_was_folded_into(trained: Path, tmp_path
 
 
 @pytest.mark.parametrize("way", KINDS)
-def test_a_server_of_other_weights(way: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_other_weights(
+    way: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = copied(trained, tmp_path, way).folder.model
 
     def shuffle(tensors: dict[str, Tensor]) -> None:
@@ -316,7 +376,9 @@ def test_a_server_of_other_weights(way: str, trained: Path, tmp_path: Path, monk
     assert said[way] in check(proof, SERVER).detail
 
 
-def test_a_server_that_is_a_little_off(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_a_little_off(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another epsilon writes the same tokens; their log-probabilities tell."""
     other = copied(trained, tmp_path, "sft").folder.model
     change_json(other / "config.json", lambda config: config.update(rms_norm_eps=1e-4))
@@ -326,12 +388,16 @@ def test_a_server_that_is_a_little_off(trained: Path, tmp_path: Path, monkeypatc
     assert "log-probabilities differ by up to" in check(proof, SERVER).detail
 
 
-def test_a_server_that_stops_elsewhere(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stops_elsewhere(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends answers at an ordinary token."""
     folder = recipe_of(trained, "sft").folder.model
     other = copied(trained, tmp_path, "sft").folder.model
     likely = _first_written(folder)
-    change_json(other / "generation_config.json", lambda config: config.update(eos_token_id=[likely]))
+    change_json(
+        other / "generation_config.json", lambda config: config.update(eos_token_id=[likely])
+    )
     monkeypatch.setattr(export, "server", lambda folder: served_here(other))
     proof = verify_export(recipe_of(trained, "sft"))
     assert red(proof) == [SERVER]
@@ -354,10 +420,15 @@ def test_without_the_checkpoint(trained: Path, tmp_path: Path) -> None:
         assert proof.holds, [one for one in proof.checks if one.passed is False]
         weights = check(proof, WEIGHTS)
         assert weights.passed is None
-        assert "step-00000006, which was exported, is gone (steps that are there: none)" in weights.detail
+        assert (
+            "step-00000006, which was exported, is gone (steps that are there: none)"
+            in weights.detail
+        )
         assert "weights as exported" in check(proof, LOGITS).detail
     recipe = recipe_of(trained, "sft", output=str(tmp_path / "runs"))
-    change_json(recipe.folder.model / "config.json", lambda config: config.update(rms_norm_eps=1e-4))
+    change_json(
+        recipe.folder.model / "config.json", lambda config: config.update(rms_norm_eps=1e-4)
+    )
     assert red(verify_export(recipe)) == [FILES, LOGITS]
 
 
@@ -384,12 +455,20 @@ def test_weights_that_are_torn(trained: Path, tmp_path: Path) -> None:
 def test_what_was_not_trained(trained: Path, tmp_path: Path) -> None:
     recipe = copied(trained, tmp_path, "sft")
     shutil.rmtree(recipe.folder.model)
-    with pytest.raises(WrongInput, match=r"holds no model that was trained here .* run `ingot train` first"):
+    with pytest.raises(
+        WrongInput, match=r"holds no model that was trained here .* run `ingot train` first"
+    ):
         verify_export(recipe)
 
 
 def test_another_recipe_than_the_trained_one(trained: Path) -> None:
-    with pytest.raises(WrongInput, match=r"is of another recipe: train.optimizer.lr 0.003 -> 0.1; give the recipe that was trained"):
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"is of another recipe: train.optimizer.lr 0.003 -> 0.1; give the recipe that was"
+            r" trained"
+        ),
+    ):
         verify_export(recipe_of(trained, "sft", train__optimizer__lr=0.1))
 
 
@@ -397,7 +476,9 @@ def test_a_recipe_for_more_processes_than_one(trained: Path) -> None:
     assert verify_export(recipe_of(trained, "sft", parallel__replicate=2)).holds
 
 
-def test_of_long_rows_the_end_is_looked_at_too(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_long_rows_the_end_is_looked_at_too(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logits, "TOKENS", 10)
     opened = open_export(recipe_of(trained, "sft"))
     kept = [record.begin + at for record in opened.held.records for at in record.kept]
@@ -419,9 +500,13 @@ def test_the_command_with_a_server_of_its_own(trained: Path, tmp_path: Path) -> 
     assert not _servers_of(recipe.folder.model)
 
 
-def test_the_exit_code_and_the_table_tell(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_and_the_table_tell(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = copied(trained, tmp_path, "sft")
-    change_tensors(recipe.folder.model / "model.safetensors", lambda tensors: flip(tensors["lm_head.weight"]))
+    change_tensors(
+        recipe.folder.model / "model.safetensors", lambda tensors: flip(tensors["lm_head.weight"])
+    )
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     assert cli.export([str(tmp_path / "recipe.yaml")]) == 1
     shown = capsys.readouterr().out
@@ -445,10 +530,17 @@ sys.exit(guarded(wait, debug=False))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_no_server_outlives_the_command(number: signal.Signals, trained: Path) -> None:
     folder = recipe_of(trained, "sft").folder.model
-    process = subprocess.Popen([sys.executable, "-c", WAITS, str(folder)], env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS, str(folder)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"http://127.0.0.1:")
@@ -473,7 +565,9 @@ def _servers_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_every_way_of_training_and_its_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_of_training_and_its_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With servers as processes."""
     monkeypatch.undo()
     root = tmp_path / "root"

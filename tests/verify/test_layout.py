@@ -1,4 +1,6 @@
-"""`ingot verify layout`: the user's recipe made small, which layouts are tried, the table and its exit code, and what bad input gets."""
+"""`ingot verify layout`: the user's recipe made small, which layouts are tried, the table and its
+exit code, and what bad input gets.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,30 @@ from ingot.models.architecture import DecoderConfig
 from ingot.models.hub_config import hub_config
 from ingot.verify.difference import Difference, compare
 from ingot.verify.layout import Finding, LayoutProof, verify_layout
-from ingot.verify.layouts import MODES, OF_TRANSFORMERS, for_recipe, layout, pairs, parsed, scaled, table
+from ingot.verify.layouts import (
+    MODES,
+    OF_TRANSFORMERS,
+    for_recipe,
+    layout,
+    pairs,
+    parsed,
+    scaled,
+    table,
+)
 from ingot.verify.measured import Measured, Piece
 from ingot.verify.shrunk import SEQ_LEN, VOCABULARY, cut_short, folded, small_decoder, small_hub
 from tests.cli.commands import ingot
 from tests.models import hub_tiny
 from tests.small import small_recipe
 
-EQUAL = Difference(loss=1e-7, norm=1e-7, weights=3e-8, share=0.5, share_bound=0.52, where="step 3: model.norm.weight differs most, by 1e-8 of its norm")
+EQUAL = Difference(
+    loss=1e-7,
+    norm=1e-7,
+    weights=3e-8,
+    share=0.5,
+    share_bound=0.52,
+    where="step 3: model.norm.weight differs most, by 1e-8 of its norm",
+)
 
 
 def recipe(**knobs: Any) -> Recipe:
@@ -39,15 +57,35 @@ def recipe(**knobs: Any) -> Recipe:
 def test_the_verb_prints_the_table_and_keeps_it(root: Path) -> None:
     values = small_recipe(root).model_dump(mode="json", exclude_unset=True)
     (root / "recipe.yaml").write_text(json.dumps(values), encoding="utf-8")
-    done = ingot("verify", "layout", str(root / "recipe.yaml"), "--layouts", "shard=2,recompute=full;tensor=4", timeout_s=300, OMP_NUM_THREADS="1")
+    done = ingot(
+        "verify",
+        "layout",
+        str(root / "recipe.yaml"),
+        "--layouts",
+        "shard=2,recompute=full;tensor=4",
+        timeout_s=300,
+        OMP_NUM_THREADS="1",
+    )
     assert done.returncode == EXIT_DONE, done.stderr
     assert "shard 2, full recompute" in done.stdout
     assert "all 1 layouts equal one process" in done.stdout
-    assert "no case: tensor 4: parallel.tensor 4 does not divide the model's 2 key/value heads" in done.stdout
+    assert (
+        "no case: tensor 4: parallel.tensor 4 does not divide the model's 2 key/value heads"
+        in done.stdout
+    )
     kept = json.loads((root / "runs" / "small" / "reports" / "layout.json").read_text())
-    assert [(one["layout"], one["holds"]) for one in kept["layouts"]] == [("shard 2, full recompute", True), ("tensor 4", None)]
+    assert [(one["layout"], one["holds"]) for one in kept["layouts"]] == [
+        ("shard 2, full recompute", True),
+        ("tensor 4", None),
+    ]
     first = kept["layouts"][0]
-    assert first["degrees"] == {"pipeline": 1, "replicate": 1, "shard": 2, "context": 1, "tensor": 1}
+    assert first["degrees"] == {
+        "pipeline": 1,
+        "replicate": 1,
+        "shard": 2,
+        "context": 1,
+        "tensor": 1,
+    }
     assert 0 <= first["difference"]["weights"] < kept["bounds"]["weights"]
     assert 0.49 < first["difference"]["share"] < first["difference"]["share_bound"] < 0.53
 
@@ -67,16 +105,19 @@ def test_data_that_are_not_prepared_are_one_line(tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("shards=2", "`shards=2` is not KNOB=VALUE with a knob of replicate, shard"),
-    ("shard=2;tensor", "`tensor` is not KNOB=VALUE"),
-    ("", "`` is not KNOB=VALUE"),
-    ("shard=auto", "`shard=auto` says auto; give numbers"),
-    ("shard=0", "`shard=0`: Input should be greater than 0"),
-    ("shard=4,tensor=4", "takes 16 processes, 8 at most"),
-    ("virtual=2", "parallel.virtual 2 is about parallel.pipeline"),
-    ("recompute=some", "`recompute=some`"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("shards=2", "`shards=2` is not KNOB=VALUE with a knob of replicate, shard"),
+        ("shard=2;tensor", "`tensor` is not KNOB=VALUE"),
+        ("", "`` is not KNOB=VALUE"),
+        ("shard=auto", "`shard=auto` says auto; give numbers"),
+        ("shard=0", "`shard=0`: Input should be greater than 0"),
+        ("shard=4,tensor=4", "takes 16 processes, 8 at most"),
+        ("virtual=2", "parallel.virtual 2 is about parallel.pipeline"),
+        ("recompute=some", "`recompute=some`"),
+    ],
+)
 def test_wrong_layouts_are_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(WrongInput) as caught:
         verify_layout(small_recipe(tmp_path), text)
@@ -85,26 +126,41 @@ def test_wrong_layouts_are_refused_by_name(text: str, said: str, tmp_path: Path)
 
 
 def test_layouts_are_read_with_their_knobs() -> None:
-    first, second = parsed("shard=2, reshard=false, tensor=2 ; pipeline=2,virtual=2,schedule=zero_bubble,recompute=selective")
+    first, second = parsed(
+        "shard=2, reshard=false, tensor=2 ;"
+        " pipeline=2,virtual=2,schedule=zero_bubble,recompute=selective"
+    )
     assert first.name == "shard 2 x tensor 2, kept"
     assert (first.processes, first.parallel.reshard, first.parallel.replicate) == (4, False, 1)
     assert second.name == "pipeline 2, zero bubble, virtual 2, selective recompute"
     assert len(parsed("shard=2;shard=2")) == 1
 
 
-@pytest.mark.parametrize(("knobs", "name"), [
-    ({}, "replicate 2"),
-    ({"replicate": 1}, "one process"),
-    ({"shard": "auto"}, "shard 2"),
-    ({"shard": 64}, "shard 8"),
-    ({"replicate": 4, "shard": 8}, "replicate 2 x shard 4"),
-    ({"shard": 16, "tensor": 8}, "shard 2 x tensor 4"),
-    ({"shard": 12}, "shard 6"),
-    ({"shard": "auto", "tensor": 2, "pipeline": 2}, "pipeline 2 x shard 2 x tensor 2, auto"),
-    ({"pipeline": 2, "replicate": 2, "shard": 2, "tensor": 2}, "replicate 2 x shard 2 x tensor 2"),
-    ({"pipeline": 2, "virtual": 2, "replicate": 2, "shard": 2, "context": 2}, "replicate 2 x shard 2 x context 2, ring"),
-    ({"pipeline": 4, "virtual": 2, "schedule": "zero_bubble", "shard": 8}, "pipeline 2 x shard 4, zero bubble, virtual 2"),
-])
+@pytest.mark.parametrize(
+    ("knobs", "name"),
+    [
+        ({}, "replicate 2"),
+        ({"replicate": 1}, "one process"),
+        ({"shard": "auto"}, "shard 2"),
+        ({"shard": 64}, "shard 8"),
+        ({"replicate": 4, "shard": 8}, "replicate 2 x shard 4"),
+        ({"shard": 16, "tensor": 8}, "shard 2 x tensor 4"),
+        ({"shard": 12}, "shard 6"),
+        ({"shard": "auto", "tensor": 2, "pipeline": 2}, "pipeline 2 x shard 2 x tensor 2, auto"),
+        (
+            {"pipeline": 2, "replicate": 2, "shard": 2, "tensor": 2},
+            "replicate 2 x shard 2 x tensor 2",
+        ),
+        (
+            {"pipeline": 2, "virtual": 2, "replicate": 2, "shard": 2, "context": 2},
+            "replicate 2 x shard 2 x context 2, ring",
+        ),
+        (
+            {"pipeline": 4, "virtual": 2, "schedule": "zero_bubble", "shard": 8},
+            "pipeline 2 x shard 4, zero bubble, virtual 2",
+        ),
+    ],
+)
 def test_a_large_layout_is_scaled_down(knobs: dict[str, Any], name: str) -> None:
     own = scaled(recipe(parallel=json.dumps(knobs)))
     assert own.name == name
@@ -112,19 +168,40 @@ def test_a_large_layout_is_scaled_down(knobs: dict[str, Any], name: str) -> None
 
 
 def test_what_is_tried_for_a_recipe() -> None:
-    own, *others = for_recipe(recipe(parallel=json.dumps({"shard": 8, "tensor": 4}), memory__recompute__kind="full"))
+    own, *others = for_recipe(
+        recipe(parallel=json.dumps({"shard": 8, "tensor": 4}), memory__recompute__kind="full")
+    )
     assert own.name == "shard 2 x tensor 4, full recompute"
     names = [one.name for one in others]
     assert names[: len(MODES)] == [layout(**knobs).name for knobs in MODES.values()]
-    assert names[len(MODES) :] == ["shard 2 x tensor 2", "shard 2, full recompute", "tensor 2, full recompute"]
-    seq2seq = recipe(objective=json.dumps({"kind": "seq2seq"}), model__source="hf:a/b", model__config=None, tokenizer__source=None, tokenizer__vocab_size=None)
-    assert [one.name for one in for_recipe(seq2seq)] == [layout(**MODES[mode]).name for mode in OF_TRANSFORMERS]
+    assert names[len(MODES) :] == [
+        "shard 2 x tensor 2",
+        "shard 2, full recompute",
+        "tensor 2, full recompute",
+    ]
+    seq2seq = recipe(
+        objective=json.dumps({"kind": "seq2seq"}),
+        model__source="hf:a/b",
+        model__config=None,
+        tokenizer__source=None,
+        tokenizer__vocab_size=None,
+    )
+    assert [one.name for one in for_recipe(seq2seq)] == [
+        layout(**MODES[mode]).name for mode in OF_TRANSFORMERS
+    ]
 
 
 def test_the_table_has_every_mode_every_pair_and_six_products() -> None:
     names = {one.name for one in table()}
     assert names >= {layout(**knobs).name for knobs in MODES.values()}
-    used = [{axis for axis in ("replicate", "shard", "tensor", "pipeline", "context") if one.degree(axis) > 1} for one in table()]
+    used = [
+        {
+            axis
+            for axis in ("replicate", "shard", "tensor", "pipeline", "context")
+            if one.degree(axis) > 1
+        }
+        for one in table()
+    ]
     axes = ("replicate", "shard", "tensor", "pipeline", "context")
     for first, axis in enumerate(axes):
         for other in axes[first + 1 :]:
@@ -142,8 +219,13 @@ def test_a_small_model_is_of_its_family(name: str) -> None:
     small = DecoderConfig.from_hf(small_decoder(PRESETS[name], SEQ_LEN))
     for same in ("tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "rope"):
         assert getattr(small, same) == getattr(large, same), same
-    assert small.num_attention_heads * large.num_key_value_heads == large.num_attention_heads * small.num_key_value_heads
-    assert {window is None for window in small.windows} == {window is None for window in large.windows}
+    assert (
+        small.num_attention_heads * large.num_key_value_heads
+        == large.num_attention_heads * small.num_key_value_heads
+    )
+    assert {window is None for window in small.windows} == {
+        window is None for window in large.windows
+    }
     assert small.vocab_size == VOCABULARY
     if large.num_key_value_heads % 4 == 0:
         check_layout(layout(tensor=4).parallel, 4, small.to_hf(), SEQ_LEN)
@@ -152,19 +234,33 @@ def test_a_small_model_is_of_its_family(name: str) -> None:
 def test_windows_stay_and_become_short() -> None:
     sliding = {**PRESETS["llama-3m"], "model_type": "mistral", "sliding_window": 4096}
     assert set(DecoderConfig.from_hf(small_decoder(sliding, 48)).windows) == {16}
-    mixed = {**PRESETS["llama-3m"], "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1, "num_hidden_layers": 3}
+    mixed = {
+        **PRESETS["llama-3m"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+    }
     assert DecoderConfig.from_hf(small_decoder(mixed, 48)).windows == (None, None, 16, 16)
 
 
 @pytest.mark.parametrize("name", [*hub_tiny.SEQ2SEQ, *hub_tiny.ENCODERS])
 def test_a_small_model_of_transformers_is_built(name: str) -> None:
     kind = "seq2seq" if name in hub_tiny.SEQ2SEQ else "encoder"
-    given = {**(hub_tiny.SEQ2SEQ if kind == "seq2seq" else hub_tiny.ENCODERS)[name], "hidden_dropout_prob": 0.1, "dropout_rate": 0.1, "attention_dropout": 0.1}
+    given = {
+        **(hub_tiny.SEQ2SEQ if kind == "seq2seq" else hub_tiny.ENCODERS)[name],
+        "hidden_dropout_prob": 0.1,
+        "dropout_rate": 0.1,
+        "attention_dropout": 0.1,
+    }
     large = hub_config({**given, "vocab_size": 500}, kind, name)  # type: ignore[arg-type]
     small = hub_config(small_hub(large.to_hf()), kind, "small")  # type: ignore[arg-type]
     assert small.vocab_size == VOCABULARY
     model = small.build().train()
-    assert all(module.p == 0.0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    assert all(
+        module.p == 0.0 for module in model.modules() if isinstance(module, torch.nn.Dropout)
+    )
 
 
 def test_rows_are_cut_around_their_first_target_and_folded() -> None:
@@ -180,15 +276,31 @@ def test_rows_are_cut_around_their_first_target_and_folded() -> None:
     assert list(folded(np.array([IGNORE, 0, 61, 123]))) == [IGNORE, 0, 0, 1]
 
 
-def measured(weights: dict[str, torch.Tensor], loss: float = 1.0, norm: float = 2.0, part: tuple[slice, ...] = ()) -> Measured:
-    pieces = {name: Piece(tuple(tensor.shape), part, tensor[part] if part else tensor) for name, tensor in weights.items()}
-    return Measured([loss], [norm], [pieces], {name: piece.values.numel() for name, piece in pieces.items()}, [1])
+def measured(
+    weights: dict[str, torch.Tensor],
+    loss: float = 1.0,
+    norm: float = 2.0,
+    part: tuple[slice, ...] = (),
+) -> Measured:
+    pieces = {
+        name: Piece(tuple(tensor.shape), part, tensor[part] if part else tensor)
+        for name, tensor in weights.items()
+    }
+    return Measured(
+        [loss],
+        [norm],
+        [pieces],
+        {name: piece.values.numel() for name, piece in pieces.items()},
+        [1],
+    )
 
 
 def test_differences_are_counted_from_every_rank() -> None:
     whole = {"model.a.weight": torch.ones(4, 2), "model.norm.weight": torch.ones(2)}
     alone, one, two = measured(whole), (slice(0, 2),), (slice(2, 4),)
-    halves = [measured({"model.a.weight": whole["model.a.weight"]}, part=part) for part in (one, two)]
+    halves = [
+        measured({"model.a.weight": whole["model.a.weight"]}, part=part) for part in (one, two)
+    ]
     for half in halves:
         half.weights[0]["model.norm.weight"] = alone.weights[0]["model.norm.weight"]
     same = compare(halves, alone, Degrees(shard=2), 1)
@@ -202,28 +314,52 @@ def test_differences_are_counted_from_every_rank() -> None:
     gone = compare(halves[:1], alone, Degrees(shard=2), 1)
     assert gone.weights == float("inf")
     assert "model.a.weight" in gone.where
-    assert compare([replace(alone, losses=[float("nan")])], alone, Degrees(), 1).loss == float("inf")
+    assert compare([replace(alone, losses=[float("nan")])], alone, Degrees(), 1).loss == float(
+        "inf"
+    )
     assert compare([replace(alone, holds={"a": 1000})], alone, Degrees(), 1).share == 100
 
 
-@pytest.mark.parametrize(("worse", "said"), [
-    ({"loss": 1e-4}, "loss 0.0001 > 1e-05"), ({"norm": 1e-4}, "norm"), ({"weights": 2e-6}, "weights 2e-06 > 1e-06"), ({"share": 1.0}, "share 1 > 0.52"),
-    ({"loss": float("nan")}, "loss nan"),
-])
-def test_what_differs_fails_with_one_line(worse: dict[str, float], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    findings = [Finding(layout(shard=2), EQUAL), Finding(layout(tensor=2), replace(EQUAL, **worse)), Finding(layout(context=2), reason="no", possible=False)]
+@pytest.mark.parametrize(
+    ("worse", "said"),
+    [
+        ({"loss": 1e-4}, "loss 0.0001 > 1e-05"),
+        ({"norm": 1e-4}, "norm"),
+        ({"weights": 2e-6}, "weights 2e-06 > 1e-06"),
+        ({"share": 1.0}, "share 1 > 0.52"),
+        ({"loss": float("nan")}, "loss nan"),
+    ],
+)
+def test_what_differs_fails_with_one_line(
+    worse: dict[str, float], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [
+        Finding(layout(shard=2), EQUAL),
+        Finding(layout(tensor=2), replace(EQUAL, **worse)),
+        Finding(layout(context=2), reason="no", possible=False),
+    ]
     proof = LayoutProof("verify layout small", findings, Path("layout.json"))
     assert not proof.holds
     assert verbs._compared(proof) == EXIT_FAILED
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert last.startswith("verify layout small: 1 of 2 layouts differ from one process; the first is tensor 2: ")
+    assert last.startswith(
+        "verify layout small: 1 of 2 layouts differ from one process; the first is tensor 2: "
+    )
     assert said in last
     assert "step 3: model.norm.weight differs most" in last
 
 
 def test_layouts_that_cannot_be_prove_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    proof = LayoutProof("verify layout small", [Finding(layout(context=2), reason="no", possible=False)], Path("layout.json"))
+    proof = LayoutProof(
+        "verify layout small",
+        [Finding(layout(context=2), reason="no", possible=False)],
+        Path("layout.json"),
+    )
     assert verbs._compared(proof) == EXIT_FAILED
     assert "not one of these layouts can be" in capsys.readouterr().out
-    failed = LayoutProof("verify layout small", [Finding(layout(shard=2), EQUAL), Finding(layout(shard=4), reason="rank 0 of 4 died")], Path("layout.json"))
+    failed = LayoutProof(
+        "verify layout small",
+        [Finding(layout(shard=2), EQUAL), Finding(layout(shard=4), reason="rank 0 of 4 died")],
+        Path("layout.json"),
+    )
     assert verbs._compared(failed) == EXIT_FAILED

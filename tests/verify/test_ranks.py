@@ -1,4 +1,6 @@
-"""Ranks that live from call to call: they meet once, answer in order, and one that fails, hangs or dies is told by name and place."""
+"""Ranks that live from call to call: they meet once, answer in order, and one that fails, hangs or
+dies is told by name and place.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def test_the_same_processes_do_one_call_after_the_other(two: LocalRanks) -> None
 def test_what_one_rank_raises_ends_the_call_and_new_ranks_do_the_next(two: LocalRanks) -> None:
     before = {process for *_, process in two.run(who, 1)}
     began = time.monotonic()
-    with pytest.raises(RankFailed, match=r"^case five: rank 1 of 2 failed: ValueError: the second one does not want to\n") as caught:
+    with pytest.raises(
+        RankFailed,
+        match=r"^case five: rank 1 of 2 failed: ValueError: the second one does not want to\n",
+    ) as caught:
         two.run_named("case five", 30.0, one_raises)
     assert time.monotonic() - began < 25, "the rank that waits for it need not time out"
     assert "in one_raises" in caught.value.trace
@@ -71,7 +76,10 @@ def test_what_one_rank_raises_ends_the_call_and_new_ranks_do_the_next(two: Local
 
 def test_a_rank_that_hangs_says_where(two: LocalRanks) -> None:
     two.run(who, 1)
-    with pytest.raises(RankFailed, match=r"^shard 2: rank 0 of 2 was not done in 1 s; it stood in .*one_waits_for_nobody") as caught:
+    with pytest.raises(
+        RankFailed,
+        match=r"^shard 2: rank 0 of 2 was not done in 1 s; it stood in .*one_waits_for_nobody",
+    ) as caught:
         two.run_named("shard 2", 1.0, one_waits_for_nobody)
     assert str(caught.value).count("\n") == 0
 
@@ -89,7 +97,16 @@ def test_an_answer_that_cannot_be_sent_is_an_error(two: LocalRanks) -> None:
 def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os\nfrom ingot.verify.ranks import LocalRanks\nprint('here')\nranks = LocalRanks(2)\nprint(len(set(ranks.run(os.getpid))))\nranks.close()\n")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False, cwd=Path.cwd(),
-                          env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+        "import os\nfrom ingot.verify.ranks import LocalRanks\nprint('here')\nranks ="
+        " LocalRanks(2)\nprint(len(set(ranks.run(os.getpid))))\nranks.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path.cwd(),
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
     assert done.stdout.split() == ["here", "2"], done.stderr

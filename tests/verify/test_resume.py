@@ -1,4 +1,6 @@
-"""`ingot verify resume`: it holds on what resumes exactly, and a fault planted in the training command turns it red, naming what differs first."""
+"""`ingot verify resume`: it holds on what resumes exactly, and a fault planted in the training
+command turns it red, naming what differs first.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.objectives.test_every_way import apart
 from tests.objectives.ways import make_ready
 from tests.small import small_recipe
 
-# `ingot` with a fault: each of these breaks a resumed run alone, one that goes through is as it should be.
+# `ingot` with a fault: each of these breaks a resumed run alone, one that goes through is as it
+# should be.
 FAULTY = """
 import sys
 {fault}
@@ -67,7 +70,9 @@ def details(proof: Proof) -> dict[str, tuple[bool | None, str]]:
     return {check.what: (check.passed, check.detail) for check in proof.checks}
 
 
-def test_what_resumes_exactly_is_proved(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_resumes_exactly_is_proved(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the environment says of steps and checkpoints."""
     monkeypatch.setenv("INGOT_TRAIN__STEPS", "6")
     monkeypatch.setenv("INGOT_CHECKPOINT__EVERY", "100")
@@ -83,12 +88,18 @@ def test_what_resumes_exactly_is_proved(root: Path, capsys: pytest.CaptureFixtur
     assert not recipe.folder.metrics.exists()
 
 
-@pytest.mark.parametrize(("fault", "first"), [
-    (POSITION, "first at step "), pytest.param(OPTIMIZER, "first at step ", marks=pytest.mark.slow),
-    pytest.param(RATE, "first at step ", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("fault", "first"),
+    [
+        (POSITION, "first at step "),
+        pytest.param(OPTIMIZER, "first at step ", marks=pytest.mark.slow),
+        pytest.param(RATE, "first at step ", marks=pytest.mark.slow),
+    ],
+)
 def test_a_planted_fault_is_seen(fault: str, first: str, root: Path) -> None:
-    """How early it shows depends on which of the checkpoints, written meanwhile, were committed before the kills."""
+    """How early it shows depends on which of the checkpoints, written meanwhile, were committed
+    before the kills.
+    """
     found = details(verify_resume(small_recipe(root), with_fault(fault)))
     assert found["metrics"][0] is False
     assert found["metrics"][1].startswith(first), found
@@ -98,7 +109,12 @@ def test_a_planted_fault_is_seen(fault: str, first: str, root: Path) -> None:
 
 
 def test_a_generator_that_is_not_restored_is_seen(tmp_path: Path) -> None:
-    recipe = apart(make_ready(tmp_path / "ready"), tmp_path / "run", "classify", model__config={"hidden_dropout_prob": 0.2})
+    recipe = apart(
+        make_ready(tmp_path / "ready"),
+        tmp_path / "run",
+        "classify",
+        model__config={"hidden_dropout_prob": 0.2},
+    )
     found = details(verify_resume(recipe, with_fault(GENERATOR)))
     assert found["metrics"][0] is False
     assert found["optimizer state"][0] is False
@@ -111,5 +127,10 @@ def test_without_prepared_data_the_next_step_is_named(tmp_path: Path) -> None:
 
 def test_a_training_that_cannot_be_is_told_in_its_own_words(root: Path) -> None:
     knobs: dict[str, Any] = {"data__seq_len": 2048}
-    with pytest.raises(Failed, match=r"training ended with 2: error: data\.seq_len 2048 exceeds the model's 1024 positions"):
+    with pytest.raises(
+        Failed,
+        match=(
+            r"training ended with 2: error: data\.seq_len 2048 exceeds the model's 1024 positions"
+        ),
+    ):
         verify_resume(small_recipe(root, **knobs))

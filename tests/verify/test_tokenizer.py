@@ -29,7 +29,9 @@ from tests.tokenizers.small import CHATML, bpe_files, unigram_files
 NO_KNOBS: dict[str, object] = {"tokenizer__vocab_size": None}
 
 
-def given(root: Path, files: dict[str, str] | dict[str, bytes] | None = None, **knobs: object) -> Recipe:
+def given(
+    root: Path, files: dict[str, str] | dict[str, bytes] | None = None, **knobs: object
+) -> Recipe:
     """A recipe over made-up documents with the tokenizer of these files; nothing is ingested."""
     if not (root / "text").exists():
         write_documents(root / "text", count=40)
@@ -105,7 +107,9 @@ class Planted(Library):
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, encode_batch: EncodeBatch) -> None:
-    monkeypatch.setattr("ingot.tokenizers.encoders.LIBRARIES", (Planted("planted", lambda text: encode_batch),))
+    monkeypatch.setattr(
+        "ingot.tokenizers.encoders.LIBRARIES", (Planted("planted", lambda text: encode_batch),)
+    )
     # As if the sample that encoders are chosen by had missed the fault.
     choice = Choice("planted 1", [("planted 1", "taken")], {"planted 1": 1.0})
     monkeypatch.setattr("ingot.verify.tokenizer.choose_encoder", lambda tokenizer, texts: choice)
@@ -123,17 +127,30 @@ def test_a_fast_path_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     plant(monkeypatch, encode_batch)
     proof = verify_tokenizer(recipe)
     assert red(proof)[0] == "fast path against reference"
-    assert "planted 1 on doc0003.txt:1: differs from the reference on" in check(proof, "fast path").detail
-    assert check(verify_tokenizer(given(tmp_path, tokenizer__encoder="reference")), "fast path").passed is None
+    assert (
+        "planted 1 on doc0003.txt:1: differs from the reference on"
+        in check(proof, "fast path").detail
+    )
+    assert (
+        check(verify_tokenizer(given(tmp_path, tokenizer__encoder="reference")), "fast path").passed
+        is None
+    )
 
 
-def test_a_fast_path_that_makes_special_tokens_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_path_that_makes_special_tokens_of_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = given(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
 
     def encode_batch(texts: Sequence[str]) -> Batch:
-        ids = [tokenizer._reference.control.encode(text, add_special_tokens=False).ids for text in texts]
-        return np.array([one for text in ids for one in text], np.int32), np.cumsum([0, *map(len, ids)])
+        ids = [
+            tokenizer._reference.control.encode(text, add_special_tokens=False).ids
+            for text in texts
+        ]
+        return np.array([one for text in ids for one in text], np.int32), np.cumsum(
+            [0, *map(len, ids)]
+        )
 
     plant(monkeypatch, encode_batch)
     proof = verify_tokenizer(recipe)
@@ -141,8 +158,14 @@ def test_a_fast_path_that_makes_special_tokens_of_text(tmp_path: Path, monkeypat
     assert "becomes the special token '<|begin_of_text|>'" in check(proof, "look-alikes").detail
 
 
-def test_a_reference_that_does_not_give_text_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JsonReference, "decode", lambda self, ids, *, skip_special: str(self._reference.decode(ids)).replace("für", "fur"))
+def test_a_reference_that_does_not_give_text_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        JsonReference,
+        "decode",
+        lambda self, ids, *, skip_special: str(self._reference.decode(ids)).replace("für", "fur"),
+    )
     proof = verify_tokenizer(given(tmp_path))
     assert red(proof) == ["round trip"]
     assert "comes back with" in check(proof, "round trip").detail
@@ -159,7 +182,10 @@ def test_what_a_normalizer_changes_is_by_design(tmp_path: Path) -> None:
 def test_a_named_token_that_is_not_there(tmp_path: Path) -> None:
     proof = verify_tokenizer(given(tmp_path, bpe_files(pad_token="[NOWHERE]")))
     assert red(proof) == ["BOS, EOS and padding"]
-    assert "names pad_token '[NOWHERE]', which the vocabulary does not have" in check(proof, "BOS, EOS").detail
+    assert (
+        "names pad_token '[NOWHERE]', which the vocabulary does not have"
+        in check(proof, "BOS, EOS").detail
+    )
 
 
 def test_no_eos_is_told(tmp_path: Path) -> None:
@@ -169,7 +195,9 @@ def test_no_eos_is_told(tmp_path: Path) -> None:
 
 
 def test_a_template_that_writes_bos_twice(tmp_path: Path) -> None:
-    proof = verify_tokenizer(given(tmp_path, bpe_files("{{ bos_token }}{{ bos_token }}{{ messages[0]['content'] }}")))
+    proof = verify_tokenizer(
+        given(tmp_path, bpe_files("{{ bos_token }}{{ bos_token }}{{ messages[0]['content'] }}"))
+    )
     assert red(proof) == ["one BOS"]
     assert "the chat template writes <|begin_of_text|> 2 times" in check(proof, "one BOS").detail
 
@@ -179,13 +207,21 @@ def test_documents_that_spell_bos(tmp_path: Path) -> None:
     (tmp_path / "text" / "zzz.txt").write_text("<|begin_of_text|>melts")
     proof = verify_tokenizer(recipe)
     assert proof.holds
-    assert "1 documents begin with the letters <|begin_of_text|>, which stay text" in check(proof, "one BOS").detail
+    assert (
+        "1 documents begin with the letters <|begin_of_text|>, which stay text"
+        in check(proof, "one BOS").detail
+    )
 
 
 def test_the_template(tmp_path: Path) -> None:
     with_one = check(verify_tokenizer(given(tmp_path, bpe_files(CHATML))), "chat template")
     assert (with_one.passed, with_one.detail.endswith("from the tokenizer itself")) == (True, True)
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n")
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+        )
+        + "\n"
+    )
     chats = {"objective__kind": "sft", "data__train": [{"source": str(tmp_path / "chats.jsonl")}]}
     proof = verify_tokenizer(given(tmp_path, **chats))
     assert red(proof) == ["chat template"]

@@ -1,6 +1,8 @@
-"""`ingot adopt`: configuration files of five older projects become a recipe that loads, and a list of what could not be carried over.
+"""`ingot adopt`: configuration files of five older projects become a recipe that loads, and a list
+of what could not be carried over.
 
-Each project is a table (key -> knob and conversion) in a file of its own, with the little that several keys mean together.
+Each project is a table (key -> knob and conversion) in a file of its own, with the little that
+several keys mean together.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from ingot.config.adopt.write import note_lines, recipe_text
 from ingot.config.explain import explain
 from ingot.config.recipe import Recipe
 
-PROJECTS: tuple[Project, ...] = (torchtune.PROJECT, t5_pipeline.PROJECT, classifier.PROJECT, llama_env.PROJECT, megatron.PROJECT)
+PROJECTS: tuple[Project, ...] = (
+    torchtune.PROJECT,
+    t5_pipeline.PROJECT,
+    classifier.PROJECT,
+    llama_env.PROJECT,
+    megatron.PROJECT,
+)
 ENOUGH = 2
 """Known keys that make files a project's, unless they have fewer keys at all."""
 _OURS = re.compile(r"data\.(train|seq_len)|objective\.kind|launch\.kind|train\.\w+")
@@ -39,7 +47,8 @@ def adopt(paths: Sequence[Path]) -> Adopted:
     """The recipe that configuration files of one older project amount to.
 
     Raises:
-        WrongInput: a file cannot be read or is of none of the projects, the files are of several, or a value is not what its key wants.
+        WrongInput: a file cannot be read or is of none of the projects, the files are of several,
+            or a value is not what its key wants.
     """
     if not paths:
         raise WrongInput("no file is given; name the configuration files of one older project")
@@ -50,16 +59,26 @@ def adopt(paths: Sequence[Path]) -> Adopted:
     apply(sheet, draft)
     project.build(sheet, draft)
     if "validation" not in draft.values.tree["data"]:
-        draft.put("data.validation", {"fraction": 0.01}, "held out here, for the loss; choose your own share")
+        draft.put(
+            "data.validation",
+            {"fraction": 0.01},
+            "held out here, for the loss; choose your own share",
+        )
     try:
         Recipe.model_validate(draft.values.tree)
     except ValidationError as error:
         raise WrongInput(explain(error, draft.values)) from None
-    return Adopted(recipe_text(draft, project, [file.path for file in files]), tuple(note_lines(draft)), project.title)
+    return Adopted(
+        recipe_text(draft, project, [file.path for file in files]),
+        tuple(note_lines(draft)),
+        project.title,
+    )
 
 
 def recognise(files: Sequence[File]) -> Project:
-    """The project that all files are of. Raises WrongInput naming what was looked for, or which file is of which."""
+    """The project that all files are of. Raises WrongInput naming what was looked for, or which
+    file is of which.
+    """
     found: list[list[Project]] = []
     for file in files:
         keys = {entry.key for entry in file.entries}
@@ -73,16 +92,25 @@ def recognise(files: Sequence[File]) -> Project:
         found.append([project for project in PROJECTS if scores[project.title] == most])
     common = [project for project in found[0] if all(project in candidates for candidates in found)]
     if not common:
-        told = ", ".join(f"{file.path} of {' or '.join(project.title for project in candidates)}" for file, candidates in zip(files, found, strict=True))
+        told = ", ".join(
+            f"{file.path} of {' or '.join(project.title for project in candidates)}"
+            for file, candidates in zip(files, found, strict=True)
+        )
         raise WrongInput(f"the files are of different projects ({told}); adopt each by itself")
     known = sum(common[0].knows(file) for file in files)
     if known < min(ENOUGH, max(1, sum(len(file.entries) for file in files))):
         raise _none_of_them(files[0].path)
     if len(common) > 1:
-        raise WrongInput(f"{files[0].path} could be of {' or '.join(project.title for project in common)}; give more of its configuration")
+        raise WrongInput(
+            f"{files[0].path} could be of {' or '.join(project.title for project in common)}; give"
+            " more of its configuration"
+        )
     return common[0]
 
 
 def _none_of_them(path: str) -> WrongInput:
     looked_for = "; ".join(project.looks for project in PROJECTS)
-    return WrongInput(f"{path} is the configuration of none of the projects that are known. Looked for: {looked_for}. Check the path")
+    return WrongInput(
+        f"{path} is the configuration of none of the projects that are known. Looked for:"
+        f" {looked_for}. Check the path"
+    )

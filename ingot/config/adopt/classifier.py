@@ -12,7 +12,9 @@ TPU_CORES = 8
 
 
 def devices(given: Given) -> int:
-    """Lightning's `--gpus`: a number, `0,1` for those two, `-1` or `all` for all (then 0 comes back)."""
+    """Lightning's `--gpus`: a number, `0,1` for those two, `-1` or `all` for all (then 0 comes
+    back).
+    """
     if isinstance(given, tuple):
         return len(given)
     value = text(given)
@@ -32,19 +34,32 @@ def classes(given: Given) -> int:
 
 
 def precision(given: Given) -> str:
-    known = {"16": "bf16", "16-mixed": "bf16", "bf16": "bf16", "bf16-mixed": "bf16", "32": "fp32", "32-true": "fp32", "64": "fp32", "64-true": "fp32"}
+    known = {
+        "16": "bf16",
+        "16-mixed": "bf16",
+        "bf16": "bf16",
+        "bf16-mixed": "bf16",
+        "32": "fp32",
+        "32-true": "fp32",
+        "64": "fp32",
+        "64-true": "fp32",
+    }
     if text(given).lower() not in known:
         raise ValueError("16, 32, 64 or bf16")
     return known[text(given).lower()]
 
 
 ROWS = (
-    Row("--job-dir"), Row("--train-data-file"),
+    Row("--job-dir"),
+    Row("--train-data-file"),
     Row("--batch-size", "train.micro_batch", whole, default="16"),
     Row("--num-classes", read=classes, default="4"),
-    Row("--model-name", default="roberta-large"), Row("--pretrained-model-path"),
+    Row("--model-name", default="roberta-large"),
+    Row("--pretrained-model-path"),
     Row("--learning-rate", "train.optimizer.lr", number, default="1e-3"),
-    Row("--gpus", read=devices), Row("--num-nodes", "launch.nodes", whole), Row("--tpu-cores", read=whole),
+    Row("--gpus", read=devices),
+    Row("--num-nodes", "launch.nodes", whole),
+    Row("--tpu-cores", read=whole),
     Row("--accelerator"),
     Row("--precision", "precision.compute", precision),
     Row("--max-epochs", "train.epochs", whole),
@@ -52,16 +67,27 @@ ROWS = (
 
 
 def _build(sheet: Sheet, draft: Draft) -> None:
-    draft.put("name", run_name(sheet.get("--model-name").rpartition("/")[2]), sheet.name("--model-name"))
+    draft.put(
+        "name", run_name(sheet.get("--model-name").rpartition("/")[2]), sheet.name("--model-name")
+    )
     _places(sheet, draft)
     _model(sheet, draft)
     _devices(sheet, draft)
     given = text(sheet.given["--precision"].value).lower() if sheet.has("--precision") else ""
     if given.startswith(("16", "64")):
-        draft.note("changed", sheet.name("--precision"), f"{given} is not offered; {sheet.get('--precision')} is the nearest format that trains safely")
+        draft.note(
+            "changed",
+            sheet.name("--precision"),
+            f"{given} is not offered; {sheet.get('--precision')} is the nearest format that trains"
+            " safely",
+        )
     if not sheet.has("--max-epochs"):
         draft.note("fill", "train.epochs", "no --max_epochs is given; one epoch is trained")
-    draft.note("fill", "train.optimizer, train.schedule", "all but the learning rate was inside that script; ingot's own defaults stand")
+    draft.note(
+        "fill",
+        "train.optimizer, train.schedule",
+        "all but the learning rate was inside that script; ingot's own defaults stand",
+    )
 
 
 def _places(sheet: Sheet, draft: Draft) -> None:
@@ -69,48 +95,134 @@ def _places(sheet: Sheet, draft: Draft) -> None:
     if job and job.startswith("gs://"):
         if job.removeprefix("gs://").strip("/").count("/"):
             draft.put("checkpoint.upload", job.rstrip("/"), sheet.name("--job-dir"))
-        draft.put("cloud.bucket", job.removeprefix("gs://").partition("/")[0], sheet.name("--job-dir"), sheet.where("--job-dir"))
-        draft.note("changed", sheet.name("--job-dir"), "the run lies in runs/ on the machine; checkpoints are copied to the bucket (checkpoint.upload)")
-        draft.note("fill", "launch.kind", "the run starts on this machine; for a job on Google Cloud add recipes/places/vertex.yaml")
+        draft.put(
+            "cloud.bucket",
+            job.removeprefix("gs://").partition("/")[0],
+            sheet.name("--job-dir"),
+            sheet.where("--job-dir"),
+        )
+        draft.note(
+            "changed",
+            sheet.name("--job-dir"),
+            "the run lies in runs/ on the machine; checkpoints are copied to the bucket"
+            " (checkpoint.upload)",
+        )
+        draft.note(
+            "fill",
+            "launch.kind",
+            "the run starts on this machine; for a job on Google Cloud add"
+            " recipes/places/vertex.yaml",
+        )
     elif job:
         draft.put("output", job, sheet.name("--job-dir"))
-    draft.put("data.train", [{"source": file or "data/labelled.csv"}], sheet.name("--train-data-file"), sheet.where("--train-data-file"))
+    draft.put(
+        "data.train",
+        [{"source": file or "data/labelled.csv"}],
+        sheet.name("--train-data-file"),
+        sheet.where("--train-data-file"),
+    )
     if not file:
-        draft.note("fill", "data.train", "no --train-data-file is given; data/labelled.csv stands for it")
-    draft.note("fill", "data.train", "the columns `text` and `label` are expected; other names go into `columns` ({text: body}), or `names` without a header")
+        draft.note(
+            "fill", "data.train", "no --train-data-file is given; data/labelled.csv stands for it"
+        )
+    draft.note(
+        "fill",
+        "data.train",
+        "the columns `text` and `label` are expected; other names go into `columns` ({text: body}),"
+        " or `names` without a header",
+    )
 
 
 def _model(sheet: Sheet, draft: Draft) -> None:
     name, path = sheet.get("--model-name"), sheet.get("--pretrained-model-path")
     source, moved = hub_source(name)
-    draft.put("model.source", path or source, sheet.name("--pretrained-model-path" if path else "--model-name"), sheet.where("--model-name"))
+    draft.put(
+        "model.source",
+        path or source,
+        sheet.name("--pretrained-model-path" if path else "--model-name"),
+        sheet.where("--model-name"),
+    )
     if path:
         draft.note("fill", "model.source", f"{path} must be a Hugging Face folder on this machine")
     elif moved:
-        draft.note("changed", sheet.name("--model-name"), f"{moved} is called {source.removeprefix('hf:')} on the hub now")
+        draft.note(
+            "changed",
+            sheet.name("--model-name"),
+            f"{moved} is called {source.removeprefix('hf:')} on the hub now",
+        )
     number_of = sheet.get("--num-classes")
     draft.put("objective.kind", "classify", "fixed there")
-    draft.put("objective.labels", [str(label) for label in range(number_of)], sheet.name("--num-classes"), sheet.where("--num-classes"))
-    draft.note("fill", "objective.labels", "the classes are called by their numbers; give them names, in that order")
+    draft.put(
+        "objective.labels",
+        [str(label) for label in range(number_of)],
+        sheet.name("--num-classes"),
+        sheet.where("--num-classes"),
+    )
+    draft.note(
+        "fill",
+        "objective.labels",
+        "the classes are called by their numbers; give them names, in that order",
+    )
 
 
 def _devices(sheet: Sheet, draft: Draft) -> None:
-    gpus, nodes, rows = sheet.get("--gpus"), sheet.get("--num-nodes") or 1, sheet.get("--batch-size")
+    gpus, nodes, rows = (
+        sheet.get("--gpus"),
+        sheet.get("--num-nodes") or 1,
+        sheet.get("--batch-size"),
+    )
     accelerator = (sheet.get("--accelerator") or "").lower()
     cores = sheet.get("--tpu-cores") or (TPU_CORES if accelerator == "tpu" else 0)
     processes = gpus or cores or 1
-    draft.put("launch.processes", processes, sheet.name("--gpus" if gpus is not None else "--tpu-cores"), sheet.where("--gpus", "--tpu-cores"))
+    draft.put(
+        "launch.processes",
+        processes,
+        sheet.name("--gpus" if gpus is not None else "--tpu-cores"),
+        sheet.where("--gpus", "--tpu-cores"),
+    )
     if gpus == 0:
-        draft.note("fill", "launch.processes", f"{sheet.name('--gpus')} asked for all GPUs; set it to how many there are, and train.global_batch likewise")
+        draft.note(
+            "fill",
+            "launch.processes",
+            f"{sheet.name('--gpus')} asked for all GPUs; set it to how many there are, and"
+            " train.global_batch likewise",
+        )
     if cores:
         draft.put("launch.kind", "tpu", sheet.name("--tpu-cores"))
-        draft.note("fill", "launch.tpu", "the type of the TPU VM is not said there; set launch.tpu.type and cloud.zone")
-    draft.put("train.global_batch", rows * processes * nodes, "batch size x devices x nodes", sheet.where("--batch-size"))
-    draft.note("changed", sheet.name("--batch-size"), f"was per device: train.micro_batch is {rows}, train.global_batch {rows * processes * nodes}")
+        draft.note(
+            "fill",
+            "launch.tpu",
+            "the type of the TPU VM is not said there; set launch.tpu.type and cloud.zone",
+        )
+    draft.put(
+        "train.global_batch",
+        rows * processes * nodes,
+        "batch size x devices x nodes",
+        sheet.where("--batch-size"),
+    )
+    draft.note(
+        "changed",
+        sheet.name("--batch-size"),
+        f"was per device: train.micro_batch is {rows}, train.global_batch"
+        f" {rows * processes * nodes}",
+    )
     if accelerator in ("dp", "horovod", "ddp2", "ddp_spawn"):
-        draft.note("changed", sheet.name("--accelerator"), f"{accelerator} is not offered; the devices share the batch as under ddp")
+        draft.note(
+            "changed",
+            sheet.name("--accelerator"),
+            f"{accelerator} is not offered; the devices share the batch as under ddp",
+        )
     elif accelerator not in ("", "ddp", "ddp_cpu", "gpu", "cpu", "tpu", "auto"):
-        draft.note("lost", sheet.name("--accelerator"), f"{accelerator} is not known; the devices share the batch (ddp)")
+        draft.note(
+            "lost",
+            sheet.name("--accelerator"),
+            f"{accelerator} is not known; the devices share the batch (ddp)",
+        )
 
 
-PROJECT = Project("a RoBERTa classifier", "flags such as --job-dir, --train-data-file, --num_classes, --max_epochs", ROWS, _build)
+PROJECT = Project(
+    "a RoBERTa classifier",
+    "flags such as --job-dir, --train-data-file, --num_classes, --max_epochs",
+    ROWS,
+    _build,
+)

@@ -1,4 +1,6 @@
-"""Megatron-style pretraining of Llama: the flags of training, of conversion and of preprocessing, in both of their spellings."""
+"""Megatron-style pretraining of Llama: the flags of training, of conversion and of preprocessing,
+in both of their spellings.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,18 @@ from collections.abc import Callable
 
 from ingot.config.adopt.hub import hub_source
 from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import Draft, Project, Row, Sheet, number, ratio, run_name, text, truth, whole
+from ingot.config.adopt.table import (
+    Draft,
+    Project,
+    Row,
+    Sheet,
+    number,
+    ratio,
+    run_name,
+    text,
+    truth,
+    whole,
+)
 
 CONVERSION = ("--source", "--output-path", "--model-config-name", "--overwrite")
 
@@ -29,9 +42,14 @@ def degree(given: Given) -> int:
 ROWS = (
     Row("--executor", "launch.kind", one_of("local", "slurm"), default="local"),
     Row("--experiment", also=("-E",), default="pretraining"),
-    Row("--account", also=("-A",), default="root"), Row("--partition", also=("-P",), default="defq"), Row("--container-image", also=("-I",)),
-    Row("--num-nodes", "launch.nodes", degree, also=("-N",), default="1"), Row("--num-gpus", "launch.processes", degree, also=("-G",), default="8"),
-    Row("--model-name", also=("-M",)), Row("--hf-model-id"), Row("--nemo-model"),
+    Row("--account", also=("-A",), default="root"),
+    Row("--partition", also=("-P",), default="defq"),
+    Row("--container-image", also=("-I",)),
+    Row("--num-nodes", "launch.nodes", degree, also=("-N",), default="1"),
+    Row("--num-gpus", "launch.processes", degree, also=("-G",), default="8"),
+    Row("--model-name", also=("-M",)),
+    Row("--hf-model-id"),
+    Row("--nemo-model"),
     Row("--max-steps", "train.steps", degree),
     Row("--global-batch-size", "train.global_batch", degree, also=("-gbs",), default="2048"),
     Row("--micro-batch-size", "train.micro_batch", degree, also=("-mbs",), default="1"),
@@ -43,21 +61,36 @@ ROWS = (
     Row("--context-parallel-size", "parallel.context", degree, also=("-CP",), default="1"),
     Row("--sequence-parallel", "parallel.sequence", truth, also=("-SP",), default="false"),
     Row("--dataset-dir", also=("--dataset-path",)),
-    Row("--wandb", read=truth), Row("--wandb-project"), Row("--wandb-name", lost="runs carry the name of the recipe"),
+    Row("--wandb", read=truth),
+    Row("--wandb-project"),
+    Row("--wandb-name", lost="runs carry the name of the recipe"),
     Row("--recompute-granularity", read=one_of("full", "selective")),
     Row("--recompute-method", read=one_of("block", "uniform")),
     Row("--recompute-num-layers", read=degree),
     Row("--cpu-offloading", read=truth),
     Row("--cpu-offloading-layers", lost="the activations of all layers are offloaded"),
-    Row("--cpu-offloading-activations", read=truth), Row("--cpu-offloading-weights", read=truth),
-    Row("--optim-cpu-offloading", read=truth), Row("--optim-cpu-offloading-frac", read=number, default="1.0"),
-    Row("--optimizer", default="adam"), Row("--lr", "train.optimizer.lr", number, default="5e-6"), Row("--min-lr", read=number, default="1e-6"),
+    Row("--cpu-offloading-activations", read=truth),
+    Row("--cpu-offloading-weights", read=truth),
+    Row("--optim-cpu-offloading", read=truth),
+    Row("--optim-cpu-offloading-frac", read=number, default="1.0"),
+    Row("--optimizer", default="adam"),
+    Row("--lr", "train.optimizer.lr", number, default="5e-6"),
+    Row("--min-lr", read=number, default="1e-6"),
     Row("--warmup-steps", "train.schedule.warmup", whole, default="50"),
-    Row("--constant-steps", lost="the cosine ends with the last step, at the least learning rate", idle=("0",)),
-    Row("--adam-beta1", read=number, default="0.9"), Row("--adam-beta2", read=number, default="0.999"),
-    Row("--weight-decay", "train.optimizer.weight_decay", number, default="0"), Row("--clip-grad", read=number, default="1"),
+    Row(
+        "--constant-steps",
+        lost="the cosine ends with the last step, at the least learning rate",
+        idle=("0",),
+    ),
+    Row("--adam-beta1", read=number, default="0.9"),
+    Row("--adam-beta2", read=number, default="0.999"),
+    Row("--weight-decay", "train.optimizer.weight_decay", number, default="0"),
+    Row("--clip-grad", read=number, default="1"),
     *(Row(flag) for flag in CONVERSION),
-    Row("--hf-tokenizer", also=("--ht-tokenizer",)), Row("--data-prefix"), Row("--input-dir"), Row("--output-dir"),
+    Row("--hf-tokenizer", also=("--ht-tokenizer",)),
+    Row("--data-prefix"),
+    Row("--input-dir"),
+    Row("--output-dir"),
 )
 
 
@@ -72,114 +105,260 @@ def _build(sheet: Sheet, draft: Draft) -> None:
     _memory(sheet, draft)
     _optimizer(sheet, draft)
     if sheet.get("--wandb"):
-        draft.put("track.wandb", {"project": sheet.get("--wandb-project") or "pretraining"}, "--wandb, --wandb-project")
+        draft.put(
+            "track.wandb",
+            {"project": sheet.get("--wandb-project") or "pretraining"},
+            "--wandb, --wandb-project",
+        )
     elif sheet.has("--wandb-project"):
         draft.note("lost", "--wandb-project", "Weights & Biases is off without --wandb")
     if sheet.get("--fp8"):
         draft.put("precision.float8", "tensorwise", "--fp8")
-        draft.put("precision.compute", "bf16", "--fp8: all but the large products", sheet.where("--fp8"))
+        draft.put(
+            "precision.compute", "bf16", "--fp8: all but the large products", sheet.where("--fp8")
+        )
 
 
 def _slurm(sheet: Sheet, draft: Draft) -> None:
     if sheet.get("--executor") != "slurm":
         for key in ("--account", "--partition", "--container-image"):
             if sheet.has(key):
-                draft.note("lost", sheet.name(key), "is for --executor slurm; set launch.kind to slurm to use it")
+                draft.note(
+                    "lost",
+                    sheet.name(key),
+                    "is for --executor slurm; set launch.kind to slurm to use it",
+                )
         return
-    for key, knob in (("--account", "account"), ("--partition", "partition"), ("--container-image", "image")):
+    for key, knob in (
+        ("--account", "account"),
+        ("--partition", "partition"),
+        ("--container-image", "image"),
+    ):
         if (value := sheet.get(key)) is not None:
-            draft.put(f"launch.slurm.{knob}", value, sheet.name(key) if sheet.has(key) else f"{key}, its default there", sheet.where(key))
-    draft.put("launch.slurm.gpus", sheet.get("--num-gpus"), sheet.name("--num-gpus"), sheet.where("--num-gpus"))
+            draft.put(
+                f"launch.slurm.{knob}",
+                value,
+                sheet.name(key) if sheet.has(key) else f"{key}, its default there",
+                sheet.where(key),
+            )
+    draft.put(
+        "launch.slurm.gpus",
+        sheet.get("--num-gpus"),
+        sheet.name("--num-gpus"),
+        sheet.where("--num-gpus"),
+    )
     if sheet.has("--container-image"):
         draft.put("launch.code", "image", sheet.name("--container-image"))
-        draft.note("fill", "launch.slurm.image", "that image holds NeMo; name one that has ingot installed (images/train)")
+        draft.note(
+            "fill",
+            "launch.slurm.image",
+            "that image holds NeMo; name one that has ingot installed (images/train)",
+        )
     else:
-        draft.note("changed", "--container-image", "an image of NeMo stood for none there; the nodes' own software runs here, with ingot installed on them")
+        draft.note(
+            "changed",
+            "--container-image",
+            "an image of NeMo stood for none there; the nodes' own software runs here, with ingot"
+            " installed on them",
+        )
 
 
 def _model(sheet: Sheet, draft: Draft) -> None:
     given = sheet.get("--hf-model-id") or (sheet.get("--source") if sheet.has("--source") else None)
-    draft.put("model.source", hub_source(given or "meta-llama/Llama-3.1-8B").source, "--hf-model-id" if sheet.has("--hf-model-id") else "--source",
-              sheet.where("--hf-model-id", "--source"))
+    draft.put(
+        "model.source",
+        hub_source(given or "meta-llama/Llama-3.1-8B").source,
+        "--hf-model-id" if sheet.has("--hf-model-id") else "--source",
+        sheet.where("--hf-model-id", "--source"),
+    )
     if not given:
         draft.note("fill", "model.source", "no file has --hf-model-id; Llama 3.1 8B stands for it")
     if sheet.has("--nemo-model"):
         draft.put("model.init", "weights", "--nemo-model", sheet.where("--nemo-model"))
-        draft.note("changed", "--nemo-model", "weights come from model.source; if that checkpoint is another, name a Hugging Face folder of it")
+        draft.note(
+            "changed",
+            "--nemo-model",
+            "weights come from model.source; if that checkpoint is another, name a Hugging Face"
+            " folder of it",
+        )
     else:
         draft.put("model.init", "random", "no --nemo-model there", sheet.where("--hf-model-id"))
-        draft.note("changed", "--hf-model-id", "gave the sizes and the tokenizer, and without --nemo-model weights were random: model.init=weights trains on")
+        draft.note(
+            "changed",
+            "--hf-model-id",
+            "gave the sizes and the tokenizer, and without --nemo-model weights were random:"
+            " model.init=weights trains on",
+        )
     if sheet.has("--model-name"):
-        draft.note("lost", sheet.name("--model-name"), "not needed: the sizes come from model.source")
+        draft.note(
+            "lost", sheet.name("--model-name"), "not needed: the sizes come from model.source"
+        )
     if sheet.has(*CONVERSION):
         flags = ", ".join(sheet.name(key) for key in CONVERSION if sheet.has(key))
         overwrite = " --overwrite" if sheet.get("--overwrite") else ""
-        draft.note("lost", flags, f"conversion is a verb: `ingot import SRC DST{overwrite}` (from Hugging Face or Meta), `ingot export` for the way back")
+        draft.note(
+            "lost",
+            flags,
+            f"conversion is a verb: `ingot import SRC DST{overwrite}` (from Hugging Face or Meta),"
+            " `ingot export` for the way back",
+        )
 
 
 def _data(sheet: Sheet, draft: Draft) -> None:
-    folder, texts, made, prefix = (sheet.get(key) for key in ("--dataset-dir", "--input-dir", "--output-dir", "--data-prefix"))
+    folder, texts, made, prefix = (
+        sheet.get(key) for key in ("--dataset-dir", "--input-dir", "--output-dir", "--data-prefix")
+    )
     if tokenizer := sheet.get("--hf-tokenizer"):
-        draft.put("tokenizer.source", hub_source(tokenizer).source, sheet.name("--hf-tokenizer"), sheet.where("--hf-tokenizer"))
+        draft.put(
+            "tokenizer.source",
+            hub_source(tokenizer).source,
+            sheet.name("--hf-tokenizer"),
+            sheet.where("--hf-tokenizer"),
+        )
     if folder:
         stem = f"{prefix}_text_document" if prefix else "*"
-        draft.put("data.train", [{"source": f"megatron:{folder.rstrip('/')}/{stem}"}], sheet.name("--dataset-dir"), sheet.where("--dataset-dir"))
+        draft.put(
+            "data.train",
+            [{"source": f"megatron:{folder.rstrip('/')}/{stem}"}],
+            sheet.name("--dataset-dir"),
+            sheet.where("--dataset-dir"),
+        )
         if not prefix:
-            draft.note("changed", sheet.name("--dataset-dir"), "all .bin and .idx of the folder are read; write the prefix of one for that alone")
+            draft.note(
+                "changed",
+                sheet.name("--dataset-dir"),
+                "all .bin and .idx of the folder are read; write the prefix of one for that alone",
+            )
         if texts:
-            draft.note("lost", "--input-dir", "the .bin and .idx of --dataset-dir are used as they are; give it as data.train for ingot to tokenise anew")
+            draft.note(
+                "lost",
+                "--input-dir",
+                "the .bin and .idx of --dataset-dir are used as they are; give it as data.train for"
+                " ingot to tokenise anew",
+            )
         if made and made.rstrip("/") != folder.rstrip("/"):
-            draft.note("clash", f"--output-dir and {sheet.name('--dataset-dir')}", f"{made} is written there and {folder} is read; {folder} is taken")
+            draft.note(
+                "clash",
+                f"--output-dir and {sheet.name('--dataset-dir')}",
+                f"{made} is written there and {folder} is read; {folder} is taken",
+            )
     else:
-        draft.put("data.train", [{"source": f"{texts.rstrip('/')}/*.jsonl" if texts else "data/*.jsonl", "text": "text"}],
-                  "--input-dir", sheet.where("--input-dir"))
+        draft.put(
+            "data.train",
+            [
+                {
+                    "source": f"{texts.rstrip('/')}/*.jsonl" if texts else "data/*.jsonl",
+                    "text": "text",
+                }
+            ],
+            "--input-dir",
+            sheet.where("--input-dir"),
+        )
         if not texts:
-            draft.note("fill", "data.train", "no file has --dataset-dir or --input-dir; data/*.jsonl stands for it")
+            draft.note(
+                "fill",
+                "data.train",
+                "no file has --dataset-dir or --input-dir; data/*.jsonl stands for it",
+            )
         if made or prefix:
-            draft.note("lost", "--output-dir, --data-prefix", "`ingot prepare` writes the same .bin and .idx into the run folder")
+            draft.note(
+                "lost",
+                "--output-dir, --data-prefix",
+                "`ingot prepare` writes the same .bin and .idx into the run folder",
+            )
 
 
 def _layout(sheet: Sheet, draft: Draft) -> None:
-    virtual, stages = sheet.get("--virtual-pipeline-model-parallel-size"), sheet.get("--pipeline-model-parallel-size")
+    virtual, stages = (
+        sheet.get("--virtual-pipeline-model-parallel-size"),
+        sheet.get("--pipeline-model-parallel-size"),
+    )
     if virtual and stages > 1:
         draft.put("parallel.virtual", virtual, sheet.name("--virtual-pipeline-model-parallel-size"))
     elif virtual and virtual > 1:
-        draft.note("lost", sheet.name("--virtual-pipeline-model-parallel-size"), "means nothing without a pipeline")
+        draft.note(
+            "lost",
+            sheet.name("--virtual-pipeline-model-parallel-size"),
+            "means nothing without a pipeline",
+        )
     world = sheet.get("--num-nodes") * sheet.get("--num-gpus")
     copy = stages * sheet.get("--tensor-model-parallel-size") * sheet.get("--context-parallel-size")
     batch, micro = sheet.get("--global-batch-size"), sheet.get("--micro-batch-size")
     if world % copy:
-        draft.note("clash", "nodes, GPUs and parallel sizes", f"{world} GPUs do not divide by tensor x pipeline x context = {copy}; change one of them")
+        draft.note(
+            "clash",
+            "nodes, GPUs and parallel sizes",
+            f"{world} GPUs do not divide by tensor x pipeline x context = {copy}; change one of"
+            " them",
+        )
     elif batch % (micro * (world // copy)):
-        draft.note("clash", "--global-batch-size and --micro-batch-size", f"{batch} is no multiple of {micro} x {world // copy} (micro-batch x data parallel)")
+        draft.note(
+            "clash",
+            "--global-batch-size and --micro-batch-size",
+            f"{batch} is no multiple of {micro} x {world // copy} (micro-batch x data parallel)",
+        )
 
 
 def _memory(sheet: Sheet, draft: Draft) -> None:
-    kind, method, layers = (sheet.get(f"--recompute-{what}") for what in ("granularity", "method", "num-layers"))
+    kind, method, layers = (
+        sheet.get(f"--recompute-{what}") for what in ("granularity", "method", "num-layers")
+    )
     if kind:
-        draft.put("memory.recompute.kind", kind, "--recompute-granularity", sheet.where("--recompute-granularity"))
+        draft.put(
+            "memory.recompute.kind",
+            kind,
+            "--recompute-granularity",
+            sheet.where("--recompute-granularity"),
+        )
     if kind == "full":
         if not (method and layers):
-            draft.note("changed", "--recompute-granularity", "full needed its method and number of layers; uniform and 1 stand for what is not given")
+            draft.note(
+                "changed",
+                "--recompute-granularity",
+                "full needed its method and number of layers; uniform and 1 stand for what is not"
+                " given",
+            )
         draft.put("memory.recompute.method", method or "uniform", "--recompute-method")
         draft.put("memory.recompute.layers", layers or 1, "--recompute-num-layers")
     elif method or layers:
-        draft.note("lost", "--recompute-method, --recompute-num-layers", "are for --recompute-granularity full")
+        draft.note(
+            "lost",
+            "--recompute-method, --recompute-num-layers",
+            "are for --recompute-granularity full",
+        )
     offloads = sheet.get("--cpu-offloading")
-    wanted = [key for key in ("--cpu-offloading-activations", "--cpu-offloading-weights") if sheet.get(key)]
+    wanted = [
+        key
+        for key in ("--cpu-offloading-activations", "--cpu-offloading-weights")
+        if sheet.get(key)
+    ]
     if wanted and not offloads:
         draft.note("lost", ", ".join(wanted), "did nothing without --cpu-offloading")
     elif offloads and kind:
-        draft.note("clash", "--cpu-offloading and --recompute-granularity", "exclude each other, there and here; activations are computed again")
+        draft.note(
+            "clash",
+            "--cpu-offloading and --recompute-granularity",
+            "exclude each other, there and here; activations are computed again",
+        )
     elif offloads and not wanted:
         draft.note("lost", "--cpu-offloading", "names neither activations nor weights")
     elif "--cpu-offloading-activations" in wanted:
         draft.put("memory.offload.activations", True, "--cpu-offloading-activations")
     if offloads and "--cpu-offloading-weights" in wanted:
-        draft.note("lost", "--cpu-offloading-weights", "weights are offloaded by sharding here: set parallel.shard above 1, and memory.offload.weights")
+        draft.note(
+            "lost",
+            "--cpu-offloading-weights",
+            "weights are offloaded by sharding here: set parallel.shard above 1, and"
+            " memory.offload.weights",
+        )
     if sheet.get("--optim-cpu-offloading"):
         share = "--optim-cpu-offloading-frac"
-        draft.put("memory.offload.optimizer", sheet.get(share), share, sheet.where(share, "--optim-cpu-offloading"))
+        draft.put(
+            "memory.offload.optimizer",
+            sheet.get(share),
+            share,
+            sheet.where(share, "--optim-cpu-offloading"),
+        )
 
 
 def _optimizer(sheet: Sheet, draft: Draft) -> None:
@@ -189,17 +368,39 @@ def _optimizer(sheet: Sheet, draft: Draft) -> None:
     if kind == "sgd":
         draft.put("train.optimizer.kind", "sgd", "--optimizer")
     else:
-        remark = "--adam-beta1, --adam-beta2" if sheet.has("--adam-beta1", "--adam-beta2") else "its default there"
-        draft.put("train.optimizer.betas", [sheet.get("--adam-beta1"), sheet.get("--adam-beta2")], remark, sheet.where("--adam-beta1", "--adam-beta2"))
+        remark = (
+            "--adam-beta1, --adam-beta2"
+            if sheet.has("--adam-beta1", "--adam-beta2")
+            else "its default there"
+        )
+        draft.put(
+            "train.optimizer.betas",
+            [sheet.get("--adam-beta1"), sheet.get("--adam-beta2")],
+            remark,
+            sheet.where("--adam-beta1", "--adam-beta2"),
+        )
     draft.put("train.schedule.kind", "cosine", "fixed there")
     most, least = sheet.get("--lr"), sheet.get("--min-lr")
     if most > 0:
-        draft.put("train.schedule.min_ratio", min(1.0, max(0.0, ratio(least, most))), "--min-lr / --lr", sheet.where("--min-lr", "--lr"))
+        draft.put(
+            "train.schedule.min_ratio",
+            min(1.0, max(0.0, ratio(least, most))),
+            "--min-lr / --lr",
+            sheet.where("--min-lr", "--lr"),
+        )
     if least > most:
         draft.note("clash", "--min-lr and --lr", "the learning rate would rise; it stays at --lr")
-    draft.put("train.clip_norm", sheet.get("--clip-grad") or None, "--clip-grad", sheet.where("--clip-grad"))
+    draft.put(
+        "train.clip_norm",
+        sheet.get("--clip-grad") or None,
+        "--clip-grad",
+        sheet.where("--clip-grad"),
+    )
 
 
 PROJECT = Project(
-    "Megatron-style pretraining", "flags such as --hf-model-id, --dataset-dir, --global-batch-size, -TP, --recompute-granularity", ROWS, _build,
+    "Megatron-style pretraining",
+    "flags such as --hf-model-id, --dataset-dir, --global-batch-size, -TP, --recompute-granularity",
+    ROWS,
+    _build,
 )

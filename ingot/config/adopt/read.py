@@ -1,6 +1,8 @@
-"""Configuration files of older projects as plain entries: JSON, YAML, NAME=value lines, command lines. What a key means is not known here.
+"""Configuration files of older projects as plain entries: JSON, YAML, NAME=value lines, command
+lines. What a key means is not known here.
 
-All values are text, as they stand in the file. Secrets are forgotten on the spot: nothing that is made of entries can hold one.
+All values are text, as they stand in the file. Secrets are forgotten on the spot: nothing that is
+made of entries can hold one.
 """
 
 from __future__ import annotations
@@ -26,8 +28,13 @@ MOST_BYTES, MOST_ENTRIES, DEEPEST = 1_000_000, 10_000, 20
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=(.*)")
 _QUOTED = re.compile(r"""(['"])(.*?)\1(?:\s+#.*)?""")
 _FLAG = re.compile(r"--?[A-Za-z]")
-_SECRET = re.compile(r"(?i)(^|[-_.])(token|password|passwd|api[-_]?key|secret|secret[-_]key|access[-_]key|credentials?)$")
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk|ghp|github_pat)[-_][A-Za-z0-9_-]{20,}|\bAIza[\w-]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY")
+_SECRET = re.compile(
+    r"(?i)(^|[-_.])(token|password|passwd|api[-_]?key|secret|secret[-_]key|access[-_]key|credentials?)$"
+)
+_TOKEN = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk|ghp|github_pat)[-_][A-Za-z0-9_-]{20,}|\bAIza[\w-]{30,}|-----BEGIN"
+    r" [A-Z ]*PRIVATE KEY"
+)
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,15 @@ def read_file(path: Path) -> File:
     """Read one file, whatever its name; its form is told by what is in it.
 
     Raises:
-        WrongInput: there is no such file, it has none of the forms, or a secret stands in it where it must not.
+        WrongInput: there is no such file, it has none of the forms, or a secret stands in it where
+            it must not.
     """
     text = _text(path)
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    lines = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.strip().startswith("#")
+    ]
     if not lines:
         raise WrongInput(f"{path} is empty; give the configuration of an older project")
     form: Form = "mapping"
@@ -72,7 +84,11 @@ def read_file(path: Path) -> File:
     elif _FLAG.match(lines[0]):
         form, entries = "flags", list(_from_flags(text, path))
     else:
-        found = _from_yaml(text, path, required=not any(_FLAG.match(word) for line in lines for word in line.split()))
+        found = _from_yaml(
+            text,
+            path,
+            required=not any(_FLAG.match(word) for line in lines for word in line.split()),
+        )
         if found is None:
             form, entries = "flags", list(_from_flags(text, path))
         else:
@@ -83,33 +99,53 @@ def read_file(path: Path) -> File:
 def _text(path: Path) -> str:
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise WrongInput(f"{path} has more than {MOST_BYTES:,} bytes and is no configuration; check the path")
+            raise WrongInput(
+                f"{path} has more than {MOST_BYTES:,} bytes and is no configuration; check the path"
+            )
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise WrongInput(f"{path} does not exist; check the path (flags come in a file too)") from None
+        raise WrongInput(
+            f"{path} does not exist; check the path (flags come in a file too)"
+        ) from None
     except IsADirectoryError:
         raise WrongInput(f"{path} is a folder; give the files in it") from None
     except UnicodeDecodeError as error:
         raise WrongInput(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise WrongInput(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); check the path and its permissions") from None
+        raise WrongInput(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); check the path"
+            " and its permissions"
+        ) from None
 
 
 def _without_secrets(file: File) -> File:
-    """Entries that are secrets by their name lose their values; on a command line, and under any other name, a secret is refused."""
+    """Entries that are secrets by their name lose their values; on a command line, and under any
+    other name, a secret is refused.
+    """
     kept: list[Entry] = []
     secrets: list[Entry] = []
     for entry in file.entries:
         if _SECRET.search(entry.key):
             if file.form == "flags":
-                raise WrongInput(f"{entry.where}: {one_line(entry.key)} puts a secret on a command line, where everybody on the machine can read it; "
-                                 "remove it, and export HF_TOKEN or WANDB_API_KEY instead")
+                raise WrongInput(
+                    f"{entry.where}: {one_line(entry.key)} puts a secret on a command line, where"
+                    " everybody on the machine can read it; remove it, and export HF_TOKEN or"
+                    " WANDB_API_KEY instead"
+                )
             if not entry.empty:
                 secrets.append(Entry(entry.key, "", entry.where))
             continue
-        if any(_TOKEN.search(text) for text in (entry.key, *([entry.value] if isinstance(entry.value, str) else entry.value))):
-            raise WrongInput(f"{entry.where}: what stands there looks like an access token, which has no place in a configuration; "
-                             "take it out, and withdraw it if others can read the file")
+        if any(
+            _TOKEN.search(text)
+            for text in (
+                entry.key,
+                *([entry.value] if isinstance(entry.value, str) else entry.value),
+            )
+        ):
+            raise WrongInput(
+                f"{entry.where}: what stands there looks like an access token, which has no place"
+                " in a configuration; take it out, and withdraw it if others can read the file"
+            )
         kept.append(entry)
     return File(file.path, file.form, tuple(kept), tuple(secrets))
 
@@ -130,11 +166,15 @@ def _from_environment(text: str, path: Path) -> Iterator[Entry]:
 
 
 def _from_flags(text: str, path: Path) -> Iterator[Entry]:
-    """Words before the first flag (`python train.py`) say nothing; a flag without a value is `true`."""
+    """Words before the first flag (`python train.py`) say nothing; a flag without a value is
+    `true`.
+    """
     try:
         words = shlex.split(re.sub(r"\\\r?\n", " ", text), comments=True)
     except ValueError as error:
-        raise WrongInput(f"{path}: not a command line ({str(error).lower()}); mend the quotes") from None
+        raise WrongInput(
+            f"{path}: not a command line ({str(error).lower()}); mend the quotes"
+        ) from None
     flags: list[tuple[str, list[str]]] = []
     for word in words:
         if _FLAG.match(word):
@@ -143,18 +183,29 @@ def _from_flags(text: str, path: Path) -> Iterator[Entry]:
         elif flags:
             flags[-1][1].append(word)
     if len(flags) > MOST_ENTRIES:
-        raise WrongInput(f"{path} has more than {MOST_ENTRIES:,} flags and is no command line; check the path")
+        raise WrongInput(
+            f"{path} has more than {MOST_ENTRIES:,} flags and is no command line; check the path"
+        )
     for flag, given in flags:
-        yield Entry(flag, "true" if not given else given[0] if len(given) == 1 else tuple(given), str(path))
+        yield Entry(
+            flag, "true" if not given else given[0] if len(given) == 1 else tuple(given), str(path)
+        )
 
 
 def _from_json(text: str, path: Path) -> list[Entry]:
     try:
-        tree = json.loads(text, parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=tuple)
+        tree = json.loads(
+            text, parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=tuple
+        )
     except json.JSONDecodeError as error:
         if "\n{" in text.lstrip() or error.msg == "Extra data":
-            raise WrongInput(f"{path}:{error.lineno}: more than one JSON object; give the one with the configuration") from None
-        raise WrongInput(f"{path}:{error.lineno}: not valid JSON ({error.msg}); mend that line") from None
+            raise WrongInput(
+                f"{path}:{error.lineno}: more than one JSON object; give the one with the"
+                " configuration"
+            ) from None
+        raise WrongInput(
+            f"{path}:{error.lineno}: not valid JSON ({error.msg}); mend that line"
+        ) from None
     except RecursionError:
         raise WrongInput(f"{path}: nested too deeply for a configuration; check the path") from None
     found: list[Entry] = []
@@ -162,7 +213,9 @@ def _from_json(text: str, path: Path) -> list[Entry]:
     return found
 
 
-def _flatten_pairs(pairs: tuple[tuple[str, Any], ...], prefix: str, where: str, found: list[Entry], depth: int = 0) -> None:
+def _flatten_pairs(
+    pairs: tuple[tuple[str, Any], ...], prefix: str, where: str, found: list[Entry], depth: int = 0
+) -> None:
     """JSON objects come as tuples of pairs, so that a key that stands twice is seen twice."""
     _check_size(found, depth, where)
     for key, value in pairs:
@@ -170,9 +223,25 @@ def _flatten_pairs(pairs: tuple[tuple[str, Any], ...], prefix: str, where: str, 
         if isinstance(value, tuple) and value:
             _flatten_pairs(value, f"{name}.", where, found, depth + 1)
         elif isinstance(value, list):
-            found.append(Entry(name, tuple(item if isinstance(item, str) else "{...}" for item in value), where))
+            found.append(
+                Entry(
+                    name, tuple(item if isinstance(item, str) else "{...}" for item in value), where
+                )
+            )
         else:
-            found.append(Entry(name, value if isinstance(value, str) else {True: "true", False: "false"}.get(value, "") if value != () else "", where))
+            found.append(
+                Entry(
+                    name,
+                    (
+                        value
+                        if isinstance(value, str)
+                        else {True: "true", False: "false"}.get(value, "")
+                        if value != ()
+                        else ""
+                    ),
+                    where,
+                )
+            )
 
 
 def _from_yaml(text: str, path: Path, *, required: bool) -> list[Entry] | None:
@@ -187,15 +256,23 @@ def _from_yaml(text: str, path: Path, *, required: bool) -> list[Entry] | None:
         if required:
             mark = getattr(error, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
-            raise WrongInput(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or 'odd characters'}); mend that line") from None
+            raise WrongInput(
+                f"{path}{line}: not valid YAML"
+                f" ({getattr(error, 'problem', None) or 'odd characters'}); mend that line"
+            ) from None
     except (RecursionError, ValueError):
         raise WrongInput(f"{path}: nested too deeply for a configuration; check the path") from None
     if required:
-        raise WrongInput(f"{path} is no configuration of an older project: neither JSON, YAML, NAME=value lines nor a command line; check the path")
+        raise WrongInput(
+            f"{path} is no configuration of an older project: neither JSON, YAML, NAME=value lines"
+            " nor a command line; check the path"
+        )
     return None
 
 
-def _flatten_node(node: yaml.MappingNode, prefix: str, path: Path, found: list[Entry], depth: int = 0) -> None:
+def _flatten_node(
+    node: yaml.MappingNode, prefix: str, path: Path, found: list[Entry], depth: int = 0
+) -> None:
     _check_size(found, depth, str(path))
     for key, value in node.value:
         where = f"{path}:{key.start_mark.line + 1}"
@@ -203,11 +280,24 @@ def _flatten_node(node: yaml.MappingNode, prefix: str, path: Path, found: list[E
         if isinstance(value, yaml.MappingNode) and value.value:
             _flatten_node(value, f"{name}.", path, found, depth + 1)
         elif isinstance(value, yaml.SequenceNode):
-            found.append(Entry(name, tuple(item.value if isinstance(item, yaml.ScalarNode) else "{...}" for item in value.value), where))
+            found.append(
+                Entry(
+                    name,
+                    tuple(
+                        item.value if isinstance(item, yaml.ScalarNode) else "{...}"
+                        for item in value.value
+                    ),
+                    where,
+                )
+            )
         else:
-            found.append(Entry(name, value.value if isinstance(value, yaml.ScalarNode) else "", where))
+            found.append(
+                Entry(name, value.value if isinstance(value, yaml.ScalarNode) else "", where)
+            )
 
 
 def _check_size(found: list[Entry], depth: int, where: str) -> None:
     if depth > DEEPEST or len(found) > MOST_ENTRIES:
-        raise WrongInput(f"{where}: nested too deeply, or too long, for a configuration; check the path")
+        raise WrongInput(
+            f"{where}: nested too deeply, or too long, for a configuration; check the path"
+        )

@@ -1,4 +1,6 @@
-"""Fine-tuning T5 on a cluster of virtual machines and serving it: a JSON of seventeen keys, and the options of its command line."""
+"""Fine-tuning T5 on a cluster of virtual machines and serving it: a JSON of seventeen keys, and the
+options of its command line.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +39,52 @@ def option(key: str) -> tuple[str, ...]:
 
 
 ROWS = (
-    Row("dataset"), Row("dataset_subset", default="default"), Row("document_column"), Row("summary_column"),
+    Row("dataset"),
+    Row("dataset_subset", default="default"),
+    Row("document_column"),
+    Row("summary_column"),
     Row("cluster_prefix", lost="machines are named after the run"),
     Row("zone", "cloud.zone", zone),
     Row("node_count", "launch.nodes", count, default="1"),
     Row("model_checkpoint"),
-    Row("machine_type", "launch.machine.type"), Row("gpu_type"), Row("gpu_count", read=accelerators, default="1"),
+    Row("machine_type", "launch.machine.type"),
+    Row("gpu_type"),
+    Row("gpu_count", read=accelerators, default="1"),
     Row("batch_size", "train.micro_batch", count, default="8"),
     Row("epochs", "train.epochs", count, default="1"),
     Row("model_display_name"),
-    Row("deploy_machine_type", "serve.machine.type"), Row("deploy_gpu_type"), Row("deploy_gpu_count", read=accelerators, default="0"),
+    Row("deploy_machine_type", "serve.machine.type"),
+    Row("deploy_gpu_type"),
+    Row("deploy_gpu_count", read=accelerators, default="0"),
     Row("project", "cloud.project", also=option("project")),
     Row("pipeline_root", also=option("pipeline_root")),
     Row("config", lost="names the JSON; give that file too", also=option("config"), idle=("",)),
     Row("enable_caching", "pipeline.cache", truth, also=option("enable_caching")),
     Row("override_deploy", read=truth, also=option("override_deploy")),
-    Row("verify", lost="is an option of the verb here: ingot deploy NAME --verify", also=option("verify"), idle=("false",)),
-    Row("verify_payload", lost="`ingot deploy NAME --verify` sends serve.prompt", also=option("verify_payload")),
-    Row("verify_result", lost="`ingot deploy NAME --verify` compares with the model's own answer", also=option("verify_result")),
-    Row("image_tag", lost="is of that project's images; build ingot's own with `ingot images build`, or name one in cloud.images", also=option("image_tag")),
+    Row(
+        "verify",
+        lost="is an option of the verb here: ingot deploy NAME --verify",
+        also=option("verify"),
+        idle=("false",),
+    ),
+    Row(
+        "verify_payload",
+        lost="`ingot deploy NAME --verify` sends serve.prompt",
+        also=option("verify_payload"),
+    ),
+    Row(
+        "verify_result",
+        lost="`ingot deploy NAME --verify` compares with the model's own answer",
+        also=option("verify_result"),
+    ),
+    Row(
+        "image_tag",
+        lost=(
+            "is of that project's images; build ingot's own with `ingot images build`, or name one"
+            " in cloud.images"
+        ),
+        also=option("image_tag"),
+    ),
 )
 
 
@@ -64,7 +93,9 @@ def _build(sheet: Sheet, draft: Draft) -> None:
     draft.put("name", run_name(name, "t5"), "model_display_name", sheet.where("model_display_name"))
     draft.put("registry.kind", "vertex", "fixed there")
     if name:
-        draft.put("registry.name", run_name(name), "model_display_name", sheet.where("model_display_name"))
+        draft.put(
+            "registry.name", run_name(name), "model_display_name", sheet.where("model_display_name")
+        )
     _model(sheet, draft)
     _data(sheet, draft)
     _machines(sheet, draft)
@@ -74,9 +105,23 @@ def _build(sheet: Sheet, draft: Draft) -> None:
     root = sheet.get("pipeline_root")
     if root:
         draft.put("pipeline.root", root, "pipeline_root", sheet.where("pipeline_root"))
-        draft.put("cloud.bucket", root.removeprefix("gs://").partition("/")[0], "pipeline_root", sheet.where("pipeline_root"))
-    if missing := [f"cloud.{key}" for key, given in (("project", sheet.has("project")), ("bucket", root)) if not given]:
-        draft.note("fill", ", ".join(missing), "stood on that project's command line (--project, --pipeline_root); set it before a launch")
+        draft.put(
+            "cloud.bucket",
+            root.removeprefix("gs://").partition("/")[0],
+            "pipeline_root",
+            sheet.where("pipeline_root"),
+        )
+    if missing := [
+        f"cloud.{key}"
+        for key, given in (("project", sheet.has("project")), ("bucket", root))
+        if not given
+    ]:
+        draft.note(
+            "fill",
+            ", ".join(missing),
+            "stood on that project's command line (--project, --pipeline_root); set it before a"
+            " launch",
+        )
     if sheet.get("override_deploy"):
         draft.put("gate.override", "deploy", "override_deploy")
 
@@ -88,49 +133,112 @@ def _model(sheet: Sheet, draft: Draft) -> None:
     if not given:
         draft.note("fill", "model.source", "no file has model_checkpoint; T5 small stands for it")
     if moved:
-        draft.note("changed", "model_checkpoint", f"{moved} is called {source.removeprefix('hf:')} on the hub now")
+        draft.note(
+            "changed",
+            "model_checkpoint",
+            f"{moved} is called {source.removeprefix('hf:')} on the hub now",
+        )
     if source.startswith("gs://"):
-        draft.note("fill", "model.source", "a model in a bucket must be copied to a folder first; give the folder")
+        draft.note(
+            "fill",
+            "model.source",
+            "a model in a bucket must be copied to a folder first; give the folder",
+        )
 
 
 def _data(sheet: Sheet, draft: Draft) -> None:
     given, subset = sheet.get("dataset"), sheet.get("dataset_subset")
     source, moved = hub_source(given or "EdinburghNLP/xsum")
     if moved:
-        draft.note("changed", "dataset", f"{moved} is called {source.removeprefix('hf:')} on the hub now")
+        draft.note(
+            "changed", "dataset", f"{moved} is called {source.removeprefix('hf:')} on the hub now"
+        )
     if not given:
         draft.note("fill", "data.train", "no file has dataset; XSum stands for it")
     if source.startswith("hf:") and subset != "default":
         source = f"{source}:{subset}"
-    columns = {"source": sheet.get("document_column") or "document", "target": sheet.get("summary_column") or "summary"}
-    draft.put("data.train", [{"source": source, "columns": columns}], "dataset, dataset_subset, document_column, summary_column", sheet.where("dataset"))
-    draft.put("data.validation", [{"source": source, "split": "validation", "columns": columns}], "the same, split validation", sheet.where("dataset"))
+    columns = {
+        "source": sheet.get("document_column") or "document",
+        "target": sheet.get("summary_column") or "summary",
+    }
+    draft.put(
+        "data.train",
+        [{"source": source, "columns": columns}],
+        "dataset, dataset_subset, document_column, summary_column",
+        sheet.where("dataset"),
+    )
+    draft.put(
+        "data.validation",
+        [{"source": source, "split": "validation", "columns": columns}],
+        "the same, split validation",
+        sheet.where("dataset"),
+    )
 
 
 def _machines(sheet: Sheet, draft: Draft) -> None:
-    nodes, devices, rows = sheet.get("node_count"), max(1, sheet.get("gpu_count")), sheet.get("batch_size")
+    nodes, devices, rows = (
+        sheet.get("node_count"),
+        max(1, sheet.get("gpu_count")),
+        sheet.get("batch_size"),
+    )
     draft.put("launch.kind", "gce", "a cluster of virtual machines there")
     draft.put("launch.processes", devices, "gpu_count", sheet.where("gpu_count"))
-    draft.put("train.global_batch", rows * nodes * devices, "batch_size x gpu_count x node_count", sheet.where("batch_size"))
-    draft.note("changed", "batch_size", f"was per GPU: train.micro_batch is {rows}, train.global_batch {rows} x {devices} x {nodes} = {rows * nodes * devices}")
+    draft.put(
+        "train.global_batch",
+        rows * nodes * devices,
+        "batch_size x gpu_count x node_count",
+        sheet.where("batch_size"),
+    )
+    draft.note(
+        "changed",
+        "batch_size",
+        f"was per GPU: train.micro_batch is {rows}, train.global_batch {rows} x {devices} x {nodes}"
+        f" = {rows * nodes * devices}",
+    )
     _accelerator(sheet, draft, "launch", "machine_type", "gpu_type", "gpu_count")
-    _accelerator(sheet, draft, "serve", "deploy_machine_type", "deploy_gpu_type", "deploy_gpu_count")
+    _accelerator(
+        sheet, draft, "serve", "deploy_machine_type", "deploy_gpu_type", "deploy_gpu_count"
+    )
     if nodes * devices > 1:
-        draft.put("parallel.shard", nodes * devices, "ZeRO-3, fixed there", sheet.where("gpu_count"))
-        draft.put("memory.offload.weights", True, "ZeRO-3 with parameters and optimizer offloaded, fixed there")
+        draft.put(
+            "parallel.shard", nodes * devices, "ZeRO-3, fixed there", sheet.where("gpu_count")
+        )
+        draft.put(
+            "memory.offload.weights",
+            True,
+            "ZeRO-3 with parameters and optimizer offloaded, fixed there",
+        )
     else:
-        draft.put("memory.offload.optimizer", 1.0, "ZeRO-3 with parameters and optimizer offloaded, fixed there")
-        draft.note("changed", "gpu_count x node_count", "one GPU has nothing to share: the optimizer is offloaded, the weights stay on the GPU")
+        draft.put(
+            "memory.offload.optimizer",
+            1.0,
+            "ZeRO-3 with parameters and optimizer offloaded, fixed there",
+        )
+        draft.note(
+            "changed",
+            "gpu_count x node_count",
+            "one GPU has nothing to share: the optimizer is offloaded, the weights stay on the GPU",
+        )
 
 
-def _accelerator(sheet: Sheet, draft: Draft, section: str, machine_key: str, type_key: str, count_key: str) -> None:
+def _accelerator(
+    sheet: Sheet, draft: Draft, section: str, machine_key: str, type_key: str, count_key: str
+) -> None:
     """The accelerators of a machine; nothing where the machine type brings its own."""
     machine, accelerator, number = sheet.get(machine_key), sheet.get(type_key), sheet.get(count_key)
     if machine and BRINGS_ITS_OWN.match(machine):
-        draft.note("changed", f"{type_key}, {count_key}", f"{machine} brings its accelerators, and {section}.machine does not name them")
+        draft.note(
+            "changed",
+            f"{type_key}, {count_key}",
+            f"{machine} brings its accelerators, and {section}.machine does not name them",
+        )
         own = re.search(r"-(\d+)g", machine)
         if own and sheet.has(count_key) and int(own[1]) != number:
-            draft.note("clash", f"{machine_key} and {count_key}", f"{machine} has {own[1]} accelerators, {count_key} says {number}")
+            draft.note(
+                "clash",
+                f"{machine_key} and {count_key}",
+                f"{machine} has {own[1]} accelerators, {count_key} says {number}",
+            )
         return
     if accelerator and number:
         draft.put(f"{section}.machine.accelerator", accelerator, type_key, sheet.where(type_key))
@@ -139,19 +247,45 @@ def _accelerator(sheet: Sheet, draft: Draft, section: str, machine_key: str, typ
 
 def _fixed(draft: Draft) -> None:
     draft.fixed(
-        data__seq_len=256, data__target_len=30, objective__kind="seq2seq", objective__prefix="", train__optimizer__lr=5.6e-5,
-        train__optimizer__weight_decay=0.01, checkpoint__keep=10, precision__compute="bf16",
+        data__seq_len=256,
+        data__target_len=30,
+        objective__kind="seq2seq",
+        objective__prefix="",
+        train__optimizer__lr=5.6e-5,
+        train__optimizer__weight_decay=0.01,
+        checkpoint__keep=10,
+        precision__compute="bf16",
         gate__metric=["rouge/rouge1", "rouge/rouge2", "rouge/rougeL"],
     )
-    draft.put("evaluate.tasks", [{"kind": "loss"}, {"kind": "rouge", "limit": None, "max_tokens": 30}], "ROUGE of all validation pairs there")
-    own: dict[str, Any] = {"optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8, "schedule.kind": "linear", "schedule.warmup": 0, "schedule.min_ratio": 0.0}
+    draft.put(
+        "evaluate.tasks",
+        [{"kind": "loss"}, {"kind": "rouge", "limit": None, "max_tokens": 30}],
+        "ROUGE of all validation pairs there",
+    )
+    own: dict[str, Any] = {
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.eps": 1e-8,
+        "schedule.kind": "linear",
+        "schedule.warmup": 0,
+        "schedule.min_ratio": 0.0,
+    }
     for knob, value in own.items():
         draft.put(f"train.{knob}", value, "transformers' own")
     draft.put("train.evaluate_every", 500, "once an epoch there")
-    draft.note("changed", "evaluation", "was once an epoch; steps are counted here: set train.evaluate_every to rows / train.global_batch for the same")
-    draft.note("changed", "ROUGE", "was times 100; it is a share of 1 here, which matters to gate.margin")
+    draft.note(
+        "changed",
+        "evaluation",
+        "was once an epoch; steps are counted here: set train.evaluate_every to rows /"
+        " train.global_batch for the same",
+    )
+    draft.note(
+        "changed", "ROUGE", "was times 100; it is a share of 1 here, which matters to gate.margin"
+    )
 
 
 PROJECT = Project(
-    "a T5 pipeline on Google Cloud", "a JSON with dataset, model_checkpoint, machine_type and the like (seventeen keys)", ROWS, _build,
+    "a T5 pipeline on Google Cloud",
+    "a JSON with dataset, model_checkpoint, machine_type and the like (seventeen keys)",
+    ROWS,
+    _build,
 )

@@ -1,4 +1,6 @@
-"""An older project as a table: key -> knob and conversion, what is lost and why; and the recipe that grows from it, with notes."""
+"""An older project as a table: key -> knob and conversion, what is lost and why; and the recipe
+that grows from it, with notes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ LONGEST = 63  # bits of a whole number that a recipe takes
 class Row:
     """One key of an older project.
 
-    With a `knob` its value goes there as `read` makes it; without one it is either `lost`, which says why, or taken by the project's `build`.
+    With a `knob` its value goes there as `read` makes it; without one it is either `lost`, which
+    says why, or taken by the project's `build`.
     """
 
     key: str
@@ -42,7 +45,9 @@ class Row:
 
 
 class Sheet:
-    """What the files of one project say, by its keys. Of a key that stands twice the last one counts."""
+    """What the files of one project say, by its keys. Of a key that stands twice the last one
+    counts.
+    """
 
     def __init__(self, rows: Iterable[Row], files: Sequence[File], draft: Draft) -> None:
         self.rows = {row.key: row for row in rows}
@@ -53,16 +58,34 @@ class Sheet:
             for entry in file.entries:
                 key = self.spelt.get(canonical(entry.key))
                 if key is None:
-                    draft.note("unknown", entry.key, f"is not known; the nearest key is {nearest(entry.key, self.spelt)}")
+                    draft.note(
+                        "unknown",
+                        entry.key,
+                        f"is not known; the nearest key is {nearest(entry.key, self.spelt)}",
+                    )
                 elif key in self.given and self.given[key].value != entry.value:
                     before = self.given[key]
-                    draft.note("clash", entry.key, f"{before.where} says {shown(before.value)}, {entry.where} says {shown(entry.value)}; the last one is taken")
+                    draft.note(
+                        "clash",
+                        entry.key,
+                        f"{before.where} says {shown(before.value)}, {entry.where} says"
+                        f" {shown(entry.value)}; the last one is taken",
+                    )
                     self.given[key] = entry
                 else:
                     self.given[key] = entry
             for entry in file.secrets:
-                draft.note("lost", entry.key, "a secret stays out of recipes: keep it in the environment, or in Secret Manager (cloud.secrets)")
-        self.given = {key: _resolved(entry, self.given, self.spelt) for key, entry in self.given.items() if not entry.empty}
+                draft.note(
+                    "lost",
+                    entry.key,
+                    "a secret stays out of recipes: keep it in the environment, or in Secret"
+                    " Manager (cloud.secrets)",
+                )
+        self.given = {
+            key: _resolved(entry, self.given, self.spelt)
+            for key, entry in self.given.items()
+            if not entry.empty
+        }
 
     def has(self, *keys: str) -> bool:
         """Whether one of the keys is given, and says something."""
@@ -72,7 +95,8 @@ class Sheet:
         return any(file.form == form for file in self.files)
 
     def get(self, key: str) -> Any:
-        """The value as the row reads it; of a key that is not given the default, None where there is none.
+        """The value as the row reads it; of a key that is not given the default, None where there
+        is none.
 
         Raises:
             WrongInput: it is not what the row wants.
@@ -94,12 +118,16 @@ class Sheet:
 
     def where(self, *keys: str) -> str:
         """Where the first of the keys that is given stands."""
-        return next((self.given[key].where for key in keys if key in self.given), self.files[0].path)
+        return next(
+            (self.given[key].where for key in keys if key in self.given), self.files[0].path
+        )
 
 
 @dataclass
 class Draft:
-    """The recipe in the making: raw values with the place that each comes from, a remark beside each, and notes."""
+    """The recipe in the making: raw values with the place that each comes from, a remark beside
+    each, and notes.
+    """
 
     values: Values = field(default_factory=Values)
     remarks: dict[Path_, str] = field(default_factory=dict)
@@ -113,23 +141,34 @@ class Draft:
     def put(self, knob: str, value: Any, remark: str, where: str = "") -> None:
         """Set a knob. A remark says in the recipe where the value is from."""
         if isinstance(value, int) and value.bit_length() > LONGEST:
-            raise WrongInput(f"{where or remark}: {knob} would be beyond {LONGEST} bits; lower the numbers that it comes from")
+            raise WrongInput(
+                f"{where or remark}: {knob} would be beyond {LONGEST} bits; lower the numbers that"
+                " it comes from"
+            )
         path = parts(knob.split("."))
         before = get(self.values.tree, path)
         if before is not NOTHING and before != value:
-            self.note("clash", f"{self.remarks[path]} and {remark}", f"say {before} and {value} for {knob}; the last one is taken")
+            self.note(
+                "clash",
+                f"{self.remarks[path]} and {remark}",
+                f"say {before} and {value} for {knob}; the last one is taken",
+            )
         assign(self.values, path, value, where or remark)
         self.remarks[path] = remark
 
     def fixed(self, **knobs: Any) -> None:
-        """Values that were fixed inside the project; dots in the names of knobs are written `__`."""
+        """Values that were fixed inside the project; dots in the names of knobs are written
+        `__`.
+        """
         for knob, value in knobs.items():
             self.put(knob.replace("__", "."), value, "fixed there")
 
 
 @dataclass(frozen=True)
 class Project:
-    """An older project: what its keys mean, what it looks like, and what several keys mean together (`build`, after the table)."""
+    """An older project: what its keys mean, what it looks like, and what several keys mean together
+    (`build`, after the table).
+    """
 
     title: str
     looks: str
@@ -148,7 +187,12 @@ def apply(sheet: Sheet, draft: Draft) -> None:
         if row.knob and (entry is not None or row.default is not None):
             value = sheet.get(key)
             if value is not None:
-                draft.put(row.knob, value, sheet.name(key) if entry else f"{key}, its default there", sheet.where(key))
+                draft.put(
+                    row.knob,
+                    value,
+                    sheet.name(key) if entry else f"{key}, its default there",
+                    sheet.where(key),
+                )
         if entry is None or (isinstance(entry.value, str) and entry.value.lower() in row.idle):
             continue
         if row.lost:
@@ -174,14 +218,20 @@ def _resolved(entry: Entry, given: Mapping[str, Entry], spelt: Mapping[str, str]
 
     def value_of(found: re.Match[str]) -> str:
         other = given.get(spelt.get(found[1], ""))
-        return other.value if other is not None and isinstance(other.value, str) and len(other.value) < 1000 else found[0]
+        return (
+            other.value
+            if other is not None and isinstance(other.value, str) and len(other.value) < 1000
+            else found[0]
+        )
 
     return replace(entry, value=re.sub(r"\$\{([\w.]+)\}", value_of, entry.value))
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
     folded = {name.lower().lstrip("-"): name for name in known}
-    return folded[difflib.get_close_matches(key.lower().lstrip("-")[:100], folded, n=1, cutoff=0.0)[0]]
+    return folded[
+        difflib.get_close_matches(key.lower().lstrip("-")[:100], folded, n=1, cutoff=0.0)[0]
+    ]
 
 
 def shown(value: Given) -> str:
@@ -232,7 +282,11 @@ def texts(given: Given) -> list[str]:
         if not all(isinstance(item, str) for item in found):
             raise ValueError("a list of texts")
         return found
-    return [word for word in (part.strip().strip("'\"") for part in given.strip().strip("[]()").split(",")) if word]
+    return [
+        word
+        for word in (part.strip().strip("'\"") for part in given.strip().strip("[]()").split(","))
+        if word
+    ]
 
 
 def ratio(small: float, large: float) -> float:

@@ -1,1 +1,3 @@
-"""What `prepare` does to documents before they are tokenised: normal form, filters, deduplication, contamination."""
+"""What `prepare` does to documents before they are tokenised: normal form, filters, deduplication,
+contamination.
+"""

@@ -19,7 +19,8 @@ from ingot.data.ranges import Range
 
 @dataclass(frozen=True)
 class Cleaned:
-    """Which documents stay, and in which normal form. Small: the fates of documents lie in `folder`, one byte each (None: all stay).
+    """Which documents stay, and in which normal form. Small: the fates of documents lie in
+    `folder`, one byte each (None: all stay).
 
     `fold` is the identity of the Unicode tables by which that was found (`fold_identity`).
     """
@@ -41,10 +42,12 @@ class Cleaned:
         return {step.step: step.documents for step in self.report.steps}
 
     def tables(self, task: Range, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """Of the documents of a range, or of a piece of one, those that stay, in normal form. `tables` must be all of its documents, in order.
+        """Of the documents of a range, or of a piece of one, those that stay, in normal form.
+        `tables` must be all of its documents, in order.
 
         Raises:
-            WrongInput: what cleaning wrote for this range is gone or is for other documents, or this process has other Unicode tables.
+            WrongInput: what cleaning wrote for this range is gone or is for other documents, or
+                this process has other Unicode tables.
         """
         if task.kind == "tokens":
             yield from tables
@@ -77,5 +80,8 @@ def _fates(folder: Path, task: Range) -> np.ndarray[tuple[int], np.dtype[np.uint
     except (OSError, ValueError, EOFError) as error:
         raise WrongInput(f"{path} is missing or damaged; run `ingot prepare` again") from error
     if len(found) != task.documents:
-        raise WrongInput(f"{path} holds {len(found)} of {task.documents} documents; remove {folder.parent} and run `ingot prepare` again")
+        raise WrongInput(
+            f"{path} holds {len(found)} of {task.documents} documents; remove {folder.parent} and"
+            " run `ingot prepare` again"
+        )
     return np.asarray(found)

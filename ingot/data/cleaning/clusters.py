@@ -1,8 +1,11 @@
-"""Which candidates really are near-duplicates: exact Jaccard similarity of their sets of n-grams, and the clusters that follow.
+"""Which candidates really are near-duplicates: exact Jaccard similarity of their sets of n-grams,
+and the clusters that follow.
 
-Documents of one band group are compared pair by pair, each pair once, but for pairs that are in one cluster already, which
-could change nothing. In a group of more than `LEADERS` documents the first `LEADERS` are compared with all, the others not among
-themselves: so a group costs at most LEADERS comparisons a document, whatever the data. Such groups are counted.
+Documents of one band group are compared pair by pair, each pair once, but for pairs that are in one
+cluster already, which could change nothing. In a group of more than `LEADERS` documents the first
+`LEADERS` are compared with all, the others not among
+themselves: so a group costs at most LEADERS comparisons a document, whatever the data. Such groups
+are counted.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def cluster(members: Members, groups: Sequence[Indices], similarity: float) -> tuple[Indices, int]:
-    """The place of each member's first duplicate (its own for one that stays), and how many groups were too large to compare in full.
+    """The place of each member's first duplicate (its own for one that stays), and how many groups
+    were too large to compare in full.
 
     `groups` holds places in `members`, ascending, of documents that share a band.
     """
@@ -72,7 +76,9 @@ def cluster(members: Members, groups: Sequence[Indices], similarity: float) -> t
     return roots(parents, np.arange(len(members))), sum(len(group) > LEADERS + 1 for group in large)
 
 
-def _compare(members: Members, parents: NDArray[np.int64], leader: int, others: Indices, similarity: float) -> None:
+def _compare(
+    members: Members, parents: NDArray[np.int64], leader: int, others: Indices, similarity: float
+) -> None:
     others = distinct(others[roots(parents, others) != roots(parents, np.array([leader]))])
     own = members.sets[leader]
     sizes = np.array([len(members.sets[other]) for other in others.tolist()], np.int64)

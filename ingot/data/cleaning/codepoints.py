@@ -1,7 +1,9 @@
-"""What is known of each character, and how to find the few that are not ASCII in a long run of UTF-8.
+"""What is known of each character, and how to find the few that are not ASCII in a long run of
+UTF-8.
 
-All tables come from pyarrow, one pinned library that every engine's workers have: the interpreters of Spark and of this
-machine carry different Unicode tables. Code points from `LIMIT` on (planes 2 and up: rare Han characters, tags) go by rule.
+All tables come from pyarrow, one pinned library that every engine's workers have: the interpreters
+of Spark and of this machine carry different Unicode tables. Code points from `LIMIT` on (planes 2
+and up: rare Han characters, tags) go by rule.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ ASCII_SPACES = frozenset((9, 10, 11, 12, 13, 28, 29, 30, 31, 32))
 
 @functools.cache
 def code_points() -> Any:
-    """Every code point below `LIMIT` as an Arrow array of one-character strings; a surrogate's place holds a space."""
+    """Every code point below `LIMIT` as an Arrow array of one-character strings; a surrogate's
+    place holds a space.
+    """
     first, last = SURROGATES
     return pa.array([" " if first <= number < last else chr(number) for number in range(LIMIT)])
 
@@ -57,12 +61,16 @@ def lookup(table: NDArray[Any], points: NDArray[np.uint32], beyond: Any) -> NDAr
 
 
 def flat_of(texts: Any) -> tuple[bytes, Indices]:
-    """The bytes of an Arrow string array one after another, and where each text begins: offsets [texts + 1]."""
+    """The bytes of an Arrow string array one after another, and where each text begins: offsets
+    [texts + 1].
+    """
     width = np.int64 if pa.types.is_large_string(texts.type) else np.int32
     _, offsets, data = texts.buffers()
     if data is None or not len(texts):
         return b"", np.zeros(len(texts) + 1, np.int64)
-    found = np.frombuffer(offsets, width)[texts.offset : texts.offset + len(texts) + 1].astype(np.int64)
+    found = np.frombuffer(offsets, width)[texts.offset : texts.offset + len(texts) + 1].astype(
+        np.int64
+    )
     return memoryview(data)[found[0] : found[-1]].tobytes(), found - found[0]
 
 

@@ -1,4 +1,6 @@
-"""Connected components of a graph of documents that is too large for memory: union-find in a file."""
+"""Connected components of a graph of documents that is too large for memory: union-find in a
+file.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,11 @@ def union(parents: NDArray[np.int64], left: Indices, right: Indices) -> None:
 
 
 def write_components(path: Path, nodes: int, edges: Iterable[tuple[Indices, Indices]]) -> int:
-    """Write for each of `nodes` the smallest node that it is connected with, `ALONE` for one without edges; how many have some.
+    """Write for each of `nodes` the smallest node that it is connected with, `ALONE` for one
+    without edges; how many have some.
 
-    Eight bytes a node on disk, mapped; in memory some edges at a time. The order of edges changes nothing.
+    Eight bytes a node on disk, mapped; in memory some edges at a time. The order of edges changes
+    nothing.
     """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with disk_errors(path):
@@ -50,7 +54,9 @@ def write_components(path: Path, nodes: int, edges: Iterable[tuple[Indices, Indi
             parents = np.lib.format.open_memmap(partial, "w+", np.int64, (nodes,))
             for begin, end in _chunks(nodes):
                 parents[begin:end] = np.arange(begin, end)
-            touched = np.lib.format.open_memmap(partial.with_suffix(".touched"), "w+", np.bool_, (nodes,))
+            touched = np.lib.format.open_memmap(
+                partial.with_suffix(".touched"), "w+", np.bool_, (nodes,)
+            )
             for left, right in edges:
                 touched[left] = touched[right] = True
                 union(parents, left, right)

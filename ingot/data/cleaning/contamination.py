@@ -1,8 +1,9 @@
-"""Training documents that hold parts of what the model is evaluated on: word n-grams in common with the validation documents.
+"""Training documents that hold parts of what the model is evaluated on: word n-grams in common with
+the validation documents.
 
-The n-grams of all validation documents become one sorted file, which workers map and look up in. A validation document with
-fewer words than an n-gram counts whole: a training document holds it only by being the same words and no more, since a
-few words are found in many innocent texts.
+The n-grams of all validation documents become one sorted file, which workers map and look up in. A
+validation document with fewer words than an n-gram counts whole: a training document holds it only
+by being the same words and no more, since a few words are found in many innocent texts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from ingot.config.data import Contamination
 from ingot.data.cleaning.codepoints import Flags, Hashes, Indices
 from ingot.data.cleaning.corpus import Batch, Corpus, found_drops
 from ingot.data.cleaning.distinct import distinct, firsts
-from ingot.data.cleaning.exchange import Bucket, Columns, Told, appearing, bucket_of, files, read_rows, write_rows
+from ingot.data.cleaning.exchange import (
+    Bucket,
+    Columns,
+    Told,
+    appearing,
+    bucket_of,
+    files,
+    read_rows,
+    write_rows,
+)
 from ingot.data.cleaning.fold import fold
 from ingot.data.cleaning.report import Step
 from ingot.data.cleaning.shingles import Hashed, ngrams, words
@@ -61,7 +71,10 @@ class Evaluation(Held):
 
         def look(task: Range, advance: Advance) -> Told:
             found = [grams.values for _, grams in self.read(task, advance, "validation")]
-            write_rows(self.folder / f"grams-{task.name}.arrow", [{"gram": distinct(np.concatenate([np.zeros(0, np.uint64), *found]))}])
+            write_rows(
+                self.folder / f"grams-{task.name}.arrow",
+                [{"gram": distinct(np.concatenate([np.zeros(0, np.uint64), *found]))}],
+            )
             return {}
 
         return look
@@ -69,7 +82,9 @@ class Evaluation(Held):
 
 @dataclass(frozen=True)
 class Merge(Held):
-    """From the n-grams of all ranges to one file; one task, a share of the hashes in memory at a time."""
+    """From the n-grams of all ranges to one file; one task, a share of the hashes in memory at a
+    time.
+    """
 
     shares: int
 
@@ -81,7 +96,14 @@ class Merge(Held):
         count = 0
         with appearing(self.file) as stream:
             for share in range(self.shares):
-                found = distinct(np.concatenate([np.zeros(0, np.uint64), *(bucket_of(run, "gram", share, self.shares)["gram"] for run in runs)]))
+                found = distinct(
+                    np.concatenate(
+                        [
+                            np.zeros(0, np.uint64),
+                            *(bucket_of(run, "gram", share, self.shares)["gram"] for run in runs),
+                        ]
+                    )
+                )
                 stream.write(found.tobytes())
                 count += len(found)
         return {"grams": count}
@@ -99,7 +121,12 @@ class Search(Held):
         def search(task: Range, advance: Advance) -> Told:
             gone = [np.zeros(0, np.int64)]
             for batch, grams in self.read(task, advance, "train"):
-                gone.append(batch.numbers[held(grams, known, sieve) >= np.minimum(self.knobs.matches, np.maximum(grams.counts, 1))])
+                gone.append(
+                    batch.numbers[
+                        held(grams, known, sieve)
+                        >= np.minimum(self.knobs.matches, np.maximum(grams.counts, 1))
+                    ]
+                )
             drops: Columns = found_drops(np.concatenate(gone))
             write_rows(self.corpus.local_drops("contamination", task), [drops])
             return {}

@@ -1,7 +1,9 @@
-"""The documents of a range as cleaning sees them: plain text in normal form, numbered, without those that earlier steps dropped.
+"""The documents of a range as cleaning sees them: plain text in normal form, numbered, without
+those that earlier steps dropped.
 
-A document's number is its place among all documents, validation sources before training sources, each in the order of
-reading. It does not depend on how the work is cut, and of documents that are alike the one with the smallest number stays.
+A document's number is its place among all documents, validation sources before training sources,
+each in the order of reading. It does not depend on how the work is cut, and of documents that are
+alike the one with the smallest number stays.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the documents lie, where the files of all stages go, and what is the same for all of them."""
+    """Where the documents lie, where the files of all stages go, and what is the same for all of
+    them.
+    """
 
     raw: Path
     folder: Path
@@ -71,7 +75,9 @@ class Corpus:
         return task.begin + (0 if task.split == "validation" else self.first_training)
 
     def read(self, task: Range, advance: Advance, wanted: Flags | None = None) -> Iterator[Batch]:
-        """Documents of a range, those that are `wanted` (None: all); row groups of which none is wanted are not read."""
+        """Documents of a range, those that are `wanted` (None: all); row groups of which none is
+        wanted are not read.
+        """
         number, place = self.number(task), 0
         counts = group_sizes(self.raw / task.path)
         for group in range(task.first, task.last):
@@ -80,7 +86,11 @@ class Corpus:
             if wanted is not None and not wanted[here].any():
                 continue
             table = read_table(self.raw / task.path, group)
-            batch = Batch(np.arange(number + here.start, number + here.stop), _whole(table, "doc_id"), _whole(table, "text"))
+            batch = Batch(
+                np.arange(number + here.start, number + here.stop),
+                _whole(table, "doc_id"),
+                _whole(table, "text"),
+            )
             if wanted is not None:
                 batch = batch.where(wanted[here])
             texts = batch.texts if task.kind == "tokens" else plain_texts(task.kind, batch.texts)
@@ -104,7 +114,11 @@ class Corpus:
     def drops(self, step: Step, task: Range) -> Columns:
         """What a step dropped of a range: `number`, ascending, `survivor`, `similarity`."""
         first = self.number(task)
-        found = [between(rows, "number", first, first + task.documents) for path in files(self.folder / step, "drops-*.arrow") for rows in read_rows(path)]
+        found = [
+            between(rows, "number", first, first + task.documents)
+            for path in files(self.folder / step, "drops-*.arrow")
+            for rows in read_rows(path)
+        ]
         own = self.local_drops(step, task)
         return sorted_by(joined(found + (read_rows(own) if own.exists() else []), DROPS), "number")
 
@@ -116,13 +130,24 @@ class Corpus:
         """Which documents of a batch belong to no split, by `data.fraction`."""
         if self.shares.fraction >= 1.0 or task.split == "validation":
             return np.zeros(len(batch), bool)
-        return np.array([self.shares.split(task.split, doc_id) is None for doc_id in batch.doc_ids.to_pylist()], bool)
+        return np.array(
+            [self.shares.split(task.split, doc_id) is None for doc_id in batch.doc_ids.to_pylist()],
+            bool,
+        )
 
     def in_split(self, batch: Batch, task: Range, split: str) -> Flags:
         """Which documents of a batch belong to a split."""
-        if task.split == "validation" or (self.shares.validation is None and self.shares.fraction >= 1.0):
+        if task.split == "validation" or (
+            self.shares.validation is None and self.shares.fraction >= 1.0
+        ):
             return np.full(len(batch), task.split == split)
-        return np.array([self.shares.split(task.split, doc_id) == split for doc_id in batch.doc_ids.to_pylist()], bool)
+        return np.array(
+            [
+                self.shares.split(task.split, doc_id) == split
+                for doc_id in batch.doc_ids.to_pylist()
+            ],
+            bool,
+        )
 
 
 def group_sizes(path: Path) -> list[int]:
@@ -133,9 +158,14 @@ def group_sizes(path: Path) -> list[int]:
     """
     try:
         with pq.ParquetFile(path) as file:
-            return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            return [
+                file.metadata.row_group(group).num_rows
+                for group in range(file.metadata.num_row_groups)
+            ]
     except (pa.ArrowException, OSError) as error:
-        raise WrongInput(f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again") from error
+        raise WrongInput(
+            f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again"
+        ) from error
 
 
 def _whole(table: pa.Table, name: str) -> pa.Array:
@@ -146,4 +176,8 @@ def _whole(table: pa.Table, name: str) -> pa.Array:
 def found_drops(numbers: Indices, survivors: Indices | None = None) -> Columns:
     """Rows of drops, of which a survivor may be known and a similarity is not."""
     gone = np.full(len(numbers), NO_SURVIVOR, np.int64) if survivors is None else survivors
-    return {"number": numbers, "survivor": gone, "similarity": np.full(len(numbers), UNKNOWN, np.float32)}
+    return {
+        "number": numbers,
+        "survivor": gone,
+        "similarity": np.full(len(numbers), UNKNOWN, np.float32),
+    }

@@ -1,4 +1,6 @@
-"""Distinct values of arrays, by sorting: NumPy's own way with hashes took ten times as long on 64-bit hashes."""
+"""Distinct values of arrays, by sorting: NumPy's own way with hashes took ten times as long on
+64-bit hashes.
+"""
 
 from __future__ import annotations
 

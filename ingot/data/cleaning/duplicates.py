@@ -1,10 +1,11 @@
 """The first look at every document, and exact duplicates: texts that are the same when folded.
 
-Workers hash; a bucket of hashes is then compared by one of them. Within a range only the first of each hash is sent on, so
-that a bucket holds one row for a hash and a range, however often a text is repeated.
+Workers hash; a bucket of hashes is then compared by one of them. Within a range only the first of
+each hash is sent on, so that a bucket holds one row for a hash and a range, however often a text is
+repeated.
 
-A text of which nothing is left when folded (white space, lone diacritics) is no duplicate of another such text: it is
-counted as a note, and is for `min_chars` to drop.
+A text of which nothing is left when folded (white space, lone diacritics) is no duplicate of
+another such text: it is counted as a note, and is for `min_chars` to drop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import pyarrow.compute as pc
 
 from ingot.data.cleaning.corpus import Batch, Corpus, found_drops
 from ingot.data.cleaning.distinct import firsts
-from ingot.data.cleaning.exchange import Bucket, Columns, Told, bucket_of, files, joined, read_rows, sorted_by, write_rows
+from ingot.data.cleaning.exchange import (
+    Bucket,
+    Columns,
+    Told,
+    bucket_of,
+    files,
+    joined,
+    read_rows,
+    sorted_by,
+    write_rows,
+)
 from ingot.data.cleaning.filters import Filters
 from ingot.data.cleaning.fold import digests, fold
 from ingot.data.cleaning.report import ELSEWHERE, KEPT
@@ -29,7 +40,9 @@ ROWS = {"high": np.uint64, "low": np.uint64, "number": np.int64}
 
 @dataclass(frozen=True)
 class Survey:
-    """From a range to `reason` and `bytes` of each document; with `exact`, hashes of those that stay as well."""
+    """From a range to `reason` and `bytes` of each document; with `exact`, hashes of those that
+    stay as well.
+    """
 
     corpus: Corpus
     filters: Filters
@@ -46,7 +59,9 @@ class Survey:
             found = self.filters.reasons(batch.texts)
             found[self.corpus.elsewhere(batch, task)] = ELSEWHERE
             reasons.append(found)
-            sizes.append(pc.binary_length(batch.texts).to_numpy(zero_copy_only=False).astype(np.int64))
+            sizes.append(
+                pc.binary_length(batch.texts).to_numpy(zero_copy_only=False).astype(np.int64)
+            )
             if self.exact:
                 rows, without = _hashed(batch.where(found == KEPT))
                 hashed.append(rows)
@@ -56,13 +71,20 @@ class Survey:
         if self.exact:
             self._send(task, joined(hashed, ROWS))
         counted = columns["reason"] != ELSEWHERE
-        return {"documents": int(counted.sum()), "bytes": int(columns["bytes"][counted].sum()), "empty": empty}
+        return {
+            "documents": int(counted.sum()),
+            "bytes": int(columns["bytes"][counted].sum()),
+            "empty": empty,
+        }
 
     def _send(self, task: Range, rows: Columns) -> None:
         rows = sorted_by(rows, "high", "low", "number")
         first = firsts(rows["high"], rows["low"])
         write_rows(self.corpus.local_drops("exact", task), [_later(rows)])
-        write_rows(self.corpus.folder / "exact" / f"hashes-{task.name}.arrow", [{name: column[first] for name, column in rows.items()}])
+        write_rows(
+            self.corpus.folder / "exact" / f"hashes-{task.name}.arrow",
+            [{name: column[first] for name, column in rows.items()}],
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,11 @@ class Repeated:
 
     def _compare(self, task: Bucket, advance: Advance) -> Told:
         folder = self.corpus.folder / "exact"
-        found = [bucket_of(run, "high", task.number, task.of) for path in files(folder, "hashes-*.arrow") for run in read_rows(path)]
+        found = [
+            bucket_of(run, "high", task.number, task.of)
+            for path in files(folder, "hashes-*.arrow")
+            for run in read_rows(path)
+        ]
         rows = sorted_by(joined(found, ROWS), "high", "low", "number")
         advance(sum(column.nbytes for column in rows.values()))
         write_rows(folder / f"drops-{task.name}.arrow", [_later(rows)])
@@ -88,11 +114,17 @@ def _hashed(batch: Batch) -> tuple[Columns, int]:
     folded = fold(batch.texts)
     some = folded.ends > folded.begins
     hashes = digests(folded)[some]
-    return {"high": hashes[:, 0], "low": hashes[:, 1], "number": batch.numbers[some]}, int((~some).sum())
+    return {"high": hashes[:, 0], "low": hashes[:, 1], "number": batch.numbers[some]}, int(
+        (~some).sum()
+    )
 
 
 def _later(rows: Columns) -> Columns:
     """Of sorted rows all but the first of each hash, as drops whose survivor is that first one."""
     first = firsts(rows["high"], rows["low"])
-    survivors = rows["number"][np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))] if len(first) else rows["number"]
+    survivors = (
+        rows["number"][np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]
+        if len(first)
+        else rows["number"]
+    )
     return sorted_by(found_drops(rows["number"][~first], survivors[~first]), "number")

@@ -1,9 +1,12 @@
-"""How workers hand each other rows: files of columns, sorted by a key, so that a bucket of keys is a slice of each file.
+"""How workers hand each other rows: files of columns, sorted by a key, so that a bucket of keys is
+a slice of each file.
 
-A file is Arrow IPC and is memory-mapped: a reader touches the slice that it wants. It appears whole or not at all, and a
-task that is done twice writes the same file twice. What a task tells besides is a small JSON file, written after the others:
-a run that was killed goes on with the tasks that have none. Nothing is flushed to disk, which would take longer than the
-work: these files outlive a process, not a machine, and lie in a folder that only one start of the machine takes up again.
+A file is Arrow IPC and is memory-mapped: a reader touches the slice that it wants. It appears whole
+or not at all, and a task that is done twice writes the same file twice. What a task tells besides
+is a small JSON file, written after the others: a run that was killed goes on with the tasks that
+have none. Nothing is flushed to disk, which would take longer than the
+work: these files outlive a process, not a machine, and lie in a folder that only one start of the
+machine takes up again.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def since_start() -> str:
 
 @contextlib.contextmanager
 def appearing(path: Path) -> Iterator[IO[bytes]]:
-    """A stream whose bytes appear under `path` all at once when the block ends without an error; not flushed."""
+    """A stream whose bytes appear under `path` all at once when the block ends without an error;
+    not flushed.
+    """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +63,9 @@ def write_rows(path: Path, runs: Iterable[Mapping[str, NDArray[Any]]]) -> None:
     with appearing(path) as stream:
         writer = None
         for columns in runs:
-            batch = pa.record_batch({name: pa.array(np.ascontiguousarray(column)) for name, column in columns.items()})
+            batch = pa.record_batch(
+                {name: pa.array(np.ascontiguousarray(column)) for name, column in columns.items()}
+            )
             writer = writer or pa.ipc.new_file(stream, batch.schema)
             writer.write_batch(batch)
         if writer is not None:
@@ -79,7 +86,9 @@ def write_sets(path: Path, runs: Iterable[tuple[Columns, Hashes, Indices]]) -> N
         writer = None
         for columns, values, offsets in runs:
             sets = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
-            batch = pa.record_batch({**{name: pa.array(column) for name, column in columns.items()}, "set": sets})
+            batch = pa.record_batch(
+                {**{name: pa.array(column) for name, column in columns.items()}, "set": sets}
+            )
             writer = writer or pa.ipc.new_file(stream, batch.schema)
             writer.write_batch(batch)
         if writer is not None:
@@ -94,21 +103,31 @@ def read_sets(path: Path) -> list[tuple[Columns, Hashes, Indices]]:
     found = []
     for batch in (reader.get_batch(number) for number in range(reader.num_record_batches)):
         sets = batch.column("set")
-        found.append((_columns(batch.drop_columns(["set"])), sets.values.to_numpy(), sets.offsets.to_numpy()))
+        found.append(
+            (_columns(batch.drop_columns(["set"])), sets.values.to_numpy(), sets.offsets.to_numpy())
+        )
     return found
 
 
 def _columns(batch: pa.RecordBatch) -> Columns:
-    return {name: batch.column(name).to_numpy(zero_copy_only=batch.num_rows > 0) for name in batch.schema.names}
+    return {
+        name: batch.column(name).to_numpy(zero_copy_only=batch.num_rows > 0)
+        for name in batch.schema.names
+    }
 
 
 def joined(runs: Sequence[Columns], like: Mapping[str, Any]) -> Columns:
     """The rows of all runs one after another; `like` gives names and types where there are none."""
-    return {name: np.concatenate([run[name] for run in runs]) if runs else np.zeros(0, dtype) for name, dtype in like.items()}
+    return {
+        name: np.concatenate([run[name] for run in runs]) if runs else np.zeros(0, dtype)
+        for name, dtype in like.items()
+    }
 
 
 def between(columns: Columns, by: str, first: int, last: int | None) -> Columns:
-    """The rows whose `by`, ascending, is at least `first` and less than `last` (None: has no end)."""
+    """The rows whose `by`, ascending, is at least `first` and less than `last` (None: has no
+    end).
+    """
     keys = columns[by]
     begin = np.searchsorted(keys, np.array(first, keys.dtype))
     end = len(keys) if last is None else np.searchsorted(keys, np.array(last, keys.dtype))
@@ -171,8 +190,12 @@ class Once:
         return once
 
 
-def run(engine: Engine, work: Work[Any, Told], folder: Path, tasks: Sequence[Named], progress: Progress) -> list[Told]:
-    """Do the tasks that are not done yet, by what lies in `folder`; what all of them told, in their order."""
+def run(
+    engine: Engine, work: Work[Any, Told], folder: Path, tasks: Sequence[Named], progress: Progress
+) -> list[Told]:
+    """Do the tasks that are not done yet, by what lies in `folder`; what all of them told, in their
+    order.
+    """
     missing = [task for task in tasks if not _done(folder, task).exists()]
     if missing:
         engine.run(Once(work, folder), missing, progress)

@@ -1,4 +1,6 @@
-"""Which documents are too short, too long or in another language. Each document is judged by itself."""
+"""Which documents are too short, too long or in another language. Each document is judged by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Filters:
         return cls(knobs.min_chars, knobs.max_chars, tuple(knobs.languages))
 
     def reasons(self, texts: pa.Array) -> Bytes:
-        """For each text 0, or the number of the first step that drops it. Lengths are in characters."""
+        """For each text 0, or the number of the first step that drops it. Lengths are in
+        characters.
+        """
         found = np.full(len(texts), KEPT, np.uint8)
         lengths = pc.utf8_length(texts).to_numpy(zero_copy_only=False)
         found[lengths < self.min_chars] = reason("min_chars")
@@ -38,5 +42,7 @@ class Filters:
             found[lengths > self.max_chars] = reason("max_chars")
         if self.languages:
             left = np.flatnonzero(found == KEPT)
-            found[left[~in_languages(texts.take(pa.array(left)), self.languages)]] = reason("languages")
+            found[left[~in_languages(texts.take(pa.array(left)), self.languages)]] = reason(
+                "languages"
+            )
         return found

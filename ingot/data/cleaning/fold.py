@@ -1,9 +1,12 @@
-"""Texts with case, diacritics and white space set aside, by whole buffers: what deduplication compares.
+"""Texts with case, diacritics and white space set aside, by whole buffers: what deduplication
+compares.
 
-Case: upper, then lower, so that final sigma is sigma and long s is s; sharp s is ss. Diacritics: the combining marks of
-Latin, Greek, Cyrillic, Hebrew and Arabic go; marks that are letters in all but name (kana voicing, Indic vowels) stay.
-White space: a run of any kind is one space, none at the ends. ASCII is folded by a table over bytes. Of the rest each
-character is looked up; where the folded one takes fewer bytes, the surplus is cut out of the buffer.
+Case: upper, then lower, so that final sigma is sigma and long s is s; sharp s is ss. Diacritics:
+the combining marks of Latin, Greek, Cyrillic, Hebrew and Arabic go; marks that are letters in all
+but name (kana voicing, Indic vowels) stay.
+White space: a run of any kind is one space, none at the ends. ASCII is folded by a table over
+bytes. Of the rest each character is looked up; where the folded one takes fewer bytes, the surplus
+is cut out of the buffer.
 """
 
 from __future__ import annotations
@@ -42,12 +45,17 @@ DIACRITICS = (
 )
 SHARP_S = ("ß", "ẞ")
 WIDEST = 4
-ASCII = bytes(SPACE if byte in ASCII_SPACES else ord(chr(byte).lower()) if byte < 128 else byte for byte in range(256))
+ASCII = bytes(
+    SPACE if byte in ASCII_SPACES else ord(chr(byte).lower()) if byte < 128 else byte
+    for byte in range(256)
+)
 
 
 @dataclass(frozen=True)
 class Folded:
-    """Folded texts in one buffer: text i is `flat[begins[i]:ends[i]]`, UTF-8. At most one space stands between two texts."""
+    """Folded texts in one buffer: text i is `flat[begins[i]:ends[i]]`, UTF-8. At most one space
+    stands between two texts.
+    """
 
     flat: Bytes
     begins: Indices
@@ -59,7 +67,9 @@ class Folded:
 
 @dataclass(frozen=True)
 class _Tables:
-    """By code point: the folded character's bytes [LIMIT, 4] and their number, whether it differs, whether it joins the one before."""
+    """By code point: the folded character's bytes [LIMIT, 4] and their number, whether it differs,
+    whether it joins the one before.
+    """
 
     bytes: Bytes
     sizes: Bytes
@@ -83,21 +93,31 @@ def _tables() -> _Tables:
 
 
 def _shortened(folded: pa.Array) -> pa.Array:
-    """Let the shortest of letters that fold alike stand for all of them, where the folded one is longer: a buffer never grows."""
+    """Let the shortest of letters that fold alike stand for all of them, where the folded one is
+    longer: a buffer never grows.
+    """
     points = code_points()
-    longer = pc.unique(folded.filter(pc.greater(pc.binary_length(folded), pc.binary_length(points))))
+    longer = pc.unique(
+        folded.filter(pc.greater(pc.binary_length(folded), pc.binary_length(points)))
+    )
     rows = np.flatnonzero(pc.is_in(folded, value_set=longer))
     own, letters = points.take(pa.array(rows)).to_pylist(), folded.take(pa.array(rows)).to_pylist()
     shortest: dict[str, str] = {}
-    for letter, folds_to in sorted(zip(own, letters, strict=True), key=lambda pair: (len(pair[0].encode()), pair[0])):
+    for letter, folds_to in sorted(
+        zip(own, letters, strict=True), key=lambda pair: (len(pair[0].encode()), pair[0])
+    ):
         shortest.setdefault(folds_to, letter)
     mask = np.zeros(len(folded), bool)
     mask[rows] = True
-    return pc.replace_with_mask(folded, pa.array(mask), pa.array([shortest[folds_to] for folds_to in letters], pa.string()))
+    return pc.replace_with_mask(
+        folded, pa.array(mask), pa.array([shortest[folds_to] for folds_to in letters], pa.string())
+    )
 
 
 def _joins() -> Flags:
-    """Code points that the normal form NFC may join with the one before, diacritics apart; a text with one is normalised first."""
+    """Code points that the normal form NFC may join with the one before, diacritics apart; a text
+    with one is normalised first.
+    """
     letters = seconds().filter(pc.invert(pc.match_substring_regex(seconds(), DIACRITICS)))
     return np.asarray(pc.is_in(code_points(), value_set=letters))
 
@@ -121,7 +141,14 @@ def fold(texts: pa.Array) -> Folded:
     return _collapse(data, offsets)
 
 
-def _substitute(data: Bytes, offsets: Indices, tables: _Tables, at: Indices, points: NDArray[np.uint32], sizes: Bytes) -> tuple[Bytes, Indices]:
+def _substitute(
+    data: Bytes,
+    offsets: Indices,
+    tables: _Tables,
+    at: Indices,
+    points: NDArray[np.uint32],
+    sizes: Bytes,
+) -> tuple[Bytes, Indices]:
     changed = np.flatnonzero(lookup(tables.changed, points, False))
     if not len(changed):
         return data, offsets
@@ -160,9 +187,12 @@ def _collapse(data: Bytes, offsets: Indices) -> Folded:
 def digests(folded: Folded) -> NDArray[np.uint64]:
     """A 128-bit hash of each folded text: [texts, 2]."""
     view = folded.flat.data
-    found = b"".join([
-        hashlib.blake2b(view[begin:end], digest_size=16).digest() for begin, end in zip(folded.begins.tolist(), folded.ends.tolist(), strict=True)
-    ])
+    found = b"".join(
+        [
+            hashlib.blake2b(view[begin:end], digest_size=16).digest()
+            for begin, end in zip(folded.begins.tolist(), folded.ends.tolist(), strict=True)
+        ]
+    )
     return np.frombuffer(found, np.uint64).reshape(-1, 2)
 
 
@@ -170,7 +200,12 @@ def digests(folded: Folded) -> NDArray[np.uint64]:
 def fold_identity() -> str:
     """A digest of how this process folds and normalises all code points."""
     tables, digest = _tables(), hashlib.sha256()
-    digest.update(tables.bytes.tobytes() + tables.sizes.tobytes() + tables.joins.tobytes() + matching(r"^[\p{L}\p{N}\p{M}]$").tobytes())
+    digest.update(
+        tables.bytes.tobytes()
+        + tables.sizes.tobytes()
+        + tables.joins.tobytes()
+        + matching(r"^[\p{L}\p{N}\p{M}]$").tobytes()
+    )
     for form in ("NFC", "NFKC"):
         flat, offsets = flat_of(normalized(form))
         digest.update(flat + offsets.tobytes())
@@ -185,6 +220,6 @@ def check_fold(expected: str) -> None:
     """
     if fold_identity() != expected:
         raise WrongInput(
-            f"a worker's pyarrow {pa.__version__} folds text otherwise ({fold_identity()}) than where the work was planned ({expected}): "
-            f"install the same pyarrow on every worker"
+            f"a worker's pyarrow {pa.__version__} folds text otherwise ({fold_identity()}) than"
+            f" where the work was planned ({expected}): install the same pyarrow on every worker"
         )

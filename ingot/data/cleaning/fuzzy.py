@@ -1,8 +1,9 @@
-"""Near-duplicates, in five stages: bands of MinHash signatures -> groups that share a band -> components of candidates ->
-their sets of n-grams -> clusters by exact similarity.
+"""Near-duplicates, in five stages: bands of MinHash signatures -> groups that share a band ->
+components of candidates -> their sets of n-grams -> clusters by exact similarity.
 
-Only candidates' sets are kept, and those of one component lie in one bucket, so that pairs are compared where both sets are.
-A document without words has no n-grams and is compared with nothing; it is counted.
+Only candidates' sets are kept, and those of one component lie in one bucket, so that pairs are
+compared where both sets are. A document without words has no n-grams and is compared with nothing;
+it is counted.
 """
 
 from __future__ import annotations
@@ -79,10 +80,19 @@ class Sign(Near):
                     some = np.flatnonzero(grams.counts)
                     empty += len(batch) - len(some)
                     offsets = np.append(grams.offsets[:-1][some], grams.offsets[-1])
-                    keys = band_keys(signatures(Hashed(grams.values, offsets), self.knobs.permutations), self.knobs.similarity)
-                    yield {"key": keys.ravel(), "number": np.repeat(batch.numbers[some], keys.shape[1])}
+                    keys = band_keys(
+                        signatures(Hashed(grams.values, offsets), self.knobs.permutations),
+                        self.knobs.similarity,
+                    )
+                    yield {
+                        "key": keys.ravel(),
+                        "number": np.repeat(batch.numbers[some], keys.shape[1]),
+                    }
 
-            write_rows(self.folder / f"keys-{task.name}.arrow", (sorted_by(run, "key", "number") for run in _runs(rows())))
+            write_rows(
+                self.folder / f"keys-{task.name}.arrow",
+                (sorted_by(run, "key", "number") for run in _runs(rows())),
+            )
             return {"empty": empty}
 
         return sign
@@ -96,12 +106,19 @@ class Group(Near):
         return self._group
 
     def _group(self, task: Bucket, advance: Advance) -> Told:
-        found = [bucket_of(run, "key", task.number, task.of) for path in files(self.folder, "keys-*.arrow") for run in read_rows(path)]
+        found = [
+            bucket_of(run, "key", task.number, task.of)
+            for path in files(self.folder, "keys-*.arrow")
+            for run in read_rows(path)
+        ]
         rows = sorted_by(joined(found, KEYS), "key", "number")
         first = firsts(rows["key"])
         shared = ~(first & np.append(first[1:], True)) if len(first) else first
         advance(sum(column.nbytes for column in rows.values()))
-        write_rows(self.folder / f"groups-{task.name}.arrow", [{name: column[shared] for name, column in rows.items()}])
+        write_rows(
+            self.folder / f"groups-{task.name}.arrow",
+            [{name: column[shared] for name, column in rows.items()}],
+        )
         return {}
 
 
@@ -112,14 +129,20 @@ class Connect(Near):
     documents: int
 
     def open(self) -> Callable[[Bucket, Advance], Told]:
-        return lambda task, advance: {"candidates": write_components(components_file(self.folder), self.documents, self._edges())}
+        return lambda task, advance: {
+            "candidates": write_components(
+                components_file(self.folder), self.documents, self._edges()
+            )
+        }
 
     def _edges(self) -> Iterator[tuple[Indices, Indices]]:
         for path in files(self.folder, "groups-*.arrow"):
             for rows in read_rows(path):
                 first = firsts(rows["key"])
                 if len(first):
-                    leaders = rows["number"][np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]
+                    leaders = rows["number"][
+                        np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))
+                    ]
                     yield leaders[~first], rows["number"][~first]
 
 
@@ -135,7 +158,10 @@ class Route(Near):
         def route(task: Bucket, advance: Advance) -> Told:
             rows = joined(read_rows(self.folder / f"groups-{task.name}.arrow"), KEYS)
             rows = {"bucket": shares_of(_spread(components[rows["number"]]), self.buckets), **rows}
-            write_rows(self.folder / f"routed-{task.name}.arrow", [sorted_by(rows, "bucket", "key", "number")])
+            write_rows(
+                self.folder / f"routed-{task.name}.arrow",
+                [sorted_by(rows, "bucket", "key", "number")],
+            )
             return {}
 
         return route
@@ -154,17 +180,25 @@ class Gather(Near):
         def gather(task: Range, advance: Advance) -> Told:
             first = self.corpus.number(task)
             own = np.asarray(components[first : first + task.documents])
-            write_sets(self.folder / f"sets-{task.name}.arrow", self._sets(task, advance, own, first))
+            write_sets(
+                self.folder / f"sets-{task.name}.arrow", self._sets(task, advance, own, first)
+            )
             return {}
 
         return gather
 
-    def _sets(self, task: Range, advance: Advance, components: Indices, first: int) -> Iterator[tuple[Columns, Hashes, Indices]]:
+    def _sets(
+        self, task: Range, advance: Advance, components: Indices, first: int
+    ) -> Iterator[tuple[Columns, Hashes, Indices]]:
         for batch in self.corpus.read(task, advance, components != ALONE):
             buckets = shares_of(_spread(components[batch.numbers - first]), self.buckets)
             order = np.argsort(buckets, kind="stable")
             found = self.grams(batch.take(order)).sets()
-            yield {"bucket": buckets[order], "number": batch.numbers[order]}, found.values, found.offsets
+            yield (
+                {"bucket": buckets[order], "number": batch.numbers[order]},
+                found.values,
+                found.offsets,
+            )
 
 
 @dataclass(frozen=True)
@@ -177,7 +211,9 @@ class Verify(Near):
     def _verify(self, task: Bucket, advance: Advance) -> Told:
         members = self._members(task)
         routed = [
-            between(run, "bucket", task.number, task.number + 1) for path in files(self.folder, "routed-*.arrow") for run in read_rows(path)
+            between(run, "bucket", task.number, task.number + 1)
+            for path in files(self.folder, "routed-*.arrow")
+            for run in read_rows(path)
         ]
         rows = sorted_by(joined(routed, ROUTED), "key", "number")
         places = np.searchsorted(members.numbers, rows["number"])
@@ -186,7 +222,9 @@ class Verify(Near):
         gone = np.flatnonzero(found != np.arange(len(members)))
         drops = found_drops(members.numbers[gone], members.numbers[found[gone]])
         for row, place in enumerate(gone[:EXAMPLES].tolist()):
-            drops["similarity"][row] = similarities(members.sets[found[place]], [members.sets[place]])[0]
+            drops["similarity"][row] = similarities(
+                members.sets[found[place]], [members.sets[place]]
+            )[0]
         write_rows(self.folder / f"drops-{task.name}.arrow", [drops])
         return {"bounded": bounded}
 
@@ -195,7 +233,9 @@ class Verify(Near):
         numbers, sets = [np.zeros(0, np.int64)], list[Hashes]()
         for path in files(self.folder, "sets-*.arrow"):
             for columns, values, offsets in read_sets(path):
-                first, last = np.searchsorted(columns["bucket"], np.array([task.number, task.number + 1], np.uint32)).tolist()
+                first, last = np.searchsorted(
+                    columns["bucket"], np.array([task.number, task.number + 1], np.uint32)
+                ).tolist()
                 numbers.append(columns["number"][first:last])
                 sets += [values[offsets[row] : offsets[row + 1]] for row in range(first, last)]
         return _by_number(np.concatenate(numbers), sets)

@@ -1,4 +1,6 @@
-"""In which language a text is written, by py3langid (Lui and Baldwin 2012), which gives one answer for one text."""
+"""In which language a text is written, by py3langid (Lui and Baldwin 2012), which gives one answer
+for one text.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def _library() -> Any:
     try:
         import py3langid
     except ImportError as error:
-        raise WrongInput("data.clean.languages needs py3langid; pip install 'ingot[languages]'") from error
+        raise WrongInput(
+            "data.clean.languages needs py3langid; pip install 'ingot[languages]'"
+        ) from error
     return py3langid
 
 
@@ -33,7 +37,10 @@ def check_languages(languages: Sequence[str]) -> None:
     """
     known = {language for language, _ in _library().rank("")}
     if unknown := sorted(set(languages) - known):
-        raise WrongInput(f"data.clean.languages has {unknown[0]!r}, which is not one of {' '.join(sorted(known))}; use ISO 639-1 codes")
+        raise WrongInput(
+            f"data.clean.languages has {unknown[0]!r}, which is not one of"
+            f" {' '.join(sorted(known))}; use ISO 639-1 codes"
+        )
 
 
 def in_languages(texts: pa.Array, languages: Sequence[str]) -> Flags:

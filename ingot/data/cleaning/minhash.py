@@ -1,4 +1,6 @@
-"""MinHash signatures and the bands that near-duplicates share (Broder 1997; Indyk and Motwani 1998)."""
+"""MinHash signatures and the bands that near-duplicates share (Broder 1997; Indyk and Motwani
+1998).
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,36 @@ CHUNK = 1 << 16
 
 
 def bands(similarity: float, permutations: int) -> tuple[int, int]:
-    """(bands, rows): how a signature is cut, so that two documents of just this similarity share a band with probability >= 0.99.
+    """(bands, rows): how a signature is cut, so that two documents of just this similarity share a
+    band with probability >= 0.99.
 
-    One value of two signatures is equal with probability s, a band of r values with s**r, at least one of b bands with
-    1 - (1 - s**r)**b. Of all r with b = permutations // r the largest that reaches 0.99 is taken: longer bands bring fewer
-    pairs that are not alike. Where none does, r is 1.
+    One value of two signatures is equal with probability s, a band of r values with s**r, at least
+    one of b bands with 1 - (1 - s**r)**b. Of all r with b = permutations // r the largest that
+    reaches 0.99 is taken: longer bands bring fewer pairs that are not alike. Where none does, r is
+    1.
     """
-    fitting = [rows for rows in range(1, permutations + 1) if 1 - (1 - similarity**rows) ** (permutations // rows) >= FOUND]
+    fitting = [
+        rows
+        for rows in range(1, permutations + 1)
+        if 1 - (1 - similarity**rows) ** (permutations // rows) >= FOUND
+    ]
     rows = max(fitting, default=1)
     return permutations // rows, rows
 
 
 def signatures(grams: Hashed, permutations: int) -> NDArray[np.uint32]:
-    """The least value of each permutation over each document's n-grams: [documents, permutations]. No document is empty.
+    """The least value of each permutation over each document's n-grams: [documents, permutations].
+    No document is empty.
 
-    A permutation of 32-bit hashes is a multiplication by an odd number modulo 2**32 and an addition.
+    A permutation of 32-bit hashes is a multiplication by an odd number modulo 2**32 and an
+    addition.
     """
-    factors = (mixed(np.arange(1, permutations + 1, dtype=np.uint64)) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
-    terms = (mixed(np.arange(1, permutations + 1, dtype=np.uint64) + np.uint64(1 << 32)) >> np.uint64(32)).astype(np.uint32)
+    factors = (mixed(np.arange(1, permutations + 1, dtype=np.uint64)) >> np.uint64(32)).astype(
+        np.uint32
+    ) | np.uint32(1)
+    terms = (
+        mixed(np.arange(1, permutations + 1, dtype=np.uint64) + np.uint64(1 << 32)) >> np.uint64(32)
+    ).astype(np.uint32)
     found = np.full((permutations, len(grams)), np.iinfo(np.uint32).max, np.uint32)
     hashes = (grams.values >> np.uint64(32)).astype(np.uint32)
     room = np.empty(CHUNK, np.uint32)
@@ -49,7 +63,9 @@ def signatures(grams: Hashed, permutations: int) -> NDArray[np.uint32]:
 
 
 def band_keys(signature: NDArray[np.uint32], similarity: float) -> Hashes:
-    """A 64-bit key for each band of each document: [documents, bands]. Equal bands of the same number have equal keys."""
+    """A 64-bit key for each band of each document: [documents, bands]. Equal bands of the same
+    number have equal keys.
+    """
     count, rows = bands(similarity, signature.shape[1])
     keys = np.empty((len(signature), count), np.uint64)
     for band in range(count):

@@ -1,4 +1,6 @@
-"""What cleaning did: for each step how many documents it dropped, how large they were, and some of them to look at."""
+"""What cleaning did: for each step how many documents it dropped, how large they were, and some of
+them to look at.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any, Literal
 Step = Literal["min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination"]
 STEPS: tuple[Step, ...] = ("min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination")
 KEPT, ELSEWHERE = 0, 255
-"""Beside 1 + place in `STEPS`, what stands for a document's fate: it stays; it is in no split, by `data.fraction`, and plays no part."""
+"""Beside 1 + place in `STEPS`, what stands for a document's fate: it stays; it is in no split, by
+`data.fraction`, and plays no part.
+"""
 EXAMPLES = 5
 
 
@@ -19,7 +23,9 @@ def reason(step: Step) -> int:
 
 @dataclass(frozen=True)
 class Example:
-    """A dropped document, the beginning of its text, and the document that stays in its place where there is one."""
+    """A dropped document, the beginning of its text, and the document that stays in its place where
+    there is one.
+    """
 
     doc_id: str
     text: str
@@ -39,7 +45,9 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Report:
-    """Documents and bytes that were looked at, what each step dropped in its turn, and what else is to be known, as counts."""
+    """Documents and bytes that were looked at, what each step dropped in its turn, and what else is
+    to be known, as counts.
+    """
 
     documents: int = 0
     bytes: int = 0
@@ -49,5 +57,8 @@ class Report:
     @classmethod
     def of(cls, value: dict[str, Any]) -> Report:
         """A report from its JSON form, `dataclasses.asdict`."""
-        steps = [Dropped(**{**step, "examples": [Example(**example) for example in step["examples"]]}) for step in value["steps"]]
+        steps = [
+            Dropped(**{**step, "examples": [Example(**example) for example in step["examples"]]})
+            for step in value["steps"]
+        ]
         return cls(value["documents"], value["bytes"], steps, value["notes"])

@@ -1,4 +1,6 @@
-"""The last stage: what all steps dropped, as one number for each document, and the sums and examples for the report."""
+"""The last stage: what all steps dropped, as one number for each document, and the sums and
+examples for the report.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Few:
 
 @dataclass(frozen=True)
 class Seal:
-    """From ranges to `out/RANGE.npy`: for each document 0 where it stays, else the number of what dropped it."""
+    """From ranges to `out/RANGE.npy`: for each document 0 where it stays, else the number of what
+    dropped it.
+    """
 
     corpus: Corpus
     steps: tuple[Step, ...]
@@ -54,14 +58,19 @@ class Seal:
             np.save(stream, fates)
         entry = entry_of(self.out.parent, str(path.relative_to(self.out.parent)))
         told = {step: _told(step, fates, sizes, drops.get(step), first) for step in STEPS}
-        return {"file": [entry.path, entry.bytes, entry.sha256], "steps": {step: value for step, value in told.items() if value["documents"]}}
+        return {
+            "file": [entry.path, entry.bytes, entry.sha256],
+            "steps": {step: value for step, value in told.items() if value["documents"]},
+        }
 
 
 def fates_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.npy"
 
 
-def _told(step: Step, fates: NDArray[np.uint8], sizes: Indices, drops: Columns | None, first: int) -> dict[str, Any]:
+def _told(
+    step: Step, fates: NDArray[np.uint8], sizes: Indices, drops: Columns | None, first: int
+) -> dict[str, Any]:
     places = np.flatnonzero(fates == reason(step))
     examples: list[tuple[int, int | None, float | None]]
     if drops is None:
@@ -72,18 +81,28 @@ def _told(step: Step, fates: NDArray[np.uint8], sizes: Indices, drops: Columns |
 
 
 def _example(drops: Columns, row: int) -> tuple[int, int | None, float | None]:
-    """(number, survivor, similarity). A survivor within the range may itself have given way to one of an earlier range."""
+    """(number, survivor, similarity). A survivor within the range may itself have given way to one
+    of an earlier range.
+    """
     survivor, similarity = int(drops["survivor"][row]), float(drops["similarity"][row])
     at = int(np.searchsorted(drops["number"], survivor))
     if at < len(drops["number"]) and drops["number"][at] == survivor:
         survivor = int(drops["survivor"][at])
-    return int(drops["number"][row]), None if survivor == NO_SURVIVOR else survivor, None if similarity == UNKNOWN else similarity
+    return (
+        int(drops["number"][row]),
+        None if survivor == NO_SURVIVOR else survivor,
+        None if similarity == UNKNOWN else similarity,
+    )
 
 
 def merged(told: Sequence[Told], step: Step) -> dict[str, Any]:
     """The sums of one step over all ranges, and the first of its examples."""
     found = [one["steps"][step] for one in told if step in one["steps"]]
-    examples = sorted((example for one in found for example in one["examples"]), key=lambda example: example[0])
+    examples = sorted(
+        (example for one in found for example in one["examples"]), key=lambda example: example[0]
+    )
     return {
-        "documents": sum(one["documents"] for one in found), "bytes": sum(one["bytes"] for one in found), "examples": examples[:EXAMPLES],
+        "documents": sum(one["documents"] for one in found),
+        "bytes": sum(one["bytes"] for one in found),
+        "examples": examples[:EXAMPLES],
     }

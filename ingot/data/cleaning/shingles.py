@@ -1,10 +1,12 @@
 """Words of folded texts and their n-grams, as 64-bit hashes over whole buffers.
 
-A word is a run of letters, digits and marks; everything else parts words. Scripts that write without spaces (Han, kana,
-Thai, Lao, Khmer, Myanmar, Tibetan) have no runs that mean a word: there each character is a word of its own.
+A word is a run of letters, digits and marks; everything else parts words. Scripts that write
+without spaces (Han, kana, Thai, Lao, Khmer, Myanmar, Tibetan) have no runs that mean a word: there
+each character is a word of its own.
 
-A word's hash is a polynomial of its bytes modulo 2**64, mixed; an n-gram's is a polynomial of its words' hashes, mixed. Chance
-makes two of them equal once in 2**64; a text written to that end could make long words collide, and be a duplicate for it.
+A word's hash is a polynomial of its bytes modulo 2**64, mixed; an n-gram's is a polynomial of its
+words' hashes, mixed. Chance makes two of them equal once in 2**64; a text written to that end could
+make long words collide, and be a duplicate for it.
 """
 
 from __future__ import annotations
@@ -14,14 +16,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ingot.data.cleaning.codepoints import LIMIT, NOT_ASCII, SPACE, Bytes, Flags, Hashes, Indices, characters, lookup, matching
+from ingot.data.cleaning.codepoints import (
+    LIMIT,
+    NOT_ASCII,
+    SPACE,
+    Bytes,
+    Flags,
+    Hashes,
+    Indices,
+    characters,
+    lookup,
+    matching,
+)
 from ingot.data.cleaning.distinct import distinct
 from ingot.data.cleaning.fold import Folded
 
 APART, IN_WORD, ALONE = 0, 1, 2
-UNSPACED = (
-    r"^[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\x{3099}\x{309A}\x{30FC}\x{FF70}]$"
-)
+UNSPACED = r"^[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\x{3099}\x{309A}\x{30FC}\x{FF70}]$"
 HAN_BEYOND = (LIMIT, 0x40000)
 LONGEST_WORD = 4096
 BLOCK = 1 << 17
@@ -44,7 +55,9 @@ def powers(base: int, count: int) -> Hashes:
 
 @dataclass(frozen=True)
 class Hashed:
-    """Hashes of each text's words or n-grams: those of text i are `values[offsets[i]:offsets[i + 1]]`."""
+    """Hashes of each text's words or n-grams: those of text i are `values[offsets[i]:offsets[i +
+    1]]`.
+    """
 
     values: Hashes
     offsets: Indices
@@ -63,7 +76,12 @@ class Hashed:
 
     def sets(self) -> Hashed:
         """Each text's values once, ascending."""
-        found = [distinct(self.values[begin:end]) for begin, end in zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)]
+        found = [
+            distinct(self.values[begin:end])
+            for begin, end in zip(
+                self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True
+            )
+        ]
         offsets = np.cumsum([0, *(len(values) for values in found)], dtype=np.int64)
         return Hashed(np.concatenate(found) if found else np.zeros(0, np.uint64), offsets)
 
@@ -84,7 +102,9 @@ def _constants() -> _Constants:
     classes[matching(UNSPACED) & (classes == IN_WORD)] = ALONE
     values = mixed(np.arange(1, 257, dtype=np.uint64) * np.uint64(BASE))
     values[np.frombuffer(word_bytes, np.uint8) == 0] = 0
-    return _Constants(word_bytes, classes, values, powers(BASE, BLOCK), powers(pow(BASE, -1, 1 << 64), BLOCK))
+    return _Constants(
+        word_bytes, classes, values, powers(BASE, BLOCK), powers(pow(BASE, -1, 1 << 64), BLOCK)
+    )
 
 
 def words(folded: Folded) -> Hashed:
@@ -100,11 +120,15 @@ def words(folded: Folded) -> Hashed:
     after = after[after < len(flat)]
     begins[after] = inside[after]
     at = _shortened(np.flatnonzero(begins), inside)
-    return Hashed(_word_hashes(flat, at, constants), np.searchsorted(at, np.append(folded.begins, len(flat))))
+    return Hashed(
+        _word_hashes(flat, at, constants), np.searchsorted(at, np.append(folded.begins, len(flat)))
+    )
 
 
 def _classified(flat: Bytes, constants: _Constants) -> tuple[Bytes, Indices, Indices]:
-    """The buffer with a space for what parts words, where words of one character begin, and where the byte after each is."""
+    """The buffer with a space for what parts words, where words of one character begin, and where
+    the byte after each is.
+    """
     at, points, sizes = characters(flat)
     if not len(at):
         return flat, at, at
@@ -131,7 +155,9 @@ def _shortened(at: Indices, inside: Flags) -> Indices:
 
 
 def _word_hashes(flat: Bytes, at: Indices, constants: _Constants) -> Hashes:
-    """Sum of value(byte) * BASE**place over each word, in blocks that fit a processor's cache; bytes between words count zero."""
+    """Sum of value(byte) * BASE**place over each word, in blocks that fit a processor's cache;
+    bytes between words count zero.
+    """
     found = np.empty(len(at), np.uint64)
     first = 0
     while first < len(at):
@@ -147,7 +173,9 @@ def _word_hashes(flat: Bytes, at: Indices, constants: _Constants) -> Hashes:
 
 
 def ngrams(found: Hashed, size: int) -> Hashed:
-    """The n-grams of `size` words of each text, in order; a text with fewer words is one n-gram, one without words has none."""
+    """The n-grams of `size` words of each text, in order; a text with fewer words is one n-gram,
+    one without words has none.
+    """
     values, begins, counts = found.values, found.offsets[:-1], found.counts
     total = len(values)
     factors = powers(STEP, size)
@@ -155,7 +183,8 @@ def ngrams(found: Hashed, size: int) -> Hashed:
     whole = np.ones(total, bool)
     for place in range(1, size):
         sums[: max(total - place, 0)] += values[place:] * factors[place]
-        # Grams that would reach into the next text; `place` words from a text's end there are only `place` words left.
+        # Grams that would reach into the next text; `place` words from a text's end there are only
+        # `place` words left.
         whole[(begins + counts - place)[counts >= place]] = False
     short = np.flatnonzero((counts > 0) & (counts < size))
     if len(short):
@@ -166,4 +195,7 @@ def ngrams(found: Hashed, size: int) -> Hashed:
         sums[begins[short]] = own
         whole[begins[short]] = True
     kept = np.where(counts > 0, np.maximum(counts - size + 1, 1), 0)
-    return Hashed(mixed(sums[whole] + np.uint64(size)), np.concatenate([[0], np.cumsum(kept)]).astype(np.int64))
+    return Hashed(
+        mixed(sums[whole] + np.uint64(size)),
+        np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
+    )

@@ -1,8 +1,10 @@
-"""Cleaning from end to end: filters, exact duplicates, near-duplicates, contamination, in this order.
+"""Cleaning from end to end: filters, exact duplicates, near-duplicates, contamination, in this
+order.
 
-Documents that one step dropped play no part in the next, so what the steps dropped adds up. All work is done by the engine's
-workers, stage by stage, over files in `data/clean/`; this process holds a few figures a task. A run that was killed goes on
-with the tasks that are not done; when all are, what the stages handed each other is removed.
+Documents that one step dropped play no part in the next, so what the steps dropped adds up. All
+work is done by the engine's workers, stage by stage, over files in `data/clean/`; this process
+holds a few figures a task. A run that was killed goes on with the tasks that are not done; when all
+are, what the stages handed each other is removed.
 """
 
 from __future__ import annotations
@@ -60,10 +62,20 @@ def clean(recipe: Recipe, raw: Raw, engine: Engine) -> Cleaned:
         return Cleaned.nothing()
     filters, inputs = Filters.of(knobs), _inputs(knobs, raw, Shares.of(recipe.data))
     if not _dropping(knobs):
-        return Cleaned(None, knobs.normalize, fingerprint([CODE, knobs.normalize, fold_identity()]), Report(), fold_identity())
+        return Cleaned(
+            None,
+            knobs.normalize,
+            fingerprint([CODE, knobs.normalize, fold_identity()]),
+            Report(),
+            fold_identity(),
+        )
     fates, stages = folder / f"fates-{inputs}", folder / f"stages-{inputs}-{since_start()}"
     marker = read_marker(folder, MARKER)
-    if marker is not None and marker.get("inputs") == inputs and not problems(folder, marker, checksums=False):
+    if (
+        marker is not None
+        and marker.get("inputs") == inputs
+        and not problems(folder, marker, checksums=False)
+    ):
         _sweep(folder, fates.name)
         return Cleaned(fates, knobs.normalize, inputs, Report.of(marker["report"]), fold_identity())
     with disk_errors(folder):
@@ -71,7 +83,9 @@ def clean(recipe: Recipe, raw: Raw, engine: Engine) -> Cleaned:
         (folder / MARKER).unlink(missing_ok=True)
         _sweep(folder, fates.name, stages.name)
     report, files = _Cleaning.of(recipe, raw, engine, fates, stages).all(filters)
-    write_marker(folder, MARKER, {"kind": "clean", "inputs": inputs, "report": asdict(report)}, files)
+    write_marker(
+        folder, MARKER, {"kind": "clean", "inputs": inputs, "report": asdict(report)}, files
+    )
     _sweep(folder, fates.name)
     return Cleaned(fates, knobs.normalize, inputs, report, fold_identity())
 
@@ -81,12 +95,16 @@ def _dropping(knobs: Clean) -> bool:
 
 
 def _inputs(knobs: Clean, raw: Raw, shares: Shares) -> str:
-    """Fingerprint of everything that decides which documents stay, and in which files that is written."""
+    """Fingerprint of everything that decides which documents stay, and in which files that is
+    written.
+    """
     versions = {"fold": fold_identity()}
     if knobs.languages:
         versions["py3langid"] = importlib.metadata.version("py3langid")
     cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
-    return fingerprint([CODE, knobs.model_dump(mode="json"), raw.identity, asdict(shares), versions, cuts])
+    return fingerprint(
+        [CODE, knobs.model_dump(mode="json"), raw.identity, asdict(shares), versions, cuts]
+    )
 
 
 def _sweep(folder: Path, *keep: str) -> None:
@@ -114,19 +132,33 @@ class _Cleaning:
 
     @classmethod
     def of(cls, recipe: Recipe, raw: Raw, engine: Engine, out: Path, folder: Path) -> _Cleaning:
-        documents = {split: sum(source.documents for source in sources) for split, sources in raw.splits.items()}
-        corpus = Corpus(raw.folder.absolute(), folder, recipe.data.clean.normalize, Shares.of(recipe.data), documents.get("validation", 0), fold_identity())
+        documents = {
+            split: sum(source.documents for source in sources)
+            for split, sources in raw.splits.items()
+        }
+        corpus = Corpus(
+            raw.folder.absolute(),
+            folder,
+            recipe.data.clean.normalize,
+            Shares.of(recipe.data),
+            documents.get("validation", 0),
+            fold_identity(),
+        )
         tasks = [task for task in ranges(raw) if task.kind != "tokens"]
         return cls(recipe.data.clean, raw, engine, out, corpus, tasks, sum(documents.values()))
 
     def all(self, filters: Filters) -> tuple[Report, list[FileEntry]]:
-        """Every step that is asked for, then the report and the files that say which documents stay."""
+        """Every step that is asked for, then the report and the files that say which documents
+        stay.
+        """
         if not self.tasks:
             return Report(), []
         looked = self._run("survey", Survey(self.corpus, filters, self.knobs.exact), self.tasks)
         steps, notes = list[Step](), dict[str, int]()
         if self.knobs.exact:
-            notes["without text, compared with nothing for exact duplicates"] = sum(told["empty"] for told in looked)
+            notes["without text, compared with nothing for exact duplicates"] = sum(
+                told["empty"] for told in looked
+            )
             self._run("exact duplicates", Repeated(self.corpus), self._buckets(1))
             steps.append("exact")
         if self.knobs.fuzzy is not None:
@@ -139,15 +171,27 @@ class _Cleaning:
         wanted = self._wanted()
         sums = {step: merged(told, step) for step in wanted}
         shown = examples(self.corpus, self.tasks, {step: sums[step]["examples"] for step in wanted})
-        dropped = [Dropped(step, sums[step]["documents"], sums[step]["bytes"], shown[step]) for step in wanted]
+        dropped = [
+            Dropped(step, sums[step]["documents"], sums[step]["bytes"], shown[step])
+            for step in wanted
+        ]
         documents, size = (sum(told[name] for told in looked) for name in ("documents", "bytes"))
-        return Report(documents, size, dropped, {note: count for note, count in notes.items() if count}), files
+        return (
+            Report(
+                documents, size, dropped, {note: count for note, count in notes.items() if count}
+            ),
+            files,
+        )
 
     def _wanted(self) -> list[Step]:
         """The steps that are asked for, in their order."""
         asked: dict[Step, bool] = {
-            "min_chars": self.knobs.min_chars > 0, "max_chars": self.knobs.max_chars is not None, "languages": bool(self.knobs.languages),
-            "exact": self.knobs.exact, "fuzzy": self.knobs.fuzzy is not None, "contamination": self.knobs.contamination is not None,
+            "min_chars": self.knobs.min_chars > 0,
+            "max_chars": self.knobs.max_chars is not None,
+            "languages": bool(self.knobs.languages),
+            "exact": self.knobs.exact,
+            "fuzzy": self.knobs.fuzzy is not None,
+            "contamination": self.knobs.contamination is not None,
         }
         return [step for step, wanted in asked.items() if wanted]
 
@@ -157,25 +201,56 @@ class _Cleaning:
         corpus, buckets = self.corpus, self._buckets(bands(knobs.similarity, knobs.permutations)[0])
         signed = self._run("near-duplicates: signatures", Sign(corpus, knobs, after), self.tasks)
         self._run("near-duplicates: groups", Group(corpus, knobs, after), buckets)
-        connected = self._run("near-duplicates: components", Connect(corpus, knobs, after, self.documents), [Bucket(0, 1)], larger=0)
+        connected = self._run(
+            "near-duplicates: components",
+            Connect(corpus, knobs, after, self.documents),
+            [Bucket(0, 1)],
+            larger=0,
+        )
         parts = _cut(connected[0]["candidates"], CANDIDATES)
-        self._run("near-duplicates: candidates by component", Route(corpus, knobs, after, len(parts)), buckets, larger=0)
-        self._run("near-duplicates: candidates", Gather(corpus, knobs, after, len(parts)), self.tasks)
-        verified = self._run("near-duplicates: clusters", Verify(corpus, knobs, after), parts, larger=0)
+        self._run(
+            "near-duplicates: candidates by component",
+            Route(corpus, knobs, after, len(parts)),
+            buckets,
+            larger=0,
+        )
+        self._run(
+            "near-duplicates: candidates", Gather(corpus, knobs, after, len(parts)), self.tasks
+        )
+        verified = self._run(
+            "near-duplicates: clusters", Verify(corpus, knobs, after), parts, larger=0
+        )
         return {
-            "without words, compared with nothing for near-duplicates": sum(told["empty"] for told in signed),
-            "groups of near-duplicates too large to compare in full": sum(told["bounded"] for told in verified),
+            "without words, compared with nothing for near-duplicates": sum(
+                told["empty"] for told in signed
+            ),
+            "groups of near-duplicates too large to compare in full": sum(
+                told["bounded"] for told in verified
+            ),
         }
 
     def _contamination(self, after: tuple[Step, ...]) -> dict[str, int]:
         knobs = self.knobs.contamination
         assert knobs is not None
         corpus = self.corpus
-        holding = [task for task in self.tasks if task.split == "validation" or corpus.shares.validation is not None]
+        holding = [
+            task
+            for task in self.tasks
+            if task.split == "validation" or corpus.shares.validation is not None
+        ]
         self._run("contamination: evaluation", Evaluation(corpus, knobs, after), holding)
         size = sum(task.bytes for task in holding)
-        merged_grams = self._run("contamination: n-grams", Merge(corpus, knobs, after, 1 + size // 10**9), [Bucket(0, 1)], larger=0)
-        self._run("contamination: search", Search(corpus, knobs, after), [task for task in self.tasks if task.split == "train"])
+        merged_grams = self._run(
+            "contamination: n-grams",
+            Merge(corpus, knobs, after, 1 + size // 10**9),
+            [Bucket(0, 1)],
+            larger=0,
+        )
+        self._run(
+            "contamination: search",
+            Search(corpus, knobs, after),
+            [task for task in self.tasks if task.split == "train"],
+        )
         return {"n-grams of validation documents": merged_grams[0]["grams"]}
 
     def _seal(self, steps: tuple[Step, ...]) -> tuple[list[Told], list[FileEntry]]:
@@ -183,18 +258,36 @@ class _Cleaning:
             Few(number, tuple(self.tasks[begin : begin + SEALED_TOGETHER]))
             for number, begin in enumerate(range(0, len(self.tasks), SEALED_TOGETHER))
         ]
-        told = [one for few_told in self._run("seal", Seal(self.corpus, steps, self.out), few, larger=0) for one in few_told["ranges"]]
+        told = [
+            one
+            for few_told in self._run("seal", Seal(self.corpus, steps, self.out), few, larger=0)
+            for one in few_told["ranges"]
+        ]
         return told, [FileEntry(*one["file"]) for one in told]
 
     def _buckets(self, rows: int) -> list[Bucket]:
         """Buckets for so many rows a document."""
         return _cut(self.documents * rows, BUCKET_ROWS)
 
-    def _run(self, title: str, work: Work[Any, Told], tasks: Sequence[Named], larger: int | None = None) -> list[Told]:
-        """Do one stage; `larger=0` where what it reads is not text, so that its end is not known in megabytes."""
+    def _run(
+        self, title: str, work: Work[Any, Told], tasks: Sequence[Named], larger: int | None = None
+    ) -> list[Told]:
+        """Do one stage; `larger=0` where what it reads is not text, so that its end is not known in
+        megabytes.
+        """
         total = sum(task.bytes for task in tasks if isinstance(task, Range))
-        with Progress(f"clean: {title}", total=-(-total // 10**6) if larger is None and total else None, unit="MB") as progress:
-            return run(self.engine, work, self.corpus.folder / "done" / title.replace(": ", "-").replace(" ", "-"), tasks, progress)
+        with Progress(
+            f"clean: {title}",
+            total=-(-total // 10**6) if larger is None and total else None,
+            unit="MB",
+        ) as progress:
+            return run(
+                self.engine,
+                work,
+                self.corpus.folder / "done" / title.replace(": ", "-").replace(" ", "-"),
+                tasks,
+                progress,
+            )
 
 
 def _cut(rows: int, size: int) -> list[Bucket]:

@@ -1,4 +1,6 @@
-"""The texts of chats and other documents that are stored as JSON: what is compared is what was said, whoever said it."""
+"""The texts of chats and other documents that are stored as JSON: what is compared is what was
+said, whoever said it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ def plain_texts(documents: Documents, stored: pa.Array) -> pa.Array:
     Raises:
         WrongInput: a text is not what `ingest` stores for this kind.
     """
-    return stored if documents == "text" else pa.array([plain_text(documents, text) for text in stored.to_pylist()], pa.string())
+    return (
+        stored
+        if documents == "text"
+        else pa.array([plain_text(documents, text) for text in stored.to_pylist()], pa.string())
+    )
 
 
 def normalize_stored(documents: Documents, stored: pa.Array, form: str) -> pa.Array:
@@ -33,4 +39,6 @@ def normalize_stored(documents: Documents, stored: pa.Array, form: str) -> pa.Ar
         made: list[str] = normalize(pa.array(texts, pa.string()), form).to_pylist()
         return made
 
-    return pa.array([with_said(documents, text, change) for text in stored.to_pylist()], pa.string())
+    return pa.array(
+        [with_said(documents, text, change) for text in stored.to_pylist()], pa.string()
+    )

@@ -1,4 +1,6 @@
-"""Does the work with an Apache Beam runner. Runs in the environment that apache-beam lives in (constraints-beam.txt)."""
+"""Does the work with an Apache Beam runner. Runs in the environment that apache-beam lives in
+(constraints-beam.txt).
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ LOOK_EVERY_S = 0.5
 LISTS = ("labels", "experiments", "dataflow_service_options")
 """Options that take several values, which are told apart by commas."""
 _one_bundle = threading.Lock()
-"""Beam gives a worker process several bundles at a time, a thread each; what a process keeps (an open stage, a folder of files) is for one task at
-a time. Processes are the parallelism."""
+"""Beam gives a worker process several bundles at a time, a thread each; what a process keeps (an
+open stage, a folder of files) is for one task at a time. Processes are the parallelism.
+"""
 
 
 @dataclass(frozen=True)
 class BeamEngine:
-    """One pipeline a stage: tasks in, each one's outcome as a small file in `folder`, which all workers see.
+    """One pipeline a stage: tasks in, each one's outcome as a small file in `folder`, which all
+    workers see.
 
     Args:
         runner: Beam's runner.
@@ -45,15 +49,25 @@ class BeamEngine:
     folder: Path = Path("beam")
     shared: str | None = None
 
-    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+    ) -> list[Result]:
         """See `Engine.run`."""
         beam, options = _beam(self)
-        outcomes = _OnDisk(self.folder) if self.shared is None else _InBucket(f"{self.shared}/{AREA}/outcomes")
+        outcomes = (
+            _OnDisk(self.folder)
+            if self.shared is None
+            else _InBucket(f"{self.shared}/{AREA}/outcomes")
+        )
         outcomes.empty()
         bundles = min(self.partitions or len(tasks), len(tasks))
         numbered = list(enumerate(tasks))
         pipeline = beam.Pipeline(runner=self.runner, options=options)
-        shares = pipeline | beam.Create([numbered[share::bundles] for share in range(bundles)]) | beam.Reshuffle()
+        shares = (
+            pipeline
+            | beam.Create([numbered[share::bundles] for share in range(bundles)])
+            | beam.Reshuffle()
+        )
         _ = shares | beam.Map(_Bundle(work, outcomes))
         with ThreadPoolExecutor(1) as waiting:
             job = waiting.submit(lambda: pipeline.run().wait_until_finish())
@@ -63,7 +77,10 @@ class BeamEngine:
             job.result()
             found = [pickle.loads(outcomes.get(number)) for number in range(len(tasks))]
         except Exception as error:  # whatever the runner raises
-            raise Failed(f"Beam gave up ({_last_line(error)}); see the log of its workers, or try data.engine.kind=local") from error
+            raise Failed(
+                f"Beam gave up ({_last_line(error)}); see the log of its workers, or try"
+                " data.engine.kind=local"
+            ) from error
         outcomes.empty()
         return [result_of(outcome) for outcome in found]
 
@@ -125,7 +142,10 @@ class _Bundle:
 
 
 def _last_line(error: Exception) -> str:
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)[:300]
+    return next(
+        (line.strip() for line in reversed(str(error).splitlines()) if line.strip()),
+        type(error).__name__,
+    )[:300]
 
 
 def _beam(engine: BeamEngine) -> tuple[Any, Any]:
@@ -135,8 +155,8 @@ def _beam(engine: BeamEngine) -> tuple[Any, Any]:
         from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError as error:
         raise WrongInput(
-            f"data.engine.kind beam needs apache-beam, which lives in an environment of its own ({error}); `make beam` makes it, "
-            f"then set data.engine.python to its interpreter"
+            "data.engine.kind beam needs apache-beam, which lives in an environment of its own"
+            f" ({error}); `make beam` makes it, then set data.engine.python to its interpreter"
         ) from error
     # Workers unpickle tasks by name, so a main module need not travel.
     return beam, PipelineOptions(flags=list(_flags(engine.options)), save_main_session=False)

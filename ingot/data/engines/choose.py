@@ -15,12 +15,16 @@ from ingot.data.engines.spark import SparkEngine
 
 
 def open_engine(knobs: LocalKnobs | SparkKnobs | BeamKnobs, folder: Path) -> Engine:
-    """The engine that a recipe asks for; it may keep files in `folder`, the run's `data`, while it works. Nothing is started before there is work."""
+    """The engine that a recipe asks for; it may keep files in `folder`, the run's `data`, while it
+    works. Nothing is started before there is work.
+    """
     if knobs.kind == "local":
         return LocalEngine(knobs.workers)
     engine: Engine
     if knobs.kind == "spark":
         engine = SparkEngine(knobs.master, knobs.partitions, knobs.conf)
     else:
-        engine = BeamEngine(knobs.runner, knobs.partitions, knobs.options, folder / "beam", knobs.shared)
+        engine = BeamEngine(
+            knobs.runner, knobs.partitions, knobs.options, folder / "beam", knobs.shared
+        )
     return engine if knobs.shared is None else SharedEngine(engine, folder.parent, knobs.shared)

@@ -1,7 +1,9 @@
-"""The face of an engine: one stage of work, done for many tasks by any number of processes anywhere.
+"""The face of an engine: one stage of work, done for many tasks by any number of processes
+anywhere.
 
-A task becomes a result by a pure function of the task and of files that every worker sees; larger results are files. So
-which engine does the work, and how it deals it out, changes nothing in what comes out.
+A task becomes a result by a pure function of the task and of files that every worker sees; larger
+results are files. So which engine does the work, and how it deals it out, changes nothing in what
+comes out.
 """
 
 from __future__ import annotations
@@ -21,17 +23,23 @@ Advance = Callable[[int], None]
 
 
 class Work(Protocol[Task_contra, Result_co]):
-    """One stage, picklable: what is the same for all its tasks. A frozen dataclass of plain values."""
+    """One stage, picklable: what is the same for all its tasks. A frozen dataclass of plain
+    values.
+    """
 
     def open(self) -> Callable[[Task_contra, Advance], Result_co]:
-        """Called once in each worker process: opens what the tasks share and returns what does one task."""
+        """Called once in each worker process: opens what the tasks share and returns what does one
+        task.
+        """
         ...
 
 
 class Engine(Protocol):
     """Does all tasks of a stage; results come in the order of the tasks and are small."""
 
-    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+    ) -> list[Result]:
         """Raises what the work raises; Failed where a worker dies."""
         ...
 

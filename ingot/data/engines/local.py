@@ -23,20 +23,26 @@ LOOK_EVERY_S = 0.5
 
 
 class LocalEngine:
-    """Up to `workers` processes (0: one per core); this process alone where one is enough. They live from stage to stage, until `close`."""
+    """Up to `workers` processes (0: one per core); this process alone where one is enough. They
+    live from stage to stage, until `close`.
+    """
 
     def __init__(self, workers: int = 0) -> None:
         self._workers = workers or cores()
         self._pool: _Pool | None = None
 
     def warm(self, *modules: str) -> None:
-        """Import what the workers will need in the process that they are forked from, while this one goes on."""
+        """Import what the workers will need in the process that they are forked from, while this
+        one goes on.
+        """
         if self._workers > 1:
             multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
             with without_main():
                 forkserver.ensure_running()
 
-    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+    ) -> list[Result]:
         """See `Engine.run`."""
         if min(self._workers, len(tasks)) <= 1:
             return _run_here(work, tasks, progress)
@@ -49,34 +55,49 @@ class LocalEngine:
             raise
 
     def close(self) -> None:
-        """End the processes. They notice at their next batch of documents; until then they write, so they are waited for."""
+        """End the processes. They notice at their next batch of documents; until then they write,
+        so they are waited for.
+        """
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
 
 class _Pool:
-    """Worker processes, and what they share with this one: how many bytes they have done, and whether they are to stop."""
+    """Worker processes, and what they share with this one: how many bytes they have done, and
+    whether they are to stop.
+    """
 
     def __init__(self, workers: int) -> None:
-        # Not forked from here: a fork copies the threads' locks of Arrow and tokenizers, but not the threads.
+        # Not forked from here: a fork copies the threads' locks of Arrow and tokenizers, but not
+        # the threads.
         context = multiprocessing.get_context("forkserver")
         self._advanced, self._stop = context.Value("Q", 0), context.Event()
         self._pool = ProcessPoolExecutor(workers, context, _start, (self._advanced, self._stop))
 
-    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+    ) -> list[Result]:
         began, self._advanced.value = progress.done, 0
         try:
             with without_main():
-                futures: list[Future[Result]] = [self._pool.submit(_do, work, task) for task in tasks]
+                futures: list[Future[Result]] = [
+                    self._pool.submit(_do, work, task) for task in tasks
+                ]
             waiting = set(futures)
             while waiting:
                 finished, waiting = wait(waiting, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
                 for future in finished:
                     future.result()
-                progress.update(began + self._advanced.value // 10**6, parts=f"{len(tasks) - len(waiting)}/{len(tasks)}")
+                progress.update(
+                    began + self._advanced.value // 10**6,
+                    parts=f"{len(tasks) - len(waiting)}/{len(tasks)}",
+                )
         except BrokenProcessPool as error:
-            raise Failed("a worker process died, perhaps for want of memory; run the same command again, or with fewer data.engine.workers") from error
+            raise Failed(
+                "a worker process died, perhaps for want of memory; run the same command again, or"
+                " with fewer data.engine.workers"
+            ) from error
         return [future.result() for future in futures]
 
     def close(self) -> None:
@@ -119,7 +140,8 @@ _shared: list[_Shared] = []
 
 
 def _start(advanced: Synchronized[int], stop: Event) -> None:
-    # One thread per process: the processes are the parallelism. And Ctrl-C is the parent's to answer.
+    # One thread per process: the processes are the parallelism. And Ctrl-C is the parent's to
+    # answer.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -127,7 +149,9 @@ def _start(advanced: Synchronized[int], stop: Event) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever, and write beside the next run."""
+    """A worker whose parent was killed would wait for work for ever, and write beside the next
+    run.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

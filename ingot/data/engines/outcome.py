@@ -13,19 +13,28 @@ from ingot.data.engines.engine import Result, Task, Work
 
 @dataclass(frozen=True)
 class Outcome:
-    """A task's result; or `error`, one of ours that is told in words and raised again where the command was typed."""
+    """A task's result; or `error`, one of ours that is told in words and raised again where the
+    command was typed.
+    """
 
     result: Any = None
     error: str | None = None
     wrong_input: bool = False
 
 
-def attempt(work: Work[Task, Any], numbered: Iterable[tuple[int, Task]], advance: Callable[[int], None]) -> Iterator[tuple[int, Outcome]]:
-    """Do some tasks in one worker. Errors that are no words of ours are raised: the engine may try the task again."""
+def attempt(
+    work: Work[Task, Any], numbered: Iterable[tuple[int, Task]], advance: Callable[[int], None]
+) -> Iterator[tuple[int, Outcome]]:
+    """Do some tasks in one worker. Errors that are no words of ours are raised: the engine may try
+    the task again.
+    """
     try:
         do = opened(work)
     except (WrongInput, Failed) as error:
-        yield from ((number, Outcome(error=str(error), wrong_input=isinstance(error, WrongInput))) for number, _ in numbered)
+        yield from (
+            (number, Outcome(error=str(error), wrong_input=isinstance(error, WrongInput)))
+            for number, _ in numbered
+        )
         return
     for number, task in numbered:
         try:

@@ -1,8 +1,11 @@
-"""Work for machines that share no disk with this one, only a bucket: a stage's workers fetch the files they open, and send those they write.
+"""Work for machines that share no disk with this one, only a bucket: a stage's workers fetch the
+files they open, and send those they write.
 
-Wraps an engine. Before a stage every file of `data/` that is in the bucket neither as part of the run's replica nor from an earlier stage is sent,
-and a list of them all; a worker has a folder of its own, whose paths fetch their files when they are first used; what its tasks wrote is
-in the folder here before the stage returns. So this machine's disk must hold the run folder, a worker's only what its tasks touch.
+Wraps an engine. Before a stage every file of `data/` that is in the bucket neither as part of the
+run's replica nor from an earlier stage is sent, and a list of them all; a worker has a folder of
+its own, whose paths fetch their files when they are first used; what its tasks wrote is in the
+folder here before the stage returns. So this machine's disk must hold the run folder, a worker's
+only what its tasks touch.
 """
 
 from __future__ import annotations
@@ -39,13 +42,17 @@ KEPT_BYTES = 4 << 30
 
 
 class SharedEngine:
-    """`engine`, whose workers share with this machine no more than `gs://...`, the address of the run's replica. `root` is the run folder here."""
+    """`engine`, whose workers share with this machine no more than `gs://...`, the address of the
+    run's replica. `root` is the run folder here.
+    """
 
     def __init__(self, engine: Engine, root: Path, url: str) -> None:
         self._engine, self._root, self._bucket = engine, root.absolute(), open_bucket(url)
         self._made: dict[str, Entry] | None = None  # what lies in the area, by path
 
-    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+    ) -> list[Result]:
         """See `Engine.run`."""
         if not tasks:
             return []
@@ -67,7 +74,10 @@ class SharedEngine:
         if self._made is None:
             self._empty()
             self._made = {}
-        replica, memory = read_index(self._bucket).entries, Memory(self._root, self._bucket.url, "engine.json")
+        replica, memory = (
+            read_index(self._bucket).entries,
+            Memory(self._root, self._bucket.url, "engine.json"),
+        )
 
         def known(path: str) -> Entry | None:
             local = memory.look(path)
@@ -83,7 +93,9 @@ class SharedEngine:
             entries = [entry for entry in pool.map(known, paths) if entry is not None]
         memory.write()
         self._made = {entry.path: entry for entry in entries}
-        name = f"{AREA}/stage-{uuid.uuid4().hex}.json"  # a worker process may have met others of this run
+        name = (  # a worker process may have met others of this run
+            f"{AREA}/stage-{uuid.uuid4().hex}.json"
+        )
         self._bucket.put(name, json.dumps([asdict(entry) for entry in entries]).encode())
         return name
 
@@ -91,19 +103,28 @@ class SharedEngine:
         """Bring here what the workers wrote."""
         assert self._made is not None
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda entry: fetch(self._bucket, entry, self._root / entry.path), written.values()))
+            list(
+                pool.map(
+                    lambda entry: fetch(self._bucket, entry, self._root / entry.path),
+                    written.values(),
+                )
+            )
         for folder in {(self._root / path).parent for path in written}:
             fsync_folder(folder)
         self._made |= written
 
     def _empty(self) -> None:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(self._bucket.delete, [blob.name for blob in self._bucket.list(f"{AREA}/")]))
+            list(
+                pool.map(self._bucket.delete, [blob.name for blob in self._bucket.list(f"{AREA}/")])
+            )
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The stage as a worker gets it: the work, pickled, with the paths of the machine that asked, and the object that lists the files."""
+    """The stage as a worker gets it: the work, pickled, with the paths of the machine that asked,
+    and the object that lists the files.
+    """
 
     work: bytes
     root: str
@@ -145,7 +166,9 @@ class SharedPath(PosixPath):
         here = os.listdir(text) if os.path.isdir(text) else []
         listed = [
             (folder.prefix + path).removeprefix(text).partition("/")[0]
-            for folder in _folders.values() for path in folder.entries if (folder.prefix + path).startswith(text)
+            for folder in _folders.values()
+            for path in folder.entries
+            if (folder.prefix + path).startswith(text)
         ]
         return (self / name for name in sorted({*here, *listed}))
 
@@ -162,7 +185,9 @@ class _Folder:
         self._seen: dict[str, tuple[int, int]] = {}  # size and time of what was fetched or sent
 
     def list_anew(self, name: str) -> None:
-        """Know the files of this stage; what this process has of them, and did not change, stays."""
+        """Know the files of this stage; what this process has of them, and did not change,
+        stays.
+        """
         self._bucket = open_bucket(self._bucket.url)
         entries = {entry["path"]: Entry(**entry) for entry in json.loads(self._bucket.get(name))}
         for path in [path for path in self._seen if entries.get(path) != self.entries.get(path)]:
@@ -182,7 +207,11 @@ class _Folder:
 
     def send_new(self) -> list[Entry]:
         """Send what was written since the last call, and make room."""
-        new = [path for path in local_files(Path(self.prefix)) if self._seen.get(path) != _signature(self.prefix + path)]
+        new = [
+            path
+            for path in local_files(Path(self.prefix))
+            if self._seen.get(path) != _signature(self.prefix + path)
+        ]
         sent = []
         for path in new:
             about = os.stat(self.prefix + path)
@@ -219,7 +248,9 @@ def _folder(url: str) -> _Folder:
 
 def moved(value: Any, root: Path, to: Path) -> Any:
     """The same with every path below `root` below `to`."""
-    return _each(value, lambda path: to / path.relative_to(root) if path.is_relative_to(root) else path)
+    return _each(
+        value, lambda path: to / path.relative_to(root) if path.is_relative_to(root) else path
+    )
 
 
 def _absolute(value: Any) -> Any:
@@ -228,7 +259,9 @@ def _absolute(value: Any) -> Any:
 
 
 def _each(value: Any, change: Callable[[Path], Path]) -> Any:
-    """A value whose paths are changed, inside of dataclasses, tuples, lists and dictionaries too."""
+    """A value whose paths are changed, inside of dataclasses, tuples, lists and dictionaries
+    too.
+    """
     if isinstance(value, Path):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -252,14 +285,19 @@ def fetch(bucket: Bucket, entry: Entry, path: Path) -> None:
     blob = bucket.get_to_file(entry.key, partial)
     if not entry.holds(blob.bytes, blob.crc32c):
         partial.unlink()
-        raise Failed(f"{bucket.url_of(entry.key)} has {blob.bytes} bytes and {entry.bytes} were sent, or others; see who else works there, run it again")
+        raise Failed(
+            f"{bucket.url_of(entry.key)} has {blob.bytes} bytes and {entry.bytes} were sent, or"
+            " others; see who else works there, run it again"
+        )
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())
     os.replace(partial, path)
 
 
 def _send(bucket: Bucket, root: Path, local: Local) -> Entry:
-    """A file into the area, under its path and content: who does a task twice writes the same object twice."""
+    """A file into the area, under its path and content: who does a task twice writes the same
+    object twice.
+    """
     name = f"{AREA}/files/{local.path}~{local.crc32c.replace('/', '_')}-{local.bytes}"
     blob = bucket.put(name, root / local.path)
     return Entry(local.path, name, blob.bytes, blob.crc32c, local.mtime_ns)

@@ -1,4 +1,6 @@
-"""Does the work in the workers of Apache Spark (the API of Spark 3.5). The driver holds tasks and their small results."""
+"""Does the work in the workers of Apache Spark (the API of Spark 3.5). The driver holds tasks and
+their small results.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ class SparkEngine:
         partitions: how many partitions a stage is cut into; 0: one for each task.
         conf: further settings of Spark.
 
-    The workers need ingot installed, and the run folder at the same path (a shared disk) or work that is wrapped for a bucket (`shared.py`).
+    The workers need ingot installed, and the run folder at the same path (a shared disk) or work
+    that is wrapped for a bucket (`shared.py`).
     """
 
     master: str | None = None
     partitions: int = 0
     conf: dict[str, str] = field(default_factory=dict)
 
-    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+    ) -> list[Result]:
         """See `Engine.run`."""
         if not tasks:
             return []
@@ -45,28 +50,39 @@ class SparkEngine:
                 finished.add(1)
                 yield item
 
-        numbered = context.parallelize(list(enumerate(tasks)), min(self.partitions or len(tasks), len(tasks)))
+        numbered = context.parallelize(
+            list(enumerate(tasks)), min(self.partitions or len(tasks), len(tasks))
+        )
         began = progress.done
         with ThreadPoolExecutor(1) as waiting:
             job = waiting.submit(numbered.mapPartitions(do).collect)
             try:
                 while not wait([job], timeout=LOOK_EVERY_S).done:
-                    progress.update(began + done.value // 10**6, parts=f"{finished.value}/{len(tasks)}")
+                    progress.update(
+                        began + done.value // 10**6, parts=f"{finished.value}/{len(tasks)}"
+                    )
             except BaseException:
                 context.cancelAllJobs()
                 raise
         try:
             outcomes = dict(job.result())
         except Exception as error:  # py4j's and Spark's own
-            raise Failed(f"Spark gave up ({_first_line(error)}); see the log of its workers, or try data.engine.kind=local") from error
+            raise Failed(
+                f"Spark gave up ({_first_line(error)}); see the log of its workers, or try"
+                " data.engine.kind=local"
+            ) from error
         return [result_of(outcomes[number]) for number in range(len(tasks))]
 
     def close(self) -> None:
-        """The application ends with this process; starting it again for another stage would cost seconds."""
+        """The application ends with this process; starting it again for another stage would cost
+        seconds.
+        """
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )[:300]
 
 
 def _context(engine: SparkEngine) -> Any:
@@ -74,11 +90,19 @@ def _context(engine: SparkEngine) -> Any:
     try:
         from pyspark import SparkConf, SparkContext
     except ImportError as error:
-        raise WrongInput(f"data.engine.kind spark needs a package that is not installed ({error}); pip install 'ingot[spark]'") from error
+        raise WrongInput(
+            f"data.engine.kind spark needs a package that is not installed ({error}); pip install"
+            " 'ingot[spark]'"
+        ) from error
     # Workers on this machine run this interpreter, others what their image or PYSPARK_PYTHON says.
     if (engine.master or "").startswith("local"):
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    conf = SparkConf().setAppName("ingot prepare").set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "false")
+    conf = (
+        SparkConf()
+        .setAppName("ingot prepare")
+        .set("spark.ui.enabled", "false")
+        .set("spark.ui.showConsoleProgress", "false")
+    )
     if engine.master is not None:
         conf = conf.setMaster(engine.master)
     for name, value in engine.conf.items():

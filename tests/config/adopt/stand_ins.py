@@ -1,4 +1,6 @@
-"""Configurations in the manner of the five older projects, written for these tests; and a way to adopt and load them."""
+"""Configurations in the manner of the five older projects, written for these tests; and a way to
+adopt and load them.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ T5 = """\
 \t"deploy_machine_type": "n1-standard-4", "deploy_gpu_type": "NVIDIA_TESLA_T4", "deploy_gpu_count": 1
 }
 """
-T5_OPTIONS = "python pipeline.py --project=forest-lab --pipeline_root gs://forest-bucket/t5 --enable_caching false --override_deploy --image_tag v1\n"
+T5_OPTIONS = (
+    "python pipeline.py --project=forest-lab --pipeline_root gs://forest-bucket/t5 --enable_caching"
+    " false --override_deploy --image_tag v1\n"
+)
 CLASSIFIER = """\
 python train.py --job-dir /srv/jobs/reviews \\
   --train-data-file reviews.csv --batch_size 24 --num-classes 3 \\
@@ -122,8 +127,14 @@ MEGATRON = """\
 --recompute-granularity selective --optim-cpu-offloading --optim-cpu-offloading-frac 0.5 --lr 1e-4 --min-lr 1e-5
 --warmup-steps 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 0 --constant-steps 10
 """
-PREPROCESSING = "--hf-tokenizer meta-llama/Llama-3.1-8B --data-prefix wiki --input-dir dumps/wiki --output-dir corpora/wiki\n"
-CONVERSION = "--source meta-llama/Llama-3.1-8B --output-path /models/nemo --model-name llama31 --model-config-name Llama31Config8B --overwrite\n"
+PREPROCESSING = (
+    "--hf-tokenizer meta-llama/Llama-3.1-8B --data-prefix wiki --input-dir dumps/wiki --output-dir"
+    " corpora/wiki\n"
+)
+CONVERSION = (
+    "--source meta-llama/Llama-3.1-8B --output-path /models/nemo --model-name llama31"
+    " --model-config-name Llama31Config8B --overwrite\n"
+)
 
 SETS: dict[str, dict[str, str]] = {
     "torchtune": {"spruce.yaml": TORCHTUNE, "cloud.env": CLOUD, "pipeline.yaml": PIPELINE},
@@ -153,8 +164,12 @@ def load(folder: Path, adopted: Adopted) -> Recipe:
 
 
 def recipe_of(folder: Path, **files: str) -> tuple[Recipe, str]:
-    """The loaded recipe and all notes as one text. A file is given by its name, `_` for the dot before its ending."""
-    adopted = adopt_texts(folder, {".".join(name.rsplit("_", 1)): text for name, text in files.items()})
+    """The loaded recipe and all notes as one text. A file is given by its name, `_` for the dot
+    before its ending.
+    """
+    adopted = adopt_texts(
+        folder, {".".join(name.rsplit("_", 1)): text for name, text in files.items()}
+    )
     return load(folder, adopted), "\n".join(adopted.notes)
 
 

@@ -14,11 +14,23 @@ FLAGS = "--train-data-file a.csv --batch-size 16"
 
 def test_all_flags(tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, c_args=CLASSIFIER)
-    assert (recipe.name, recipe.output, recipe.model.source) == ("small-encoder", "/srv/jobs/reviews", "hf:org/small-encoder")
+    assert (recipe.name, recipe.output, recipe.model.source) == (
+        "small-encoder",
+        "/srv/jobs/reviews",
+        "hf:org/small-encoder",
+    )
     assert recipe.objective.kind == "classify"
     assert recipe.labels == ["0", "1", "2"]
-    assert (recipe.data.train[0].source, recipe.train.epochs, recipe.train.optimizer.lr) == ("reviews.csv", 4, 2e-5)
-    assert (recipe.launch.processes, recipe.train.micro_batch, recipe.train.global_batch) == (3, 24, 72)
+    assert (recipe.data.train[0].source, recipe.train.epochs, recipe.train.optimizer.lr) == (
+        "reviews.csv",
+        4,
+        2e-5,
+    )
+    assert (recipe.launch.processes, recipe.train.micro_batch, recipe.train.global_batch) == (
+        3,
+        24,
+        72,
+    )
     assert recipe.precision.compute == "fp32"
     assert "--accelerator: dp is not offered" in notes
     assert "objective.labels: the classes are called by their numbers" in notes
@@ -26,14 +38,26 @@ def test_all_flags(tmp_path: Path) -> None:
 
 def test_defaults_are_those_of_the_project(tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, c_args=FLAGS)
-    assert (recipe.model.source, recipe.train.optimizer.lr, len(recipe.labels)) == ("hf:FacebookAI/roberta-large", 1e-3, 4)
+    assert (recipe.model.source, recipe.train.optimizer.lr, len(recipe.labels)) == (
+        "hf:FacebookAI/roberta-large",
+        1e-3,
+        4,
+    )
     assert "no --max_epochs is given" in notes
 
 
-@pytest.mark.parametrize(("flags", "processes", "told"), [
-    ("--gpus 2", 2, ""), ("--gpus -1", 1, "asked for all GPUs"), ("--gpus 0", 1, ""), ("--gpus 1,3", 2, ""), ("--tpu_cores 8", 8, "launch.tpu"),
-    ("--accelerator tpu", 8, "launch.tpu"), ("--gpus 4 --num_nodes 2", 4, ""),
-])
+@pytest.mark.parametrize(
+    ("flags", "processes", "told"),
+    [
+        ("--gpus 2", 2, ""),
+        ("--gpus -1", 1, "asked for all GPUs"),
+        ("--gpus 0", 1, ""),
+        ("--gpus 1,3", 2, ""),
+        ("--tpu_cores 8", 8, "launch.tpu"),
+        ("--accelerator tpu", 8, "launch.tpu"),
+        ("--gpus 4 --num_nodes 2", 4, ""),
+    ],
+)
 def test_devices(flags: str, processes: int, told: str, tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, c_args=f"{FLAGS} {flags}")
     assert recipe.launch.processes == processes
@@ -43,8 +67,15 @@ def test_devices(flags: str, processes: int, told: str, tmp_path: Path) -> None:
 
 
 def test_a_job_folder_in_a_bucket_and_half_precision(tmp_path: Path) -> None:
-    recipe, notes = recipe_of(tmp_path, c_args=f"{FLAGS} --job-dir gs://jobs-bucket/jobs/one/ --precision 16 --accelerator ddp")
-    assert (recipe.checkpoint.upload, recipe.cloud.bucket, recipe.precision.compute) == ("gs://jobs-bucket/jobs/one", "jobs-bucket", "bf16")
+    recipe, notes = recipe_of(
+        tmp_path,
+        c_args=f"{FLAGS} --job-dir gs://jobs-bucket/jobs/one/ --precision 16 --accelerator ddp",
+    )
+    assert (recipe.checkpoint.upload, recipe.cloud.bucket, recipe.precision.compute) == (
+        "gs://jobs-bucket/jobs/one",
+        "jobs-bucket",
+        "bf16",
+    )
     assert "--precision: 16 is not offered; bf16 is" in notes
     assert "--accelerator" not in notes
 
@@ -55,10 +86,15 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert "./mine must be a Hugging Face folder" in notes
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    ("--gpus many", "it should be a number of GPUs"), ("--num_classes 1", "--num_classes is '1'; it should be a number from 2"),
-    ("--precision 8", "it should be 16, 32, 64 or bf16"), ("--max_epochs -1", "`train.epochs` is -1; it should be greater than 0"),
-])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--gpus many", "it should be a number of GPUs"),
+        ("--num_classes 1", "--num_classes is '1'; it should be a number from 2"),
+        ("--precision 8", "it should be 16, 32, 64 or bf16"),
+        ("--max_epochs -1", "`train.epochs` is -1; it should be greater than 0"),
+    ],
+)
 def test_values_that_cannot_be_are_refused(flags: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(WrongInput) as refused:
         recipe_of(tmp_path, c_args=f"{FLAGS} {flags}")

@@ -1,4 +1,6 @@
-"""Whatever stands in the files: a recipe that loads, or WrongInput in printable lines; never another exception, never a token."""
+"""Whatever stands in the files: a recipe that loads, or WrongInput in printable lines; never
+another exception, never a token.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,68 @@ from ingot.config.adopt import PROJECTS, adopt
 from tests.config.adopt.stand_ins import SETS, load
 
 TOKEN = "hf_" + "Q7rT" * 8
-KEYS = sorted({name for project in PROJECTS for row in project.rows for name in (row.key, *row.also)})
+KEYS = sorted(
+    {name for project in PROJECTS for row in project.rows for name in (row.key, *row.also)}
+)
 FLAGS = [key for key in KEYS if key.startswith("-")]
 VARIABLES = [key for key in KEYS if key.isupper() and key.isidentifier()]
 NAMES = [key for key in KEYS if not key.startswith("-") and not key.isupper()]
-VALUES = st.sampled_from([
-    "", "0", "1", "-1", "2", "7", "0.5", "1e-5", "1e400", "nan", "9" * 40, "true", "false", "null", "none", "auto", "slurm", "full", "block", "hf:a/b", "a/b",
-    "gs://b/c", "gs://", "gs:///", "/", "./x", "us-central1-a", "a2-highgpu-8g", "NFC", "bf16", "[1, 2]", '["a", "b"]', "[", "{", "${REGION}", "${output_dir}",
-    "adam", "sgd", "torch.optim.SGD", "models.lora_x", "projects/1/secrets/x", "$(x)", "a: b", "#", "- x", "\u2028", "é" * 3,
-]) | st.integers().map(str) | st.floats().map(str) | st.text(max_size=10)
+VALUES = (
+    st.sampled_from(
+        [
+            "",
+            "0",
+            "1",
+            "-1",
+            "2",
+            "7",
+            "0.5",
+            "1e-5",
+            "1e400",
+            "nan",
+            "9" * 40,
+            "true",
+            "false",
+            "null",
+            "none",
+            "auto",
+            "slurm",
+            "full",
+            "block",
+            "hf:a/b",
+            "a/b",
+            "gs://b/c",
+            "gs://",
+            "gs:///",
+            "/",
+            "./x",
+            "us-central1-a",
+            "a2-highgpu-8g",
+            "NFC",
+            "bf16",
+            "[1, 2]",
+            '["a", "b"]',
+            "[",
+            "{",
+            "${REGION}",
+            "${output_dir}",
+            "adam",
+            "sgd",
+            "torch.optim.SGD",
+            "models.lora_x",
+            "projects/1/secrets/x",
+            "$(x)",
+            "a: b",
+            "#",
+            "- x",
+            "\u2028",
+            "é" * 3,
+        ]
+    )
+    | st.integers().map(str)
+    | st.floats().map(str)
+    | st.text(max_size=10)
+)
 
 
 def check(*texts: str | bytes) -> None:
@@ -31,7 +86,9 @@ def check(*texts: str | bytes) -> None:
         folder = Path(name)
         paths = [folder / f"{number}.txt" for number in range(len(texts))]
         for path, text in zip(paths, texts, strict=True):
-            path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", errors="surrogatepass"))
+            path.write_bytes(
+                text if isinstance(text, bytes) else text.encode("utf-8", errors="surrogatepass")
+            )
         try:
             adopted = adopt(paths)
         except (WrongInput, Failed) as error:
@@ -44,9 +101,39 @@ def check(*texts: str | bytes) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.binary(max_size=60) | st.text(max_size=80) | st.lists(st.sampled_from(
-    ["{", "}", "[", ":", '"', "A=", "--a ", "- ", "\n", "a: ", "&a ", "*a", "'", "\\\n", "%", "#", "<<: ", "? ", "|\n", "\t", "DIM=", "batch_size: "]),
-    max_size=12).map("".join))
+@given(
+    text=st.binary(max_size=60)
+    | st.text(max_size=80)
+    | st.lists(
+        st.sampled_from(
+            [
+                "{",
+                "}",
+                "[",
+                ":",
+                '"',
+                "A=",
+                "--a ",
+                "- ",
+                "\n",
+                "a: ",
+                "&a ",
+                "*a",
+                "'",
+                "\\\n",
+                "%",
+                "#",
+                "<<: ",
+                "? ",
+                "|\n",
+                "\t",
+                "DIM=",
+                "batch_size: ",
+            ]
+        ),
+        max_size=12,
+    ).map("".join)
+)
 def test_any_text(text: str | bytes) -> None:
     check(text)
 
@@ -64,8 +151,15 @@ def test_any_variables(pairs: dict[str, str]) -> None:
 
 
 @settings(max_examples=250, deadline=None)
-@given(pairs=st.dictionaries(st.sampled_from(NAMES), VALUES | st.lists(VALUES, max_size=2) | st.none() | st.booleans() | st.floats(), min_size=2, max_size=8),
-       as_json=st.booleans())
+@given(
+    pairs=st.dictionaries(
+        st.sampled_from(NAMES),
+        VALUES | st.lists(VALUES, max_size=2) | st.none() | st.booleans() | st.floats(),
+        min_size=2,
+        max_size=8,
+    ),
+    as_json=st.booleans(),
+)
 def test_any_mapping(pairs: dict[str, object], as_json: bool) -> None:
     check(json.dumps(pairs) if as_json else yaml.safe_dump(pairs, allow_unicode=True))
 

@@ -13,8 +13,17 @@ from tests.config.adopt.stand_ins import CLOUD, PIPELINE, TORCHTUNE, recipe_of
 def test_the_cloud_level(tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, cloud_env=CLOUD)
     cloud = recipe.cloud
-    assert (cloud.project, cloud.region, cloud.repository, cloud.bucket) == ("forest-lab", "europe-north1", "forest", "forest-bucket")
-    assert (cloud.subnetwork, cloud.tensorboard, cloud.secrets) == ("pines", "99", {"HF_TOKEN": "secret:hub/3"})
+    assert (cloud.project, cloud.region, cloud.repository, cloud.bucket) == (
+        "forest-lab",
+        "europe-north1",
+        "forest",
+        "forest-bucket",
+    )
+    assert (cloud.subnetwork, cloud.tensorboard, cloud.secrets) == (
+        "pines",
+        "99",
+        {"HF_TOKEN": "secret:hub/3"},
+    )
     assert cloud.service_account == "trainer@forest-lab.iam.gserviceaccount.com"
     assert recipe.pipeline.spark.version == "2.2"
     assert (recipe.launch.kind, recipe.pipeline.steps["prepare"].launch) == ("vertex", "dataproc")
@@ -25,7 +34,10 @@ def test_the_cloud_level(tmp_path: Path) -> None:
 def test_the_pipeline_level_turns_a_distance_into_a_similarity_and_says_so(tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, pipeline_yaml=PIPELINE)
     assert recipe.model.source == "hf:meta-llama/Llama-3.1-8B"
-    assert recipe.data.train[0].source == "bigquery:SELECT id, body AS text\nFROM `forest.archive.pages`  -- all"
+    assert (
+        recipe.data.train[0].source
+        == "bigquery:SELECT id, body AS text\nFROM `forest.archive.pages`  -- all"
+    )
     clean = recipe.data.clean
     assert clean.fuzzy is not None
     assert (clean.fuzzy.similarity, clean.fuzzy.ngram, clean.fuzzy.permutations) == (0.85, 4, 64)
@@ -36,7 +48,10 @@ def test_the_pipeline_level_turns_a_distance_into_a_similarity_and_says_so(tmp_p
 
 
 def test_the_pipeline_level_as_json_means_the_same(tmp_path: Path) -> None:
-    text = '{"pretrained_hf_model": "a/b", "source_query": "SELECT 1", "sim_threshold": 0.5, "minhash_perm": 2}'
+    text = (
+        '{"pretrained_hf_model": "a/b", "source_query": "SELECT 1", "sim_threshold": 0.5,'
+        ' "minhash_perm": 2}'
+    )
     recipe, notes = recipe_of(tmp_path, pipeline_json=text)
     assert recipe.data.clean.fuzzy is not None
     assert (recipe.data.clean.fuzzy.similarity, recipe.data.clean.fuzzy.permutations) == (0.5, 128)
@@ -47,48 +62,97 @@ def test_its_defaults_are_explicit(tmp_path: Path) -> None:
     recipe, _ = recipe_of(tmp_path, cloud_env=CLOUD)
     assert recipe.data.clean.fuzzy is not None
     assert (recipe.data.clean.fuzzy.similarity, recipe.data.clean.fuzzy.ngram) == (0.8, 5)
-    assert (recipe.train.micro_batch, recipe.train.global_batch, recipe.train.epochs, recipe.data.seq_len) == (8, 64, 2, 4096)
-    assert (recipe.train.optimizer.lr, recipe.train.optimizer.weight_decay, recipe.precision.compute) == (2e-5, 0.01, "bf16")
+    assert (
+        recipe.train.micro_batch,
+        recipe.train.global_batch,
+        recipe.train.epochs,
+        recipe.data.seq_len,
+    ) == (8, 64, 2, 4096)
+    assert (
+        recipe.train.optimizer.lr,
+        recipe.train.optimizer.weight_decay,
+        recipe.precision.compute,
+    ) == (2e-5, 0.01, "bf16")
 
 
 def test_the_training_level(tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, spruce_yaml=TORCHTUNE)
     train = recipe.train
     assert (recipe.name, recipe.seed, recipe.model.source, recipe.checkpoint.upload) == (
-        "spruce", 7, "hf:meta-llama/Llama-3.1-8B", "gs://forest-bucket/models/spruce")
+        "spruce",
+        7,
+        "hf:meta-llama/Llama-3.1-8B",
+        "gs://forest-bucket/models/spruce",
+    )
     assert (train.micro_batch, train.global_batch, train.epochs, train.steps) == (4, 64, 3, None)
     assert train.optimizer.kind == "adamw"
-    assert (train.optimizer.lr, train.optimizer.betas, train.optimizer.weight_decay) == (3e-5, (0.9, 0.999), 0.01)
-    assert (train.schedule.kind, train.schedule.warmup, train.clip_norm, train.compile) == ("constant", 0, None, False)
-    assert (recipe.data.seq_len, recipe.data.pack, recipe.parallel.shard, recipe.track.every) == (2048, "best_fit", "auto", 5)
+    assert (train.optimizer.lr, train.optimizer.betas, train.optimizer.weight_decay) == (
+        3e-5,
+        (0.9, 0.999),
+        0.01,
+    )
+    assert (train.schedule.kind, train.schedule.warmup, train.clip_norm, train.compile) == (
+        "constant",
+        0,
+        None,
+        False,
+    )
+    assert (recipe.data.seq_len, recipe.data.pack, recipe.parallel.shard, recipe.track.every) == (
+        2048,
+        "best_fit",
+        "auto",
+        5,
+    )
     assert recipe.track.wandb is not None
     assert recipe.track.wandb.project == "spruce"
     assert train.profile is not None
     assert (train.profile.begin, train.profile.end) == (4, 7)
-    assert (recipe.memory.recompute.kind, recipe.memory.offload.activations, recipe.memory.offload.weights) == ("full", False, True)
-    assert "enable_activation_offloading: activations are either computed again or offloaded here" in notes
+    assert (
+        recipe.memory.recompute.kind,
+        recipe.memory.offload.activations,
+        recipe.memory.offload.weights,
+    ) == ("full", False, True)
+    assert (
+        "enable_activation_offloading: activations are either computed again or offloaded here"
+        in notes
+    )
     assert "On N devices set it to 64 x N" in notes
     assert "shuffle: ingot always shuffles" in notes
     assert recipe.launch.kind == "local"
 
 
 def test_steps_of_an_epoch_bound_the_training(tmp_path: Path) -> None:
-    recipe, notes = recipe_of(tmp_path, spruce_yaml=TORCHTUNE.replace("max_steps_per_epoch: null", "max_steps_per_epoch: 50"))
+    recipe, notes = recipe_of(
+        tmp_path,
+        spruce_yaml=TORCHTUNE.replace("max_steps_per_epoch: null", "max_steps_per_epoch: 50"),
+    )
     assert (recipe.train.steps, recipe.train.epochs) == (150, None)
     assert "max_steps_per_epoch: steps are counted over the whole training" in notes
 
 
 def test_a_schedule_clipping_and_betas_are_carried_where_there_are_some(tmp_path: Path) -> None:
-    text = TORCHTUNE.replace("fused: true}", "betas: [0.8, 0.9]}") + (
-        "lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 30}\nclip_grad_norm: 0.5\n")
+    text = (
+        TORCHTUNE.replace("fused: true}", "betas: [0.8, 0.9]}") + "lr_scheduler: {_component_:"
+        " torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps:"
+        " 30}\nclip_grad_norm: 0.5\n"
+    )
     train = recipe_of(tmp_path, spruce_yaml=text)[0].train
-    assert (train.schedule.kind, train.schedule.warmup, train.schedule.min_ratio, train.clip_norm) == ("cosine", 30, 0.0, 0.5)
+    assert (
+        train.schedule.kind,
+        train.schedule.warmup,
+        train.schedule.min_ratio,
+        train.clip_norm,
+    ) == ("cosine", 30, 0.0, 0.5)
     assert train.optimizer.kind == "adamw"
     assert train.optimizer.betas == (0.8, 0.9)
 
 
 def test_a_model_that_contradicts_its_builder_is_told(tmp_path: Path) -> None:
-    recipe, notes = recipe_of(tmp_path, spruce_yaml=TORCHTUNE, pipeline_yaml="pretrained_hf_model: meta-llama/Llama-3.2-1B\nngram_len: 5\n")
+    recipe, notes = recipe_of(
+        tmp_path,
+        spruce_yaml=TORCHTUNE,
+        pipeline_yaml="pretrained_hf_model: meta-llama/Llama-3.2-1B\nngram_len: 5\n",
+    )
     assert recipe.model.source == "hf:meta-llama/Llama-3.2-1B"
     assert "the builder llama3_1_8b is that of meta-llama/Llama-3.1-8B" in notes
 
@@ -101,24 +165,47 @@ def test_two_buckets_are_told_and_one_is_not(tmp_path: Path) -> None:
     assert recipe.cloud.bucket == "other"
 
 
-@pytest.mark.parametrize(("before", "after", "says"), [
-    ("_component_: torch.optim.AdamW", "_component_: bitsandbytes.optim.PagedAdamW8bit", "PagedAdamW8bit is not offered"),
-    ("llama3_1.llama3_1_8b", "llama3_1.lora_llama3_1_8b", "lora_llama3_1_8b trains an adapter; set model.lora"),
-    ("dtype: bf16", "dtype: fp16", "dtype: there the weights had this format too"),
-    ("compile: false", "optimizer_in_bwd: true", "optimizer_in_bwd: the step follows the whole backward pass"),
-    ("compile: false", "resume_from_checkpoint: true", "resume_from_checkpoint: not needed"),
-])
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (
+            "_component_: torch.optim.AdamW",
+            "_component_: bitsandbytes.optim.PagedAdamW8bit",
+            "PagedAdamW8bit is not offered",
+        ),
+        (
+            "llama3_1.llama3_1_8b",
+            "llama3_1.lora_llama3_1_8b",
+            "lora_llama3_1_8b trains an adapter; set model.lora",
+        ),
+        ("dtype: bf16", "dtype: fp16", "dtype: there the weights had this format too"),
+        (
+            "compile: false",
+            "optimizer_in_bwd: true",
+            "optimizer_in_bwd: the step follows the whole backward pass",
+        ),
+        ("compile: false", "resume_from_checkpoint: true", "resume_from_checkpoint: not needed"),
+    ],
+)
 def test_what_is_not_the_same_is_told(before: str, after: str, says: str, tmp_path: Path) -> None:
     assert says not in recipe_of(tmp_path, spruce_yaml=TORCHTUNE)[1] or "dtype" in before
     assert says in recipe_of(tmp_path, spruce_yaml=TORCHTUNE.replace(before, after))[1]
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("sim_threshold: 1.5\nngram_len: 5\n", "p.yaml:1: sim_threshold is '1.5'; it should be a distance from 0 to below 1"),
-    ("normal_form: NFX\nngram_len: 5\n", "it should be NFC, NFD, NFKC or NFKD"), ("ngram_len: 2.5\nminhash_perm: 2\n", "it should be a whole number"),
-    ("dtype: int8\nseed: 1\n", "it should be bf16 or fp32"), ("compile: perhaps\nseed: 1\n", "it should be true or false"),
-    ("seed: [1, 2]\ndtype: bf16\n", "is a list; it should be a number"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "sim_threshold: 1.5\nngram_len: 5\n",
+            "p.yaml:1: sim_threshold is '1.5'; it should be a distance from 0 to below 1",
+        ),
+        ("normal_form: NFX\nngram_len: 5\n", "it should be NFC, NFD, NFKC or NFKD"),
+        ("ngram_len: 2.5\nminhash_perm: 2\n", "it should be a whole number"),
+        ("dtype: int8\nseed: 1\n", "it should be bf16 or fp32"),
+        ("compile: perhaps\nseed: 1\n", "it should be true or false"),
+        ("seed: [1, 2]\ndtype: bf16\n", "is a list; it should be a number"),
+    ],
+)
 def test_values_that_cannot_be_are_refused(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(WrongInput) as refused:
         recipe_of(tmp_path, p_yaml=text)

@@ -30,12 +30,16 @@ Kept = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Several workers in one process, that take tasks in any order and do some of them twice, as Spark may."""
+    """Several workers in one process, that take tasks in any order and do some of them twice, as
+    Spark may.
+    """
 
     seed: int
     workers: int
 
-    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+    ) -> list[Result]:
         chance = random.Random(self.seed)
         doers = [work.open() for _ in range(self.workers)]
         order = list(range(len(tasks))) + chance.choices(range(len(tasks)), k=len(tasks) // 2)
@@ -51,24 +55,39 @@ def cut(monkeypatch: pytest.MonkeyPatch, group: int, part: int, smallest: int) -
     monkeypatch.setattr(ranges_module, "SMALLEST_BYTES", smallest)
 
 
-def small(root: Path, train: Sequence[str], validation: Sequence[str] | None = None, **knobs: Any) -> Recipe:
+def small(
+    root: Path, train: Sequence[str], validation: Sequence[str] | None = None, **knobs: Any
+) -> Recipe:
     """A recipe whose documents are ingested."""
-    own = {} if validation is None else {
-        "data__validation__fraction": None, "data__validation": [{"source": str(write_jsonl(root / "in" / "v.jsonl", validation))}],
-    }
-    made = recipe(root, write_jsonl(root / "in" / "t.jsonl", train), **{**own, **{f"data__clean__{knob}": value for knob, value in knobs.items()}})
+    own = (
+        {}
+        if validation is None
+        else {
+            "data__validation__fraction": None,
+            "data__validation": [{"source": str(write_jsonl(root / "in" / "v.jsonl", validation))}],
+        }
+    )
+    made = recipe(
+        root,
+        write_jsonl(root / "in" / "t.jsonl", train),
+        **{**own, **{f"data__clean__{knob}": value for knob, value in knobs.items()}},
+    )
     ingest(made)
     return made
 
 
-def kept(made: Recipe, engine: Engine | None = None, raw: Raw | None = None) -> tuple[Cleaned, Kept]:
+def kept(
+    made: Recipe, engine: Engine | None = None, raw: Raw | None = None
+) -> tuple[Cleaned, Kept]:
     """What cleaning says, and the documents of all ranges that stay."""
     raw = raw or open_raw(made)
     cleaned = clean(made, raw, engine or LocalEngine(1))
     documents: Kept = []
     for task in ranges(raw):
         for table in cleaned.tables(task, read_range(raw.folder, task)):
-            documents += zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True)
+            documents += zip(
+                table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True
+            )
     return cleaned, documents
 
 
@@ -76,13 +95,18 @@ def places(documents: Kept) -> list[str]:
     return [doc_id for doc_id, _ in documents]
 
 
-def stays(root: Path, train: Sequence[str], validation: Sequence[str] | None = None, **knobs: Any) -> list[str]:
+def stays(
+    root: Path, train: Sequence[str], validation: Sequence[str] | None = None, **knobs: Any
+) -> list[str]:
     """The doc_ids that stay: `t.jsonl:1` is the first training document."""
     return places(kept(small(root, train, validation, **knobs))[1])
 
 
 def folded_texts(folded: Folded) -> list[str]:
-    return [bytes(folded.flat[begin:end]).decode() for begin, end in zip(folded.begins, folded.ends, strict=True)]
+    return [
+        bytes(folded.flat[begin:end]).decode()
+        for begin, end in zip(folded.begins, folded.ends, strict=True)
+    ]
 
 
 def folded(*texts: str) -> list[str]:

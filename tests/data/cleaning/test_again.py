@@ -1,4 +1,6 @@
-"""Cleaning is done once for the same inputs, goes on where it was stopped, and leaves nothing else behind."""
+"""Cleaning is done once for the same inputs, goes on where it was stopped, and leaves nothing else
+behind.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Counted:
     until: int = 10**9
     done: int = 0
 
-    def run(self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+    ) -> list[Result]:
         do, results = work.open(), []
         for task in tasks:
             if self.done >= self.until:
@@ -75,10 +79,16 @@ def test_done_once(tmp_path: Path) -> None:
 def test_what_changes_is_done_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = small(tmp_path / "a", TRAIN[:50], exact=True)
     first, _ = kept(made)
-    knobs, raw = small(tmp_path / "a", TRAIN[:50], exact=True, min_chars=30), small(tmp_path / "b", TRAIN[:51], exact=True)
+    knobs, raw = (
+        small(tmp_path / "a", TRAIN[:50], exact=True, min_chars=30),
+        small(tmp_path / "b", TRAIN[:51], exact=True),
+    )
     assert len({cleaned.identity for cleaned in (first, kept(knobs)[0], kept(raw)[0])}) == 3
     folder = made.folder.data / "clean"
-    assert sorted(path.name for path in folder.iterdir()) == [stages.MARKER, f"fates-{kept(knobs)[0].identity}"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        stages.MARKER,
+        f"fates-{kept(knobs)[0].identity}",
+    ]
     monkeypatch.setattr(stages, "CODE", 0)
     assert kept(knobs, again := Counted())[0].identity != kept(made)[0].identity
     assert again.done > 0
@@ -124,7 +134,12 @@ def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "clean.py").write_text(SCRIPT)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(made))
     command = [sys.executable, str(tmp_path / "clean.py"), str(tmp_path / "recipe.yaml")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())}) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "start\n"
         until = time.monotonic() + 60

@@ -19,7 +19,9 @@ SETS = st.lists(st.sets(st.integers(0, 11), min_size=1, max_size=8), min_size=1,
 
 
 def members(sets: list[set[int]]) -> Members:
-    return Members(np.arange(len(sets)) * 10, [np.array(sorted(values), np.uint64) for values in sets])
+    return Members(
+        np.arange(len(sets)) * 10, [np.array(sorted(values), np.uint64) for values in sets]
+    )
 
 
 def plain_jaccard(one: set[int], other: set[int]) -> float:
@@ -48,11 +50,22 @@ def test_similarities_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(similarities(own[0], own), whole)
 
 
-@given(SETS, st.lists(st.sets(st.integers(0, 8), min_size=2), max_size=6), st.sampled_from([0.2, 0.5, 0.75, 1.0]))
+@given(
+    SETS,
+    st.lists(st.sets(st.integers(0, 8), min_size=2), max_size=6),
+    st.sampled_from([0.2, 0.5, 0.75, 1.0]),
+)
 def test_clusters(sets: list[set[int]], groups: list[set[int]], similarity: float) -> None:
     own = [sorted(place for place in group if place < len(sets)) for group in groups]
-    edges = [pair for group in own for pair in itertools.combinations(group, 2) if plain_jaccard(sets[pair[0]], sets[pair[1]]) >= similarity]
-    found, bounded = cluster(members(sets), [np.array(group) for group in own if len(group) > 1], similarity)
+    edges = [
+        pair
+        for group in own
+        for pair in itertools.combinations(group, 2)
+        if plain_jaccard(sets[pair[0]], sets[pair[1]]) >= similarity
+    ]
+    found, bounded = cluster(
+        members(sets), [np.array(group) for group in own if len(group) > 1], similarity
+    )
     assert found.tolist() == plain_clusters(len(sets), edges)
     assert bounded == 0
 
@@ -89,12 +102,16 @@ def test_hostile_groups_cost_no_more_than_is_promised(monkeypatch: pytest.Monkey
 
 
 @given(st.lists(st.tuples(st.integers(0, 29), st.integers(0, 29)), max_size=25), st.integers(1, 7))
-def test_components(tmp_path_factory: pytest.TempPathFactory, edges: list[tuple[int, int]], at_once: int) -> None:
+def test_components(
+    tmp_path_factory: pytest.TempPathFactory, edges: list[tuple[int, int]], at_once: int
+) -> None:
     folder = tmp_path_factory.mktemp("components")
     runs = [np.array(edges[begin : begin + at_once]).T for begin in range(0, len(edges), at_once)]
     count = write_components(folder / "c.npy", 30, ((run[0], run[1]) for run in runs))
     touched = {node for edge in edges for node in edge}
-    expected = [root if node in touched else ALONE for node, root in enumerate(plain_clusters(30, edges))]
+    expected = [
+        root if node in touched else ALONE for node, root in enumerate(plain_clusters(30, edges))
+    ]
     assert read_components(folder / "c.npy").tolist() == expected
     assert count == len(touched)
     assert [path.name for path in folder.iterdir()] == ["c.npy"]

@@ -15,8 +15,14 @@ from tests.data.cleaning.small import kept, small, stays
 
 TEXTS = [
     "The copper melts slowly in the furnace while the workers prepare the moulds for the next day.",
-    "Das Kupfer schmilzt langsam im Ofen, während die Arbeiter die Formen für den nächsten Tag vorbereiten.",
-    "Le cuivre fond lentement dans le four pendant que les ouvriers préparent les moules pour demain.",
+    (
+        "Das Kupfer schmilzt langsam im Ofen, während die Arbeiter die Formen für den nächsten Tag"
+        " vorbereiten."
+    ),
+    (
+        "Le cuivre fond lentement dans le four pendant que les ouvriers préparent les moules pour"
+        " demain."
+    ),
     "Медь медленно плавится в печи, пока рабочие готовят формы на следующий день.",
     "铜在炉子里慢慢融化，工人们正在为第二天准备模具。",
 ]
@@ -27,7 +33,9 @@ def library() -> None:
     pytest.importorskip("py3langid", reason="the extra `languages` is not installed")
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [(["en"], [1]), (["de", "fr"], [2, 3]), (["ru", "zh", "en"], [1, 4, 5])])
+@pytest.mark.parametrize(
+    ("wanted", "expected"), [(["en"], [1]), (["de", "fr"], [2, 3]), (["ru", "zh", "en"], [1, 4, 5])]
+)
 def test_languages(tmp_path: Path, wanted: list[str], expected: list[int]) -> None:
     assert stays(tmp_path, TEXTS, languages=wanted) == [f"t.jsonl:{number}" for number in expected]
 
@@ -44,7 +52,10 @@ def test_too_short_documents_are_not_judged(tmp_path: Path) -> None:
 
 
 def test_an_unknown_language(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"data.clean.languages has 'english', which is not one of .*use ISO 639-1 codes"):
+    with pytest.raises(
+        WrongInput,
+        match=r"data.clean.languages has 'english', which is not one of .*use ISO 639-1 codes",
+    ):
         check_languages(["en", "english"])
 
 

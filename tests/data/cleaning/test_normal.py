@@ -15,11 +15,21 @@ from ingot.data.cleaning import normal
 from ingot.data.cleaning.normal import normalize
 from ingot.data.cleaning.stored_texts import normalize_stored, plain_texts
 
-TRICKY = "aéeA\u0301\u0327\u0323\u3099か가\u1100\u1161\u11a8ﬁ²Å\u0915\u093c\u09c7\u09be金\U0002f800𠀀𝐀 "
+TRICKY = (
+    "aéeA\u0301\u0327\u0323\u3099か가\u1100\u1161\u11a8ﬁ²Å\u0915\u093c\u09c7\u09be金\U0002f800𠀀𝐀 "
+)
 
 
 @pytest.mark.parametrize("form", ["nfc", "nfkc"])
-@given(texts=st.lists(st.text(st.one_of(st.sampled_from(TRICKY), st.characters(exclude_categories=("Cs",))), max_size=12), max_size=5))
+@given(
+    texts=st.lists(
+        st.text(
+            st.one_of(st.sampled_from(TRICKY), st.characters(exclude_categories=("Cs",))),
+            max_size=12,
+        ),
+        max_size=5,
+    )
+)
 def test_as_normalising_everything(form: str, texts: list[str]) -> None:
     array = pa.array(texts, pa.string())
     assert normalize(array, form).equals(pc.utf8_normalize(array, form.upper()))
@@ -37,7 +47,9 @@ def test_none_leaves_texts_alone() -> None:
 def test_chats() -> None:
     chat = '{"messages":[{"role":"user","content":"e\u0301?"},{"role":"assistant","content":"ﬁ","tool":"e\u0301"}]}'
     assert plain_texts("chat", pa.array([chat])).to_pylist() == ["e\u0301?\nﬁ"]
-    assert normalize_stored("chat", pa.array([chat]), "nfc").to_pylist() == [chat.replace("e\u0301?", "é?")]
+    assert normalize_stored("chat", pa.array([chat]), "nfc").to_pylist() == [
+        chat.replace("e\u0301?", "é?")
+    ]
     assert normalize_stored("chat", pa.array([chat]), "none").to_pylist() == [chat]
 
 
@@ -46,6 +58,8 @@ def test_a_library_that_gets_the_form_wrong_is_refused(monkeypatch: pytest.Monke
     real = pc.utf8_normalize
     monkeypatch.setattr(normal.pc, "utf8_normalize", lambda texts, form: real(texts, "NFD"))
     normal._check_library.cache_clear()
-    with pytest.raises(Failed, match="gets the Unicode normal form NFC wrong; install another version"):
+    with pytest.raises(
+        Failed, match="gets the Unicode normal form NFC wrong; install another version"
+    ):
         normalize(pa.array(["f\u00fcr"]), "nfc")
     normal._check_library.cache_clear()

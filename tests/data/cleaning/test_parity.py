@@ -1,4 +1,6 @@
-"""The same documents stay however the work is cut and dealt out; and they are those that the plainest way finds."""
+"""The same documents stay however the work is cut and dealt out; and they are those that the
+plainest way finds.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,19 @@ from tests.data.cleaning.small import Kept, Shuffled, cut, kept, places, small
 
 SIMILARITY, NGRAM = 0.7, 3
 KNOBS = {
-    "normalize": "nfc", "min_chars": 20, "exact": True, "fuzzy": {"similarity": SIMILARITY, "ngram": NGRAM, "permutations": 256},
+    "normalize": "nfc",
+    "min_chars": 20,
+    "exact": True,
+    "fuzzy": {"similarity": SIMILARITY, "ngram": NGRAM, "permutations": 256},
     "contamination": {"ngram": 8},
 }
 LETTERS = "abcdefghijklmnopqrstuvwxyzéßΣя"
 
 
 def corpus(count: int, seed: int) -> list[str]:
-    """Texts of which many are copies of others: as they are, in other letters, with some words changed, or with a part of them."""
+    """Texts of which many are copies of others: as they are, in other letters, with some words
+    changed, or with a part of them.
+    """
     chance = random.Random(seed)
     vocabulary = ["".join(chance.choices(LETTERS, k=chance.randrange(2, 8))) for _ in range(300)]
     texts: list[str] = []
@@ -56,10 +63,19 @@ def undisturbed(root: Path) -> tuple[Report, Kept]:
     return cleaned.report, documents
 
 
-@pytest.mark.parametrize(("group", "part", "smallest", "pieces", "buckets"), [
-    (10**9, 10**9, 10**9, 2, 1), (15_000, 30_000, 20_000, 4, 2), (700, 6_000, 2_500, 31, 7),
-])
-def test_cuts_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, part: int, smallest: int, pieces: int, buckets: int) -> None:
+@pytest.mark.parametrize(
+    ("group", "part", "smallest", "pieces", "buckets"),
+    [(10**9, 10**9, 10**9, 2, 1), (15_000, 30_000, 20_000, 4, 2), (700, 6_000, 2_500, 31, 7)],
+)
+def test_cuts_change_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group: int,
+    part: int,
+    smallest: int,
+    pieces: int,
+    buckets: int,
+) -> None:
     report, documents = undisturbed(tmp_path / "whole")
     assert all(step.documents > 3 for step in report.steps), report
     cut(monkeypatch, group, part, smallest)
@@ -82,7 +98,11 @@ def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def plain_fold(text: str) -> str:
-    plain = "".join(letter for letter in unicodedata.normalize("NFD", text.casefold()) if not unicodedata.combining(letter))
+    plain = "".join(
+        letter
+        for letter in unicodedata.normalize("NFD", text.casefold())
+        if not unicodedata.combining(letter)
+    )
     return re.sub(r"\s+", " ", plain).strip()
 
 
@@ -93,23 +113,36 @@ def plain_grams(text: str, size: int) -> set[tuple[str, ...]]:
 
 def plainly(validation: Sequence[str], train: Sequence[str]) -> tuple[list[str], list[set[str]]]:
     """Who stays, and whom each step drops, by loops over texts."""
-    texts = {f"v.jsonl:{number}": text for number, text in enumerate(validation, 1)} | {f"t.jsonl:{number}": text for number, text in enumerate(train, 1)}
+    texts = {f"v.jsonl:{number}": text for number, text in enumerate(validation, 1)} | {
+        f"t.jsonl:{number}": text for number, text in enumerate(train, 1)
+    }
     texts = {name: unicodedata.normalize("NFC", text) for name, text in texts.items()}
     steps = [{name for name, text in texts.items() if len(text) < 20}]
     left = [name for name in texts if name not in steps[0]]
     seen: set[str] = set()
-    steps.append({name for name in left if plain_fold(texts[name]) in seen or seen.add(plain_fold(texts[name]))})
+    steps.append(
+        {
+            name
+            for name in left
+            if plain_fold(texts[name]) in seen or seen.add(plain_fold(texts[name]))
+        }
+    )
     left = [name for name in left if name not in steps[1]]
     grams = {name: plain_grams(texts[name], NGRAM) for name in left}
     root = {name: name for name in left}
     for one, other in itertools.combinations(left, 2):
-        if root[one] != root[other] and len(grams[one] & grams[other]) / len(grams[one] | grams[other]) >= SIMILARITY:
+        if (
+            root[one] != root[other]
+            and len(grams[one] & grams[other]) / len(grams[one] | grams[other]) >= SIMILARITY
+        ):
             first, last = sorted((root[one], root[other]), key=left.index)
             root = {name: first if found == last else found for name, found in root.items()}
     steps.append({name for name in left if root[name] != name})
     left = [name for name in left if name not in steps[2]]
     held = set().union(*(plain_grams(texts[name], 8) for name in left if name.startswith("v")))
-    steps.append({name for name in left if name.startswith("t") and plain_grams(texts[name], 8) & held})
+    steps.append(
+        {name for name in left if name.startswith("t") and plain_grams(texts[name], 8) & held}
+    )
     return [name for name in left if name not in steps[3]], steps
 
 
@@ -123,7 +156,9 @@ def test_as_the_plainest_way(tmp_path: Path) -> None:
 
 
 def test_recall_at_the_threshold(tmp_path: Path) -> None:
-    """Pairs that are just similar enough: at least 97 % of them are found where 99 % are expected, and no pair that is less alike."""
+    """Pairs that are just similar enough: at least 97 % of them are found where 99 % are expected,
+    and no pair that is less alike.
+    """
     chance = random.Random(8)
     texts = []
     for pair in range(300):
@@ -138,7 +173,9 @@ def test_recall_at_the_threshold(tmp_path: Path) -> None:
 
 
 def test_thousands_of_equal_and_alike_documents(tmp_path: Path) -> None:
-    """Boilerplate of which each copy has a word of its own; all of it is one cluster, and repeated texts are told as repeated."""
+    """Boilerplate of which each copy has a word of its own; all of it is one cluster, and repeated
+    texts are told as repeated.
+    """
     base = " ".join(f"w{number}" for number in range(100))
     texts = [f"{base} {number % 2000}" for number in range(6000)]
     cleaned, documents = kept(small(tmp_path, texts, exact=True, fuzzy={}))

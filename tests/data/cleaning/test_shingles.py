@@ -1,4 +1,6 @@
-"""Words and n-grams over whole buffers are those of each text; scripts without spaces have a word for each character."""
+"""Words and n-grams over whole buffers are those of each text; scripts without spaces have a word
+for each character.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +40,45 @@ def test_words_are_counted_and_told_apart(texts: list[str]) -> None:
     assert len(by_hash) == len({word.replace("é", "e") for word in every})
 
 
-@pytest.mark.parametrize(("text", "count"), [
-    ("don't stop", 3), ("e-mail, x_y", 4), ("漢字とカナ", 5), ("ภาษาไทย", 7), ("नमस्ते दुनिया", 2), ("안녕 세계", 2),
-    ("...", 0), ("", 0), ("a金b", 3), ("𠀀𠀁", 2), ("3.14", 2),
-])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("don't stop", 3),
+        ("e-mail, x_y", 4),
+        ("漢字とカナ", 5),
+        ("ภาษาไทย", 7),
+        ("नमस्ते दुनिया", 2),
+        ("안녕 세계", 2),
+        ("...", 0),
+        ("", 0),
+        ("a金b", 3),
+        ("𠀀𠀁", 2),
+        ("3.14", 2),
+    ],
+)
 def test_what_a_word_is(text: str, count: int) -> None:
     assert hashed(text).counts.tolist() == [count]
 
 
 def plain_grams(text: list[str], size: int) -> list[tuple[str, ...]]:
-    return [tuple(text[begin : begin + size]) for begin in range(max(len(text) - size + 1, 1))] if text else []
+    return (
+        [tuple(text[begin : begin + size]) for begin in range(max(len(text) - size + 1, 1))]
+        if text
+        else []
+    )
 
 
-@given(st.lists(st.lists(st.sampled_from(["a", "b", "cc", "金"]), max_size=9), max_size=6), st.integers(1, 6))
+@given(
+    st.lists(st.lists(st.sampled_from(["a", "b", "cc", "金"]), max_size=9), max_size=6),
+    st.integers(1, 6),
+)
 def test_ngrams(texts: list[list[str]], size: int) -> None:
     found = ngrams(hashed(*(" ".join(text) for text in texts)), size)
     plain = [plain_grams(text, size) for text in texts]
     assert found.counts.tolist() == [len(grams) for grams in plain]
-    by_hash = dict(zip(found.values.tolist(), (gram for grams in plain for gram in grams), strict=True))
+    by_hash = dict(
+        zip(found.values.tolist(), (gram for grams in plain for gram in grams), strict=True)
+    )
     assert len(by_hash) == len({gram for grams in plain for gram in grams})
     sets = found.sets()
     assert sets.counts.tolist() == [len(set(grams)) for grams in plain]
@@ -72,7 +95,11 @@ def test_the_order_of_words_counts() -> None:
 def test_over_blocks() -> None:
     """Long texts, words and gaps that reach over the blocks in which words are hashed."""
     chance = random.Random(5)
-    texts = [" ".join(chance.choices(["copper", "melts", "金", "für", "x" * 3000], k=4000)), "-" * 300_000, "y" + "-" * 300_000 + "z"]
+    texts = [
+        " ".join(chance.choices(["copper", "melts", "金", "für", "x" * 3000], k=4000)),
+        "-" * 300_000,
+        "y" + "-" * 300_000 + "z",
+    ]
     together, alone = hashed(*texts), [hashed(text) for text in texts]
     assert np.array_equal(together.values, np.concatenate([one.values for one in alone]))
     assert alone[0].counts[0] == 4000

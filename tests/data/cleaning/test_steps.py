@@ -22,8 +22,25 @@ from ingot.data.raw import open_raw
 from tests.data.cleaning.small import kept, places, small, stays
 
 WORDS = (
-    "copper", "tin", "iron", "melts", "cools", "pours", "mould", "furnace", "slag", "flux", "ingot", "bronze", "rod", "wire", "sheet", "anneal", "quench",
-    "temper", "forge",
+    "copper",
+    "tin",
+    "iron",
+    "melts",
+    "cools",
+    "pours",
+    "mould",
+    "furnace",
+    "slag",
+    "flux",
+    "ingot",
+    "bronze",
+    "rod",
+    "wire",
+    "sheet",
+    "anneal",
+    "quench",
+    "temper",
+    "forge",
 )
 
 
@@ -62,20 +79,32 @@ def test_lengths_are_in_characters_of_the_normal_form(tmp_path: Path) -> None:
     cleaned, documents = kept(small(tmp_path, texts, normalize="nfc", min_chars=3, max_chars=3))
     assert places(documents) == numbered(3)
     assert cleaned.report.steps == [
-        Dropped("min_chars", 3, 10, [Example("t.jsonl:1", "éé"), Example("t.jsonl:2", "éé"), Example("t.jsonl:4", "\u0301")]),
+        Dropped(
+            "min_chars",
+            3,
+            10,
+            [
+                Example("t.jsonl:1", "éé"),
+                Example("t.jsonl:2", "éé"),
+                Example("t.jsonl:4", "\u0301"),
+            ],
+        ),
         Dropped("max_chars", 1, 8, [Example("t.jsonl:5", "éééé")]),
     ]
     assert (cleaned.report.documents, cleaned.report.bytes) == (5, 24)
 
 
-@pytest.mark.parametrize(("texts", "expected"), [
-    (["Straße  a", "STRASSE a", "Strasse a", "Strase a"], [1, 4]),
-    (["Σίσυφος", "ΣΊΣΥΦΟΣ"], [1]),
-    (["Café", "Cafe\u0301", "cafe", "cafe."], [1, 4]),
-    (["金属", "金 属", " 金属\n"], [1, 2]),
-    (["\u0301", "\u0301 ", "\u0300"], [1, 2, 3]),
-    (["-", "--", "-"], [1, 2]),
-])
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["Straße  a", "STRASSE a", "Strasse a", "Strase a"], [1, 4]),
+        (["Σίσυφος", "ΣΊΣΥΦΟΣ"], [1]),
+        (["Café", "Cafe\u0301", "cafe", "cafe."], [1, 4]),
+        (["金属", "金 属", " 金属\n"], [1, 2]),
+        (["\u0301", "\u0301 ", "\u0300"], [1, 2, 3]),
+        (["-", "--", "-"], [1, 2]),
+    ],
+)
 def test_exact_duplicates(tmp_path: Path, texts: list[str], expected: list[int]) -> None:
     assert stays(tmp_path, texts, exact=True) == numbered(*expected)
 
@@ -83,15 +112,20 @@ def test_exact_duplicates(tmp_path: Path, texts: list[str], expected: list[int])
 def test_empty_texts_are_told(tmp_path: Path) -> None:
     cleaned, _ = kept(small(tmp_path, ["\u0301", "\u0301", "...", "a"], exact=True, fuzzy={}))
     assert cleaned.report.notes == {
-        "without text, compared with nothing for exact duplicates": 2, "without words, compared with nothing for near-duplicates": 3,
+        "without text, compared with nothing for exact duplicates": 2,
+        "without words, compared with nothing for near-duplicates": 3,
     }
 
 
 def test_validation_stays_and_training_goes(tmp_path: Path) -> None:
-    cleaned, documents = kept(small(tmp_path, ["One.", "two", "Three"], ["two", "one.", "four", "TWO"], exact=True))
+    cleaned, documents = kept(
+        small(tmp_path, ["One.", "two", "Three"], ["two", "one.", "four", "TWO"], exact=True)
+    )
     assert sorted(places(documents)) == numbered(3) + numbered(1, 2, 3, split="v")
     assert cleaned.report.steps[0].examples == [
-        Example("v.jsonl:4", "TWO", "v.jsonl:1"), Example("t.jsonl:1", "One.", "v.jsonl:2"), Example("t.jsonl:2", "two", "v.jsonl:1"),
+        Example("v.jsonl:4", "TWO", "v.jsonl:1"),
+        Example("t.jsonl:1", "One.", "v.jsonl:2"),
+        Example("t.jsonl:2", "two", "v.jsonl:1"),
     ]
 
 
@@ -104,23 +138,35 @@ def changed(base: str, count: int, seed: int) -> str:
 
 
 def test_fuzzy_clusters_and_chains(tmp_path: Path) -> None:
-    """60 words, 3-grams: each changed word costs three of 59 grams, so one change leaves 56 / 62, two 53 / 65 in common."""
+    """60 words, 3-grams: each changed word costs three of 59 grams, so one change leaves 56 / 62,
+    two 53 / 65 in common.
+    """
     base = text(1)
     second = changed(base, 1, 1)
-    third = second.replace(second.split()[40], "other40", 1) if second.split().count(second.split()[40]) == 1 else " ".join(
-        [*second.split()[:40], "other40", *second.split()[41:]]
+    third = (
+        second.replace(second.split()[40], "other40", 1)
+        if second.split().count(second.split()[40]) == 1
+        else " ".join([*second.split()[:40], "other40", *second.split()[41:]])
     )
     texts = [text(2), third, text(3), base, second, text(4)]
-    assert stays(tmp_path / "chain", texts, fuzzy={"similarity": 0.88, "ngram": 3}) == numbered(1, 2, 3, 6)
+    assert stays(tmp_path / "chain", texts, fuzzy={"similarity": 0.88, "ngram": 3}) == numbered(
+        1, 2, 3, 6
+    )
     without = [text(2), third, text(3), base, text(4)]
-    assert stays(tmp_path / "apart", without, fuzzy={"similarity": 0.88, "ngram": 3}) == numbered(1, 2, 3, 4, 5)
+    assert stays(tmp_path / "apart", without, fuzzy={"similarity": 0.88, "ngram": 3}) == numbered(
+        1, 2, 3, 4, 5
+    )
 
 
 def test_ties_at_the_threshold(tmp_path: Path) -> None:
     """Eight of ten words in common with 1-grams: similarity is 8 / 10, just what is asked for."""
     texts = ["a b c d e f g h i", "a b c d e f g h j", "k l m n o p q r s", "k l m n o p q t u"]
-    assert stays(tmp_path / "at", texts, fuzzy={"similarity": 0.8, "ngram": 1, "permutations": 1024}) == numbered(1, 3, 4)
-    assert stays(tmp_path / "over", texts, fuzzy={"similarity": 0.80001, "ngram": 1}) == numbered(1, 2, 3, 4)
+    assert stays(
+        tmp_path / "at", texts, fuzzy={"similarity": 0.8, "ngram": 1, "permutations": 1024}
+    ) == numbered(1, 3, 4)
+    assert stays(tmp_path / "over", texts, fuzzy={"similarity": 0.80001, "ngram": 1}) == numbered(
+        1, 2, 3, 4
+    )
 
 
 def test_identical_sets_are_duplicates(tmp_path: Path) -> None:
@@ -142,10 +188,16 @@ def test_dropped_documents_decide_nothing(tmp_path: Path) -> None:
     """The first of three is too long: it is no survivor, and what the steps drop adds up."""
     long, near = text(1, 80) + " " * 50, changed(text(1, 80), 1, 0)
     texts = [long, text(1, 80), text(1, 80).upper(), near, text(9, 80)]
-    cleaned, documents = kept(small(tmp_path, texts, max_chars=len(long) - 1, exact=True, fuzzy={"similarity": 0.7}))
+    cleaned, documents = kept(
+        small(tmp_path, texts, max_chars=len(long) - 1, exact=True, fuzzy={"similarity": 0.7})
+    )
     assert places(documents) == numbered(2, 5)
     assert cleaned.dropped == {"max_chars": 1, "exact": 1, "fuzzy": 1}
-    assert [step.examples[0].survivor for step in cleaned.report.steps] == [None, "t.jsonl:2", "t.jsonl:2"]
+    assert [step.examples[0].survivor for step in cleaned.report.steps] == [
+        None,
+        "t.jsonl:2",
+        "t.jsonl:2",
+    ]
 
 
 def test_documents_outside_the_fraction_decide_nothing(tmp_path: Path) -> None:
@@ -153,10 +205,18 @@ def test_documents_outside_the_fraction_decide_nothing(tmp_path: Path) -> None:
     made = small(tmp_path, ["same"] * 40, ["another"], exact=True)
 
     def with_fraction(fraction: float) -> tuple[Recipe, list[int]]:
-        changed = made.model_copy(update={"data": made.data.model_copy(update={"fraction": fraction})})
-        return changed, [number for number in range(1, 41) if Shares.of(changed.data).split("train", f"t.jsonl:{number}")]
+        changed = made.model_copy(
+            update={"data": made.data.model_copy(update={"fraction": fraction})}
+        )
+        return changed, [
+            number
+            for number in range(1, 41)
+            if Shares.of(changed.data).split("train", f"t.jsonl:{number}")
+        ]
 
-    changed, used = next(found for found in map(with_fraction, (0.8, 0.5, 0.3, 0.2, 0.1, 0.05)) if found[1][0] > 1)
+    changed, used = next(
+        found for found in map(with_fraction, (0.8, 0.5, 0.3, 0.2, 0.1, 0.05)) if found[1][0] > 1
+    )
     cleaned, documents = kept(changed)
     assert places(documents) == [*numbered(used[0]), "v.jsonl:1"]
     assert (cleaned.report.documents, cleaned.dropped) == (len(used) + 1, {"exact": len(used) - 1})
@@ -165,7 +225,12 @@ def test_documents_outside_the_fraction_decide_nothing(tmp_path: Path) -> None:
 def test_contamination(tmp_path: Path) -> None:
     question = " ".join(f"word{number}" for number in range(20))
     texts = [
-        f"Before. {question.upper()} after", "-- ".join(question.split()[3:16]), " ".join(question.split()[3:15]), "yes", "Yes!", "yes and no",
+        f"Before. {question.upper()} after",
+        "-- ".join(question.split()[3:16]),
+        " ".join(question.split()[3:15]),
+        "yes",
+        "Yes!",
+        "yes and no",
         text(1),
     ]
     cleaned, documents = kept(small(tmp_path, texts, [question, "Yes."], contamination={}))
@@ -175,35 +240,72 @@ def test_contamination(tmp_path: Path) -> None:
 
 def test_contamination_counts_different_matches(tmp_path: Path) -> None:
     question = " ".join(f"word{number}" for number in range(20))
-    texts = [" ".join(question.split()[:13]) + " and so on", " x ".join([" ".join(question.split()[:13])] * 2), " ".join(question.split()[:14]), "yes", "word1"]
-    assert stays(tmp_path, texts, [question, "Yes"], contamination={"matches": 2})[:3] == numbered(1, 2, 5)
+    texts = [
+        " ".join(question.split()[:13]) + " and so on",
+        " x ".join([" ".join(question.split()[:13])] * 2),
+        " ".join(question.split()[:14]),
+        "yes",
+        "word1",
+    ]
+    assert stays(tmp_path, texts, [question, "Yes"], contamination={"matches": 2})[:3] == numbered(
+        1, 2, 5
+    )
 
 
 def test_contamination_by_held_out_documents(tmp_path: Path) -> None:
     texts = [text(number) for number in range(40)]
     made = small(tmp_path, texts + [f"again: {copied}" for copied in texts], contamination={})
     shares = Shares.of(made.data)
-    held = {number for number in range(1, 81) if shares.split("train", f"t.jsonl:{number}") == "validation"}
-    gone = {number for number in range(1, 81) if number not in held and ((number + 39) % 80) + 1 in held}
+    held = {
+        number
+        for number in range(1, 81)
+        if shares.split("train", f"t.jsonl:{number}") == "validation"
+    }
+    gone = {
+        number for number in range(1, 81) if number not in held and ((number + 39) % 80) + 1 in held
+    }
     assert gone
     assert held
-    assert places(kept(made)[1]) == numbered(*(number for number in range(1, 81) if number not in gone))
+    assert places(kept(made)[1]) == numbered(
+        *(number for number in range(1, 81) if number not in gone)
+    )
 
 
 def test_a_validation_document_that_was_dropped_contaminates_nothing(tmp_path: Path) -> None:
     question = " ".join(f"word{number}" for number in range(20))
     train = [f"{question} and more", "something else that is long enough"]
-    assert stays(tmp_path, train, [question + "!" * 300, "a good question of our own"], max_chars=250, contamination={}) == [*numbered(1, 2), "v.jsonl:2"]
+    assert stays(
+        tmp_path,
+        train,
+        [question + "!" * 300, "a good question of our own"],
+        max_chars=250,
+        contamination={},
+    ) == [*numbered(1, 2), "v.jsonl:2"]
 
 
 def test_chats_are_compared_by_what_was_said(tmp_path: Path) -> None:
     def chat(*contents: str) -> str:
         roles = ("user", "assistant")
-        return json.dumps({"messages": [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]}, ensure_ascii=False)
+        return json.dumps(
+            {
+                "messages": [
+                    {"role": role, "content": content}
+                    for role, content in zip(roles, contents, strict=True)
+                ]
+            },
+            ensure_ascii=False,
+        )
 
-    made = small(tmp_path, [chat("Café?", "Yes."), chat("cafe\u0301?", "YES."), chat("Tea?", "No.")], exact=True, normalize="nfc")
+    made = small(
+        tmp_path,
+        [chat("Café?", "Yes."), chat("cafe\u0301?", "YES."), chat("Tea?", "No.")],
+        exact=True,
+        normalize="nfc",
+    )
     raw = open_raw(made)
-    chats = replace(raw, splits={"train": [replace(source, kind="chat") for source in raw.splits["train"]]})
+    chats = replace(
+        raw, splits={"train": [replace(source, kind="chat") for source in raw.splits["train"]]}
+    )
     cleaned, documents = kept(made, raw=chats)
     assert places(documents) == numbered(1, 3)
     assert json.loads(documents[0][1])["messages"][0]["content"] == "Café?"
@@ -216,7 +318,10 @@ def test_pieces_of_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     cleaned, documents = kept(made)
     raw = open_raw(made)
     found = [
-        doc_id for piece in pieces(raw, "train") for table in cleaned.tables(piece, read_range(raw.folder, piece)) for doc_id in table["doc_id"].to_pylist()
+        doc_id
+        for piece in pieces(raw, "train")
+        for table in cleaned.tables(piece, read_range(raw.folder, piece))
+        for doc_id in table["doc_id"].to_pylist()
     ]
     assert found == places(documents) == numbered(*range(1, 18))
 
@@ -228,7 +333,9 @@ def test_damaged_fates_are_refused(tmp_path: Path) -> None:
     raw = open_raw(made)
     (task,) = pieces(raw, "train")
     next(iter(cleaned.folder.iterdir())).write_bytes(b"")
-    with pytest.raises(WrongInput, match=r"train-00000.npy is missing or damaged; run `ingot prepare` again"):
+    with pytest.raises(
+        WrongInput, match=r"train-00000.npy is missing or damaged; run `ingot prepare` again"
+    ):
         list(cleaned.tables(task, read_range(raw.folder, task)))
 
 
@@ -237,7 +344,9 @@ def test_damaged_raw_documents_are_refused(tmp_path: Path) -> None:
     path = made.folder.raw / "train-00000.parquet"
     size = path.stat().st_size
     path.write_bytes(b"\0" * size)
-    with pytest.raises(WrongInput, match=r"train-00000.parquet is damaged .* run `ingot ingest` again"):
+    with pytest.raises(
+        WrongInput, match=r"train-00000.parquet is damaged .* run `ingot ingest` again"
+    ):
         kept(made)
 
 
@@ -247,13 +356,21 @@ def latest_survives(rows: Columns) -> Columns:
     return sorted_by(found_drops(rows["number"][~last]), "number")
 
 
-def test_the_wrong_survivor_would_be_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wrong_survivor_would_be_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(duplicates, "_later", latest_survives)
     assert stays(tmp_path, ["one", "two", "One"], exact=True) != numbered(1, 2)
 
 
-def test_forgotten_verification_would_be_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_verification_would_be_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Were candidates taken for duplicates, texts below the threshold would go."""
     texts = ["a b c d e f g h i", "a b c d e f g h j"]
-    monkeypatch.setattr(fuzzy, "cluster", lambda members, groups, similarity: (members.numbers * 0, 0))
-    assert stays(tmp_path, texts, fuzzy={"similarity": 0.80001, "ngram": 1, "permutations": 1024}) != numbered(1, 2)
+    monkeypatch.setattr(
+        fuzzy, "cluster", lambda members, groups, similarity: (members.numbers * 0, 0)
+    )
+    assert stays(
+        tmp_path, texts, fuzzy={"similarity": 0.80001, "ngram": 1, "permutations": 1024}
+    ) != numbered(1, 2)

@@ -41,7 +41,8 @@ class Squares:
 
 
 ENGINES = [
-    pytest.param(LocalEngine(1), id="one process"), pytest.param(LocalEngine(2), id="two processes"),
+    pytest.param(LocalEngine(1), id="one process"),
+    pytest.param(LocalEngine(2), id="two processes"),
     pytest.param(SparkEngine("local[2]", 1, SPARK), id="spark 1", marks=needs_spark),
     pytest.param(SparkEngine("local[2]", 7, SPARK), id="spark 7", marks=needs_spark),
 ]
@@ -51,14 +52,19 @@ ENGINES = [
 class TestEngine:
     def test_results_come_in_the_order_of_the_tasks(self, engine: Engine) -> None:
         with Progress("squares", None, "MB", quiet=True) as progress:
-            assert [square for square, _ in engine.run(Squares(), list(range(20)), progress)] == [task * task for task in range(20)]
+            assert [square for square, _ in engine.run(Squares(), list(range(20)), progress)] == [
+                task * task for task in range(20)
+            ]
 
     def test_no_tasks_are_no_results(self, engine: Engine) -> None:
         with Progress("squares", None, "MB", quiet=True) as progress:
             assert engine.run(Squares(), [], progress) == []
 
     def test_a_refusal_arrives_in_its_own_words(self, engine: Engine) -> None:
-        with Progress("squares", None, "MB", quiet=True) as progress, pytest.raises(WrongInput, match=r"^7 is refused$"):
+        with (
+            Progress("squares", None, "MB", quiet=True) as progress,
+            pytest.raises(WrongInput, match=r"^7 is refused$"),
+        ):
             engine.run(Squares(refused=7), list(range(20)), progress)
 
 
@@ -66,12 +72,17 @@ class TestEngine:
 def test_work_happens_in_the_workers() -> None:
     for engine in (LocalEngine(2), SparkEngine("local[2]", 4, SPARK)):
         with Progress("squares", None, "MB", quiet=True) as progress:
-            assert os.getpid() not in {pid for _, pid in engine.run(Squares(), list(range(8)), progress)}
+            assert os.getpid() not in {
+                pid for _, pid in engine.run(Squares(), list(range(8)), progress)
+            }
 
 
 @needs_spark
 def test_a_fault_on_spark_is_one_line() -> None:
-    with Progress("squares", None, "MB", quiet=True) as progress, pytest.raises(Failed, match="Spark gave up") as failed:
+    with (
+        Progress("squares", None, "MB", quiet=True) as progress,
+        pytest.raises(Failed, match="Spark gave up") as failed,
+    ):
         SparkEngine("local[2]", 2, SPARK).run(Squares(crashes=True), [1, 2], progress)
     assert "\n" not in str(failed.value)
 
@@ -95,5 +106,12 @@ def test_workers_do_not_run_the_callers_script(tmp_path: Path) -> None:
         "    print([square for square, _ in LocalEngine(2).run(Squares(), [1, 2, 3], progress)])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout == "begun\n[1, 4, 9]\n", done.stderr

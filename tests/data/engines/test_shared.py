@@ -1,4 +1,6 @@
-"""Workers that share no disk with the one who asks, only a bucket: Spark's and Beam's make the same files as this machine alone."""
+"""Workers that share no disk with the one who asks, only a bucket: Spark's and Beam's make the same
+files as this machine alone.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def run(engine: Engine, folder: Path, tasks: list[str]) -> list[tuple[str, bool,
         return engine.run(Upper(folder), tasks, progress)
 
 
-def test_workers_fetch_what_they_open_and_what_they_write_comes_back(server: Server, tmp_path: Path) -> None:
+def test_workers_fetch_what_they_open_and_what_they_write_comes_back(
+    server: Server, tmp_path: Path
+) -> None:
     folder = make(tmp_path / "run")
     engine = SharedEngine(LocalEngine(1), tmp_path / "run", URL)
     done = run(engine, folder, ["a", "b"])
@@ -85,14 +89,19 @@ def test_workers_fetch_what_they_open_and_what_they_write_comes_back(server: Ser
     assert there != folder
     assert not there.is_relative_to(tmp_path)
     assert done[0][1:] == (False, ["a.txt", "all.txt", "b.txt", "c.txt"])
-    assert {path.name: path.read_text() for path in (folder / "out").iterdir()} == {"a.txt": "allA", "b.txt": "allB"}
+    assert {path.name: path.read_text() for path in (folder / "out").iterdir()} == {
+        "a.txt": "allA",
+        "b.txt": "allB",
+    }
     assert not (there / "in/c.txt").exists(), "nobody opened it"
     assert {name.split("/")[3] for name in server.objects} == {"engine"}
     engine.close()
     assert not server.objects
 
 
-def test_a_second_stage_reads_what_the_first_wrote_and_nothing_is_sent_twice(server: Server, tmp_path: Path) -> None:
+def test_a_second_stage_reads_what_the_first_wrote_and_nothing_is_sent_twice(
+    server: Server, tmp_path: Path
+) -> None:
     folder = make(tmp_path / "run")
     engine = SharedEngine(LocalEngine(1), tmp_path / "run", URL)
     run(engine, folder, ["a", "b"])
@@ -100,10 +109,14 @@ def test_a_second_stage_reads_what_the_first_wrote_and_nothing_is_sent_twice(ser
     (folder / "in/b.txt").write_text("changed")
     run(engine, folder, ["b"])
     assert (folder / "out/b.txt").read_text() == "allCHANGED"
-    assert server.counts["insert"] - sent == 3, "the list, the changed file, and what the task wrote"
+    assert server.counts["insert"] - sent == 3, (
+        "the list, the changed file, and what the task wrote"
+    )
 
 
-def test_relative_paths_are_of_the_one_who_asks(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_of_the_one_who_asks(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
 
@@ -129,7 +142,9 @@ def test_what_the_replica_has_is_not_sent_again(server: Server, tmp_path: Path) 
     assert not any("/engine/" in name for name in server.objects)
 
 
-def test_a_worker_makes_room(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_makes_room(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "KEPT_BYTES", 2)
     folder = make(tmp_path / "run")
     engine = SharedEngine(LocalEngine(1), tmp_path / "run", URL)
@@ -138,7 +153,9 @@ def test_a_worker_makes_room(server: Server, tmp_path: Path, monkeypatch: pytest
     assert (folder / "out/c.txt").read_text() == "allC"
 
 
-def test_an_object_that_was_changed_in_between_is_refused(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_was_changed_in_between_is_refused(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make(tmp_path / "run")
     engine = SharedEngine(LocalEngine(1), tmp_path / "run", URL)
     publish = engine._publish
@@ -174,8 +191,12 @@ class Bundles:
     def close(self) -> None: ...
 
 
-def test_threads_of_one_worker_make_the_same_files(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a bucket that is slow to answer, and little room; and each task sends what it wrote itself, no more."""
+def test_threads_of_one_worker_make_the_same_files(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bucket that is slow to answer, and little room; and each task sends what it wrote
+    itself, no more.
+    """
     monkeypatch.setattr(shared, "KEPT_BYTES", 2)
     letters, sent = list("abcdefgh"), list[list[str]]()
     send_new = shared._Folder.send_new
@@ -188,18 +209,26 @@ def test_threads_of_one_worker_make_the_same_files(server: Server, tmp_path: Pat
     monkeypatch.setattr(shared._Folder, "send_new", noting)
     for name in ("alone", "threads"):
         for letter in letters:
-            (make(tmp_path / name) if letter == "a" else tmp_path / name / "data").joinpath(f"in/{letter}.txt").write_text(letter)
+            (make(tmp_path / name) if letter == "a" else tmp_path / name / "data").joinpath(
+                f"in/{letter}.txt"
+            ).write_text(letter)
     run(LocalEngine(1), tmp_path / "alone/data", letters)
     for kind in ("media", "insert"):
         server.fault(kind, times=1000, delay_s=0.02)
     engine = SharedEngine(Bundles(tmp_path / "outcomes"), tmp_path / "threads", URL)
-    assert [names for _, _, names in run(engine, tmp_path / "threads/data", letters)] == [sorted(f"{name}.txt" for name in ("all", *letters))] * 8
+    assert [names for _, _, names in run(engine, tmp_path / "threads/data", letters)] == [
+        sorted(f"{name}.txt" for name in ("all", *letters))
+    ] * 8
     assert everything(tmp_path / "threads/data/out") == everything(tmp_path / "alone/data/out")
     assert sorted(sent) == [[f"data/out/{letter}.txt"] for letter in letters]
 
 
-def test_a_file_that_two_fetch_at_once_is_whole(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one has of it is not the other's; and by the process, which stands last in its name, it is removed if that is killed."""
+def test_a_file_that_two_fetch_at_once_is_whole(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one has of it is not the other's; and by the process, which stands last in its name, it
+    is removed if that is killed.
+    """
     folder, together = make(tmp_path / "run"), threading.Barrier(2)
     push(tmp_path / "run", URL)
     bucket, whole = open_bucket(URL), shared.read_index(open_bucket(URL)).entries["data/in/all.txt"]
@@ -221,34 +250,56 @@ def test_a_file_that_two_fetch_at_once_is_whole(server: Server, tmp_path: Path, 
 def test_paths_move_wherever_they_stand_and_others_stay() -> None:
     work = Upper(Path("/run/data"), ({"x": Path("/run/data/y"), "z": Path("/elsewhere")},))
     other = moved(work, Path("/run"), SharedPath("/there"))
-    assert other == Upper(Path("/there/data"), ({"x": Path("/there/data/y"), "z": Path("/elsewhere")},))
+    assert other == Upper(
+        Path("/there/data"), ({"x": Path("/there/data/y"), "z": Path("/elsewhere")},)
+    )
     assert isinstance(other.folder / "in" / "x", SharedPath)
     assert work.folder == Path("/run/data")
 
 
 def prepared_elsewhere(made: Recipe, tmp_path: Path) -> None:
-    """By a command of its own: Spark's processes keep the environment, and with it the bucket's address, that they were started with."""
+    """By a command of its own: Spark's processes keep the environment, and with it the bucket's
+    address, that they were started with.
+    """
     written, place = tmp_path / "recipe.yaml", tmp_path / "place"
     written.write_text(dump_recipe(made), encoding="utf-8")
     place.mkdir()
     command = [sys.executable, "-m", "ingot", "prepare", str(written)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=place, env={**os.environ, "PYTHONPATH": str(PROJECT)})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )
     assert done.returncode == 0, done.stderr
 
 
 def workers_wrote(server: Server) -> bool:
-    """The columns came by the bucket: this machine never sends what it makes itself after the last stage."""
-    return any("/engine/files/data/columns/train.tokens-00000.bin~" in name for name in server.written)
+    """The columns came by the bucket: this machine never sends what it makes itself after the last
+    stage.
+    """
+    return any(
+        "/engine/files/data/columns/train.tokens-00000.bin~" in name for name in server.written
+    )
 
 
 @needs_spark
 @pytest.mark.slow  # its short sibling is the batch that really runs, tests/launch/test_dataproc.py
-@pytest.mark.parametrize("master", ["local[2]", pytest.param("local-cluster[2,1,700]", id="two executors")])
+@pytest.mark.parametrize(
+    "master", ["local[2]", pytest.param("local-cluster[2,1,700]", id="two executors")]
+)
 def test_spark_with_a_bucket_alone_makes_the_same_files(
     master: str, server: Server, sources: list[Path], tmp_path: Path, reference: dict[str, str]
 ) -> None:
     """The executors of a cluster run in folders of their own, as on other machines."""
-    engine = {"kind": "spark", "master": master, "conf": {**SPARK, "spark.executor.memory": "512m"}, "shared": URL}
+    engine = {
+        "kind": "spark",
+        "master": master,
+        "conf": {**SPARK, "spark.executor.memory": "512m"},
+        "shared": URL,
+    }
     made = recipe(tmp_path, *sources, data__engine__workers=None, data__engine=engine, **CLEAN)
     ingest(made)
     prepared_elsewhere(made, tmp_path)
@@ -258,7 +309,9 @@ def test_spark_with_a_bucket_alone_makes_the_same_files(
 
 
 @needs_beam
-def test_beam_with_a_bucket_alone_makes_the_same_files(server: Server, sources: list[Path], tmp_path: Path, reference: dict[str, str]) -> None:
+def test_beam_with_a_bucket_alone_makes_the_same_files(
+    server: Server, sources: list[Path], tmp_path: Path, reference: dict[str, str]
+) -> None:
     engine = {"kind": "beam", "python": str(BEAM), "shared": URL}
     made = recipe(tmp_path, *sources, data__engine__workers=None, data__engine=engine, **CLEAN)
     ingest(made)

@@ -1,1 +1,3 @@
-"""Programs that behave as the processes of vLLM and of Triton do, for machines where neither is installed."""
+"""Programs that behave as the processes of vLLM and of Triton do, for machines where neither is
+installed.
+"""

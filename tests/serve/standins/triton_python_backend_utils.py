@@ -1,4 +1,6 @@
-"""The part of Triton's module for Python models that ours uses, with Triton's own strictness about types."""
+"""The part of Triton's module for Python models that ours uses, with Triton's own strictness about
+types.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Tensor:
 class InferenceResponse:
     """Tensors, or an error."""
 
-    def __init__(self, output_tensors: Sequence[Tensor] = (), error: TritonError | None = None) -> None:
+    def __init__(
+        self, output_tensors: Sequence[Tensor] = (), error: TritonError | None = None
+    ) -> None:
         assert all(isinstance(tensor, Tensor) for tensor in output_tensors)
         assert error is None or isinstance(error, TritonError)
         self.tensors, self.error = output_tensors, error

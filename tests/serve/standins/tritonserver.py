@@ -1,4 +1,6 @@
-"""Behaves as `tritonserver` does with one model of the Python backend: arguments, repository, the routes of HTTP, its words when a model does not load."""
+"""Behaves as `tritonserver` does with one model of the Python backend: arguments, repository, the
+routes of HTTP, its words when a model does not load.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,24 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as utils
 
-KINDS: dict[str, Any] = {"TYPE_STRING": lambda value: np.array([value.encode()], dtype=np.object_), "TYPE_BOOL": lambda value: np.array([value])}
+KINDS: dict[str, Any] = {
+    "TYPE_STRING": lambda value: np.array([value.encode()], dtype=np.object_),
+    "TYPE_BOOL": lambda value: np.array([value]),
+}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tritonserver")
-    for name in ("model-repository", "http-address", "http-port", "allow-grpc", "allow-metrics", "allow-vertex-ai", "exit-timeout-secs", "log-info"):
+    for name in (
+        "model-repository",
+        "http-address",
+        "http-port",
+        "allow-grpc",
+        "allow-metrics",
+        "allow-vertex-ai",
+        "exit-timeout-secs",
+        "log-info",
+    ):
         parser.add_argument(f"--{name}", required=True)
     return parser.parse_args()
 
@@ -44,10 +58,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v2/repository/index":
             self.answer(200, [{"name": self.name, "version": "1", "state": "READY"}])
             return
-        if self.path not in (f"/v2/models/{self.name}/generate", f"/v2/models/{self.name}/generate_stream"):
+        if self.path not in (
+            f"/v2/models/{self.name}/generate",
+            f"/v2/models/{self.name}/generate_stream",
+        ):
             self.answer(404, {"error": "Not Found"})
             return
-        request = utils.Request({name: KINDS[self.inputs[name]](value) for name, value in body.items()})
+        request = utils.Request(
+            {name: KINDS[self.inputs[name]](value) for name, value in body.items()}
+        )
         assert self.model.execute([request]) is None
         answers = list(iter(request.sender.said.get, None))
         if self.path.endswith("_stream"):
@@ -83,14 +102,32 @@ def main() -> None:
     (folder,) = Path(options.model_repository).iterdir()
     config = (folder / "config.pbtxt").read_text()
     assert f'name: "{folder.name}"' in config
-    parameters = dict(re.findall(r'parameters \{ key: "(\w+)" value \{ string_value: "(.*?)" \} \}', config))
-    Handler.name, Handler.inputs = folder.name, dict(re.findall(r'name: "(\w+)" data_type: (\w+) dims: \[ 1 \]', config))
+    parameters = dict(
+        re.findall(r'parameters \{ key: "(\w+)" value \{ string_value: "(.*?)" \} \}', config)
+    )
+    Handler.name, Handler.inputs = (
+        folder.name,
+        dict(re.findall(r'name: "(\w+)" data_type: (\w+) dims: \[ 1 \]', config)),
+    )
     try:
         Handler.model = runpy.run_path(str(folder / "1" / "model.py"))["TritonPythonModel"]()
-        Handler.model.initialize({"model_config": json.dumps({"parameters": {key: {"string_value": value} for key, value in parameters.items()}})})
+        Handler.model.initialize(
+            {
+                "model_config": json.dumps(
+                    {
+                        "parameters": {
+                            key: {"string_value": value} for key, value in parameters.items()
+                        }
+                    }
+                )
+            }
+        )
     except Exception as error:
         where = traceback.format_exc().replace("\n", "\\n")
-        print(f'E1122 04:02:43.814839 12669 backend_model.cc:692] "ERROR: Failed to create instance: {type(error).__name__}: {error}\\n\\nAt:{where}"')
+        print(
+            'E1122 04:02:43.814839 12669 backend_model.cc:692] "ERROR: Failed to create instance:'
+            f' {type(error).__name__}: {error}\\n\\nAt:{where}"'
+        )
         print("error: creating server: Internal - failed to load all models", flush=True)
         os._exit(1)
     ThreadingHTTPServer((options.http_address, int(options.http_port)), Handler).serve_forever()

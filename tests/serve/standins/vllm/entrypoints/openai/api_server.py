@@ -1,7 +1,8 @@
-"""Behaves as vLLM's server process does: the arguments that it takes (and no others), a log, a slow start, its key, its routes, its processes.
+"""Behaves as vLLM's server process does: the arguments that it takes (and no others), a log, a slow
+start, its key, its routes, its processes.
 
-STANDIN: `die` while loading, `crash` at the first question, `deaf` to SIGTERM. The second half of a stream comes once somebody has asked for
-/v1/heard: that the first was heard.
+STANDIN: `die` while loading, `crash` at the first question, `deaf` to SIGTERM. The second half of a
+stream comes once somebody has asked for /v1/heard: that the first was heard.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="api_server.py")
-    for name in ("model", "served-model-name", "host", "dtype", "generation-config", "override-generation-config", "max-model-len"):
+    for name in (
+        "model",
+        "served-model-name",
+        "host",
+        "dtype",
+        "generation-config",
+        "override-generation-config",
+        "max-model-len",
+    ):
         parser.add_argument(f"--{name}", required=True)
     for name in ("port", "max-num-seqs", "shutdown-timeout"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -52,24 +61,47 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self.answer(200, None)
         elif self.permitted():
-            self.answer(200, {"object": "list", "data": [{"id": self.options.served_model_name}]} if self.path == "/v1/models" else None)
+            self.answer(
+                200,
+                (
+                    {"object": "list", "data": [{"id": self.options.served_model_name}]}
+                    if self.path == "/v1/models"
+                    else None
+                ),
+            )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if MODE == "crash":
-            print("(EngineCore pid=6) ERROR 11-22 04:00:00 [core.py:1] RuntimeError: the device is lost", flush=True)
+            print(
+                "(EngineCore pid=6) ERROR 11-22 04:00:00 [core.py:1] RuntimeError: the device is"
+                " lost",
+                flush=True,
+            )
             os._exit(7)
         if not self.permitted():
             return
         if self.path != "/v1/completions":
             self.answer(404, {"detail": "Not Found"})
         elif body.get("model") != self.options.served_model_name:
-            self.answer(404, {"error": {"message": f"The model `{body.get('model')}` does not exist.", "type": "NotFoundError", "code": 404}})
+            self.answer(
+                404,
+                {
+                    "error": {
+                        "message": f"The model `{body.get('model')}` does not exist.",
+                        "type": "NotFoundError",
+                        "code": 404,
+                    }
+                },
+            )
         elif body.get("stream"):
             self.stream(body)
         else:
             prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
-            choices = [{"index": index, "text": said(prompt, body), "finish_reason": "length"} for index, prompt in enumerate(prompts)]
+            choices = [
+                {"index": index, "text": said(prompt, body), "finish_reason": "length"}
+                for index, prompt in enumerate(prompts)
+            ]
             self.answer(200, {"choices": choices[::-1]})
 
     def stream(self, body: dict[str, Any]) -> None:
@@ -79,7 +111,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
         for part in ("one ", "two"):
-            self.wfile.write(f"data: {json.dumps({'choices': [{'index': 0, 'text': part}]})}\n\n".encode())
+            self.wfile.write(
+                f"data: {json.dumps({'choices': [{'index': 0, 'text': part}]})}\n\n".encode()
+            )
             self.wfile.flush()
             if not self.heard.wait(30.0):
                 return
@@ -112,7 +146,9 @@ class Server(ThreadingHTTPServer):
 
 
 def said(prompt: str, body: dict[str, Any]) -> str:
-    return f"{prompt}|" + json.dumps({key: value for key, value in sorted(body.items()) if key not in ("prompt", "model")})
+    return f"{prompt}|" + json.dumps(
+        {key: value for key, value in sorted(body.items()) if key not in ("prompt", "model")}
+    )
 
 
 def main() -> None:
@@ -123,13 +159,27 @@ def main() -> None:
         sys.exit(1)
     if not (Path(options.model) / "config.json").exists():
         sys.exit("OSError: no config.json")
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # vLLM's engine is a process of its own, too
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"]
+    )  # vLLM's engine is a process of its own, too
     if MODE == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
-        signal.signal(signal.SIGTERM, lambda *_: (worker.kill(), print("shut down in order", flush=True), os._exit(0)))
+        signal.signal(
+            signal.SIGTERM,
+            lambda *_: (worker.kill(), print("shut down in order", flush=True), os._exit(0)),
+        )
     if told := os.environ.get("STANDIN_TOLD"):
-        Path(told).write_text(json.dumps({"argv": sys.argv[1:], "worker": worker.pid, "pid": os.getpid(), "level": os.environ.get("VLLM_LOGGING_LEVEL")}))
+        Path(told).write_text(
+            json.dumps(
+                {
+                    "argv": sys.argv[1:],
+                    "worker": worker.pid,
+                    "pid": os.getpid(),
+                    "level": os.environ.get("VLLM_LOGGING_LEVEL"),
+                }
+            )
+        )
     time.sleep(0.5)
     Handler.options = options
     Server((options.host, options.port), Handler).serve_forever()
