@@ -1,0 +1,1 @@
+"""Folders that earlier versions of ingot wrote."""
