@@ -13,11 +13,11 @@ from benchmarks.turns import Contender, Turn, Work
 from ingot.config.presets import preset
 from ingot.config.work import AdamW
 from ingot.data.loader import Batch
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
 from ingot.models.device import computing_in, resolve_compute
-from ingot.models.generate import Generator, Request
-from ingot.models.initial import initialise
+from ingot.models.generation.generator import Generator, Request
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, working_type
 from ingot.parallel.masters import Masters

@@ -16,19 +16,12 @@ from torch import Tensor
 import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
-from ingot.models.adapter import is_adapter
-from ingot.models.decoder import Decoder
-from ingot.models.folder import (
-    CONFIG,
-    LINEAGE,
-    hash_model,
-    model_config,
-    read_lineage,
-    stream_weights,
-)
+from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.hf.folder import CONFIG, LINEAGE, hash_model, model_config, read_lineage
+from ingot.models.hf.meta import is_meta, load_meta
+from ingot.models.hf.tensorfile import Form, stream_weights
 from ingot.models.kinds import Model, base_folder, exported_shapes, exported_weights, open_model
-from ingot.models.meta import is_meta, load_meta
-from ingot.models.tensorfile import Form
+from ingot.models.native.decoder import Decoder
 from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer

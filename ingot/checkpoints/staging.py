@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ingot.models.placed import local, spread_as
+from ingot.models.parameters import local, spread_as
 
 ALIGNED_BYTES = 64
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ingot.models.placed import local
+from ingot.models.parameters import local
 from ingot.parallel.masters import Master, Masters
 from ingot.parallel.mesh import Mesh
 

@@ -130,7 +130,7 @@ def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> i
         )
     from ingot.base.hub import fetch_model
     from ingot.checkpoints.export import copy_adapter, copy_model
-    from ingot.models.meta import is_meta
+    from ingot.models.hf.meta import is_meta
 
     folder: Path | None = Path(source)
     if source.startswith("hf:"):
@@ -154,7 +154,7 @@ def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> i
 def _adapter(folder: Path) -> Path:
     """The adapter that a folder is, or that lies beside the model of a run."""
     from ingot.base.runfolder import RunFolder
-    from ingot.models.adapter import is_adapter
+    from ingot.models.adapters.peft_config import is_adapter
 
     for place in (folder, RunFolder(folder.parent).adapter):
         if is_adapter(place):

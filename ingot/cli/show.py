@@ -114,8 +114,8 @@ def models() -> int:
     from ingot.config.presets import PRESETS
     from ingot.config.presets import THROUGH_TRANSFORMERS as OTHERS
     from ingot.config.shape import parameter_count
-    from ingot.models.architecture import SUPPORTED as NATIVE
-    from ingot.models.hub_config import SUPPORTED as THROUGH_TRANSFORMERS
+    from ingot.models.hf.config import SUPPORTED as THROUGH_TRANSFORMERS
+    from ingot.models.native.config import SUPPORTED as NATIVE
 
     presets = Table(
         "preset",

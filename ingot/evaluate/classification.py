@@ -24,7 +24,7 @@ from ingot.evaluate.figures import mean_metric
 from ingot.evaluate.loss_task import open_held_out, same_set
 from ingot.evaluate.subject import About, Measured, Subject
 from ingot.evaluate.sums import over_samples
-from ingot.models.head import View
+from ingot.models.native.head import View
 
 Numbers = npt.NDArray[np.int64]
 MOST_CLASSES = 20

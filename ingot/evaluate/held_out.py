@@ -19,12 +19,11 @@ from ingot.data.rows import IGNORE, Rows
 from ingot.data.samples import Samples
 from ingot.evaluate.subject import Interrupted
 from ingot.models.device import Compute
-from ingot.objectives.forward import forward
-from ingot.objectives.objective import Objective
-from ingot.objectives.staged import StagedBatches
+from ingot.objectives.forward import StagedBatches, forward
+from ingot.objectives.protocol import Objective
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
-from ingot.parallel.sharing import row_sharing
+from ingot.parallel.rows import row_sharing
 
 GROUP = 2
 """Micro-batches for each rank of a pipeline that go through it together. It keeps room for what

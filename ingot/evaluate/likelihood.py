@@ -18,7 +18,7 @@ from ingot.base.errors import Failed
 from ingot.evaluate.dealing import Floats, by_length, share, together
 from ingot.evaluate.subject import Subject
 from ingot.models.device import computing_in
-from ingot.models.head import IGNORE, View, Vocabulary, apply_head
+from ingot.models.native.head import IGNORE, View, Vocabulary, apply_head
 from ingot.tokenizers.tokenizer import Tokenizer
 
 

@@ -22,8 +22,8 @@ from ingot.evaluate.bootstrap import ratio_interval
 from ingot.evaluate.likelihood import Span, encode_spans, log_likelihoods
 from ingot.evaluate.subject import About, Measured, Subject
 from ingot.evaluate.writing import answers
-from ingot.models.generate import Request
-from ingot.models.sampling import Sampling
+from ingot.models.generation.generator import Request
+from ingot.models.generation.sampling import Sampling
 
 MAX_TOKENS = 256
 CLOSE = 1e-9

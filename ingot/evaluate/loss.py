@@ -19,8 +19,8 @@ from ingot.base.errors import WrongInput
 from ingot.data.loader import Batch, fixed_batches
 from ingot.data.rows import Rows
 from ingot.models.device import Compute, computing_in
-from ingot.models.head import IGNORE
 from ingot.models.kinds import Model
+from ingot.models.native.head import IGNORE
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.mesh import Mesh
 

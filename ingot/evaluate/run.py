@@ -26,13 +26,13 @@ from ingot.evaluate.samples import check_prompts, complete
 from ingot.evaluate.subject import Measured, Subject
 from ingot.evaluate.table import show_report
 from ingot.evaluate.tasks import needs_rows, open_task
-from ingot.models.adapter import is_adapter
+from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import device_name, resolve_compute
-from ingot.models.folder import CONFIG, check_template, model_config, model_hash
-from ingot.models.generate import eos_ids
-from ingot.models.hub import hub_config
+from ingot.models.generation.generator import eos_ids
+from ingot.models.hf.folder import CONFIG, check_template, model_config, model_hash
+from ingot.models.hf.loading import hub_config
 from ingot.models.kinds import base_folder, kind_of_folder, open_model
-from ingot.models.source import named_folder, source_folder, starts_random
+from ingot.models.spec import named_folder, source_folder, starts_random
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.load import load_tokenizer

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from ingot.base.errors import WrongInput
 from ingot.evaluate.subject import About, Subject
 from ingot.evaluate.writing import encode_source, write_here
-from ingot.models.architecture import DecoderConfig
-from ingot.models.generate import Request, check
-from ingot.models.hub import HubConfig
-from ingot.models.summaries import Summary, check_summary
+from ingot.models.generation.generator import Request, check
+from ingot.models.generation.seq2seq import Summary, check_summary
+from ingot.models.hf.loading import HubConfig
+from ingot.models.native.config import DecoderConfig
 
 
 def check_prompts(

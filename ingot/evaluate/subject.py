@@ -14,9 +14,9 @@ from ingot.base.errors import WrongInput
 from ingot.base.evaluation import Metric
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
-from ingot.models.decoder import Decoder
 from ingot.models.device import Compute
 from ingot.models.kinds import Kind, Model
+from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.tokenizer import Tokenizer
 

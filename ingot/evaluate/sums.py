@@ -17,7 +17,7 @@ from ingot.data.samples import Samples
 from ingot.evaluate.dealing import Floats, together
 from ingot.evaluate.subject import Subject
 from ingot.models.device import computing_in
-from ingot.models.head import IGNORE, TokenFunction
+from ingot.models.native.head import IGNORE, TokenFunction
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.tokenizers.tokenizer import Tokenizer
 

@@ -11,11 +11,11 @@ from ingot.config.objective import Seq2Seq as Seq2SeqObjective
 from ingot.config.recipe import Recipe
 from ingot.evaluate.dealing import all_texts, by_length, share
 from ingot.evaluate.subject import Subject
-from ingot.models.decoder import Decoder
 from ingot.models.device import computing_in
-from ingot.models.generate import Generator, Request
-from ingot.models.hub import Encoder
-from ingot.models.summaries import Summary, write
+from ingot.models.generation.generator import Generator, Request
+from ingot.models.generation.seq2seq import Summary, write
+from ingot.models.hf.loading import Encoder
+from ingot.models.native.decoder import Decoder
 from ingot.tokenizers.tokenizer import Tokenizer
 
 GROUPS = 4

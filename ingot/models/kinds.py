@@ -14,13 +14,14 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.config.objective import Documents
-from ingot.models import folder as folders
-from ingot.models.adapter import base_of, class_count, is_adapter, load_adapter
-from ingot.models.architecture import SUPPORTED as NATIVE
-from ingot.models.decoder import Decoder
-from ingot.models.hub import Encoder, Seq2Seq, hub_weights, load_hub
-from ingot.models.hub_config import hub_config
-from ingot.models.lora import A, B, merged_weights
+from ingot.models.adapters.lora import A, B, merged_weights
+from ingot.models.adapters.peft import class_count, load_adapter
+from ingot.models.adapters.peft_config import base_of, is_adapter
+from ingot.models.hf import folder as folders
+from ingot.models.hf.config import hub_config
+from ingot.models.hf.loading import Encoder, Seq2Seq, hub_weights, load_hub
+from ingot.models.native.config import SUPPORTED as NATIVE
+from ingot.models.native.decoder import Decoder
 
 Kind = Literal["decoder", "seq2seq", "encoder"]
 Model = Decoder | Seq2Seq | Encoder

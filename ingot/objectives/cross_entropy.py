@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ingot.data.loader import Batch
-from ingot.models.head import IGNORE, View, summed
-from ingot.objectives.objective import AllSum
+from ingot.models.native.head import IGNORE, View, summed
+from ingot.objectives.protocol import AllSum
 
 
 class CrossEntropy:

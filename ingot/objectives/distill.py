@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ingot.data.loader import Batch
-from ingot.models.decoder import Decoder
-from ingot.models.head import IGNORE, View, summed
-from ingot.objectives.objective import AllSum
+from ingot.models.native.decoder import Decoder
+from ingot.models.native.head import IGNORE, View, summed
+from ingot.objectives.protocol import AllSum
 
 
 class Distill:

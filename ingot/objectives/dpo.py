@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ingot.data.loader import Batch
-from ingot.models.head import View
-from ingot.objectives.objective import AllSum
+from ingot.models.native.head import View
+from ingot.objectives.protocol import AllSum
 
 
 def answer_log_probabilities(values: Tensor, all_sum: AllSum) -> Tensor:

@@ -10,9 +10,11 @@ outside the graph. The model may be on `meta`: nothing here needs a weight.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,10 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ingot.config.layout import Memory, Parallel, Precision
-from ingot.models.decoder import Decoder
 from ingot.models.device import Compute
 from ingot.models.kinds import Model
-from ingot.parallel.compiled import compile_layers
+from ingot.models.native.decoder import Decoder
 from ingot.parallel.context import context_attention
 from ingot.parallel.float8 import use_float8
 from ingot.parallel.masters import Masters
@@ -31,8 +32,28 @@ from ingot.parallel.mesh import Mesh
 from ingot.parallel.offload import offload_activations
 from ingot.parallel.pipeline import Pipeline, parts, twins
 from ingot.parallel.recompute import recompute_layers
-from ingot.parallel.shard import shard_weights
+from ingot.parallel.shard import layers, shard_weights
 from ingot.parallel.tensor import share_tensors
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the layers of a model, or of a stage of it, when they are first called; names stay
+    what they are.
+    """
+    keep_compiled()
+    for layer in layers(model):
+        layer.compile()
+
+
+def keep_compiled() -> None:
+    """Let what is compiled outlive restarts of the machine, unless the environment says where it is
+    kept: torch's own place is a temporary one.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault(CACHE, str(base / "ingot" / "compiled"))
+
 
 TYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

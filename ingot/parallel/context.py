@@ -7,13 +7,56 @@ Nothing else in it looks at two tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ingot.models.attention import Attention, dense
+from ingot.models.native.attention import Attention, Look, dense
+from ingot.parallel.collectives import exchange, gather
 from ingot.parallel.ring import RingAttention
-from ingot.parallel.ulysses import UlyssesAttention
+from ingot.parallel.rows import pair, piece_size, whole
+
+
+@dataclass(frozen=True)
+class UlyssesAttention:
+    """Attention over rows that the ranks of a group share."""
+
+    group: ProcessGroup
+    world: int
+
+    def __call__(
+        self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
+    ) -> dict[int | None, Look]:
+        """positions, segments `[B, T]`. All ranks must agree on whether there are segments."""
+        piece_size(positions.shape[1])
+        looks = dense(
+            self._row(positions), None if segments is None else self._row(segments), windows
+        )
+        return {window: partial(self._look, look) for window, look in looks.items()}
+
+    def _row(self, numbers: Tensor) -> Tensor:
+        """`[B, T]` -> `[B, WT]`."""
+        return whole(gather(numbers, self.group))
+
+    def _look(self, look: Look, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
+        return self._to_tokens(look(self._to_heads(q), self._to_heads(k), self._to_heads(v)))
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """`[B, H, T, E]`, some tokens of all heads -> `[B, H/W, WT, E]`, all tokens of some heads,
+        in the order of the row.
+        """
+        return whole(exchange(torch.stack(x.chunk(self.world, 1)), self.group).unbind(), dim=2)
+
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """`[B, H/W, WT, E]` -> `[B, H, T, E]`."""
+        shares = torch.stack([pair(x, rank, self.world, dim=2) for rank in range(self.world)])
+        return torch.cat(exchange(shares, self.group).unbind(), 1)
 
 
 def context_attention(

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from ingot.models.placed import local, spread_as
+from ingot.models.parameters import local, spread_as
 from ingot.parallel.mesh import Mesh
 
 HOST = torch.device("cpu")

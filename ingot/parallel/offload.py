@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from ingot.models.placed import local, spread_as
+from ingot.models.parameters import local, spread_as
 from ingot.parallel.shard import stacks
 
 SMALL_BYTES = 2**12

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import (
 
 from ingot.base.errors import WrongInput
 from ingot.config.layout import Recompute
-from ingot.models.decoder import Decoder, in_order
-from ingot.models.hub import Seq2Seq
+from ingot.models.adapters.lora import LoraState, lora_state
+from ingot.models.hf.loading import Seq2Seq
 from ingot.models.kinds import Kind
-from ingot.models.lora import LoraState, lora_state
+from ingot.models.native.decoder import Decoder, in_order
 from ingot.parallel.shard import stacks
 
 Checkpoint = Callable[..., Any]

@@ -11,7 +11,7 @@ outside the window. As a row is cut in 2W pieces (`ingot.parallel.rows`), most p
 seen as a whole or not at all; only the others need a mask.
 
 Shapes: T is this rank's share of a row, two pieces of P tokens each; the others as in
-`ingot.parallel.blocks`.
+`ingot.parallel.blockwise`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ingot.models.attention import Look
-from ingot.parallel.blocks import Part, kernel_for, merge
+from ingot.models.native.attention import Look
+from ingot.parallel.blockwise import Part, kernel_for, merge
 from ingot.parallel.collectives import gather
 from ingot.parallel.rows import piece_size, whole
 

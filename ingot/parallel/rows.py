@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ingot.base.errors import WrongInput
+from ingot.parallel.collectives import sum_both
+from ingot.parallel.mesh import Mesh
 
 
 def share(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int = 1) -> Tensor:
@@ -57,3 +60,28 @@ def whole(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
         return shares[0]
     first, second = zip(*(each.chunk(2, dim) for each in shares), strict=True)
     return torch.cat((*first, *reversed(second)), dim)
+
+
+@dataclass(frozen=True)
+class RowSharing:
+    """Implements `ingot.objectives.protocol.RowSharing`."""
+
+    mesh: Mesh
+
+    @property
+    def world(self) -> int:
+        return self.mesh.context.world
+
+    def share(self, tensor: Tensor, fill: int) -> Tensor:
+        # Sequence parallelism cuts a part once more.
+        return share(
+            tensor, self.mesh.context.rank, self.world, fill, multiple=self.mesh.tensor.world
+        )
+
+    def total(self, part: Tensor) -> Tensor:
+        return sum_both(part, self.mesh.context.group)
+
+
+def row_sharing(mesh: Mesh) -> RowSharing | None:
+    """How this job shares rows; None where every rank has whole ones."""
+    return None if mesh.context.world == mesh.tensor.world == 1 else RowSharing(mesh)

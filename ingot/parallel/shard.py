@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from ingot.models.decoder import Decoder
+from ingot.models.native.decoder import Decoder
 
 
 def shard_weights(

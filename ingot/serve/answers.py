@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ingot.models.request import Completion
+from ingot.models.generation.request import Completion
 from ingot.serve.engine import Ticket
 from ingot.serve.refused import Refused
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.generate import Completion, Job, Piece, Request, check, join
-from ingot.models.sampling import choose
-from ingot.models.textstream import Decode
+from ingot.models.generation.generator import Completion, Job, Piece, Request, check, join
+from ingot.models.generation.request import Decode
+from ingot.models.generation.sampling import choose
 
 # Positions of models that do not say how many they have: they tell them by distance, or keep a
 # state.

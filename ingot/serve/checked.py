@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.models.adapter import is_adapter
-from ingot.models.folder import check_template, model_config, weight_files
+from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.hf.folder import check_template, model_config, weight_files
 from ingot.models.kinds import Kind, base_folder, kind_of_folder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer

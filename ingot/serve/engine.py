@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.progress import say
-from ingot.models.request import Completion, Piece, Request, join
+from ingot.models.generation.request import Completion, Piece, Request, join
 from ingot.serve.metrics import Metrics
 from ingot.serve.refused import Refused
 from ingot.serve.worker import Interruptible, Worker

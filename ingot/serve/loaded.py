@@ -11,16 +11,16 @@ from typing import Any, Literal
 import torch
 
 from ingot.base.progress import say
-from ingot.models.architecture import SUPPORTED as NATIVE
-from ingot.models.classifier import Classifier
-from ingot.models.decoder import Decoder
 from ingot.models.device import pick_device, resolve_compute
-from ingot.models.folder import CONFIG, model_config, read_lineage
-from ingot.models.generate import Generator, check, eos_ids
-from ingot.models.hub import Encoder, Seq2Seq
+from ingot.models.generation.classifier import Classifier
+from ingot.models.generation.generator import Generator, check, eos_ids
+from ingot.models.generation.request import Request
+from ingot.models.generation.seq2seq import Summarizer, Summary, check_summary, check_text
+from ingot.models.hf.folder import CONFIG, model_config, read_lineage
+from ingot.models.hf.loading import Encoder, Seq2Seq
 from ingot.models.kinds import Kind, Model, open_model
-from ingot.models.request import Request
-from ingot.models.summaries import Summarizer, Summary, check_summary, check_text
+from ingot.models.native.config import SUPPORTED as NATIVE
+from ingot.models.native.decoder import Decoder
 from ingot.serve.causal import Causal, CausalWriter, load_causal
 from ingot.serve.checked import Checked, check_causal, check_folder, check_vocabulary
 from ingot.tokenizers.tokenizer import Tokenizer

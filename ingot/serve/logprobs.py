@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ingot.models.generate import Token
+from ingot.models.generation.generator import Token
 from ingot.tokenizers.tokenizer import Tokenizer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ingot.models.request import Completion, Piece
+from ingot.models.generation.request import Completion, Piece
 from ingot.serve.answers import EventStream, completions
 from ingot.serve.bodies import ChatBody, CompletionBody
 from ingot.serve.engine import Ticket

@@ -14,10 +14,10 @@ import httpx
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.config.serving import answered, triton_question, triton_route
-from ingot.models.classifier import Classifier, Scored
-from ingot.models.request import Request
-from ingot.models.sampling import Sampling
-from ingot.models.summaries import Summarizer, Summary
+from ingot.models.generation.classifier import Classifier, Scored
+from ingot.models.generation.request import Request
+from ingot.models.generation.sampling import Sampling
+from ingot.models.generation.seq2seq import Summarizer, Summary
 from ingot.serve.loaded import Loaded, load
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ingot.config.place import Serve
-from ingot.models.request import Request
-from ingot.models.sampling import Sampling
-from ingot.models.summaries import Summary
+from ingot.models.generation.request import Request
+from ingot.models.generation.sampling import Sampling
+from ingot.models.generation.seq2seq import Summary
 from ingot.serve.bodies import Options
 from ingot.serve.engine import Engine, Ticket
 from ingot.serve.loaded import Loaded

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from ingot.base.errors import IngotError
 from ingot.base.progress import say
-from ingot.models.request import Piece, Request
-from ingot.models.sampling import Sampling
+from ingot.models.generation.request import Piece, Request
+from ingot.models.generation.sampling import Sampling
 from ingot.serve.bodies import PredictParameters
 from ingot.serve.loaded import Loaded, load
 from ingot.serve.refused import Refused, explain

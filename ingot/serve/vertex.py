@@ -21,7 +21,7 @@ from fastapi import APIRouter, Request
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import CHUNK_BYTES, atomic_file, find_files, is_remote, open_read
 from ingot.config.place import Serve
-from ingot.models.classifier import Scored
+from ingot.models.generation.classifier import Scored
 from ingot.models.kinds import Kind
 from ingot.serve.answers import awaited, completions
 from ingot.serve.bodies import ClassifyBody, PredictBody, SummaryBody

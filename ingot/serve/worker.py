@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ingot.models.request import Piece, Request
+from ingot.models.generation.request import Piece, Request
 
 
 class Worker(Protocol):

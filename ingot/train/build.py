@@ -15,11 +15,11 @@ from ingot.base.sinks import Guarded, JsonLines, TensorBoard, WeightsAndBiases
 from ingot.checkpoints.store import Found, load_checkpoint
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.models.adapter import load_adapter
-from ingot.models.blueprint import Blueprint, draft_model, fill_model
-from ingot.models.folder import model_hash
+from ingot.models.adapters.lora import add_lora, draw_adapter
+from ingot.models.adapters.peft import load_adapter
+from ingot.models.hf.folder import model_hash
 from ingot.models.kinds import Model
-from ingot.models.lora import add_lora, draw_adapter
+from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.parallel.apply import apply_wrappers, finish_wrapping, home_of_weights, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh

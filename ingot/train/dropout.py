@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ingot.base.fingerprint import fingerprint
 from ingot.data.loader import Batch
-from ingot.models.decoder import Decoder
+from ingot.models.adapters.lora import lora_state
 from ingot.models.kinds import Model
-from ingot.models.lora import lora_state
+from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 
 

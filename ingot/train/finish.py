@@ -17,13 +17,14 @@ from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.store import WholeWeights, checkpoint_in, load_checkpoint, step_folder
-from ingot.models.adapter import is_adapter, save_adapter
-from ingot.models.blueprint import draft_model
-from ingot.models.decoder import Decoder
-from ingot.models.folder import LINEAGE, named_tensors, weight_files
+from ingot.models.adapters.lora import A, B, add_lora, lora_layers
+from ingot.models.adapters.peft import save_adapter
+from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.hf.folder import LINEAGE, named_tensors, weight_files
 from ingot.models.kinds import Model, exported_shapes
-from ingot.models.lora import A, B, add_lora, lora_layers
-from ingot.models.placed import is_spread
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import is_spread
+from ingot.models.spec import draft_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import Trainee, lineage

@@ -18,8 +18,7 @@ from ingot.config.shape import batch_plan, check_layout, total_steps
 from ingot.data.opened import IGNORE, Ids, Opened
 from ingot.data.rows import Row, Rows
 from ingot.data.samples import Fields, Samples
-from ingot.models.blueprint import blueprint
-from ingot.models.source import named_folder, source_config, source_folder
+from ingot.models.spec import blueprint, named_folder, source_config, source_folder
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer

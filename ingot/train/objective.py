@@ -13,17 +13,16 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.config import objective as knobs
 from ingot.config.recipe import Recipe
-from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint
-from ingot.models.decoder import Decoder
 from ingot.models.device import Compute
-from ingot.models.folder import CONFIG, load_model, load_weights, model_config
-from ingot.models.placed import give_memory
-from ingot.models.source import named_folder
+from ingot.models.hf.folder import CONFIG, load_model, load_weights, model_config
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import give_memory
+from ingot.models.spec import Blueprint, named_folder
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.distill import Distill
 from ingot.objectives.dpo import DPO
-from ingot.objectives.objective import Objective
+from ingot.objectives.protocol import Objective
 from ingot.parallel.apply import TYPES, Wrapping, apply_wrappers
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.load import load_tokenizer

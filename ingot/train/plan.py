@@ -17,8 +17,8 @@ from ingot.data.manifest import prepared_for
 from ingot.data.order import Order
 from ingot.data.rows import Rows, open_rows
 from ingot.data.samples import Samples
-from ingot.models.blueprint import Blueprint, blueprint
 from ingot.models.device import Compute
+from ingot.models.spec import Blueprint, blueprint
 from ingot.parallel.apply import Wrapping
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.load import load_tokenizer

@@ -26,19 +26,18 @@ from ingot.config import objective as knobs
 from ingot.data.loader import fixed_batches
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples
-from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint, draft_model, fill_model
 from ingot.models.device import computing_in
-from ingot.models.folder import model_config, model_hash
+from ingot.models.hf.folder import model_config, model_hash
 from ingot.models.kinds import Model
-from ingot.models.source import named_folder
+from ingot.models.native.config import DecoderConfig
+from ingot.models.spec import Blueprint, draft_model, fill_model, named_folder
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.dpo import answer_log_probabilities
 from ingot.objectives.forward import cut
 from ingot.parallel.apply import Wrapping, apply_wrappers
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.sharing import row_sharing
+from ingot.parallel.rows import row_sharing
 from ingot.train.plan import Plan
 
 Floats = npt.NDArray[np.float32]

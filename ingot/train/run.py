@@ -26,8 +26,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
 from ingot.data.loader import Batch, Loader
 from ingot.models.device import device_name, peak_flops
-from ingot.models.folder import model_hash
-from ingot.models.placed import is_spread
+from ingot.models.hf.folder import model_hash
+from ingot.models.parameters import is_spread
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import whole_size
 from ingot.train.account import Account, Tell, next_attempt, note_lost, since_created, teller

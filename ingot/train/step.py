@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 
 from ingot.data.loader import Batch
 from ingot.models.device import Compute
-from ingot.objectives.forward import forward
-from ingot.objectives.objective import Objective
-from ingot.objectives.staged import StagedBatches
+from ingot.objectives.forward import StagedBatches, forward
+from ingot.objectives.protocol import Objective
 from ingot.parallel.apply import last_micro_batch, sum_factor
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
-from ingot.parallel.sharing import row_sharing
+from ingot.parallel.rows import row_sharing
 from ingot.train.spikes import Spikes
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from ingot.models.placed import box
+from ingot.models.parameters import box
 from ingot.parallel.masters import Masters
 
 SLICE = 2**20

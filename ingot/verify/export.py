@@ -18,10 +18,10 @@ from ingot.config.recipe import Recipe
 from ingot.data.examples import from_labelled, from_pair
 from ingot.data.manifest import prefix_of, prepared_for
 from ingot.data.texts import read_documents
-from ingot.models.adapter import load_adapter
+from ingot.models.adapters.lora import adapter_parameters
+from ingot.models.adapters.peft import load_adapter
 from ingot.models.device import pick_device, resolve_compute
-from ingot.models.folder import hash_model
-from ingot.models.lora import adapter_parameters
+from ingot.models.hf.folder import hash_model
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.chats import WHAT as CHATS

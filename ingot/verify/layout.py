@@ -23,7 +23,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees_of
 from ingot.config.work import SGD
 from ingot.data.manifest import prepared_for
-from ingot.models.architecture import DecoderConfig
+from ingot.models.native.config import DecoderConfig
 from ingot.verify.difference import Difference, compare
 from ingot.verify.layouts import AXES, Layout, for_recipe, parsed
 from ingot.verify.measured import Measured, measure, measure_alone

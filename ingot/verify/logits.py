@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ingot.data.loader import Batch, fixed_batches
 from ingot.data.rows import IGNORE, Rows, Samples
-from ingot.models.head import View
 from ingot.models.kinds import Kind, Model
+from ingot.models.native.head import View
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.theirs import Theirs
 

@@ -16,9 +16,8 @@ from ingot.base.environment import Ranks, ranks
 from ingot.config.shape import Degrees, degrees_of
 from ingot.data.loader import Batch, Loader
 from ingot.data.opened import IGNORE
-from ingot.models.initial import fill_normal
-from ingot.models.lora import lora_layers
-from ingot.models.placed import Box, box, local
+from ingot.models.adapters.lora import lora_layers
+from ingot.models.parameters import Box, box, fill_normal, local
 from ingot.parallel.mesh import Mesh, make_mesh
 from ingot.train.build import Trainee, build_trainee
 from ingot.train.dropout import seed_dropout

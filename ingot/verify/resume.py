@@ -27,7 +27,7 @@ from ingot.base.storage import sha256_file
 from ingot.checkpoints.store import StoredTensors, newest_valid
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
-from ingot.models.folder import weight_files
+from ingot.models.hf.folder import weight_files
 from ingot.verify.proof import Check, Proof
 
 STEPS, EVERY = 9, 3

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ingot.base.server import ask, running_server
-from ingot.models.request import Token
+from ingot.models.generation.request import Token
 from ingot.serve.logprobs import LogprobWriter
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check

@@ -28,12 +28,13 @@ from ingot.config.shape import batch_plan, degrees_of
 from ingot.data.opened import IGNORE, Ids
 from ingot.data.rows import Row, Rows
 from ingot.data.samples import Fields, Samples
-from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint
-from ingot.models.decoder import Decoder
-from ingot.models.folder import CONFIG, model_config, save_weights
-from ingot.models.hub_config import hub_config
-from ingot.models.initial import initialise
+from ingot.models.hf.config import hub_config
+from ingot.models.hf.folder import CONFIG, model_config
+from ingot.models.hf.tensorfile import save_weights
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
+from ingot.models.spec import Blueprint
 from ingot.parallel.mesh import Mesh
 from ingot.train.plan import Plan, plan_run
 

@@ -19,10 +19,10 @@ from ingot.checkpoints.store import COMMIT, Found, committed, load_checkpoint, s
 from ingot.config.identity import changes
 from ingot.config.layout import Parallel
 from ingot.config.recipe import Recipe
-from ingot.models.blueprint import build_model
-from ingot.models.folder import CONFIG, LINEAGE, read_lineage
+from ingot.models.adapters.lora import adapter_parameters, add_lora
+from ingot.models.hf.folder import CONFIG, LINEAGE, read_lineage
 from ingot.models.kinds import Model
-from ingot.models.lora import adapter_parameters, add_lora
+from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.plan import Plan, plan_run

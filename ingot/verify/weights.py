@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ingot.models.folder import stored_tensors
+from ingot.models.adapters.lora import fold, lora_layers
+from ingot.models.hf.folder import stored_tensors
 from ingot.models.kinds import Model, exported_weights
-from ingot.models.lora import fold, lora_layers
 
 FOLDED_FP32 = 2.0**-20
 """What a weight that an adapter was folded into may differ by, as a share of its tensor's largest:

@@ -25,10 +25,10 @@ from ingot.checkpoints.export import export_model
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import committed, load_checkpoint, newest_valid
 from ingot.config.work import AdamW
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.folder import hash_model, read_lineage
-from ingot.models.initial import initialise
+from ingot.models.hf.folder import hash_model, read_lineage
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.registry.store import Registry

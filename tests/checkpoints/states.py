@@ -21,9 +21,9 @@ from ingot.checkpoints import store
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import load_checkpoint, newest_valid
 from ingot.config.work import SGD, AdamW
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optim import make_optimizer

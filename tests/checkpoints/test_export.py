@@ -13,11 +13,12 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
 from ingot.cli.model import copy_checked
 from ingot.config.work import Lora
-from ingot.models.adapter import is_adapter, save_adapter
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
-from ingot.models.lora import add_lora
+from ingot.models.adapters.lora import add_lora
+from ingot.models.adapters.peft import save_adapter
+from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.serve.loaded import load
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances

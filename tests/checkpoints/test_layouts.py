@@ -23,10 +23,10 @@ from ingot.checkpoints.store import (
 )
 from ingot.config.layout import Parallel
 from ingot.config.work import AdamW, Lora
-from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint, draft_model, fill_model
-from ingot.models.lora import add_lora
-from ingot.models.placed import box, local
+from ingot.models.adapters.lora import add_lora
+from ingot.models.native.config import DecoderConfig
+from ingot.models.parameters import box, local
+from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.parallel.apply import Wrapping, apply_wrappers, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh

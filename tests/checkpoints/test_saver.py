@@ -23,7 +23,7 @@ from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import COMMIT, committed, load_checkpoint, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream
 from ingot.config.layout import Parallel
-from ingot.models.placed import box, local
+from ingot.models.parameters import box, local
 from ingot.parallel.mesh import running_mesh
 from tests.checkpoints.states import (
     ALONE,

@@ -20,7 +20,7 @@ from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import COMMIT, newest_valid, step_folder, write_checkpoint
 from ingot.checkpoints.writer import HashedStream, write_tensors
 from ingot.config.layout import Parallel
-from ingot.models.placed import local
+from ingot.models.parameters import local
 from ingot.parallel.mesh import running_mesh
 from tests.checkpoints.states import ALONE, trained
 from tests.checkpoints.test_layouts import trainee, value

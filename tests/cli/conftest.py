@@ -9,9 +9,9 @@ import torch
 
 from ingot.checkpoints.export import export_model
 from ingot.config.presets import preset
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.tokenizers.bpe import train_bpe
 from tests.small import TINY_MODEL
 

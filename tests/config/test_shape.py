@@ -13,8 +13,8 @@ from ingot.config.layout import Parallel
 from ingot.config.presets import PRESETS, preset
 from ingot.config.shape import batch_plan, flops_per_token, parameter_count, total_steps
 from ingot.config.work import Train
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
 from tests import tolerances
 
 

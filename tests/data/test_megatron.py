@@ -20,7 +20,7 @@ from ingot.data.engines.local import LocalEngine
 from ingot.data.manifest import read_prepared
 from ingot.data.packing import pack
 from ingot.data.rows import IGNORE, open_rows
-from ingot.models.attention import document_mask
+from ingot.models.native.attention import document_mask
 from tests.data.test_rows import write
 
 indexed = pytest.importorskip(

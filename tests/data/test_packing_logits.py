@@ -17,9 +17,9 @@ from ingot.data.loader import Batch, fixed_batches
 from ingot.data.manifest import read_prepared
 from ingot.data.packing import pack
 from ingot.data.rows import IGNORE, open_rows
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from tests import tolerances
 from tests.data.test_rows import write
 

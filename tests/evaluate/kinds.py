@@ -14,7 +14,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.tokenizers.load import load_tokenizer
 from tests.evaluate.made import place_model, write_lines
-from tests.models import hub_tiny
+from tests.models.hf import tiny as hub_tiny
 from tests.small import small_recipe
 
 WORDS = [

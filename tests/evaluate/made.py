@@ -11,7 +11,7 @@ from typing import Any
 
 from ingot.config.recipe import Recipe
 from ingot.evaluate.subject import Subject
-from ingot.models.generate import eos_ids
+from ingot.models.generation.generator import eos_ids
 from ingot.models.kinds import kind_of_folder, open_model
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.load import load_tokenizer

@@ -14,8 +14,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.work import SGD
 from ingot.data.rows import open_rows
 from ingot.evaluate.held_out import held_out_objective
-from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint, draft_model, fill_model
+from ingot.models.native.config import DecoderConfig
+from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, apply_wrappers, evaluating, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh

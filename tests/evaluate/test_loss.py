@@ -17,7 +17,7 @@ from ingot.data.manifest import read_prepared
 from ingot.data.rows import Rows, open_rows
 from ingot.evaluate.corpus import document_bytes, open_columns, pairs
 from ingot.evaluate.loss import Stretches, gathered, mean_loss, row_losses, score
-from ingot.models.folder import load_model
+from ingot.models.hf.folder import load_model
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances

@@ -19,7 +19,7 @@ from ingot.base.steprecord import Outcome
 from ingot.config.recipe import Recipe
 from ingot.data.texts import read_documents
 from ingot.evaluate.run import evaluate
-from ingot.models.folder import model_hash
+from ingot.models.hf.folder import model_hash
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.evaluate.made import place_model, with_model

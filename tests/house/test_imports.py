@@ -81,7 +81,7 @@ LAZY_OWNERS = {
     "py3langid": {"ingot.data.cleaning.languages"},
     "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
-    "transformers": {"ingot.models.hub_config", "ingot.serve.causal", "ingot.verify.theirs"},
+    "transformers": {"ingot.models.hf.config", "ingot.serve.causal", "ingot.verify.theirs"},
     "peft": {"ingot.verify.theirs"},
     "rouge_score": {"ingot.evaluate.rouge"},
     "kfp": {"ingot.pipeline.spec"},

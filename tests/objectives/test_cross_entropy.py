@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ingot.data.loader import Batch
-from ingot.models.folder import load_model
+from ingot.models.hf.folder import load_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.forward import forward
 from tests import tolerances

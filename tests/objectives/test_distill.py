@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ingot.data.loader import Batch
-from ingot.models import head
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
+from ingot.models.native import head
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.objectives.distill import Distill
 from ingot.objectives.forward import forward
 from tests import tolerances

@@ -17,7 +17,7 @@ from ingot.data.ingest import ingest
 from ingot.data.loader import Batch, fixed_batches
 from ingot.data.prepare import prepare
 from ingot.data.rows import open_rows
-from ingot.models.folder import load_model
+from ingot.models.hf.folder import load_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.dpo import DPO, answer_log_probabilities
 from ingot.objectives.forward import forward

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from ingot.config.layout import Parallel
 from ingot.config.work import SGD, Lora
 from ingot.data.loader import Batch
-from ingot.models import head
-from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint, draft_model, fill_model
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
-from ingot.models.lora import add_lora
-from ingot.models.placed import local
+from ingot.models.adapters.lora import add_lora
+from ingot.models.native import head
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise, local
+from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.distill import Distill
-from ingot.objectives.objective import AllSum
+from ingot.objectives.protocol import AllSum
 from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh

@@ -16,9 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ingot.data.loader import Batch
-from ingot.models.placed import local
+from ingot.models.parameters import local
 from ingot.objectives import forward
-from ingot.parallel import apply, masters, sharing, vocabulary
+from ingot.parallel import apply, masters
+from ingot.parallel import rows as sharing
+from ingot.parallel import tensor as vocabulary
 from ingot.parallel.masters import Masters
 from ingot.train import step
 from ingot.verify.measured import Measured, UnevenLoader, measure

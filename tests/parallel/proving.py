@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config.recipe import Recipe
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.folder import save_weights
-from ingot.models.initial import initialise
+from ingot.models.hf.tensorfile import save_weights
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.verify.layout import PRELOAD, Bounds, Prover, Reference
 from tests import tolerances
 from tests.small import small_recipe

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ingot.models.attention import Attention, Look, dense
-from ingot.models.head import IGNORE
+from ingot.models.native.attention import Attention, Look, dense
+from ingot.models.native.head import IGNORE
 from ingot.parallel.rows import pair, share
 
 ROWS = ((5, 19, 24), (40, 3), (48,), ())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from ingot.parallel.compiled import CACHE, keep_compiled
+from ingot.parallel.apply import CACHE, keep_compiled
 from tests import tolerances
 from tests.parallel.wrapped_run import Case, Result, run_case, run_cases
 from tests.ranks import run_ranks

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ingot.base.errors import WrongInput
 from ingot.config.layout import Parallel
-from ingot.models.architecture import DecoderConfig
-from ingot.models.attention import Attention, dense
-from ingot.models.decoder import Decoder
 from ingot.models.device import computing_in
-from ingot.models.initial import initialise
+from ingot.models.native.attention import Attention, dense
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel import ring
-from ingot.parallel.blocks import Products
+from ingot.parallel.blockwise import Products
 from ingot.parallel.context import context_attention
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.ring import RingAttention, Round

@@ -11,15 +11,15 @@ from torch import nn
 from torchao.float8.float8_linear import Float8Linear
 
 from ingot.base.errors import WrongInput
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
 from ingot.models.kinds import exported_weights
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.parallel import float8
 from ingot.parallel.float8 import check_float8, use_float8
 from ingot.parallel.shard import layers
 from tests import tolerances
-from tests.models.hub_tiny import drawn
+from tests.models.hf.tiny import drawn
 from tests.parallel import wrapped_run
 from tests.parallel.wrapped_run import MODEL, Case, run_case, run_cases
 from tests.ranks import run_ranks

@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 from ingot.config.layout import Parallel
 from ingot.config.work import SGD
 from ingot.data.loader import Batch
-from ingot.models.head import IGNORE
-from ingot.models.hub import Encoder
+from ingot.models.hf.loading import Encoder
+from ingot.models.native.head import IGNORE
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optim import make_optimizer
 from ingot.train.step import train_step
 from tests import tolerances
-from tests.models.hub_tiny import ALL, LABELS, VOCAB, drawn
+from tests.models.hf.tiny import ALL, LABELS, VOCAB, drawn
 from tests.ranks import run_ranks
 from tests.train.test_step import distance
 

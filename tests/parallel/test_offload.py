@@ -15,10 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ingot.base.environment import Ranks
 from ingot.config.layout import Memory, Offload
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
-from ingot.models.placed import local, spread_as
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise, local, spread_as
 from ingot.parallel import offload
 from ingot.parallel.masters import HOST, Masters
 from ingot.parallel.mesh import Mesh, running_mesh

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 from ingot.base.errors import WrongInput
 from ingot.config.layout import Recompute
 from ingot.config.work import Lora
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.hub import Seq2Seq
-from ingot.models.initial import fill_normal, initialise
-from ingot.models.lora import add_lora, lora_layers, lora_state
+from ingot.models.adapters.lora import add_lora, lora_layers, lora_state
+from ingot.models.hf.loading import Seq2Seq
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import fill_normal, initialise
 from ingot.parallel.recompute import recompute_layers
-from tests.models.hub_tiny import drawn
+from tests.models.hf.tiny import drawn
 from tests.parallel.wrapped_run import MODEL, Case, Result, run_case, run_cases
 from tests.ranks import run_ranks
 from tests.train.test_step import distance, global_batch

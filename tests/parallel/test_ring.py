@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.models.attention import causal_mask, document_mask
+from ingot.models.native.attention import causal_mask, document_mask
 from ingot.parallel.ring import RingAttention, plan
 from ingot.parallel.rows import whole
 from tests.parallel.shared_rows import LENGTH, make_rows

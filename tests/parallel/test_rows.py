@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.models.head import IGNORE
+from ingot.models.native.head import IGNORE
 from ingot.parallel.rows import pair, piece_size, share, whole
 
 

@@ -18,15 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ingot.base.errors import WrongInput
 from ingot.config.layout import Parallel
 from ingot.config.work import Lora
-from ingot.models import folder as folders
-from ingot.models.adapter import load_adapter, save_adapter
-from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint, build_model, draft_model, fill_model
-from ingot.models.decoder import Decoder
-from ingot.models.initial import fill_normal
+from ingot.models.adapters.lora import add_lora, draw_adapter, lora_layers
+from ingot.models.adapters.peft import load_adapter, save_adapter
+from ingot.models.hf import folder as folders
 from ingot.models.kinds import Model
-from ingot.models.lora import add_lora, draw_adapter, lora_layers
-from ingot.models.placed import box, local
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import box, fill_normal, local
+from ingot.models.spec import Blueprint, build_model, draft_model, fill_model
 from ingot.parallel.apply import Wrapping, apply_wrappers
 from ingot.parallel.mesh import Mesh, running_mesh
 from tests.models.tiny import make_member, make_reference

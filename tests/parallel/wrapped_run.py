@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from ingot.config.layout import Memory, Parallel, Precision
 from ingot.config.work import SGD, AdamW, Lora
-from ingot.models.architecture import DecoderConfig
-from ingot.models.blueprint import Blueprint, draft_model, fill_model
+from ingot.models.adapters.lora import add_lora, draw_adapter, lora_state
 from ingot.models.device import Compute
-from ingot.models.initial import fill_normal
-from ingot.models.lora import add_lora, draw_adapter, lora_state
+from ingot.models.native.config import DecoderConfig
+from ingot.models.parameters import fill_normal
+from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh

@@ -15,8 +15,8 @@ import transformers
 from safetensors.torch import save_file
 
 from ingot.base.errors import WrongInput
-from ingot.models.request import Request
-from ingot.models.sampling import Sampling
+from ingot.models.generation.request import Request
+from ingot.models.generation.sampling import Sampling
 from ingot.serve.causal import Causal, CausalWriter
 from ingot.serve.loaded import Loaded, load
 from tests.serve.running import running

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ingot.models.generate import Completion, Generator, Request
+from ingot.models.generation.generator import Completion, Generator, Request
 from ingot.serve.engine import FAILURES, Engine, Ticket
 from ingot.serve.loaded import Loaded
 from ingot.serve.metrics import Metrics

@@ -22,16 +22,16 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.cli.model import predict_once
 from ingot.cli.target import find_target
 from ingot.config.work import Lora
-from ingot.models.adapter import save_adapter
-from ingot.models.decoder import Decoder
-from ingot.models.hub import Seq2Seq
-from ingot.models.lora import add_lora
-from ingot.models.sampling import Sampling
-from ingot.models.summaries import Summary, generate
+from ingot.models.adapters.lora import add_lora
+from ingot.models.adapters.peft import save_adapter
+from ingot.models.generation.sampling import Sampling
+from ingot.models.generation.seq2seq import Summary, generate
+from ingot.models.hf.loading import Seq2Seq
+from ingot.models.native.decoder import Decoder
 from ingot.serve.loaded import Loaded, load
 from ingot.serve.predict import SUMMARY_TOKENS, predict
 from tests import tolerances
-from tests.models.hub_tiny import LABELS, write
+from tests.models.hf.tiny import LABELS, write
 from tests.serve.running import Running, running
 from tests.serve.tiny import make_classifier, make_summarizer
 

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from ingot.models.generate import Token
+from ingot.models.generation.generator import Token
 from ingot.serve.logprobs import LogprobWriter
 from ingot.tokenizers.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from ingot.models.generate import Completion, Request
-from ingot.models.sampling import Sampling
+from ingot.models.generation.generator import Completion, Request
+from ingot.models.generation.sampling import Sampling
 from ingot.serve.loaded import Loaded
 from tests import tolerances
 from tests.serve.running import Running

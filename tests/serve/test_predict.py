@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.models.sampling import Sampling
+from ingot.models.generation.sampling import Sampling
 from ingot.serve.loaded import Loaded
 from ingot.serve.predict import predict
 from tests.serve.running import Running

@@ -24,7 +24,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.server import ask
 from ingot.config.place import Serve
 from ingot.config.serving import answered, question, triton_route
-from ingot.models.request import Request
+from ingot.models.generation.request import Request
 from ingot.serve.loaded import Loaded
 from ingot.serve.predict import predict
 from ingot.serve.run import render, serve

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.folder import save_weights
-from ingot.models.hub import HubModel
-from ingot.models.initial import initialise
-from ingot.models.summaries import generate
+from ingot.models.generation.seq2seq import generate
+from ingot.models.hf.loading import HubModel
+from ingot.models.hf.tensorfile import save_weights
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.tokenizer import Tokenizer
-from tests.models.hub_tiny import common, drawn, varied, write
+from tests.models.hf.tiny import common, drawn, varied, write
 
 TEXT = (
     "the quick brown fox jumps over the lazy dog while five wizards box quietly in the äußere"

@@ -15,7 +15,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.events import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
-from ingot.models.folder import read_lineage
+from ingot.models.hf.folder import read_lineage
 from ingot.train.run import train
 from ingot.train.watch import Measured, Tracker
 from tests.small import copy_of, small_recipe

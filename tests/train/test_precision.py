@@ -20,7 +20,7 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import load_checkpoint, newest_valid, step_folder
 from ingot.config.shape import BatchPlan, Degrees
 from ingot.config.work import SGD, AdamW
-from ingot.models.folder import stored_tensors
+from ingot.models.hf.folder import stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train import stochastic

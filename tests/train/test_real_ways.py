@@ -15,7 +15,7 @@ from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.models.adapter import is_adapter
+from ingot.models.adapters.peft_config import is_adapter
 from ingot.train.run import train
 from tests.train.shipped import shipped
 

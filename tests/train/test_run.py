@@ -94,7 +94,7 @@ def test_it_learns_and_writes_what_it_promises(root: Path) -> None:
 def test_the_exported_model_opens_in_transformers_with_the_trained_logits(root: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ingot.models.folder import load_model
+    from ingot.models.hf.folder import load_model
     from tests import tolerances
 
     recipe = small_recipe(root, precision__export="fp32")

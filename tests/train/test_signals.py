@@ -90,7 +90,7 @@ def phase_of(recipe: Recipe) -> Phase:
 @pytest.mark.parametrize(
     ("where", "signum"),
     [
-        ("ingot.models.blueprint.draft_model", signal.SIGTERM),
+        ("ingot.models.spec.draft_model", signal.SIGTERM),
         ("ingot.train.reference.reference_tables", signal.SIGINT),
         ("ingot.train.build.make_optimizer", signal.SIGUSR1),
     ],
@@ -115,7 +115,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     slow = Slow(recipe, root, "ingot.train.run._announce", "pass")
     slow.process.communicate(timeout=60)
     (root / "reached").unlink()
-    code, messages = Slow(recipe, root, "ingot.models.blueprint.draft_model").ended(signal.SIGTERM)
+    code, messages = Slow(recipe, root, "ingot.models.spec.draft_model").ended(signal.SIGTERM)
     assert code == 75
     assert "with checkpoint 2 committed" in messages
 

@@ -14,9 +14,9 @@ import torch
 
 from ingot.config.work import SGD, AdamW
 from ingot.data.loader import Batch
-from ingot.models.architecture import DecoderConfig
-from ingot.models.decoder import Decoder
-from ingot.models.initial import initialise
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import initialise
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping
 from ingot.parallel.masters import Masters

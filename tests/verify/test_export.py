@@ -27,7 +27,7 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.models.adapter import load_adapter
+from ingot.models.adapters.peft import load_adapter
 from ingot.serve import loaded
 from ingot.train.run import train
 from ingot.verify import export, logits

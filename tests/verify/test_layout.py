@@ -20,8 +20,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import Degrees, check_layout
 from ingot.data.opened import IGNORE
 from ingot.data.rows import Row
-from ingot.models.architecture import DecoderConfig
-from ingot.models.hub_config import hub_config
+from ingot.models.hf.config import hub_config
+from ingot.models.native.config import DecoderConfig
 from ingot.verify.difference import Difference, compare
 from ingot.verify.layout import Finding, LayoutProof, verify_layout
 from ingot.verify.layouts import (
@@ -37,7 +37,7 @@ from ingot.verify.layouts import (
 from ingot.verify.measured import Measured, Piece
 from ingot.verify.shrunk import SEQ_LEN, VOCABULARY, cut_short, folded, small_decoder, small_hub
 from tests.cli.commands import ingot
-from tests.models import hub_tiny
+from tests.models.hf import tiny as hub_tiny
 from tests.small import small_recipe
 
 EQUAL = Difference(

@@ -11,7 +11,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.adopt.llama_env import LAYERS, feed_forward
-from ingot.models.lora import META_NAMES
+from ingot.models.adapters.lora import META_NAMES
 from tests.config.adopt.stand_ins import LLAMA, recipe_of
 
 

@@ -1,0 +1,1 @@
+"""Low-rank adapters: their layers in a model, and folders of them in PEFT's layout."""

@@ -1,0 +1,374 @@
+"""Low-rank adaptation (Hu et al. 2021): a small product of two matrices is learnt beside each of
+some linear layers, all else stays.
+
+A layer is replaced where it stands: its weight keeps name and storage, so that loading, export and
+wrappers see the model they know. Works on native models and on transformers' (alone or as `.inner`
+of a wrapper); names of layers are always the Hugging Face model's own. Folders of adapters are
+`ingot.models.adapters.peft`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ingot.base.errors import WrongInput
+from ingot.config.work import Lora
+from ingot.models.parameters import fill_normal, local
+
+META_NAMES = {
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
+"""Meta's names of a Llama's linear layers."""
+A, B = "lora_A", "lora_B"
+_VOCABULARY = "lm_head"  # never adapted: the head is applied in chunks, past its module
+_GOLDEN, _MIX1, _MIX2 = (
+    0x9E3779B97F4A7C15 - 2**64,
+    0xBF58476D1CE4E5B9 - 2**64,
+    0x94D049BB133111EB - 2**64,
+)  # as signed 64-bit
+
+
+class Size(NamedTuple):
+    """How one layer is adapted: inner size of the product, and what it is multiplied by."""
+
+    rank: int
+    scale: float
+
+
+class LoraState:
+    """What the adapted layers of one model share: whether they act, and which inputs dropout takes
+    in training.
+
+    The masks are a hash of (seed, step, row, position, layer, feature): the same whichever rank or
+    micro-batch a row falls to, and the same again when activations are recomputed.
+    """
+
+    def __init__(self, seed: int, dropout: float) -> None:
+        self.seed, self.dropout, self.active = seed, dropout, True
+        self._rows: Tensor | None = None
+
+    def begin_batch(self, step: int, rows: Tensor) -> None:
+        """Before each micro-batch: `rows` int64 `[R]` tells apart the rows of one step; their
+        number in the split, say.
+        """
+        if self.dropout:
+            self._rows = _mix(rows.long() * _GOLDEN + _signed(f"{self.seed}/lora/{step}"))
+
+    @property
+    def rows(self) -> Tensor | None:
+        """The rows of the batch that is computed now; None where nobody has said, or there is no
+        dropout.
+        """
+        return self._rows
+
+    @contextlib.contextmanager
+    def back_at(self, rows: Tensor | None) -> Iterator[None]:
+        """Compute a batch once more for a while, whose `rows` were remembered."""
+        now, self._rows = self._rows, rows
+        try:
+            yield
+        finally:
+            self._rows = now
+
+    def drop(self, x: Tensor, layer: int) -> Tensor:
+        """x `[R, ..., in]` with a share of its elements 0, the others scaled up so that the mean
+        stays.
+
+        Without `begin_batch`, or where x has not one entry for each of its rows (a layer that sees
+        rows folded into another shape), the mask is drawn by the device's generator instead.
+        """
+        if not self.dropout:
+            return x
+        if self._rows is None or x.ndim < 2 or x.shape[0] != self._rows.shape[0]:
+            return functional.dropout(x, self.dropout)
+        keep = _keep(
+            self._rows.to(x.device), x.shape[1:-1].numel(), x.shape[-1], layer, self.dropout
+        )
+        return torch.where(keep.view(x.shape), x, 0.0).mul(1 / (1 - self.dropout))
+
+
+@torch.no_grad()
+def _keep(rows: Tensor, positions: int, features: int, layer: int, dropout: float) -> Tensor:
+    """Which elements stay: bool `[R, positions, features]`, each True with probability 1 -
+    dropout.
+    """
+    counter = torch.arange(max(positions, features), device=rows.device) * _GOLDEN
+    place = _mix(rows[:, None] + counter[:positions] + layer)[:, :, None]  # [R, positions, 1]
+    bits = place + _mix(counter[:features] ^ layer)  # [R, positions, features]
+    bits = (bits ^ _shift(bits, 32)) * _MIX1
+    return (bits ^ _shift(bits, 29)) >= int(dropout * 2.0**64) - 2**63
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit of the result hangs on
+    every bit of the input.
+    """
+    bits = (bits ^ _shift(bits, 30)) * _MIX1
+    bits = (bits ^ _shift(bits, 27)) * _MIX2
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """To the right, zeros coming in: torch's own shift of a signed number brings in its sign."""
+    zeros: int = 2 ** (64 - by) - 1
+    return (bits >> by) & zeros
+
+
+def _signed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+class LoRALinear(nn.Linear):
+    """`x W^T + b + scale * drop(x) A^T B^T`, A `[rank, in]`, B `[out, rank]`, both float32; W and b
+    are those of the layer it replaces.
+    """
+
+    def __init__(self, base: nn.Linear, name: str, size: Size, state: LoraState) -> None:
+        super().__init__(
+            base.in_features, base.out_features, bias=base.bias is not None, device="meta"
+        )
+        self.weight, self.bias = base.weight, base.bias
+        self.rank, self.scale, self.state = size.rank, size.scale, state
+        self.key = _signed(name)
+        device = base.weight.device
+        self.lora_A = nn.Parameter(
+            torch.empty(size.rank, base.in_features, dtype=torch.float32, device=device)
+        )
+        self.lora_B = nn.Parameter(
+            torch.empty(base.out_features, size.rank, dtype=torch.float32, device=device)
+        )
+        self.train(base.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = functional.linear(x, self.weight, self.bias)
+        if not self.state.active:
+            return out
+        kept = self.state.drop(x, self.key) if self.training else x
+        if not torch.is_autocast_enabled(x.device.type):
+            kept = kept.to(
+                self.lora_A.dtype
+            )  # a model held in bf16: the products of the adapter stay float32
+        low = functional.linear(kept, self.lora_A) * self.scale
+        return (out + functional.linear(low, self.lora_B)).to(out.dtype)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor | None = None) -> Tensor:
+        """The one matrix that does what weight (this layer's, or one read elsewhere) and product do
+        together, float32 `[out, in]`.
+        """
+        return torch.addmm(
+            (self.weight if weight is None else weight).float(),
+            self.lora_B,
+            self.lora_A,
+            alpha=self.scale,
+        )
+
+
+def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
+    """Adapt the layers that `knobs.targets` means and freeze all else but a classification head;
+    nothing that the model says changes yet.
+
+    On a model on `meta` the new matrices are there too: call `draw_adapter` when they have their
+    memory.
+
+    Raises:
+        WrongInput: a target that matches no linear layer.
+    """
+    size = Size(knobs.rank, knobs.alpha / knobs.rank)
+    attach(
+        model,
+        dict.fromkeys(target_layers(model, knobs.targets), size),
+        dropout=knobs.dropout,
+        seed=seed,
+    )
+
+
+def attach(model: nn.Module, sizes: Mapping[str, Size], *, dropout: float, seed: int) -> None:
+    """Adapt just these layers."""
+    inner, state = named_by(model), LoraState(seed, dropout)
+    if lora_layers(model):
+        raise ValueError("this model has an adapter already")
+    for name, size in sizes.items():
+        inner.set_submodule(name, LoRALinear(_linear(inner, name), name, size, state))
+    trained = set(adapter_parameters(model))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    draw_adapter(model, seed)
+
+
+@torch.no_grad()
+def draw_adapter(model: nn.Module, seed: int) -> None:
+    """B is 0; A is normal with mean 0 and variance 1 / (3 * in), that of PEFT's uniform A, from the
+    generator of `ingot.models.parameters`.
+
+    So any rank makes the same matrices. Does nothing on `meta`.
+    """
+    for name, layer in lora_layers(model).items():
+        if not layer.lora_A.is_meta:
+            fill_normal(layer.lora_A, seed, f"{name}.{A}", 1 / math.sqrt(3 * layer.in_features))
+            local(layer.lora_B).zero_()
+
+
+def named_by(model: nn.Module) -> nn.Module:
+    """The module whose names are Hugging Face's: what a wrapper holds as `.inner`, else the model
+    itself.
+    """
+    inner = getattr(model, "inner", model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """The adapted layers by name; empty where there is no adapter."""
+    return {
+        name: module
+        for name, module in named_by(model).named_modules()
+        if isinstance(module, LoRALinear)
+    }
+
+
+def lora_state(model: nn.Module) -> LoraState | None:
+    """What the adapted layers share; None where there is no adapter."""
+    return next(
+        (module.state for module in model.modules() if isinstance(module, LoRALinear)), None
+    )
+
+
+def head_modules(model: nn.Module) -> tuple[str, ...]:
+    """The modules of a classifier beside its pretrained trunk: drawn anew, so that they are trained
+    whole (but one that a folder of PEFT's adapts instead). None for other models.
+    """
+    inner = named_by(model)
+    if not type(inner).__name__.endswith("ForSequenceClassification"):
+        return ()
+    trunk = getattr(inner, "base_model_prefix", "")
+    beside = {
+        name: module
+        for name, module in inner.named_children()
+        if name != trunk and next(module.parameters(), None) is not None
+    }
+    return tuple(
+        name
+        for name, module in beside.items()
+        if not any(isinstance(part, LoRALinear) for part in module.modules())
+    )
+
+
+def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[str]:
+    """The linear layers that can be adapted: all but those of the heads, by default the
+    vocabulary's and `head_modules`.
+    """
+    kept = {_VOCABULARY, *(head_modules(model) if heads is None else heads)}
+    return [
+        name
+        for name, module in named_by(model).named_modules()
+        if isinstance(module, nn.Linear) and name.split(".")[0] not in kept
+    ]
+
+
+def target_layers(model: nn.Module, targets: Literal["all-linear"] | Iterable[str]) -> list[str]:
+    """The layers that targets mean: a layer's name or a dotted tail of it; one of Meta's names
+    where nothing is called so here.
+
+    Raises:
+        WrongInput: a target that matches nothing.
+    """
+    linears = linear_layers(model)
+    if targets == "all-linear":
+        return linears
+    found: set[str] = set()
+    for target in targets:
+        matches = _ending_in(linears, target) or _ending_in(linears, META_NAMES.get(target, target))
+        if not matches:
+            there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+            raise WrongInput(
+                f"model.lora.targets: `{target}` matches no linear layer of this model; choose from"
+                f" {there}, or all-linear"
+            )
+        found.update(matches)
+    return [name for name in linears if name in found]
+
+
+def _ending_in(names: Iterable[str], tail: str) -> list[str]:
+    return [name for name in names if name == tail or name.endswith("." + tail)]
+
+
+def _linear(inner: nn.Module, name: str) -> nn.Linear:
+    module = inner.get_submodule(name)
+    assert isinstance(module, nn.Linear), name
+    return module
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What is trained under LoRA, by the model's own parameter names: the small matrices, and the
+    head of a classifier.
+    """
+    prefix = "" if named_by(model) is model else "inner."
+    names = {f"{prefix}{layer}.{matrix}" for layer in lora_layers(model) for matrix in (A, B)}
+    heads = tuple(f"{prefix}{head}." for head in head_modules(model))
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name in names or (heads and name.startswith(heads))
+    }
+
+
+@contextlib.contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """For a while the model says what its base says. A classification head that was trained stays
+    as it is now.
+    """
+    state = lora_state(model)
+    was_active = state is not None and state.active
+    if state is not None:
+        state.active = False
+    try:
+        yield
+    finally:
+        if state is not None:
+            state.active = was_active
+
+
+def merged_weights(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model by Hugging Face's names, products folded in (in float32), the small
+    matrices left out; one at a time.
+
+    `tensors`: those to give, such as `hub_weights`, or weights that the model (on `meta`) does not
+    have; None for all parameters, tied ones once.
+    """
+    layers = lora_layers(model)
+    for name, tensor in named_by(model).named_parameters() if tensors is None else tensors:
+        owner, _, leaf = name.rpartition(".")
+        if owner not in layers:
+            yield name, tensor.detach()
+        elif leaf not in (A, B):
+            yield name, layers[owner].merged(tensor) if leaf == "weight" else tensor.detach()
+
+
+@torch.no_grad()
+def fold(model: nn.Module) -> None:
+    """Fold the products into the weights, in place; plain linear layers remain."""
+    inner = named_by(model)
+    for name, layer in lora_layers(model).items():
+        layer.weight.copy_(layer.merged())
+        plain = nn.Linear(
+            layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
+        )
+        plain.weight, plain.bias = layer.weight, layer.bias
+        inner.set_submodule(name, plain.train(layer.training))

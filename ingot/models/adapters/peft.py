@@ -1,0 +1,336 @@
+"""Folders of adapters in PEFT's layout, out and in: `adapter_config.json` beside
+`adapter_model.safetensors`.
+
+What PEFT writes opens here, what is written here opens in PEFT, with equal logits. Whatever would
+change the maths unseen is refused by its name, and a tensor that does not fit is named and nothing
+is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ingot.base.errors import WrongInput
+from ingot.base.storage import atomic_folder
+from ingot.models.adapters.lora import (
+    A,
+    B,
+    LoRALinear,
+    Size,
+    attach,
+    fold,
+    head_modules,
+    linear_layers,
+    lora_layers,
+    lora_state,
+    named_by,
+)
+from ingot.models.adapters.peft_config import CONFIG, INSTEAD, AdapterConfig, read_adapter_config
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import box, local
+
+WEIGHTS = "adapter_model.safetensors"
+
+TASKS = {"decoder": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "encoder": "SEQ_CLS"}
+"""PEFT's name of what each kind of model is for."""
+ALL_LINEAR = "all-linear"
+_PREFIX = "base_model.model."
+_USUAL_HEADS = {
+    "classifier",
+    "score",
+}  # PEFT lists both for every classifier, whichever of them is there
+
+
+def class_count(folder: Path) -> int | None:
+    """How many classes the head in an adapter of a classifier tells apart, which its base may not
+    know; None where it holds no head.
+    """
+    last = [
+        tensor
+        for name, tensor in sorted(_read(folder).items())
+        if name.endswith(("out_proj.weight", "score.weight", ".classifier.weight"))
+    ]
+    return last[0].shape[0] if last and read_adapter_config(folder).heads else None
+
+
+def save_adapter(
+    model: nn.Module, folder: Path, *, base: str, kind: Literal["decoder", "seq2seq", "encoder"]
+) -> None:
+    """Write the adapter of a model, all at once. `base` is what it was trained on: a folder, or a
+    name on the hub.
+    """
+    layers, heads, state = lora_layers(model), head_modules(model), lora_state(model)
+    assert state is not None, "the model has no adapter"
+    # One rank and alpha for most, the others by their whole names.
+    alphas = {name: _plain(layer.scale * layer.rank) for name, layer in layers.items()}
+    (rank, alpha), _ = Counter(
+        (layer.rank, alphas[name]) for name, layer in layers.items()
+    ).most_common(1)[0]
+    config = {
+        "peft_type": "LORA",
+        "task_type": TASKS[kind],
+        "base_model_name_or_path": base.removeprefix("hf:"),
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": state.dropout,
+        "target_modules": _short_targets(model, layers),
+        "modules_to_save": list(heads) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "rank_pattern": {name: layer.rank for name, layer in layers.items() if layer.rank != rank},
+        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+    }
+    tensors = {
+        key: tensor.detach().cpu().contiguous()
+        for key, tensor in _places(model, layers, heads).items()
+    }
+    with atomic_folder(folder) as partial:
+        save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
+        (partial / CONFIG).write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+
+
+def _plain(number: float) -> float | int:
+    """Without the last digits that dividing by the rank and multiplying again left."""
+    rounded = float(f"{number:.12g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def _short_targets(model: nn.Module, layers: Mapping[str, LoRALinear]) -> list[str]:
+    """The last parts of the names where no other module of the model is called so, else the whole
+    names.
+    """
+    tails = sorted({name.rpartition(".")[2] for name in layers})
+    heads = head_modules(model)
+    called = {
+        name
+        for name, _ in named_by(model).named_modules()
+        if name.rpartition(".")[2] in tails and name.split(".")[0] not in heads
+    }
+    return tails if called == set(layers) else sorted(layers)
+
+
+def _places(
+    model: nn.Module, layers: Mapping[str, LoRALinear], heads: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """PEFT's key of each tensor of an adapter -> where it lies in the model."""
+    places: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        places[f"{_PREFIX}{name}.{A}.weight"], places[f"{_PREFIX}{name}.{B}.weight"] = (
+            layer.lora_A,
+            layer.lora_B,
+        )
+    for head in heads:
+        places |= {
+            f"{_PREFIX}{head}.{name}": tensor
+            for name, tensor in (
+                named_by(model).get_submodule(head).state_dict(keep_vars=True).items()
+            )
+        }
+    return places
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool = False) -> None:
+    """Give a model the adapter in `folder`: into the one that it has (to go on training), else
+    beside it, or folded in (`merge`).
+
+    Of a model that is spread over ranks, or cut, and has its adapter, this rank's part is filled.
+
+    Raises:
+        WrongInput: not an adapter, one of another kind, or one that does not fit this model (or its
+            adapter); nothing is changed then.
+    """
+    config, path = read_adapter_config(folder), folder / CONFIG
+    whole = _whole(model)
+    heads = _heads(whole, config, path)
+    sizes = _sizes(whole, config, heads, path)
+    if present := lora_layers(model):
+        here = {name: sizes[name] for name in linear_layers(model, heads) if name in sizes}
+        _compare(
+            here, {name: Size(layer.rank, layer.scale) for name, layer in present.items()}, path
+        )
+    tensors = _read(folder)
+    _check(_shapes(whole, sizes, heads), tensors, folder / WEIGHTS)
+    if not present:
+        attach(model, sizes, dropout=config.dropout, seed=seed)
+    for key, place in _places(model, lora_layers(model), heads).items():
+        local(place).copy_(tensors[key][box(place)])
+    if merge:
+        fold(model)
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    """All layers that a model has, if only on `meta`, where the model itself may be the part of a
+    decoder that is on this rank.
+    """
+    if not isinstance(model, Decoder):
+        return model
+    with torch.device("meta"):
+        return Decoder(model.config)
+
+
+def _sizes(
+    model: nn.Module, config: AdapterConfig, heads: tuple[str, ...], path: Path
+) -> dict[str, Size]:
+    """The layers that an adapter is for, and how each is adapted."""
+    linears, targets = linear_layers(model, heads), config.targets
+    if isinstance(targets, tuple):
+        names = [
+            name
+            for name in linears
+            if any(name == target or name.endswith("." + target) for target in targets)
+        ]
+    else:
+        names = (
+            linears
+            if targets == ALL_LINEAR
+            else [name for name in linears if _fits(targets, name, path)]
+        )
+    if not names:
+        raise WrongInput(
+            f"{path}: target_modules {targets!r} matches no linear layer of this model; give the"
+            f" base of the adapter ({config.base})"
+        )
+    sizes = {}
+    for name in names:
+        rank = next(
+            (value for key, value in config.ranks.items() if _fits(rf"(.*\.)?({key})", name, path)),
+            config.rank,
+        )
+        alpha = next(
+            (
+                value
+                for key, value in config.alphas.items()
+                if _fits(rf"(.*\.)?({key})", name, path)
+            ),
+            config.alpha,
+        )
+        if rank < 1:
+            raise WrongInput(f"{path}: the rank of {name} is {rank}; fetch the adapter again")
+        sizes[name] = Size(rank, alpha / (math.sqrt(rank) if config.root else rank))
+    return sizes
+
+
+def _fits(pattern: str, name: str, path: Path) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise WrongInput(
+            f"{path}: {pattern!r} is not a regular expression ({error}); fetch the adapter again"
+        ) from None
+
+
+def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ...]:
+    """The modules that the adapter holds whole. Only a classifier's head is ever trained so
+    here.
+    """
+    here, there = head_modules(model), [name for name, _ in named_by(model).named_modules()]
+    held: set[str] = set()
+    for wanted in config.heads:
+        matches = {
+            name for name in here if name.endswith(wanted)
+        }  # as PEFT does: `classifier` means `pre_classifier` as well
+        if not matches and (
+            wanted not in _USUAL_HEADS or any(name.endswith(wanted) for name in there)
+        ):
+            raise WrongInput(
+                f"{path}: modules_to_save {wanted!r} is not supported, only the head of a"
+                f" classifier ({', '.join(here) or 'this model has none'}); {INSTEAD}"
+            )
+        held |= matches
+    return tuple(name for name in here if name in held)
+
+
+def _compare(stored: Mapping[str, Size], present: Mapping[str, Size], path: Path) -> None:
+    """To go on with an adapter, the recipe must ask for the same one."""
+    if different := sorted(stored.keys() ^ present.keys()):
+        side = (
+            "adapts it, the recipe does not"
+            if different[0] in stored
+            else "does not adapt it, the recipe does"
+        )
+        raise WrongInput(
+            f"{path}: {different[0]} and {len(different) - 1} more differ: the adapter {side}; set"
+            " model.lora.targets to the adapter's own"
+        )
+    for name, size in stored.items():
+        if size.rank != present[name].rank:
+            raise WrongInput(
+                f"{path}: the rank of {name} is {size.rank}, model.lora.rank asks for"
+                f" {present[name].rank}; set it to {size.rank}"
+            )
+        if not math.isclose(size.scale, present[name].scale, rel_tol=1e-6):
+            alpha = _plain(size.scale * size.rank)
+            raise WrongInput(
+                f"{path}: {name} is scaled by {size.scale:g}, the recipe asks for"
+                f" {present[name].scale:g}; set model.lora.alpha to {alpha}"
+            )
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    file = folder / WEIGHTS
+    if not file.exists():
+        pickled = " (pickled weights are not read)" if list(folder.glob("*.bin")) else ""
+        raise WrongInput(
+            f"{folder} has no {WEIGHTS}{pickled}; give a folder with safetensors weights"
+        )
+    try:
+        with safe_open(str(file), framework="pt") as reader:
+            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (a reader is not a mapping)
+    except SafetensorError as error:
+        raise WrongInput(
+            f"{file} is torn or not safetensors ({error}); fetch the adapter again"
+        ) from None
+
+
+def _shapes(
+    model: nn.Module, sizes: Mapping[str, Size], heads: tuple[str, ...]
+) -> dict[str, tuple[int, ...]]:
+    """PEFT's key and the shape of every tensor that the adapter must hold."""
+    shapes: dict[str, tuple[int, ...]] = {
+        key: tuple(tensor.shape) for key, tensor in _places(model, {}, heads).items()
+    }
+    for name, size in sizes.items():
+        rows, columns = named_by(model).get_parameter(f"{name}.weight").shape
+        shapes[f"{_PREFIX}{name}.{A}.weight"], shapes[f"{_PREFIX}{name}.{B}.weight"] = (
+            (
+                size.rank,
+                columns,
+            ),
+            (rows, size.rank),
+        )
+    return shapes
+
+
+def _check(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], file: Path) -> None:
+    """Name every difference."""
+    problems = [f"{key} is missing" for key in wanted if key not in found]
+    problems += [f"{key} is not part of it" for key in sorted(found.keys() - wanted.keys())]
+    problems += [
+        f"{key} is {list(found[key].shape)}, {list(shape)} is wanted"
+        for key, shape in wanted.items()
+        if key in found and tuple(found[key].shape) != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise WrongInput(
+            f"{file}: weights do not fit this model and {CONFIG}: {'; '.join(problems[:8])}{more};"
+            " give the adapter with its own base"
+        )

@@ -1,0 +1,101 @@
+"""Classes of texts from an encoder: all that wait go through the model together, each judged as it
+would be alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ingot.models.generation.request import Piece, Request
+from ingot.models.generation.seq2seq import check_text
+from ingot.models.hf.models import Encoder
+
+
+@dataclass(frozen=True)
+class Scored(Piece):
+    """A verdict: `text` is the likeliest label, `scores` the probability of each, in the model's
+    order.
+    """
+
+    scores: tuple[float, ...] = ()
+
+
+@torch.inference_mode()
+def classify(model: Encoder, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Probabilities of the classes for each text (framed ids), all in one batch."""
+    device = next(model.parameters()).device
+    longest = max(len(text) for text in texts)
+    tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
+    segments = torch.tensor(
+        [[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=device
+    )
+    positions = torch.arange(longest, device=device).expand(len(texts), longest)
+    scores: list[list[float]] = model.logits(tokens, positions, segments).softmax(dim=-1).tolist()
+    return scores
+
+
+class ClassifierJob:
+    """A text on its way through a `Classifier`."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+
+class Classifier:
+    """A `Generator` for encoders: each step judges up to `max_rows` of the texts that wait; one
+    piece each, and the last.
+
+    A request's `prompt` is the text as the model reads it, framed; its other fields mean nothing
+    here.
+    """
+
+    def __init__(self, model: Encoder, *, max_rows: int = 8) -> None:
+        self._model, self._max_rows = model, max_rows
+        self._pending: deque[ClassifierJob] = deque()
+
+    @property
+    def busy(self) -> int:
+        """Texts that are not judged."""
+        return len(self._pending)
+
+    def add(self, request: Request) -> ClassifierJob:
+        """Queue a text. Raises WrongInput when the model cannot read it."""
+        check_text(request.prompt, self._model.config)
+        job = ClassifierJob(request)
+        self._pending.append(job)
+        return job
+
+    def cancel(self, job: ClassifierJob) -> None:
+        """Forget a text; one that is judged already is ignored."""
+        if job in self._pending:
+            self._pending.remove(job)
+
+    def clear(self) -> None:
+        """Forget every text; what to do after `step` raised."""
+        self._pending.clear()
+
+    def step(self) -> list[tuple[ClassifierJob, Scored]]:
+        """Judge the next batch."""
+        group = [self._pending[index] for index in range(min(self._max_rows, len(self._pending)))]
+        if not group:
+            return []
+        verdicts = classify(self._model, [job.request.prompt for job in group])
+        for job in group:
+            self._pending.remove(job)
+        return [(job, self._scored(scores)) for job, scores in zip(group, verdicts, strict=True)]
+
+    def _scored(self, scores: Sequence[float]) -> Scored:
+        if not all(math.isfinite(score) for score in scores):
+            return Scored("", (), 0, "error")
+        return Scored(
+            self._model.config.labels[max(range(len(scores)), key=scores.__getitem__)],
+            (),
+            0,
+            "stop",
+            tuple(scores),
+        )

@@ -1,0 +1,340 @@
+"""Texts out of sequence-to-sequence models: a batch of sources at a time, each answered as it would
+be alone.
+
+transformers searches; how long an answer may be is always said here, and its own default of twenty
+tokens never decides. Of a model's `generation_config.json` what forbids or prefers texts counts
+(`PREFERENCES`); lengths, beams and sampling come from whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.models.generation.request import Completion, Decode, Finish, Piece, Request, join
+from ingot.models.generation.sampling import Dice, Sampling, choose
+from ingot.models.hf.config import HubConfig
+from ingot.models.hf.models import Seq2Seq
+
+PREFERENCES = (
+    "bos_token_id",
+    "forced_bos_token_id",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "repetition_penalty",
+    "length_penalty",
+    "early_stopping",
+    "renormalize_logits",
+)
+
+
+@dataclass(frozen=True)
+class Summary(Request):
+    """`prompt` is the source as the model reads it, framed. `beams` above 1 search for the
+    likeliest text (for greedy requests alone).
+    """
+
+    beams: int = 1
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer. `ids` are those of the text, without the tokens that begin and end it; `generated`
+    counts the one that ends it, too.
+    """
+
+    ids: list[int]
+    generated: int
+    finish: Finish
+
+
+def generate(
+    model: Seq2Seq,
+    sources: Sequence[Sequence[int]],
+    max_tokens: int,
+    beams: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    eos: Collection[int] = (),
+) -> list[list[int]]:
+    """Ids of a text for each source, all in one batch. `eos`: tokens that end a text; the model's
+    own where none are given.
+
+    Raises:
+        WrongInput: a source that the model cannot read, or settings that exclude each other.
+    """
+    requests = [
+        Summary(source, max_tokens, Sampling(temperature, top_p, seed), (), beams)
+        for source in sources
+    ]
+    for request in requests:
+        check_summary(request, model.config)
+    return [written.ids for written in write(model, requests, eos)] if requests else []
+
+
+@torch.inference_mode()
+def write(
+    model: Seq2Seq,
+    requests: Sequence[Summary],
+    eos: Collection[int] = (),
+    unwanted: Callable[[int], bool] = lambda row: False,
+) -> list[Written]:
+    """Answer requests with the same `beams` (and above 1 the same `max_tokens`) together.
+    `unwanted(row)`: whether to give that one up, asked at each token.
+    """
+    device, beams = model.inner.lm_head.weight.device, requests[0].beams
+    longest = max(len(request.prompt) for request in requests)
+    tokens = torch.tensor(
+        [
+            [*request.prompt, *[model.config.pad] * (longest - len(request.prompt))]
+            for request in requests
+        ],
+        device=device,
+    )
+    mask = torch.tensor(
+        [[1] * len(request.prompt) + [0] * (longest - len(request.prompt)) for request in requests],
+        device=device,
+    )
+    watch = _Watch(requests, unwanted)
+    own, was_training = model.inner.generation_config, model.training
+    # transformers fills what is not said from the model's own configuration, lengths and sampling
+    # too; so that one is put away.
+    model.inner.generation_config = _settings(
+        model, max(request.max_tokens for request in requests), beams, eos
+    )
+    model.eval()
+    try:
+        rows = model.inner.generate(
+            tokens,
+            attention_mask=mask,
+            logits_processor=[watch.choose],
+            stopping_criteria=[watch.stop],
+        )
+        ends = _ends(model.inner.generation_config.eos_token_id)
+    finally:
+        model.inner.generation_config = own
+        model.train(was_training)
+    return [
+        _written(row[1:], request, ends, finite=index not in watch.broken)
+        for index, (row, request) in enumerate(zip(rows.tolist(), requests, strict=True))
+    ]
+
+
+class _Watch:
+    """Takes part in transformers' search: draws tokens as decoders do, sees numbers that are not
+    finite, and ends what nobody waits for.
+    """
+
+    def __init__(self, requests: Sequence[Summary], unwanted: Callable[[int], bool]) -> None:
+        self._requests, self._unwanted = requests, unwanted
+        self._beams = requests[0].beams
+        self._dice = [Dice(request.sampling) for request in requests]
+        self._length = 0
+        self.broken: set[int] = set()
+
+    def choose(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[B * beams, V]`; without beams all but the chosen token's become -inf."""
+        self._length += 1
+        if self._beams > 1:
+            finite = scores.amax(dim=-1).isfinite().view(-1, self._beams).all(dim=1).tolist()
+            self._mark(finite)
+            return scores
+        choices = choose(
+            scores,
+            [request.sampling for request in self._requests],
+            [dice.roll() for dice in self._dice],
+        )
+        self._mark([choice.finite for choice in choices])
+        chosen = torch.tensor([[choice.token] for choice in choices], device=scores.device)
+        return torch.full_like(scores, float("-inf")).scatter(1, chosen, 0.0)
+
+    def stop(self, ids: Tensor, scores: object, **_: object) -> Tensor:
+        """Which rows `[N]` are done for another reason than their last token."""
+        done = [
+            index in self.broken
+            or self._unwanted(index)
+            or (self._beams == 1 and self._length >= request.max_tokens)
+            for index, request in enumerate(self._requests)
+        ]
+        return torch.tensor(done, device=ids.device).repeat_interleave(ids.shape[0] // len(done))
+
+    def _mark(self, finite: Sequence[bool]) -> None:
+        self.broken.update(index for index, good in enumerate(finite) if not good)
+
+
+def _settings(model: Seq2Seq, max_tokens: int, beams: int, eos: Collection[int]) -> object:
+    own = model.inner.generation_config
+    kept = {name: value for name in PREFERENCES if (value := getattr(own, name, None)) is not None}
+    return type(own)(
+        **kept,
+        max_new_tokens=max_tokens,
+        num_beams=beams,
+        do_sample=False,
+        eos_token_id=sorted(eos) or _ends(own.eos_token_id) or None,
+        pad_token_id=model.config.pad,
+        decoder_start_token_id=model.inner.config.decoder_start_token_id,
+    )
+
+
+def _ends(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _written(row: list[int], request: Summary, ends: Sequence[int], *, finite: bool) -> Written:
+    row = row[: request.max_tokens]
+    end = next((place for place, token in enumerate(row) if token in ends), None)
+    finish: Finish = "error" if not finite else "length" if end is None else "stop"
+    return Written(row[:end], len(row) if end is None else end + 1, finish)
+
+
+def check_summary(request: Summary, config: HubConfig) -> None:
+    """Raises WrongInput when the model cannot serve the request."""
+    check_text(request.prompt, config)
+    if not 1 <= request.max_tokens <= config.max_position_embeddings:
+        raise WrongInput(
+            f"max_tokens is {request.max_tokens}, but the model writes from 1 to"
+            f" {config.max_position_embeddings:,}; ask for one of these"
+        )
+    if request.beams < 1:
+        raise WrongInput(f"beams is {request.beams}; ask for at least 1")
+    if request.beams > 1 and request.sampling.temperature > 0:
+        raise WrongInput(
+            f"beams {request.beams} and temperature {request.sampling.temperature} exclude each"
+            " other; set beams to 1 or temperature to 0"
+        )
+
+
+def check_text(ids: Sequence[int], config: HubConfig) -> None:
+    """Raises WrongInput when a text has no tokens, more than the model has positions, or ones that
+    it does not know. Nothing is ever cut.
+    """
+    if not ids:
+        raise WrongInput("the text is empty; give at least one character")
+    if len(ids) > config.max_position_embeddings:
+        raise WrongInput(
+            f"the text has {len(ids):,} tokens, but the model has"
+            f" {config.max_position_embeddings:,} positions; shorten it"
+        )
+    if min(ids) < 0 or max(ids) >= config.vocab_size:
+        worst = min(ids) if min(ids) < 0 else max(ids)
+        raise WrongInput(
+            f"token {worst} is not in the vocabulary of {config.vocab_size:,} tokens; give ids of"
+            " this model's tokenizer"
+        )
+
+
+class SummaryJob:
+    """A request on its way through a `Summarizer`."""
+
+    def __init__(self, request: Summary) -> None:
+        self.request = request
+        self.wanted = True
+
+
+class Summarizer:
+    """A `Generator` for sequence-to-sequence models: what waits is taken together, and a batch is
+    written to its end in one step.
+
+    Args:
+        eos: tokens that end a text; the model's own where none are given.
+        decode: ids to text.
+    """
+
+    def __init__(
+        self, model: Seq2Seq, *, decode: Decode, eos: Collection[int] = (), max_rows: int = 8
+    ) -> None:
+        self._model, self._decode, self._eos, self._max_rows = (
+            model,
+            decode,
+            frozenset(eos),
+            max_rows,
+        )
+        self._pending: deque[SummaryJob] = deque()
+
+    @property
+    def busy(self) -> int:
+        """Requests that are not finished."""
+        return len(self._pending)
+
+    def add(self, request: Request) -> SummaryJob:
+        """Queue a request. Raises WrongInput when it cannot be served; see `check_summary`."""
+        asked = (
+            request
+            if isinstance(request, Summary)
+            else Summary(request.prompt, request.max_tokens, request.sampling, request.stop)
+        )
+        check_summary(asked, self._model.config)
+        job = SummaryJob(asked)
+        self._pending.append(job)
+        return job
+
+    def interrupt(self, job: SummaryJob) -> None:
+        """Nobody waits for this one any more. From any thread, also while `step` runs: it is given
+        up at the next token.
+        """
+        job.wanted = False
+
+    def cancel(self, job: SummaryJob) -> None:
+        """Forget a request; one that is finished already is ignored."""
+        job.wanted = False
+        if job in self._pending:
+            self._pending.remove(job)
+
+    def clear(self) -> None:
+        """Forget every request; what to do after `step` raised."""
+        self._pending.clear()
+
+    def step(self) -> list[tuple[SummaryJob, Piece]]:
+        """Write the next batch: requests of one width, as many as there are rows. One piece each,
+        and the last.
+        """
+        group = self._next_group()
+        if not group:
+            return []
+        written = write(
+            self._model,
+            [job.request for job in group],
+            self._eos,
+            lambda row: not group[row].wanted,
+        )
+        for job in group:
+            self._pending.remove(job)
+        return [
+            (job, self._piece(job.request, answer))
+            for job, answer in zip(group, written, strict=True)
+        ]
+
+    def run(self, requests: Iterable[Request]) -> list[Completion]:
+        """Answer `requests` and nothing else; in their order."""
+        jobs = [self.add(request) for request in requests]
+        pieces: dict[SummaryJob, Piece] = {}
+        while self.busy:
+            pieces.update(self.step())
+        return [join([pieces[job]]) for job in jobs]
+
+    def _next_group(self) -> list[SummaryJob]:
+        def width(request: Summary) -> tuple[int, int]:
+            return (1, 0) if request.beams == 1 else (request.beams, request.max_tokens)
+
+        same = [
+            job for job in self._pending if width(job.request) == width(self._pending[0].request)
+        ]
+        return same[: self._max_rows]
+
+    def _piece(self, request: Summary, answer: Written) -> Piece:
+        text = self._decode(answer.ids) if answer.finish != "error" else ""
+        places = [place for stop in request.stop if (place := text.find(stop)) >= 0]
+        if places:
+            return Piece(text[: min(places)], (), answer.generated, "stop")
+        return Piece(text, (), answer.generated, answer.finish)

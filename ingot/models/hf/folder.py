@@ -1,0 +1,250 @@
+"""Reading and writing Hugging Face model folders. Whatever is missing, extra or of another shape is
+named, and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.storage import sha256_file
+from ingot.config.family import overridden
+from ingot.models.hf.tensor_names import misfits
+from ingot.models.hf.tensorfile import INDEX
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import Box, box, give_memory, local
+
+CONFIG, LINEAGE, META = "config.json", "ingot.json", "params.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a model folder. Raises WrongInput when it is not one."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        if (folder / META).exists():
+            raise WrongInput(
+                f"{folder} is in Meta's original layout; run `ingot import {folder} NEW` and give"
+                " the new folder"
+            ) from None
+        raise WrongInput(
+            f"{folder} is not a model folder ({CONFIG} is missing); give a Hugging Face folder"
+        ) from None
+    except ValueError as error:
+        raise WrongInput(
+            f"{folder / CONFIG} is not JSON ({error}); fetch the model again"
+        ) from None
+    if not isinstance(config, dict):
+        raise WrongInput(f"{folder / CONFIG} is not a mapping; fetch the model again")
+    return config
+
+
+def load_model(
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Decoder:
+    """The decoder in `folder`, in `dtype` (None: float32), in evaluation mode.
+
+    Raises:
+        WrongInput: not a model folder, an architecture that is not supported, torn files, or
+            tensors that do not fit.
+    """
+    config = DecoderConfig.from_hf(
+        overridden(model_config(folder), overrides or {}), str(folder / CONFIG)
+    )
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype or torch.float32)
+    give_memory(model, device)
+    load_weights(model, folder)
+    return model.eval()
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, folder: Path) -> None:
+    """Fill the parameters of a model from `folder`, one tensor at a time; of what is spread or cut
+    this rank's part is all that is read.
+    """
+    with torch.device("meta"):
+        whole = {
+            name: tuple(parameter.shape)
+            for name, parameter in Decoder(model.config).named_parameters()
+        }
+    tied = model.config.tie_word_embeddings
+    _check_names(whole, stored_shapes(folder), folder, tied=tied)
+    places = {name: parameter for name, parameter in model.named_parameters() if name in whole}
+    twin: Tensor | None = None
+    for file in weight_files(folder):
+        with _opened(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
+                place = places.get(EMBEDDING if tied and name == HEAD else name)
+                if place is None:
+                    continue
+                part = _part(reader.get_slice(name), box(place))
+                if not part.is_floating_point():
+                    raise WrongInput(
+                        f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not"
+                        " weights as they are; give an unquantized model"
+                    )
+                if name in places:
+                    local(place).copy_(part)
+                else:
+                    twin = part
+    if twin is not None and not torch.equal(
+        twin.to(places[EMBEDDING].dtype), local(places[EMBEDDING]).cpu()
+    ):
+        raise WrongInput(
+            f"{folder}: {CONFIG} ties {HEAD} to {EMBEDDING}, but the two differ; set"
+            " tie_word_embeddings to false"
+        )
+
+
+def _part(stored: Any, wanted: Box) -> Tensor:
+    """A box of a stored tensor; of one that has no rows, as its last ranks have of a short one,
+    nothing is asked.
+    """
+    part: Tensor = stored[
+        tuple(slice(0, 1) if side.start == side.stop else side for side in wanted)
+    ]
+    return part[tuple(slice(0, 0) if side.start == side.stop else slice(None) for side in wanted)]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, by its index where it has one."""
+    index = folder / INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise WrongInput(
+                f"{index} is not an index of safetensors files; fetch the model again"
+            ) from None
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        pickled = " (pickled weights are not read)" if list(folder.glob("*.bin")) else ""
+        raise WrongInput(
+            f"{folder} has no model*.safetensors{pickled}; give a folder with safetensors weights"
+        )
+    if missing := [file.name for file in files if not file.exists()]:
+        raise WrongInput(
+            f"{folder}: {', '.join(missing)} missing, though {INDEX} names"
+            f" {'it' if len(missing) == 1 else 'them'}; fetch the model again"
+        )
+    return files
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes, from the headers alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(folder):
+        with _opened(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
+                shapes[name] = tuple(reader.get_slice(name).get_shape())
+    return shapes
+
+
+def named_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those named, in that order, one at a time."""
+    holding: dict[str, Any] = {}
+    for file in weight_files(folder):
+        reader = _opened(file)
+        holding |= dict.fromkeys(reader.keys(), reader)
+    for name in names:
+        yield name, holding[name].get_tensor(name)
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors, memory-mapped, one at a time."""
+    for file in weight_files(folder):
+        with _opened(file) as reader:
+            for name in reader.keys():  # noqa: SIM118
+                yield name, reader.get_tensor(name)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except SafetensorError as error:
+        raise WrongInput(
+            f"{file} is torn or not safetensors ({error}); fetch the model again"
+        ) from None
+
+
+def _check_names(
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    folder: Path,
+    *,
+    tied: bool,
+) -> None:
+    """Name every difference. Older exports keep rotary frequencies (buffers that are computed here)
+    and a tied head's twin.
+    """
+    passed_over = {
+        name for name in found if name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
+    }
+    if trouble := misfits(wanted, found, passed_over):
+        raise WrongInput(
+            f"{folder}: weights do not fit {CONFIG}: {trouble}; check model.source and model.config"
+        )
+
+
+def model_hash(folder: Path) -> str:
+    """Identity of a model folder's weights and configuration: from its `ingot.json`, else from the
+    files themselves.
+    """
+    lineage = read_lineage(folder)
+    if lineage is not None and "model_hash" in lineage:
+        return str(lineage["model_hash"])
+    return hash_model(folder)
+
+
+def hash_model(folder: Path) -> str:
+    """Reads every byte of the weights."""
+    return fingerprint(
+        {
+            "config": model_config(folder),
+            "weights": {file.name: sha256_file(file) for file in weight_files(folder)},
+        }
+    )
+
+
+def check_template(folder: Path, template: str | None, knob: str) -> None:
+    """Refuse a model folder whose chat template is not the one that the model was trained with.
+
+    `template` is the identity of the one that lies there now. A folder that ingot did not write
+    says nothing about it.
+
+    Raises:
+        WrongInput: they differ; `knob` allows it.
+    """
+    lineage = read_lineage(folder) or {}
+    if lineage.get("template", template) != template:
+        raise WrongInput(
+            f"the chat template in {folder} ({template or 'none'}) is not the one that the model"
+            f" was trained with ({lineage['template'] or 'none'}), so chats would be written in a"
+            f" form that it never saw; put the old one back, or set {knob}=true"
+        )
+
+
+def read_lineage(folder: Path) -> dict[str, Any] | None:
+    """`ingot.json`: where a model came from; None in a folder that ingot did not write."""
+    try:
+        lineage = json.loads((folder / LINEAGE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return lineage if isinstance(lineage, dict) else None

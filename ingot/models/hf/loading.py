@@ -1,0 +1,267 @@
+"""Models of transformers: drawn at random, read from a Hugging Face folder, and given out again by
+its names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ingot.base.errors import WrongInput
+from ingot.base.progress import say
+from ingot.models.hf.config import SUPPORTED, HubConfig, HubKind, hub_config
+from ingot.models.hf.folder import CONFIG, stored_shapes, stored_tensors
+from ingot.models.hf.models import Encoder, HubModel, Seq2Seq
+
+__all__ = [
+    "SUPPORTED",
+    "Encoder",
+    "HubConfig",
+    "HubKind",
+    "HubModel",
+    "Seq2Seq",
+    "draw_hub",
+    "generation_settings",
+    "hub_config",
+    "hub_weights",
+    "load_hub",
+]
+
+GENERATION = "generation_config.json"
+# Heads of other tasks that pretrained encoders come with, and the pooler where a classifier has
+# none.
+OTHER_HEADS = (
+    "cls",
+    "lm_head",
+    "vocab_transform",
+    "vocab_layer_norm",
+    "vocab_projector",
+    "discriminator_predictions",
+    "generator_predictions",
+    "generator_lm_head",
+    "lm_predictions",
+    "mask_predictions",
+    "decoder",
+    "pooler",
+)
+
+
+def draw_hub(config: HubConfig, seed: int, device: torch.device) -> HubModel:
+    """Random weights as transformers draws them, in float32: the same for a seed on every rank and
+    device. torch's generators stay as they are.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        inner = config.build()
+    if config.own_head:
+        inner.lm_head.weight = nn.Parameter(inner.lm_head.weight.detach().clone())
+        inner.all_tied_weights_keys.pop("lm_head.weight", None)
+    shared = getattr(getattr(inner, "model", None), "shared", None)
+    if shared is not None and shared.weight is not inner.model.encoder.embed_tokens.weight:
+        shared.weight.requires_grad_(
+            False
+            # nothing reads it where embeddings are not tied, and data parallel would wait for its
+            # gradient
+        )
+    return (Seq2Seq(config, inner) if config.kind == "seq2seq" else Encoder(config, inner)).to(
+        device
+    )
+
+
+def load_hub(
+    config: HubConfig, folder: Path, *, device: torch.device, dtype: torch.dtype, seed: int | None
+) -> HubModel:
+    """The model in `folder`, its weights in `dtype`; buffers stay in float32.
+
+    A pretrained encoder has no head for our classes yet: it is drawn from `seed`, and that is told.
+    `seed` None: that is an error.
+
+    Raises:
+        WrongInput: torn files, or tensors that do not fit; all are named, and nothing is loaded.
+    """
+    model = draw_hub(config, seed or 0, torch.device("cpu"))
+    places = _places(model)
+    found = stored_shapes(folder)
+    # Older folders also hold what is computed here, such as BERT's list of positions.
+    names = places.keys() | {name for name, _ in model.inner.named_buffers()}
+    ours = {stored: _our_name(stored, model.inner.base_model_prefix, names) for stored in found}
+    fresh, unused = _check(
+        model,
+        {name: tuple(tensor.shape) for name, tensor in places.items()},
+        found,
+        ours,
+        folder,
+        may_draw=seed is not None,
+    )
+    loaded: dict[int, str] = {}
+    with torch.no_grad():
+        for stored, tensor in stored_tensors(folder):
+            if (name := ours[stored]) not in places:
+                continue
+            place = places[name]
+            if id(place) not in loaded:
+                place.copy_(tensor)
+                loaded[id(place)] = stored
+            elif not torch.equal(place, tensor.to(place.dtype)):
+                twin = loaded[id(place)]
+                raise WrongInput(
+                    f"{folder}: {CONFIG} ties {stored} to {twin}, but the two differ; set"
+                    " tie_word_embeddings to false"
+                )
+    if fresh or unused:
+        drawn = f"{', '.join(fresh)} drawn from seed {seed}" if fresh else "nothing drawn"
+        say(f"{folder}: {drawn}{f'; not used: {_some(unused)}' if unused else ''}")
+    if isinstance(model, Seq2Seq):
+        _read_generation(model, folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device=device, dtype=dtype)
+    return model.to(device)
+
+
+def hub_weights(model: HubModel) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model folder by transformers' names, each once: of tied ones the first name,
+    of computed ones none.
+    """
+    left_out = re.compile(
+        "|".join(getattr(model.inner, "_keys_to_ignore_on_save", None) or ["(?!)"])
+    )
+    seen: set[int] = set()
+    for name, tensor in _places(model).items():
+        if id(tensor) not in seen and not left_out.search(name):
+            yield name, tensor.detach()
+        seen.add(id(tensor))
+
+
+def generation_settings(model: Seq2Seq) -> dict[str, Any]:
+    """What `generation_config.json` says of a sequence-to-sequence model: the tokens that it
+    begins, pads and ends with, and how it prefers to search.
+    """
+    settings: dict[str, Any] = model.inner.generation_config.to_diff_dict()
+    return settings
+
+
+def _places(model: HubModel) -> dict[str, Tensor]:
+    """Every name that a tensor is stored under; tied ones share theirs."""
+    named: dict[str, Tensor] = dict(model.inner.named_parameters(remove_duplicate=False))
+    kept = model.inner.state_dict(keep_vars=True)
+    return named | {name: tensor for name, tensor in kept.items() if name not in named}
+
+
+def _our_name(stored: str, prefix: str, places: Collection[str]) -> str:
+    """The name here of a tensor from a folder: older spellings, and base models whose names lack
+    the prefix, or have it where ours do not.
+    """
+    name = re.sub(
+        r"LayerNorm\.(gamma|beta)$",
+        lambda match: f"LayerNorm.{'weight' if match[1] == 'gamma' else 'bias'}",
+        stored,
+    )
+    return next(
+        (
+            known
+            for known in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+            if known in places
+        ),
+        name,
+    )
+
+
+def _check(
+    model: HubModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    ours: Mapping[str, str],
+    folder: Path,
+    *,
+    may_draw: bool,
+) -> tuple[list[str], list[str]]:
+    """Names that are to be drawn, and stored ones that nothing here uses. Every other difference is
+    an error.
+    """
+    have = set(ours.values())
+    places = _places(model)
+    covered = {id(places[name]) for name in have if name in places}
+    computed = _pattern(model, "_keys_to_ignore_on_load_missing")
+    missing = [
+        name for name in shapes if id(places[name]) not in covered and not computed.search(name)
+    ]
+    fresh = [name for name in missing if may_draw and _new_head(model, name, have)]
+    unused = [
+        stored for stored, name in ours.items() if name not in shapes and _other_head(model, name)
+    ]
+    buffers, ignored = (
+        {name for name, _ in model.inner.named_buffers()},
+        _pattern(model, "_keys_to_ignore_on_load_unexpected"),
+    )
+    surplus = [
+        stored
+        for stored, name in ours.items()
+        if name not in shapes
+        and name not in buffers
+        and stored not in unused
+        and not ignored.search(name)
+    ]
+    problems = [f"{name} is missing" for name in missing if name not in fresh]
+    problems += [f"{name} is not part of this model" for name in sorted(surplus)]
+    problems += [
+        f"{stored} is {list(found[stored])}, {list(shapes[name])} is wanted"
+        for stored, name in ours.items()
+        if name in shapes and found[stored] != shapes[name]
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        knobs = "model.source, model.config" + (
+            " and objective.labels" if model.config.kind == "encoder" else ""
+        )
+        raise WrongInput(
+            f"{folder}: weights do not fit {CONFIG}: {'; '.join(problems[:8])}{more}; check {knobs}"
+        )
+    return fresh, unused
+
+
+def _new_head(model: HubModel, name: str, have: set[str]) -> bool:
+    """Whether a missing tensor is one of a part that a pretrained encoder does not have at all: the
+    classifier, or the pooler under it.
+    """
+    if model.config.kind != "encoder":
+        return False
+    prefix = f"{model.inner.base_model_prefix}."
+    part = name.split(".")[0] if not name.startswith(prefix) else f"{prefix}pooler"
+    return name.startswith(f"{part}.") and not any(other.startswith(f"{part}.") for other in have)
+
+
+def _other_head(model: HubModel, name: str) -> bool:
+    return (
+        model.config.kind == "encoder"
+        and name.removeprefix(f"{model.inner.base_model_prefix}.").split(".")[0] in OTHER_HEADS
+    )
+
+
+def _pattern(model: HubModel, attribute: str) -> re.Pattern[str]:
+    """What transformers itself says may be missing, or left over; matches nothing where it says
+    nothing.
+    """
+    return re.compile("|".join(getattr(model.inner, attribute, None) or ["(?!)"]))
+
+
+def _read_generation(model: Seq2Seq, folder: Path) -> None:
+    try:
+        values = json.loads((folder / GENERATION).read_bytes())
+        model.inner.generation_config = type(model.inner.generation_config).from_dict(values)
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError, AttributeError) as error:
+        raise WrongInput(
+            f"{folder / GENERATION} is not a generation configuration ({error}); fetch the model"
+            " again"
+        ) from None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

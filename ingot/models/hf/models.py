@@ -1,0 +1,149 @@
+"""Sequence-to-sequence models and encoders of transformers behind the face that decoders have. One
+process or data parallel, no other layout.
+
+Shapes: B batch, S source, T target, D model, V vocabulary, C classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ingot.models.hf.config import HubConfig
+from ingot.models.native.head import TokenFunction, apply_head
+
+
+class Seq2Seq(nn.Module):
+    """An encoder reads the source, a decoder writes the target."""
+
+    def __init__(self, config: HubConfig, inner: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.inner: Any = inner
+
+    def hidden(self, tokens: Tensor, segments: Tensor | None, labels: Tensor) -> Tensor:
+        """The decoder's final hidden states `[B, T, D]`, ready for `project`; it reads `labels`
+        shifted right behind its own start token.
+        """
+        mask = _mask(tokens, segments)
+        shifted = torch.cat(
+            (
+                labels.new_full((labels.shape[0], 1), self.inner.config.decoder_start_token_id),
+                labels[:, :-1],
+            ),
+            dim=1,
+        )
+        shifted = shifted.masked_fill(shifted < 0, self.config.pad)
+        tokens = tokens.masked_fill(mask == 0, self.config.pad)
+        if hasattr(self.inner, "model"):  # BART and its kin
+            out: Tensor = self.inner.model(
+                tokens, attention_mask=mask, decoder_input_ids=shifted, use_cache=False
+            ).last_hidden_state
+            return out
+        source = self.inner.encoder(tokens, attention_mask=mask).last_hidden_state
+        out = self.inner.decoder(
+            shifted, encoder_hidden_states=source, encoder_attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        return (
+            out * self.inner.model_dim**-0.5
+            if getattr(self.inner.config, "scale_decoder_outputs", False)
+            else out
+        )
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """`[..., D]` -> `[..., V]`."""
+        logits: Tensor = self.inner.lm_head(hidden)
+        bias = getattr(self.inner, "final_logits_bias", None)
+        return logits if bias is None else logits + bias[0]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None,
+        labels: Tensor,
+        token: TokenFunction,
+        extras: Tensor | None = None,
+    ) -> Tensor:
+        """The objective's value of each token of the target, float32 `[B, T]`; 0 where the label is
+        -100.
+
+        tokens, positions `[B, S]` int64: the source; it counts its positions itself. `segments`
+        `[B, S]` is 0 on padding, None where there is none. labels `[B, T]`: the target, not
+        shifted.
+        """
+        hidden = self.hidden(tokens, segments, labels)
+        flat = None if extras is None else extras.flatten(0, 1)
+        values = apply_head(
+            hidden.flatten(0, 1),
+            self.project,
+            self.inner.lm_head.out_features,
+            labels.flatten(),
+            token,
+            flat,
+        )
+        return values.view(
+            labels.shape
+        ).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
+
+
+class Encoder(nn.Module):
+    """A classifier of texts. The objective's "vocabulary" is the classes."""
+
+    def __init__(self, config: HubConfig, inner: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.inner: Any = inner
+
+    def logits(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Float32 `[B, C]`; of rows without any token they mean nothing, but are finite."""
+        mask = _mask(tokens, segments)
+        logits: Tensor = self.inner(
+            tokens.masked_fill(mask == 0, self.config.pad),
+            attention_mask=mask,
+            position_ids=positions + self.config.first_position,
+        ).logits
+        return logits.float()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None,
+        labels: Tensor,
+        token: TokenFunction,
+        extras: Tensor | None = None,
+    ) -> Tensor:
+        """The objective's value of each text, float32 `[B]`; 0 where the label is -100.
+
+        tokens, positions `[B, S]` int64, positions from 0. `segments` `[B, S]` is 0 on padding,
+        None where there is none. labels `[B]`: classes.
+        """
+        return apply_head(
+            self.logits(tokens, positions, segments),
+            _as_they_are,
+            len(self.config.labels),
+            labels,
+            token,
+            extras,
+        )
+
+
+HubModel = Seq2Seq | Encoder
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _mask(tokens: Tensor, segments: Tensor | None) -> Tensor:
+    """Attention mask `[B, S]`. Of a row without tokens the first place is seen: a softmax over
+    nothing is not a number, and neither are gradients.
+    """
+    if segments is None:
+        return torch.ones_like(tokens)
+    seen = segments != 0
+    seen[:, 0] |= ~seen.any(dim=1)
+    return seen.long()

@@ -1,0 +1,3 @@
+"""The native decoder family in pure PyTorch: configuration, rotary positions, attention, layers,
+head. Knows no parallelism, no files and no recipe.
+"""

@@ -1,0 +1,262 @@
+"""The one function through which all attention goes, and the masks: who may look at whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Numbers of row, head, query and key -> whether that query may look at that key."""
+
+
+def flexible(
+    segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
+) -> dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """How the layers of each window look at rows of `length` tokens; `segments` `[B, T]` numbers
+    the documents of packed ones.
+    """
+    looks: dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    for window in windows:
+        if window not in looks:
+            rows = None if segments is None else len(segments)
+            mask = create_block_mask(
+                _visible(segments, window),
+                rows,
+                None,
+                length,
+                length,
+                device=str(device),
+                _compile=device.type == "cuda",
+            )
+            looks[window] = partial(_look, mask)
+    return looks
+
+
+def _visible(segments: Tensor | None, window: int | None) -> Visible:
+    """Causal, within one document, and of it the last `window` tokens."""
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if segments is not None:
+            seen = seen & (segments[row, query] == segments[row, key])
+        return seen if window is None else seen & (query - key < window)
+
+    return visible
+
+
+def _look(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
+    attention: Callable[..., Tensor] = _compiled() if q.device.type == "cuda" else flex_attention  # type: ignore[assignment]
+    return attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """One for all layers: the kernel knows a mask by its tensors."""
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
+    return compiled
+
+
+BLOCK = 128  # queries
+
+
+def _blocks(mask: Tensor | None, length: int) -> Iterator[tuple[int, int, int]]:
+    """(first key, first query, end of both) of each block of one row; `mask` bool `[1 or H, T, T]`,
+    None for plain causal attention.
+    """
+    for first in range(0, length, BLOCK):
+        end = min(first + BLOCK, length)
+        if mask is None:
+            yield 0, first, end
+        else:
+            yield int(mask[:, first:end, :end].any(1).any(0).byte().argmax()), first, end
+
+
+def _weights(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    """softmax(q k) `[K, G * t, S]` for scaled queries `[K, G * t, E]`, keys `[K, S, E]`, and
+    `hidden` bool, broadcast to `[K, G, t, S]`.
+    """
+    scores = torch.bmm(q, k.transpose(1, 2))
+    scores.view(k.shape[0], -1, hidden.shape[-2], k.shape[1])[
+        ..., -hidden.shape[-1] :
+    ].masked_fill_(hidden, -math.inf)
+    return torch.softmax(scores, dim=-1, dtype=scores.dtype)
+
+
+def _future(mask: Tensor | None, start: int, first: int, end: int) -> Tensor:
+    """What the queries `first` to `end` may not see, for the last of the keys `start` to `end`."""
+    if mask is None:
+        return torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
+    return ~mask[:, first:end, start:end]
+
+
+@torch.library.custom_op("ingot::cpu_attention", mutates_args=())
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q `[B, H, T, E]`, k and v `[B, K, T, E]`, mask bool `[B or 1, 1, T, T]` or None for causal ->
+    `[B, H, T, E]`, laid out as `[B, T, H, E]`.
+    """
+    batch, _, length, size = q.shape
+    groups = k.shape[1]
+    out = _like(q)
+    scaled = (q * size**-0.5).unflatten(1, (groups, -1))  # [B, K, G, T, E]
+    mixed = out.unflatten(1, (groups, -1))
+    for row in range(batch):
+        seen = None if mask is None else mask[row % mask.shape[0]]
+        for start, first, end in _blocks(seen, length):
+            part = scaled[row, :, :, first:end].reshape(groups, -1, size)
+            p = _weights(part, k[row, :, start:end], _future(seen, start, first, end))
+            mixed[row, :, :, first:end] = torch.bmm(p, v[row, :, start:end]).view(
+                groups, -1, end - first, size
+            )
+    return out
+
+
+@torch.library.custom_op("ingot::cpu_attention_backward", mutates_args=())
+def cpu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. What attention weighs by is computed again, which costs less
+    than to keep it.
+    """
+    batch, _, length, size = q.shape
+    groups, scale = k.shape[1], size**-0.5
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    scaled, given, back = (x.unflatten(1, (groups, -1)) for x in (q * scale, grad, dq))
+    for row in range(batch):
+        seen = None if mask is None else mask[row % mask.shape[0]]
+        sum_k, sum_v = torch.zeros(2, groups, length, size)
+        for start, first, end in _blocks(seen, length):
+            part = scaled[row, :, :, first:end].reshape(groups, -1, size)
+            g = given[row, :, :, first:end].reshape(groups, -1, size)
+            p = _weights(part, k[row, :, start:end], _future(seen, start, first, end))
+            sum_v[:, start:end] += torch.bmm(p.transpose(1, 2), g)
+            ds = torch._softmax_backward_data(
+                torch.bmm(g, v[row, :, start:end].transpose(1, 2)), p, -1, p.dtype
+            )
+            back[row, :, :, first:end] = (torch.bmm(ds, k[row, :, start:end]) * scale).view(
+                groups, -1, end - first, size
+            )
+            sum_k[:, start:end] += torch.bmm(ds.transpose(1, 2), part)
+        dk[row], dv[row] = sum_k, sum_v
+    return dq, dk, dv
+
+
+@cpu_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return _like(q)
+
+
+@cpu_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _like(x: Tensor) -> Tensor:
+    """Room for `[B, H, T, E]` laid out as `[B, T, H, E]`, which the next product takes without a
+    copy.
+    """
+    batch, heads, length, size = x.shape
+    return x.new_empty(batch, length, heads, size).transpose(1, 2)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *cpu_attention_backward(grad, *ctx.saved_tensors), None
+
+
+cpu_attention.register_autograd(_backward, setup_context=_keep)
+
+
+Look = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`: who may look at whom is
+settled already.
+"""
+Attention = Callable[[Tensor, Tensor | None, Iterable[int | None]], dict[int | None, Look]]
+"""positions and segments `[B, T]`, windows -> how the layers of each window look; made once for all
+layers.
+"""
+
+
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool `[T, T]`: each token sees those before it and itself, of them the last `window` (None:
+    all).
+    """
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal if window is None else causal.triu(1 - window)
+
+
+def document_mask(segments: Tensor, window: int | None = None) -> Tensor:
+    """Bool `[B, 1, T, T]`: causal, within one document (equal `segments` `[B, T]`), and of it the
+    last `window` tokens (None: all).
+    """
+    return (segments[:, None, :, None] == segments[:, None, None, :]) & causal_mask(
+        segments.shape[1], window, segments.device
+    )
+
+
+def masks(
+    segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
+) -> dict[int | None, Tensor | None]:
+    """The mask of each window, for rows of `length` tokens; None where plain causal attention says
+    the same.
+
+    Made once for all layers; a window that holds the whole row shares the mask of those without.
+    """
+    made: dict[int | None, Tensor | None] = {}
+    answer: dict[int | None, Tensor | None] = {}
+    for window in windows:
+        reach = window if window is not None and window < length else None
+        if reach not in made and segments is None:
+            made[reach] = None if reach is None else causal_mask(length, reach, device)
+        elif reach not in made and segments is not None:
+            made[reach] = document_mask(segments, reach)
+        answer[window] = made[reach]
+    return answer
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention.
+
+    q `[B, H, T, E]`; k, v `[B, K, S, E]` with H a multiple of K; `mask` bool, broadcast to `[B, H,
+    T, S]`, True where a query may look; None for plain causal attention. Returns `[B, H, T, E]`. In
+    training, a query may look at itself at least.
+    """
+    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if (
+        training
+        and q.device.type == "cpu"
+        and q.dtype == torch.bfloat16
+        and q.shape[2] == k.shape[2]
+    ):
+        mixed: Tensor = cpu_attention(
+            q, k, v, None if mask is None else mask.view(-1, 1, *mask.shape[-2:])
+        )
+        return mixed
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def dense(
+    positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
+) -> dict[int | None, Look]:
+    """Attention where every rank has whole rows."""
+    windows, length = set(windows), positions.shape[1]
+    if positions.device.type == "cuda" and (
+        segments is not None or any(window is not None and window < length for window in windows)
+    ):
+        return flexible(segments, length, windows, positions.device)
+    seen = masks(segments, length, windows, positions.device)
+    return {window: partial(attend, mask=mask) for window, mask in seen.items()}

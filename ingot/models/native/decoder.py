@@ -1,0 +1,287 @@
+"""The native decoder family. Parameter names and rotary layout are Hugging Face's, so that
+conversion is nearly the identity.
+
+Knows no parallelism, no environment and no recipe; wrappers are applied from outside.
+Shapes: B batch, T time, D model, H query heads, K key/value heads, E head size, F feed-forward, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ingot.models.native import attention
+from ingot.models.native.attention import Look, attend
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.head import TokenFunction, Vocabulary, apply_head
+from ingot.models.native.rope import angles, inverse_frequencies, rotate
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens. `append` stores one layer's new ones and answers what to
+    attend over.
+    """
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """k, v `[B, K, T, E]` -> keys and values `[B, K, S, E]` and a bool mask `[B, 1, T, S]`."""
+        ...
+
+
+Through = Callable[[Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
+"""What comes out of the layers, in their order, when a tensor is handed in."""
+
+
+def in_order(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+    """One layer after the other."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (Zhang and Sennrich 2019), computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(
+            x.dtype
+        )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; queries and keys normed per head where the
+    configuration says so (Qwen 3).
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        queries, keys = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None
+    ) -> Tensor:
+        batch, time, _ = x.shape
+        # The number of heads is read off the tensor: a wrapper may have left this rank a share of
+        # them.
+        q, k, v = (
+            projection(x).view(batch, time, -1, self.head_dim).transpose(1, 2)  # [B, H or K, T, E]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if look is not None:
+            mixed = look(q, k, v)
+        else:
+            assert cache is not None
+            mixed = attend(q, *cache.append(self.layer, k, v))
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, time, -1))  # [B, T, D]
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias
+        )
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each with a norm before and the residual around."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.window = config.windows[layer]
+        self.self_attn = Attention(config, layer)
+        self.mlp = FeedForward(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None = None
+    ) -> Tensor:
+        """`look` is how this layer attends; None where `cache` says what to attend over."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, look, cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Trunk(nn.Module):
+    """Embedding, layers, last norm."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        # Not drawn here: on `meta` that would load the compiler (a second at each start), elsewhere
+        # it would be drawn twice.
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
+        self.layers = nn.ModuleList(
+            Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model, or one stage of it.
+
+    `forward` is the face that training uses: per-token values of an objective, full logits never
+    existing at once.
+    Built on any device, `meta` included: nothing is computed from the parameters in the
+    constructor.
+
+    `attention`, `through` and `vocabulary` say how rows, the layers and the head are computed;
+    wrappers put others there, that speak with other ranks or do not keep all that backward needs.
+    Of a stage, only `stage` and the layers that it holds (under their own numbers) are there.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+        self.attention: attention.Attention = attention.dense
+        self.through: Through = in_order
+        self.vocabulary = Vocabulary()
+        self.stage = Stage()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The projection onto the vocabulary, `[V, D]`; the embedding itself where the two are
+        tied.
+        """
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Final hidden states `[B, T, D]`, normed; of a stage that is not the last, what the next
+        one goes on from.
+
+        tokens, positions `[B, T]` int64; a stage that is not the first is given hidden states for
+        tokens. `segments` `[B, T]` numbers the documents of a packed row, which then do not see
+        each other; None where each row is one document.
+        """
+        return self._hidden(tokens, positions, segments, cache)
+
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, cache: Cache | None = None
+    ) -> Tensor:
+        # What is called from outside (`hidden`, `logits`, `project`) is where a wrapper gathers
+        # weights and gives them back: not from within `forward`. The frequencies are made here
+        # rather than kept in a buffer: they cost nothing, and a model on `meta` has none to lose.
+        rope = self.config.rope
+        cos, sin = angles(
+            positions,
+            inverse_frequencies(rope, self.config.head_dim, positions.device),
+            rope.amplitude,
+        )
+        looks = (
+            {} if cache is not None else self.attention(positions, segments, self.config.windows)
+        )
+        x = self.model.embed_tokens(tokens) if self.stage.first else tokens
+        layers = cast("Iterable[Block]", self.model.layers.children())
+        x = self.through(
+            x,
+            [
+                partial(layer, cos=cos, sin=sin, look=looks.get(layer.window), cache=cache)
+                for layer in layers
+            ],
+        )
+        return self.model.norm(x) if self.stage.last else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need them."""
+        return self.vocabulary.whole(self._project(self.vocabulary.enter(hidden))).float()
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """`[..., D]` -> `[..., V]`: the head, in the type that it computes in; V is this rank's
+        share of the vocabulary.
+        """
+        return self._project(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.vocabulary.weight(self.head_weight))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None,
+        labels: Tensor,
+        token: TokenFunction,
+        extras: Tensor | None = None,
+    ) -> Tensor:
+        """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100. Of a
+        stage that is not the last: hidden states.
+
+        `token(view, labels, extras)` is called on chunks of tokens, `extras` `[B, T, ...]` cut as
+        they are; see `ingot.models.native.head`.
+        """
+        hidden = self._hidden(tokens, positions, segments)
+        if not self.stage.last:
+            return hidden
+        flat = None if extras is None else extras.flatten(0, 1)
+        hidden = self.vocabulary.enter(hidden)
+        weight = self.vocabulary.weight(self.head_weight)
+        values = apply_head(
+            hidden.flatten(0, 1),
+            self._project,
+            self.config.vocab_size,
+            labels.flatten(),
+            token,
+            flat,
+            self.vocabulary.view,
+            weight,
+        )
+        return values.view(
+            labels.shape
+        ).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
+
+
+class Stage(NamedTuple):
+    """Which ends of the model are here."""
+
+    first: bool = True
+    """The embedding is looked up."""
+    last: bool = True
+    """The last norm and the head are applied."""

@@ -1,0 +1,109 @@
+"""Which part of a parameter is here: all of it, or, once wrappers have spread it over ranks, a box
+of rows and columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ingot.models.native.decoder import Decoder
+
+Box = tuple[slice, ...]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def box(tensor: Tensor) -> Box:
+    """Where that lies in the whole tensor, a slice for each dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+
+
+def spread_as(like: Tensor, mine: Tensor) -> Tensor:
+    """This rank's part `mine` as a tensor that is spread as `like` is."""
+    if not isinstance(like, DTensor):
+        return mine
+    # Not `from_local`: what waits on the host would be copied to the mesh's device, and what is
+    # loaded into the copy would be lost.
+    spec = DTensorSpec(
+        like.device_mesh,
+        like.placements,
+        tensor_meta=TensorMeta(like.shape, like.stride(), mine.dtype),
+    )
+    return DTensor(mine, spec, requires_grad=mine.requires_grad)
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether any parameter of a model lies on several ranks."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@torch.no_grad()
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Room for every parameter that is still on `meta`, in place of it; nothing is written
+    there.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+
+
+BLOCK_ELEMENTS = 2**22
+_WORDS = 4  # 64-bit words that one Philox counter yields (Salmon et al. 2011)
+
+
+def normal_rows(seed: int, name: str, first: int, rows: int, columns: int) -> np.ndarray:
+    """Standard normal float32 `[rows, columns]`: rows `first` to `first + rows` of the parameter
+    `name`.
+
+    Box-Muller on Philox words: a fixed number of words a row, so that row r starts at counter r *
+    counters-a-row.
+    """
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+    words = -(-columns // (2 * _WORDS)) * 2 * _WORDS  # whole counters, an even number of words
+    counters = words // _WORDS
+    generator = np.random.Philox(key=key, counter=first * counters)
+    uniform = (generator.random_raw(rows * words) >> 11) * 2.0**-53  # [0, 1)
+    pairs = uniform.reshape(rows, 2, words // 2)
+    radius = np.sqrt(-2.0 * np.log1p(-pairs[:, 0]))
+    angle = 2.0 * np.pi * pairs[:, 1]
+    normal = np.concatenate((radius * np.cos(angle), radius * np.sin(angle)), axis=1)
+    return normal[:, :columns].astype(np.float32)
+
+
+def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
+    """Fill a matrix `[rows, columns]`, or what this rank has of it, in place, a block of rows at a
+    time.
+    """
+    here, (rows, columns) = local(parameter), box(parameter)
+    width = parameter.shape[1]
+    block = max(1, BLOCK_ELEMENTS // width)
+    for first in range(rows.start, rows.stop, block):
+        count = min(block, rows.stop - first)
+        values = torch.from_numpy(normal_rows(seed, name, first, count, width)[:, columns])
+        here[first - rows.start : first - rows.start + count].copy_(values.mul_(std))
+
+
+@torch.no_grad()
+def initialise(model: Decoder, seed: int) -> None:
+    """Random weights for every parameter: matrices normal with the configuration's
+    `initializer_range`, norms 1, biases 0.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            fill_normal(parameter, seed, name, model.config.initializer_range)
+        else:
+            local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)

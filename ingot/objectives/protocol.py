@@ -1,0 +1,68 @@
+"""What every way of training answers; the loop knows nothing else about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from ingot.data.loader import Batch
+from ingot.models.native.head import View
+
+AllSum = Callable[[Tensor], Tensor]
+"""Adds over the ranks that hold parts of one row."""
+
+
+class RowSharing(Protocol):
+    """How the ranks that share rows share them."""
+
+    @property
+    def world(self) -> int:
+        """Ranks that have a part of each row."""
+        ...
+
+    def share(self, tensor: Tensor, fill: int) -> Tensor:
+        """This rank's part of `[B, T]`, which is filled up with `fill` where it does not divide."""
+        ...
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over these ranks; gradients are summed over them going backward."""
+        ...
+
+
+class Objective(Protocol):
+    """Per-token values in, (sum, metrics) out.
+
+    `token` is called with a chunk of tokens at the model's head, `reduce` with all values of a
+    micro-batch. Everything is a *sum* over what `targets` counts, never a mean, so that any split
+    of a batch gives one number.
+    """
+
+    name: str
+    can_be_staged: bool
+    """Whether a value needs one token's logits only, so that the head may live on another rank than
+    the rest of the row.
+    """
+
+    def targets(self, batch: Batch) -> int:
+        """How many targets a batch (still on the host) has: tokens, pairs or documents."""
+        ...
+
+    def extras(self, batch: Batch, segments: Tensor | None) -> Tensor | None:
+        """What `token` needs beside logits and labels, `[R, T, ...]`, on the batch's device; None
+        for nothing. Carries no gradient.
+        """
+        ...
+
+    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+        """The value of each of N tokens, `[N]`."""
+        ...
+
+    def reduce(
+        self, values: Tensor, batch: Batch, all_sum: AllSum
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss's sum over the targets of a micro-batch, and sums of further metrics by name,
+        without gradient.
+        """
+        ...

@@ -1,0 +1,407 @@
+"""Every member of the native family against transformers': in, logits, gradients, packed,
+generated, out, and in again with more tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ingot.base.errors import WrongInput
+from ingot.checkpoints.export import export_model
+from ingot.config.family import KINDS
+from ingot.config.presets import PRESETS
+from ingot.models.generation.generator import Generator, Request
+from ingot.models.hf.config import SUPPORTED as THROUGH_TRANSFORMERS
+from ingot.models.hf.folder import load_model, model_config
+from ingot.models.native.attention import masks
+from ingot.models.native.config import SUPPORTED, DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.native.rope import inverse_frequencies
+from tests import tolerances
+from tests.cli.commands import ingot
+from tests.models.native.test_decoder import negative_log_likelihood, tokens_and_positions
+from tests.models.tiny import FAMILY, WINDOW, make_member
+from tests.tokenizers.small import chatty
+
+CPU = torch.device("cpu")
+VOCAB = 331
+Both = tuple[Decoder, PreTrainedModel]
+
+
+@pytest.fixture(scope="module", params=FAMILY)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_member(
+        tmp_path_factory.mktemp(request.param) / request.param, request.param, vocab_size=VOCAB
+    )
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> Both:
+    return load_model(folder, device=CPU), reference(folder)
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    """transformers' model; its weights have to be those that the folder has, no more and no
+    fewer.
+    """
+    model, about = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(
+        about[trouble] for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(model.hidden(tokens, torch.arange(tokens.shape[1]).expand_as(tokens)))
+
+
+def assert_equal(ours: Decoder, theirs: PreTrainedModel, vocab: int = VOCAB) -> None:
+    tokens, _ = tokens_and_positions(vocab=vocab)
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+    assert wanted.std() > 0.3, "the reference must say something for equality to mean something"
+    torch.testing.assert_close(logits(ours, tokens), wanted, atol=tolerances.LOGITS_FP32, rtol=0)
+
+
+def test_logits_equal_transformers(both: Both) -> None:
+    assert_equal(*both)
+
+
+def test_gradients_equal_transformers(both: Both) -> None:
+    ours, theirs = both
+    tokens, positions = tokens_and_positions(vocab=VOCAB)
+    labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
+    for model in both:
+        model.zero_grad()
+    (
+        ours(tokens, positions, None, labels, negative_log_likelihood).sum()
+        / (labels != -100).sum()
+    ).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert wanted.keys() == {name for name, _ in ours.named_parameters()}
+    # A bias on keys adds the same to all scores of a query but for rotation: its gradient may be
+    # almost nothing beside the others'.
+    scale = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        difference = (parameter.grad - wanted[name]).norm() / max(
+            float(wanted[name].norm()), 1e-2 * scale
+        )
+        assert difference < tolerances.GRADIENTS_FP32, name
+
+
+def test_export_opens_in_transformers_and_here(both: Both, tmp_path: Path) -> None:
+    ours, theirs = both
+    export_model(ours, chatty(), tmp_path / "model", export_type="fp32", lineage={})
+    again = reference(tmp_path / "model")
+    assert type(again) is type(theirs)
+    assert_equal(ours, again)
+    assert load_model(tmp_path / "model", device=CPU).config == ours.config
+    kept, meant = json.loads((tmp_path / "model" / "config.json").read_text()), again.config
+    assert {
+        key: kept[key] for key in ours.config.source if not key.endswith(("token_id", "dtype"))
+    } == {
+        key: value
+        for key, value in ours.config.source.items()
+        if not key.endswith(("token_id", "dtype"))
+    }
+    # Readers of before transformers 5 look here.
+    assert kept["rope_theta"] == meant.rope_parameters["rope_theta"]
+    assert (kept["rope_scaling"] or {"rope_type": "default"})["rope_type"] == meant.rope_parameters[
+        "rope_type"
+    ]
+
+
+def test_added_tokens_survive_the_way_in_and_out(folder: Path, tmp_path: Path) -> None:
+    theirs = reference(folder)
+    torch.manual_seed(1)
+    theirs.resize_token_embeddings(VOCAB + 12)
+    theirs.save_pretrained(tmp_path / "more")
+    ours = load_model(tmp_path / "more", device=CPU)
+    assert ours.config.vocab_size == VOCAB + 12
+    assert_equal(ours, theirs, VOCAB + 12)
+    export_model(ours, chatty(), tmp_path / "out", export_type="fp32", lineage={})
+    again = reference(tmp_path / "out")
+    assert_equal(ours, again, VOCAB + 12)
+    assert (
+        again.get_input_embeddings().weight is again.get_output_embeddings().weight
+    ) == ours.config.tie_word_embeddings
+
+
+PROMPTS = [[5], list(range(3, 23)), [7] * 13, [90, 3, 88], list(range(100, 107))]
+
+
+def test_greedy_with_the_cache_is_what_transformers_generates(both: Both) -> None:
+    """Prompts of unequal length in one batch, some read in shares, all of them growing beyond the
+    window.
+    """
+    ours, theirs = both
+    for rows, prefill in ((5, 512), (2, 6)):
+        together = Generator(ours, max_rows=rows, prefill_tokens=prefill).run(
+            [Request(prompt, 30) for prompt in PROMPTS]
+        )
+        for prompt, completion in zip(PROMPTS, together, strict=True):
+            tokens = torch.tensor([prompt])
+            out = theirs.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=30,
+                do_sample=False,
+                eos_token_id=None,
+            )
+            assert [token.id for token in completion.tokens] == out[0, len(prompt) :].tolist()
+
+
+def test_packed_documents_give_what_they_give_alone(both: Both) -> None:
+    """Windows count within a document."""
+    tokens, _ = tokens_and_positions(batch=1, vocab=VOCAB)
+    lengths = (7, 20, 23)
+    segments = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[
+        None
+    ]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad():
+        together = both[0].logits(both[0].hidden(tokens, positions, segments))
+    for number in range(3):
+        here = segments[0] == number
+        torch.testing.assert_close(
+            together[:, here], logits(both[0], tokens[:, here]), atol=tolerances.PACKED, rtol=0
+        )
+
+
+def zeroed(part: str) -> Callable[[Decoder], None]:
+    def change(model: Decoder) -> None:
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    return change
+
+
+def other_window(change: int | None) -> Callable[[Decoder], None]:
+    def make(model: Decoder) -> None:
+        windows = tuple(
+            None if change is None or window is None else window + change
+            for window in model.config.windows
+        )
+        model.config = replace(model.config, windows=windows)
+        for layer, window in zip(model.model.layers, windows, strict=True):
+            layer.window = window  # type: ignore[assignment]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("qwen2", zeroed("q_proj.bias")),
+        ("qwen2", zeroed("v_proj.bias")),
+        ("qwen3", zeroed("q_norm")),
+        ("qwen3", zeroed("k_norm")),
+        ("qwen3-tied", zeroed("o_proj.bias")),
+        ("mistral", other_window(None)),
+        ("mistral", other_window(1)),
+        ("mistral", other_window(-1)),
+        ("qwen2-window", other_window(None)),
+        ("qwen3-window", other_window(1)),
+    ],
+)
+def test_a_difference_left_out_would_be_seen(
+    case: str, change: Callable[[Decoder], None], tmp_path: Path
+) -> None:
+    ours = load_model(make_member(tmp_path, case, vocab_size=VOCAB), device=CPU)
+    tokens, _ = tokens_and_positions(vocab=VOCAB)
+    before = logits(ours, tokens)
+    change(ours)
+    assert float((logits(ours, tokens) - before).abs().max()) > 100 * tolerances.LOGITS_FP32
+
+
+def test_masks_are_made_once_and_only_where_they_say_something() -> None:
+    segments = torch.zeros(1, 12, dtype=torch.long)
+    assert masks(None, 12, [None, 12, 40], CPU) == {None: None, 12: None, 40: None}
+    near = masks(None, 12, [None, 5], CPU)[5]
+    assert near is not None
+    assert near.sum(dim=-1).tolist() == [1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5, 5]
+    packed = masks(segments, 12, [None, 5, 12], CPU)
+    assert packed[12] is packed[None]
+    assert packed[5] is not None
+    assert torch.equal(packed[5][0, 0], near)
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_what_a_configuration_leaves_out_means_what_it_means_in_transformers(kind: str) -> None:
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 4096,
+        "intermediate_size": 112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 64,
+    }
+    for given in (
+        {},
+        {"use_sliding_window": True} if KINDS[kind].window_switch else {"head_dim": None},
+    ):
+        ours, theirs = (
+            DecoderConfig.from_hf({"model_type": kind, **sizes, **given}),
+            AutoConfig.for_model(kind, **sizes, **given),
+        )
+        assert ours.num_key_value_heads == theirs.num_key_value_heads
+        assert ours.head_dim == getattr(theirs, "head_dim", 4096 // 64)
+        assert ours.max_position_embeddings == theirs.max_position_embeddings
+        assert (ours.rms_norm_eps, ours.initializer_range) == (
+            theirs.rms_norm_eps,
+            theirs.initializer_range,
+        )
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+        layer_types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
+        window = getattr(theirs, "sliding_window", None)
+        assert ours.windows == tuple(
+            window if name == "sliding_attention" else None for name in layer_types
+        )
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "named"),
+    [
+        (
+            "qwen2-window",
+            {"layer_types": ["full_attention"]},
+            "layer_types names 1 layers, num_hidden_layers is 2",
+        ),
+        (
+            "qwen2-window",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types has chunked_attention",
+        ),
+        ("qwen2-window", {"use_sliding_window": False}, "but there is no window"),
+        ("qwen3-window", {"sliding_window": 0}, "sliding_window is 0"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "mixes windows"),
+        ("llama2", {"sliding_window": 4}, "sliding_window 4 is not supported"),
+        ("qwen2", {"use_mrope": True}, "use_mrope True"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type `dynamic` is not supported",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "differ by layer (full_attention)",
+        ),
+        (
+            "qwen2-yarn",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_type `yarn` needs factor",
+        ),
+        ("llama2", {"rope_theta": 5e5}, "rope_theta is both 10000.0 and 500000.0"),
+        (
+            "llama2",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type is both 'linear' and 'default'",
+        ),
+        (
+            "llama2",
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "partial_rotary_factor 0.5",
+        ),
+        (
+            "qwen3",
+            {"model_type": "qwen3_moe"},
+            "only llama, mistral, qwen2, qwen3 (nearest: `qwen3`)",
+        ),
+    ],
+)
+def test_what_would_change_the_maths_unseen_is_refused(
+    case: str, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    config = model_config(make_member(tmp_path, case))
+    DecoderConfig.from_hf(config)
+    with pytest.raises(WrongInput) as error:
+        DecoderConfig.from_hf({**config, **changes})
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 4.0},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 20.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+        },
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 0.7},
+        {"rope_type": "yarn", "factor": 0.5},
+        {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3},
+        {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"type": "linear", "factor": 3.0},
+    ],
+)
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_rotary_frequencies_are_transformers(scaling: dict[str, Any], spelling: str) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 256,
+        "intermediate_size": 112,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 128,
+        "rope_theta": 5e5,
+        spelling: scaling,
+    }
+    theirs = AutoConfig.for_model("qwen3", **json.loads(json.dumps(sizes)))
+    wanted, amplitude = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs)
+    rope = DecoderConfig.from_hf({"model_type": "qwen3", **sizes}).rope
+    assert rope.amplitude == pytest.approx(amplitude, rel=tolerances.EXACT)
+    torch.testing.assert_close(
+        inverse_frequencies(rope, 64), wanted, atol=0, rtol=tolerances.FREQUENCIES
+    )
+
+
+def test_show_models_lists_every_model_type_and_preset() -> None:
+    done = ingot("show", "models")
+    assert done.returncode == 0, done.stderr
+    for name in (*SUPPORTED, *THROUGH_TRANSFORMERS, *PRESETS):
+        assert f" {name} " in done.stdout
+
+
+def test_windows_are_read_layer_by_layer(tmp_path: Path) -> None:
+    read = {
+        case: DecoderConfig.from_hf(model_config(make_member(tmp_path / case, case))).windows
+        for case in FAMILY
+    }
+    windowed = {case: windows for case, windows in read.items() if windows != (None, None)}
+    assert windowed == {
+        "mistral": (WINDOW, WINDOW),
+        "qwen2-window": (None, WINDOW),
+        "qwen3-window": (WINDOW, None),
+    }
