@@ -4,14 +4,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from ingot.config.section import Positive, Section
+from ingot.config.doors import TASKS
+from ingot.config.section import ByKind, KindSettings, Positive, Section
 
 
-class LossTask(Section):
+class TaskSettings(KindSettings):
+    """What every evaluation says of itself beside its knobs."""
+
+    needs_rows: ClassVar[bool] = False
+    """Whether it goes by the prepared validation rows."""
+    kind: str
+    """Which evaluation."""
+    name: str
+    """The name that its metrics carry in the report."""
+
+
+class LossTask(TaskSettings):
     """Loss, perplexity and bits per byte on the validation documents; for preference pairs also how
     often the chosen answer is the likelier one.
     """
@@ -26,7 +38,7 @@ class LossTask(Section):
     """
 
 
-class HellaSwagTask(Section):
+class HellaSwagTask(TaskSettings):
     """HellaSwag (Zellers et al. 2019): which of four endings is the likeliest, per character. The
     same figure as lm-evaluation-harness' acc_norm.
     """
@@ -45,7 +57,7 @@ class HellaSwagTask(Section):
     """Use the first so many items; null for all."""
 
 
-class ChoiceTask(Section):
+class ChoiceTask(TaskSettings):
     """Multiple choice: the likeliest of some continuations of a question, plain and per
     character.
     """
@@ -66,7 +78,7 @@ class ChoiceTask(Section):
     """Use the first so many items; null for all."""
 
 
-class RougeTask(Section):
+class RougeTask(TaskSettings):
     """Texts generated from sources against reference texts: ROUGE-1, 2, L and Lsum (Lin 2004), by
     the package rouge-score; needs `ingot[rouge]`.
     """
@@ -91,7 +103,7 @@ class RougeTask(Section):
     """Compare stems rather than words, as is usual."""
 
 
-class ClassificationTask(Section):
+class ClassificationTask(TaskSettings):
     """Accuracy and F1 of a classifier on labelled documents."""
 
     kind: Literal["classification"]
@@ -100,7 +112,7 @@ class ClassificationTask(Section):
     """The name that its metrics carry in the report."""
 
 
-class LMEvalTask(Section):
+class LMEvalTask(TaskSettings):
     """Tasks of EleutherAI's lm-evaluation-harness, by name; needs `ingot[lm-eval]`."""
 
     kind: Literal["lm_eval"]
@@ -117,23 +129,7 @@ class LMEvalTask(Section):
     """Use the first so many items of each task; null for all."""
 
 
-def _kind(value: Any) -> str:
-    return (
-        str(value.get("kind", "loss"))
-        if isinstance(value, dict)
-        else str(getattr(value, "kind", value))
-    )
-
-
-Task = Annotated[
-    Annotated[LossTask, Tag("loss")]
-    | Annotated[HellaSwagTask, Tag("hellaswag")]
-    | Annotated[ChoiceTask, Tag("choice")]
-    | Annotated[RougeTask, Tag("rouge")]
-    | Annotated[ClassificationTask, Tag("classification")]
-    | Annotated[LMEvalTask, Tag("lm_eval")],
-    Discriminator(_kind),
-]
+Task = Annotated[TaskSettings, ByKind(TASKS, "loss")]
 
 
 class Evaluate(Section):

@@ -73,7 +73,10 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     full = full if get(values.tree, full) is not NOTHING else path
     if kind == "value_error":
         return _explain_rule(message.removeprefix("Value error, "), full, values), "", ""
-    if kind == "union_tag_invalid":
+    if kind == "unknown_kind":
+        full, given = (*full, "kind"), detail["ctx"]["kind"]
+        wanted = f"be {detail['ctx']['expected']}"
+    elif kind == "union_tag_invalid":
         full, given = (*full, "kind"), detail["ctx"]["tag"]
         wanted = f"be one of {detail['ctx']['expected_tags']}"
     elif kind == "string_type" and isinstance(given, int | float):

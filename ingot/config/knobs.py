@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
+from ingot.config.section import ByKind
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,29 @@ class Knob:
         return ".".join(part.split("[", 1)[0] for part in self.path.split("."))
 
 
-def knobs(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Knob]:
-    """Every knob, depth first, in the order of the sections."""
+def knobs(
+    section: type[BaseModel] = Recipe, prefix: str = "", *, installed: bool = False
+) -> Iterator[Knob]:
+    """Every knob, depth first, in the order of the sections.
+
+    Args:
+        installed: those of other packages' kinds too.
+    """
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
         default = "required" if field.default is PydanticUndefined else _show(field.default)
-        yield Knob(path, _type_name(field.annotation), default, field.description or "")
-        for suffix, inner in _sections(field.annotation):
-            yield from knobs(inner, f"{path}{suffix}.")
+        doc = " ".join((field.description or "").split())
+        yield Knob(path, _type_name(field.annotation), default, doc)
+        by_kind = [each for each in field.metadata if isinstance(each, ByKind)]
+        found = _of_kinds(by_kind[0], installed) if by_kind else None
+        for suffix, inner in found or _sections(field.annotation, installed):
+            yield from knobs(inner, f"{path}{suffix}.", installed=installed)
 
 
 @functools.cache
 def all_knobs() -> tuple[Knob, ...]:
-    """The knobs of a recipe."""
-    return tuple(knobs())
+    """The knobs of a recipe, with those of installed packages' kinds."""
+    return tuple(knobs(installed=True))
 
 
 def find_knob(path: str) -> list[Knob]:
@@ -90,20 +100,28 @@ def nearest(path: str, within: str = "") -> str:
     return difflib.get_close_matches(path, paths, n=1, cutoff=0.0)[0]
 
 
-def _sections(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
+def _of_kinds(by_kind: ByKind, installed: bool) -> Iterator[tuple[str, type[BaseModel]]]:
+    for kind, section in by_kind.sections(installed):
+        yield f"[{kind}]", section
+
+
+def _sections(annotation: Any, installed: bool) -> Iterator[tuple[str, type[BaseModel]]]:
     """Sections inside a type, each with what stands in brackets for it."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "", annotation
     elif origin is list:
-        for suffix, inner in _sections(arguments[0]):
+        for suffix, inner in _sections(arguments[0], installed):
             yield suffix or "[]", inner
     elif origin is dict:
-        yield from (("[]", inner) for _, inner in _sections(arguments[1]))
+        yield from (("[]", inner) for _, inner in _sections(arguments[1], installed))
     elif origin is typing.Annotated:
-        yield from _sections(arguments[0])
+        by_kind = [each for each in annotation.__metadata__ if isinstance(each, ByKind)]
+        yield from (
+            _of_kinds(by_kind[0], installed) if by_kind else _sections(arguments[0], installed)
+        )
     elif origin in (typing.Union, types.UnionType):
-        members = [pair for argument in arguments for pair in _sections(argument)]
+        members = [pair for argument in arguments for pair in _sections(argument, installed)]
         for suffix, inner in members:
             kind = inner.model_fields.get("kind")
             if kind is not None and len(members) > 1:

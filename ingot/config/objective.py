@@ -2,37 +2,94 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, field_validator
 
-from ingot.config.section import Section, Share
+from ingot.config.doors import OBJECTIVES
+from ingot.config.section import ByKind, KindSettings, Share
 
 Documents = Literal["text", "chat", "preference", "pair", "labelled"]
 """What kind of document an objective trains on."""
 
 
-class Pretrain(Section):
+class ObjectiveSettings(KindSettings):
+    """What every way of training says of itself beside its knobs.
+
+    `implementation` is called as `implementation(settings, inputs)` with an
+    `ingot.objectives.protocol.ObjectiveInputs` and returns an `Objective`.
+    """
+
+    document_kind: ClassVar[Documents]
+    """What kind of document it trains on."""
+    pipeline_parallel: ClassVar[bool] = True
+    """Whether the loss can be computed where only the last layers are: a token's value must not
+    need the other tokens of its row.
+    """
+    needs_reference: ClassVar[bool] = False
+    """Whether it wants log-probabilities of a reference model, which are computed before training;
+    the knob `reference` then names the model.
+    """
+    needs_teacher: ClassVar[bool] = False
+    """Whether it reads a second model beside the trained one; the knob `teacher` then names it."""
+
+    @property
+    def training_documents(self) -> Documents:
+        """What kind of document is trained on, with these settings."""
+        return self.document_kind
+
+    @property
+    def reference_source(self) -> str | None:
+        """The model that a reference is computed with; None for the one that training starts
+        from.
+        """
+        return getattr(self, "reference", None)
+
+    @property
+    def teacher_source(self) -> str | None:
+        """The model that is learnt from, None without `needs_teacher`."""
+        return getattr(self, "teacher", None) if self.needs_teacher else None
+
+    @property
+    def source_prefix(self) -> str:
+        """What stands before the source of every pair."""
+        return ""
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of a classifier's classes; none for anything else."""
+        return []
+
+
+class Pretrain(ObjectiveSettings):
     """Next-token prediction on documents; continued pretraining is the same with loaded weights."""
 
+    implementation = "ingot.objectives.cross_entropy:CrossEntropy.from_settings"
+    document_kind = "text"
     kind: Literal["pretrain"] = "pretrain"
     """The way of training."""
 
 
-class SFT(Section):
+class SFT(ObjectiveSettings):
     """Supervised fine-tuning on chats: loss on what the assistant says and on its end-of-turn
     token, on nothing else.
     """
 
+    implementation = "ingot.objectives.cross_entropy:CrossEntropy.from_settings"
+    document_kind = "chat"
     kind: Literal["sft"]
     """The way of training."""
 
 
-class DPO(Section):
+class DPO(ObjectiveSettings):
     """Direct preference optimisation (Rafailov et al. 2023): of two answers, the preferred one is
     to gain on the other, relative to a reference.
     """
 
+    implementation = "ingot.objectives.dpo:DPO.from_settings"
+    document_kind = "preference"
+    pipeline_parallel = False  # the loss needs all tokens of a row at once
+    needs_reference = True
     kind: Literal["dpo"]
     """The way of training."""
     beta: Annotated[float, Field(gt=0)] = 0.1
@@ -48,11 +105,14 @@ class DPO(Section):
     """
 
 
-class Distill(Section):
+class Distill(ObjectiveSettings):
     """Knowledge distillation (Hinton et al. 2015): cross-entropy on the data and, beside it, the
     divergence from a teacher's distribution.
     """
 
+    implementation = "ingot.objectives.distill:Distill.from_settings"
+    document_kind = "text"
+    needs_teacher = True
     kind: Literal["distill"]
     """The way of training."""
     teacher: str
@@ -68,10 +128,16 @@ class Distill(Section):
     documents: Literal["text", "chat"] = "text"
     """What is trained on: texts, every token of them, or chats, what the assistant says."""
 
+    @property
+    def training_documents(self) -> Documents:
+        return self.documents
 
-class Seq2Seq(Section):
+
+class Seq2Seq(ObjectiveSettings):
     """An encoder reads the source, a decoder learns to write the target: T5, mT5, BART, Marian."""
 
+    implementation = "ingot.objectives.cross_entropy:CrossEntropy.from_settings"
+    document_kind = "pair"
     kind: Literal["seq2seq"]
     """The way of training."""
     prefix: str = ""
@@ -79,10 +145,16 @@ class Seq2Seq(Section):
     `.
     """
 
+    @property
+    def source_prefix(self) -> str:
+        return self.prefix
 
-class Classify(Section):
+
+class Classify(ObjectiveSettings):
     """An encoder learns which label a text has: BERT, RoBERTa and their kin."""
 
+    implementation = "ingot.objectives.cross_entropy:CrossEntropy.from_settings"
+    document_kind = "labelled"
     kind: Literal["classify"]
     """The way of training."""
     labels: Annotated[list[str], Field(min_length=2)]
@@ -97,34 +169,9 @@ class Classify(Section):
             raise ValueError(f"names a label twice: {', '.join(labels)}; each class has one name")
         return labels
 
-
-def _kind(value: Any) -> str:
-    return (
-        str(value.get("kind", "pretrain"))
-        if isinstance(value, dict)
-        else str(getattr(value, "kind", value))
-    )
+    @property
+    def class_names(self) -> list[str]:
+        return self.labels
 
 
-Objective = Annotated[
-    Annotated[Pretrain, Tag("pretrain")]
-    | Annotated[SFT, Tag("sft")]
-    | Annotated[DPO, Tag("dpo")]
-    | Annotated[Distill, Tag("distill")]
-    | Annotated[Seq2Seq, Tag("seq2seq")]
-    | Annotated[Classify, Tag("classify")],
-    Discriminator(_kind),
-]
-
-_DOCUMENTS: dict[str, Documents] = {
-    "pretrain": "text",
-    "sft": "chat",
-    "dpo": "preference",
-    "seq2seq": "pair",
-    "classify": "labelled",
-}
-
-
-def documents_of(objective: Objective) -> Documents:
-    """The kind of document that an objective trains on."""
-    return objective.documents if isinstance(objective, Distill) else _DOCUMENTS[objective.kind]
+Objective = Annotated[ObjectiveSettings, ByKind(OBJECTIVES, "pretrain")]

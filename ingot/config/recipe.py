@@ -14,7 +14,7 @@ from ingot.config.data import Data, Pack
 from ingot.config.evaluation import ClassificationTask, Evaluate, LossTask, Task
 from ingot.config.launch import Launch
 from ingot.config.layout import Memory, Parallel, Precision
-from ingot.config.objective import Classify, Documents, Objective, Pretrain, documents_of
+from ingot.config.objective import Documents, Objective, Pretrain
 from ingot.config.place import GATED, Chaos, Gate, Registry, Serve
 from ingot.config.section import Section
 from ingot.config.work import Checkpoint, Model, Resume, Tokenizer, Track, Train
@@ -126,10 +126,10 @@ class Recipe(Section):
                 f"{shared}: the models of objective.kind {self.objective.kind} are shared by"
                 " replicate and shard only; set parallel.shard instead"
             )
-        if parallel.pipeline > 1 and self.objective.kind == "dpo":
+        if parallel.pipeline > 1 and not self.objective.pipeline_parallel:
             raise ValueError(
-                "parallel.pipeline: the loss of objective.kind dpo needs all of a row at once and"
-                " cannot be staged; use shard or tensor instead"
+                f"parallel.pipeline: the loss of objective.kind {self.objective.kind} needs all of"
+                " a row at once and cannot be staged; use shard or tensor instead"
             )
         odd = next(
             (
@@ -202,12 +202,12 @@ class Recipe(Section):
     @property
     def documents(self) -> Documents:
         """The kind of document that is trained on."""
-        return documents_of(self.objective)
+        return self.objective.training_documents
 
     @property
     def labels(self) -> list[str]:
         """The names of a classifier's classes; none for anything else."""
-        return self.objective.labels if isinstance(self.objective, Classify) else []
+        return self.objective.class_names
 
     @property
     def sources(self) -> list[str]:

@@ -1,11 +1,27 @@
-"""The base of all sections of a recipe: strict, frozen, documented under every knob."""
+"""The base of all sections of a recipe: strict, frozen, documented under every knob; and of those
+whose form is chosen by their `kind`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import typing
-from typing import Annotated, Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from ingot.base.doors import Door, load_dotted
+from ingot.base.errors import WrongInput
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -33,6 +49,79 @@ class Section(BaseModel):
                 f"is {str(value).lower()}, which this knob does not take; write a value of its type"
             )
         return value
+
+
+class KindSettings(Section):
+    """The knobs of one kind behind a door, and what it needs of the rest of ingot, as class
+    attributes. Imports no torch.
+    """
+
+    implementation: ClassVar[str]
+    """What computes: `module:name`, or the `name` alone where it stands in the settings' own
+    module. It is imported when it is first used; each door says how it is called.
+    """
+    kind: str
+    """The kind's name behind its door."""
+
+    @classmethod
+    def load_implementation(cls) -> Any:
+        """Import what `implementation` names."""
+        path = cls.implementation
+        return load_dotted(path if ":" in path else f"{cls.__module__}:{path}")
+
+
+@dataclass(frozen=True)
+class ByKind:
+    """Annotation of a knob whose section is chosen by its `kind` behind a door:
+    `Annotated[ObjectiveSettings, ByKind(OBJECTIVES, "pretrain")]`.
+
+    A validator rather than a union of classes, so that settings are imported when they are used
+    and those of other packages are found too.
+    """
+
+    door: Door
+    default: str
+    """The kind where none is given."""
+
+    def sections(self, installed: bool) -> Iterator[tuple[str, type[KindSettings]]]:
+        """Each kind with its settings, built-in ones first. Kinds of installed packages that cannot
+        be imported are left out: using them says why.
+        """
+        for kind in self.door.kinds() if installed else self.door.built_in:
+            try:
+                section = self.door.find(kind)
+            except WrongInput:
+                continue
+            if inspect.isclass(section) and issubclass(section, KindSettings):
+                yield kind, section
+
+    def __get_pydantic_core_schema__(
+        self, source: type[KindSettings], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def read(value: Any) -> KindSettings:
+            return self._read(source, value)
+
+        return core_schema.no_info_plain_validator_function(
+            read, serialization=core_schema.simple_ser_schema("any")
+        )
+
+    def _read(self, base: type[KindSettings], value: Any) -> KindSettings:
+        if isinstance(value, base):
+            return value
+        kind = str(value.get("kind", self.default) if isinstance(value, dict) else value)
+        section = self.door.find(kind)
+        if section is None:
+            raise PydanticCustomError(
+                "unknown_kind",
+                "Input should be {expected}",
+                {"kind": kind, "expected": self.door.expected(kind)},
+            )
+        if not (inspect.isclass(section) and issubclass(section, base)):
+            raise WrongInput(
+                f"{self.door.name}.{kind} of {self.door.package_of(kind)} is no {base.__name__};"
+                f" derive its settings from {base.__module__}.{base.__name__}"
+            )
+        return section.model_validate(value)
 
 
 def _types(annotation: Any) -> set[Any]:

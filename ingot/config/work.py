@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from ingot.config.section import Positive, Section
+from ingot.config.doors import OPTIMIZERS
+from ingot.config.section import ByKind, KindSettings, Positive, Section
 
 
 class Lora(Section):
@@ -81,9 +82,29 @@ class Tokenizer(Section):
     """
 
 
-class AdamW(Section):
+class OptimizerSettings(KindSettings):
+    """What every optimizer says of itself beside its knobs.
+
+    `implementation` is called as `implementation(settings, groups, masters, seed)` and returns a
+    `torch.optim.Optimizer`. Where its attribute `found_inf` holds a tensor of 1, a step must change
+    nothing: so a harmful step is left out without waiting for the device.
+    """
+
+    kind: str
+    """Which optimizer."""
+    lr: float
+    """Peak learning rate."""
+
+    @property
+    def matrix_decay(self) -> float:
+        """Weight decay of matrices; vectors (norms, biases) never decay."""
+        return float(getattr(self, "weight_decay", 0.0))
+
+
+class AdamW(OptimizerSettings):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), the fused kernel."""
 
+    implementation = "ingot.train.optim:adamw"
     kind: Literal["adamw"] = "adamw"
     """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
@@ -99,11 +120,12 @@ class AdamW(Section):
     """Decoupled weight decay; applied to matrices, never to norms and biases."""
 
 
-class SGD(Section):
+class SGD(OptimizerSettings):
     """Plain stochastic gradient descent; for proofs, since it shows a wrong gradient scale that
     Adam hides.
     """
 
+    implementation = "ingot.train.optim:sgd"
     kind: Literal["sgd"]
     """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 0.1
@@ -114,18 +136,7 @@ class SGD(Section):
     """Weight decay added to the gradient of matrices."""
 
 
-def _optimizer_kind(value: Any) -> str:
-    """AdamW where no kind is given, so that `optimizer: {lr: 1e-3}` reads as one expects."""
-    return (
-        str(value.get("kind", "adamw"))
-        if isinstance(value, dict)
-        else str(getattr(value, "kind", value))
-    )
-
-
-Optimizer = Annotated[
-    Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")], Discriminator(_optimizer_kind)
-]
+Optimizer = Annotated[OptimizerSettings, ByKind(OPTIMIZERS, "adamw")]
 
 
 class Schedule(Section):

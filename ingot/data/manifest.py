@@ -15,7 +15,7 @@ from ingot.base.fingerprint import fingerprint
 from ingot.base.later import later
 from ingot.base.markers import FileEntry, problems, read_marker, write_marker
 from ingot.config.data import COLUMNS
-from ingot.config.objective import Documents, Seq2Seq
+from ingot.config.objective import Documents
 from ingot.config.recipe import Recipe
 from ingot.data.sources import Split
 
@@ -194,7 +194,7 @@ def prepared_for(recipe: Recipe) -> Prepared:
 
 def prefix_of(recipe: Recipe) -> str:
     """What stands before the source of every pair."""
-    return recipe.objective.prefix if isinstance(recipe.objective, Seq2Seq) else ""
+    return recipe.objective.source_prefix
 
 
 def _source(value: dict[str, Any]) -> PreparedSource:

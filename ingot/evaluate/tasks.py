@@ -43,6 +43,8 @@ def open_task(task: Task, about: About, most: int | None = None) -> Opened:
             return open_classification(task, about, most)
         case LMEvalTask():
             return open_lm_eval(task, about)
+        case _:
+            raise AssertionError(f"no evaluation is made of {task.kind}")
 
 
 def check(task: Task, model: About | Subject) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.objective import Seq2Seq as Seq2SeqObjective
 from ingot.config.recipe import Recipe
 from ingot.evaluate.dealing import all_texts, by_length, share
 from ingot.evaluate.subject import Subject
@@ -28,7 +27,7 @@ def encode_source(tokenizer: Tokenizer, text: str, recipe: Recipe) -> list[int]:
     """A source as the encoder was trained to read it: the objective's prefix, the tokenizer's
     frame, cut to data.seq_len.
     """
-    prefix = recipe.objective.prefix if isinstance(recipe.objective, Seq2SeqObjective) else ""
+    prefix = recipe.objective.source_prefix
     before, after = tokenizer.frame
     return [
         *before,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ingot.config.objective import ObjectiveSettings
 from ingot.data.loader import Batch
 from ingot.models.native.head import IGNORE, View, summed
-from ingot.objectives.protocol import AllSum
+from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
 class CrossEntropy:
@@ -20,6 +21,10 @@ class CrossEntropy:
 
     def __init__(self, name: str = "pretrain") -> None:
         self.name = name
+
+    @classmethod
+    def from_settings(cls, settings: ObjectiveSettings, inputs: ObjectiveInputs) -> CrossEntropy:
+        return cls(settings.kind)
 
     @summed
     def token(self, view: View, labels: Tensor, extras: Tensor | None = None) -> Tensor:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ingot.config import objective as config
 from ingot.data.loader import Batch
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import IGNORE, View, summed
-from ingot.objectives.protocol import AllSum
+from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
 class Distill:
@@ -30,6 +31,11 @@ class Distill:
 
     def __init__(self, teacher: Decoder, temperature: float, alpha: float) -> None:
         self.teacher, self.temperature, self.alpha = teacher, temperature, alpha
+
+    @classmethod
+    def from_settings(cls, settings: config.Distill, inputs: ObjectiveInputs) -> Distill:
+        assert inputs.teacher is not None
+        return cls(inputs.teacher, settings.temperature, settings.alpha)
 
     def targets(self, batch: Batch) -> int:
         """How many labels of a batch (still on the host) the loss is taken over."""

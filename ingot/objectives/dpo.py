@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ingot.config import objective as config
 from ingot.data.loader import Batch
 from ingot.models.native.head import View
-from ingot.objectives.protocol import AllSum
+from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
 def answer_log_probabilities(values: Tensor, all_sum: AllSum) -> Tensor:
@@ -39,6 +40,11 @@ class DPO:
 
     def __init__(self, beta: float, label_smoothing: float, reference: Tensor) -> None:
         self.beta, self.label_smoothing, self.reference = beta, label_smoothing, reference
+
+    @classmethod
+    def from_settings(cls, settings: config.DPO, inputs: ObjectiveInputs) -> DPO:
+        assert inputs.reference is not None
+        return cls(settings.beta, settings.label_smoothing, inputs.reference)
 
     def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
         """log p(label) for a chunk of N tokens, `[N]`."""

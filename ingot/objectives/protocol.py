@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from ingot.config.objective import ObjectiveSettings
 from ingot.data.loader import Batch
+from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import View
 
 AllSum = Callable[[Tensor], Tensor]
@@ -29,6 +32,18 @@ class RowSharing(Protocol):
     def total(self, part: Tensor) -> Tensor:
         """The sum over these ranks; gradients are summed over them going backward."""
         ...
+
+
+@dataclass(frozen=True)
+class ObjectiveInputs:
+    """What an objective is made of beside its settings, as far as those ask for it."""
+
+    reference: Tensor | None = None
+    """With `needs_reference`: summed log-probabilities of (chosen, rejected) under the reference,
+    `[rows, 2]` by the number of the row, on the device of training.
+    """
+    teacher: Decoder | None = None
+    """With `needs_teacher`: in evaluation mode, spread over the ranks as the trained model is."""
 
 
 class Objective(Protocol):
@@ -66,3 +81,9 @@ class Objective(Protocol):
         without gradient.
         """
         ...
+
+
+def make_objective(settings: ObjectiveSettings, inputs: ObjectiveInputs) -> Objective:
+    """The objective that the settings name as their implementation."""
+    objective: Objective = settings.load_implementation()(settings, inputs)
+    return objective

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.config import objective as knobs
 from ingot.config.objective import Documents
 from ingot.config.recipe import Recipe
 from ingot.config.shape import batch_plan, check_layout, total_steps
@@ -133,12 +132,8 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
     drawn = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init": "random"})})
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     tokenizer, ids = _tokenizer(recipe)
-    asked = recipe.objective
-    teacher = (
-        named_folder(asked.teacher, "objective.teacher")
-        if isinstance(asked, knobs.Distill)
-        else None
-    )
+    source = recipe.objective.teacher_source
+    teacher = None if source is None else named_folder(source, "objective.teacher")
     drawing = blueprint(
         drawn,
         ids,

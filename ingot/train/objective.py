@@ -11,18 +11,12 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config import objective as knobs
 from ingot.config.recipe import Recipe
 from ingot.models.device import Compute
 from ingot.models.hf.folder import CONFIG, load_model, load_weights, model_config
-from ingot.models.native.config import DecoderConfig
-from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import give_memory
-from ingot.models.spec import Blueprint, named_folder
-from ingot.objectives.cross_entropy import CrossEntropy
-from ingot.objectives.distill import Distill
-from ingot.objectives.dpo import DPO
-from ingot.objectives.protocol import Objective
+from ingot.models.spec import named_folder
+from ingot.objectives.protocol import Objective, ObjectiveInputs, make_objective
 from ingot.parallel.apply import TYPES, Wrapping, apply_wrappers
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.load import load_tokenizer
@@ -39,14 +33,14 @@ class Objectives:
 
 
 def teacher_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
-    """Where the teacher of a distillation lies; None for any other objective.
+    """The folder of the teacher; None unless the objective needs one.
 
     Raises:
         WrongInput: there is none, or its tokenizer gives other ids than the student's.
     """
-    if not isinstance(recipe.objective, knobs.Distill):
+    teacher = recipe.objective.teacher_source
+    if teacher is None:
         return None
-    teacher = recipe.objective.teacher
     folder = named_folder(teacher, "objective.teacher")
     own, theirs = (with_template(one, "").identity() for one in (tokenizer, load_tokenizer(folder)))
     if own != theirs:
@@ -91,17 +85,16 @@ def make_objectives(
     """The objective of the recipe. `teacher` is what `teacher_folder` gave, `tables` what
     `reference_tables` did.
     """
-    asked = recipe.objective
-    if isinstance(asked, knobs.DPO):
-        assert tables is not None
-        return Objectives(
-            *(DPO(asked.beta, asked.label_smoothing, table.to(mesh.device)) for table in tables)
+    frozen = None if teacher is None else _frozen(teacher, recipe, compute, mesh)
+    if tables is None:
+        one = make_objective(recipe.objective, ObjectiveInputs(teacher=frozen))
+        return Objectives(one, one)
+    return Objectives(
+        *(
+            make_objective(recipe.objective, ObjectiveInputs(table.to(mesh.device), frozen))
+            for table in tables
         )
-    if isinstance(asked, knobs.Distill):
-        assert teacher is not None
-        distill = Distill(_frozen(teacher, recipe, compute, mesh), asked.temperature, asked.alpha)
-        return Objectives(distill, distill)
-    return Objectives(CrossEntropy(asked.kind), CrossEntropy(asked.kind))
+    )
 
 
 def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decoder:

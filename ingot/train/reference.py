@@ -22,7 +22,6 @@ from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.store import load_checkpoint
-from ingot.config import objective as knobs
 from ingot.data.loader import fixed_batches
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples
@@ -64,9 +63,9 @@ def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
         Failed: the disk is full.
     """
     recipe = plan.recipe
-    if not isinstance(recipe.objective, knobs.DPO):
+    if not recipe.objective.needs_reference:
         return None
-    drawing = _drawing(plan, recipe.objective.reference)
+    drawing = _drawing(plan, recipe.objective.reference_source)
     samples = plan.order.rows(
         plan.begin * plan.batch.global_batch, (plan.last - plan.begin) * plan.batch.global_batch
     )

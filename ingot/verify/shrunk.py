@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from ingot.base.environment import Ranks
-from ingot.config import objective as knobs
 from ingot.config.family import overridden
 from ingot.config.layout import Memory, Parallel
 from ingot.config.recipe import Recipe
@@ -211,9 +210,9 @@ def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     values["data"] |= {"seq_len": seq_len}
     if (lora := recipe.model.lora) is not None:
         values["model"]["lora"] |= {"rank": min(lora.rank, 4), "dropout": 0.0, "adapter": None}
-    if isinstance(recipe.objective, knobs.Distill):
+    if recipe.objective.needs_teacher:
         values["objective"] |= {"teacher": str(teacher)}
-    if isinstance(recipe.objective, knobs.DPO):
+    if recipe.objective.needs_reference:
         values["objective"] |= {"reference": None}
     return Recipe.model_validate(values)
 

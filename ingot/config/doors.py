@@ -1,0 +1,75 @@
+"""The table of doors: every kind that ingot itself brings, and where it stands.
+
+A new kind is one new file and one line here; nothing registers itself by being imported. Other
+packages add kinds by entry points in the group `ingot.plugins`; docs/EXTENDING.md walks through it.
+"""
+
+from __future__ import annotations
+
+from ingot.base.doors import Door
+
+BUILT_IN: dict[str, dict[str, str]] = {
+    # Settings (ingot.config.objective.ObjectiveSettings); `objective.kind`.
+    "objective": {
+        "pretrain": "ingot.config.objective:Pretrain",
+        "sft": "ingot.config.objective:SFT",
+        "dpo": "ingot.config.objective:DPO",
+        "distill": "ingot.config.objective:Distill",
+        "seq2seq": "ingot.config.objective:Seq2Seq",
+        "classify": "ingot.config.objective:Classify",
+    },
+    # Settings (ingot.config.work.OptimizerSettings); `train.optimizer.kind`.
+    "optimizer": {
+        "adamw": "ingot.config.work:AdamW",
+        "sgd": "ingot.config.work:SGD",
+    },
+    # Settings of the learning rate over the steps; `train.schedule.kind`.
+    "schedule": {
+        # filled by the room `train`
+    },
+    # Readers of documents by the scheme in `data.train[].source`, such as `hf` in `hf:NAME`.
+    "source": {
+        # filled by the room `data`
+    },
+    # Steps of cleaning, in `data.clean`.
+    "cleaning": {
+        # filled by the room `data`
+    },
+    # Settings (ingot.config.evaluation.TaskSettings); `evaluate.tasks[].kind`.
+    "task": {
+        "loss": "ingot.config.evaluation:LossTask",
+        "hellaswag": "ingot.config.evaluation:HellaSwagTask",
+        "choice": "ingot.config.evaluation:ChoiceTask",
+        "rouge": "ingot.config.evaluation:RougeTask",
+        "classification": "ingot.config.evaluation:ClassificationTask",
+        "lm_eval": "ingot.config.evaluation:LMEvalTask",
+    },
+    # Chat templates by name; `tokenizer.template`.
+    "template": {
+        # filled by the room `tokenizers`
+    },
+    # Members of the native decoder family by `model_type` of a Hugging Face configuration.
+    "family": {
+        # filled by the room `models`
+    },
+    # Deciders whether a new model replaces the live one; `gate.kind`.
+    "gate": {
+        # filled by the room `registry`
+    },
+    # Launchers; `launch.kind`.
+    "place": {
+        # filled by the room `launch`
+    },
+}
+"""Door -> kind -> dotted path `module:attribute`."""
+
+OBJECTIVES = Door("objective", BUILT_IN["objective"])
+OPTIMIZERS = Door("optimizer", BUILT_IN["optimizer"])
+SCHEDULES = Door("schedule", BUILT_IN["schedule"])
+SOURCES = Door("source", BUILT_IN["source"])
+CLEANING = Door("cleaning", BUILT_IN["cleaning"])
+TASKS = Door("task", BUILT_IN["task"])
+TEMPLATES = Door("template", BUILT_IN["template"])
+FAMILIES = Door("family", BUILT_IN["family"])
+GATES = Door("gate", BUILT_IN["gate"])
+PLACES = Door("place", BUILT_IN["place"])
