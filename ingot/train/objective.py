@@ -14,8 +14,10 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.models.device import Compute
 from ingot.models.hf.folder import CONFIG, load_model, load_weights, model_config
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import give_memory
-from ingot.models.spec import named_folder
+from ingot.models.spec import Blueprint, named_folder
 from ingot.objectives.protocol import Objective, ObjectiveInputs, make_objective
 from ingot.parallel.apply import TYPES, Wrapping, apply_wrappers
 from ingot.parallel.mesh import Mesh
