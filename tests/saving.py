@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import write_checkpoint
+from ingot.checkpoints.writer import write_checkpoint
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 

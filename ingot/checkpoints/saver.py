@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
@@ -24,10 +24,13 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.checkpoints.staging import Staged, Staging, unstaged
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import BEFORE, Written, retain, step_folder, sweep, write_checkpoint
+from ingot.checkpoints.store import BEFORE, retain, step_folder, sweep
 from ingot.checkpoints.together import in_words, together
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from ingot.checkpoints.writer import Written
 
 SAID_EVERY_S = 0.5
 NICE = 10
@@ -196,6 +199,8 @@ class Saver:
             _step_back()
         try:
             blocked_s = job.blocked_s + job.staged.settle()
+            from ingot.checkpoints.writer import write_checkpoint  # and torch's distributed package
+
             written = write_checkpoint(
                 self._checkpoints,
                 job.step,

@@ -1,5 +1,8 @@
-"""Tensors into a folder by torch's distributed checkpoint, each file flushed to the disk and hashed
-while it is written, by the rank that writes it.
+"""Writes a checkpoint: tensors by torch's distributed checkpoint, each file flushed to the disk and
+hashed while it is written, by the rank that writes it; then the marker.
+
+`torch.distributed.checkpoint` takes more than a second to import, so whoever writes imports this
+file when it comes to that.
 """
 
 from __future__ import annotations
@@ -8,11 +11,14 @@ import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -22,10 +28,109 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ingot.base.markers import FileEntry
-from ingot.base.storage import fsync_folder
-from ingot.checkpoints.together import in_words, portable
+import ingot
+from ingot.base.errors import Failed
+from ingot.base.markers import FileEntry, problems, read_marker, write_marker
+from ingot.base.storage import disk_errors, fsync_folder
+from ingot.checkpoints.store import BEFORE, COMMIT, remove_folder, step_folder
+from ingot.checkpoints.together import in_words, portable, together
 from ingot.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that was committed just now."""
+
+    folder: Path
+    mine: list[str]
+    """Names of the files that this rank wrote, but for the marker."""
+    bytes: int
+    """Of all files of all ranks, but for the marker."""
+
+
+def write_checkpoint(
+    checkpoints: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    payload: Mapping[str, Any],
+    line: Mesh,
+    *,
+    scattered: bool = False,
+) -> Written:
+    """Write tensors and marker as checkpoint `step`, durably; all ranks of `line` call it. What was
+    begun is removed if it cannot be ended.
+
+    `scattered`: the nodes may have a disk each, and meet elsewhere; without, rank 0 must see all
+    files.
+
+    Raises:
+        Failed: the disk is full, on any rank; or rank 0 does not see what others wrote.
+        WrongInput: the folder may not be written, or something else stands in its place.
+    """
+    folder = step_folder(checkpoints, step)
+    with disk_errors(folder):
+        together(line, lambda: _begin(folder, line), lambda _: None)
+        try:
+            mine = write_tensors(folder, tensors, line)
+            about = {
+                "step": step,
+                "world": line.world,
+                "layout": line.degrees.told(),
+                "torch": torch.__version__,
+                "ingot": ingot.__version__,
+                "time": time.time(),
+            }
+            size = together(
+                line,
+                lambda: mine,
+                lambda everyone: _commit(
+                    folder, {**about, **payload}, list(chain(*everyone)), scattered=scattered
+                ),
+            )
+        except Exception:
+            with contextlib.suppress(
+                Exception
+            ):  # nobody writes any more; if the line itself is dead, the next save makes way
+                together(
+                    line,
+                    lambda: remove_folder(folder) if line.ranks.local_rank == 0 else None,
+                    lambda _: None,
+                )
+            raise
+    return Written(folder, [entry.path for entry in mine], size)
+
+
+def _begin(folder: Path, line: Mesh) -> None:
+    """An empty folder on every node. A checkpoint of the same step that stands there is moved
+    aside, where it still counts.
+    """
+    if line.ranks.local_rank != 0:
+        return
+    if read_marker(folder, COMMIT) is not None:
+        before = folder.with_name(folder.name + BEFORE)
+        remove_folder(before)
+        folder.rename(before)
+    remove_folder(folder)  # what a killed save left
+    folder.mkdir(parents=True, exist_ok=True)
+    fsync_folder(folder.parent)
+    fsync_folder(folder.parent.parent)
+
+
+def _commit(
+    folder: Path, about: Mapping[str, Any], files: Sequence[FileEntry], *, scattered: bool
+) -> int:
+    """On rank 0, when all files are durable; their bytes."""
+    files = sorted(files, key=lambda entry: entry.path)
+    unseen = problems(folder, {"files": [asdict(entry) for entry in files]}, checksums=False)
+    if unseen and not scattered:
+        raise Failed(
+            f"{unseen[0]} as rank 0 sees it, though another rank wrote it; put `output` on a disk"
+            " that all nodes share, or set checkpoint.upload"
+        )
+    write_marker(folder, COMMIT, {**about, **({"scattered": True} if unseen else {})}, files)
+    fsync_folder(folder.parent)
+    remove_folder(folder.with_name(folder.name + BEFORE))
+    return sum(entry.bytes for entry in files)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], line: Mesh) -> list[FileEntry]:

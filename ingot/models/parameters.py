@@ -5,28 +5,43 @@ of rows and columns.
 from __future__ import annotations
 
 import hashlib
+import sys
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from typing_extensions import TypeIs
 
 from ingot.models.native.decoder import Decoder
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Box = tuple[slice, ...]
 
 
+def is_dtensor(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether a tensor is spread over ranks.
+
+    `torch.distributed.tensor` takes a second to import; where nobody has imported it, no tensor is
+    one of its.
+    """
+    library = sys.modules.get("torch.distributed.tensor")
+    return library is not None and isinstance(tensor, library.DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def box(tensor: Tensor) -> Box:
     """Where that lies in the whole tensor, a slice for each dimension."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -35,8 +50,11 @@ def box(tensor: Tensor) -> Box:
 
 def spread_as(like: Tensor, mine: Tensor) -> Tensor:
     """This rank's part `mine` as a tensor that is spread as `like` is."""
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return mine
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     # Not `from_local`: what waits on the host would be copied to the mesh's device, and what is
     # loaded into the copy would be lost.
     spec = DTensorSpec(
@@ -49,7 +67,7 @@ def spread_as(like: Tensor, mine: Tensor) -> Tensor:
 
 def is_spread(model: nn.Module) -> bool:
     """Whether any parameter of a model lies on several ranks."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 @torch.no_grad()

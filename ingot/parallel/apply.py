@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ingot.config.layout import Memory, Parallel, Precision
@@ -32,8 +31,7 @@ from ingot.parallel.mesh import Mesh
 from ingot.parallel.offload import offload_activations
 from ingot.parallel.pipeline import Pipeline, parts, twins
 from ingot.parallel.recompute import recompute_layers
-from ingot.parallel.shard import layers, shard_weights
-from ingot.parallel.tensor import share_tensors
+from ingot.parallel.shard import is_fsdp, layers, shard_weights
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -91,6 +89,8 @@ def _wrap(model: nn.Module, mesh: Mesh, how: Wrapping) -> None:
         use_float8(model, how.precision.float8, tensor=mesh.tensor.world, loud=mesh.is_main)
     if isinstance(model, Decoder):
         if spread is not None and mesh.tensor.world > 1:
+            from ingot.parallel.tensor import share_tensors  # and with it torch's own
+
             share_tensors(model, spread["tensor"], sequence=how.parallel.sequence)
         if mesh.context.world > 1:
             model.attention = context_attention(
@@ -135,7 +135,7 @@ def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
     """The module to call in training; `model` stays the owner of the parameters. DDP looks at the
     weights, so it comes when they are there.
     """
-    if mesh.replicas.world == 1 or isinstance(model, FSDPModule | Pipeline):
+    if mesh.replicas.world == 1 or is_fsdp(model) or isinstance(model, Pipeline):
         return model
     return DistributedDataParallel(
         model, process_group=mesh.replicas.group, gradient_as_bucket_view=True
@@ -146,7 +146,7 @@ def working_type(model: Model, mesh: Mesh, how: Wrapping) -> torch.dtype | None:
     """The type to put weights in that this rank holds whole, so that they need not be turned into
     it for each product; None to leave them.
     """
-    sharded = any(isinstance(part, FSDPModule) for part in parts(model))
+    sharded = any(is_fsdp(part) for part in parts(model))
     if (
         sharded
         or how.precision.master == "stochastic"
@@ -193,7 +193,7 @@ def last_micro_batch(module: nn.Module, mesh: Mesh, is_last: bool) -> AbstractCo
     Where weights are sharded, each micro-batch's gradients are brought to their shards at once:
     whole, they would not fit.
     """
-    if isinstance(module, FSDPModule):
+    if is_fsdp(module):
         module.set_requires_gradient_sync(is_last or mesh.degrees.shard > 1)
         module.set_requires_all_reduce(is_last or mesh.degrees.replicate == 1)
         module.set_is_last_backward(is_last)
@@ -208,7 +208,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     for part in parts(model):
-        if isinstance(part, FSDPModule):
+        if is_fsdp(part):
             # transformers' generation calls what is inside of the model, whose own weights would
             # not be gathered for that
             part.unshard()
@@ -217,6 +217,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(was_training)
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp(module):
                 # what was gathered for this would be taken for the weights of the next step
                 module.reshard()

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from ingot.models.parameters import local, spread_as
+from ingot.models.parameters import is_dtensor, local, spread_as
 from ingot.parallel.mesh import Mesh
 
 HOST = torch.device("cpu")
@@ -100,7 +99,7 @@ class Masters:
         dtype = torch.float32 if exact else here.dtype
         if away:
             tensor = nn.Parameter(here.to(HOST, dtype, copy=True))
-        elif not isinstance(parameter, DTensor) and parameter.dtype == torch.float32 == (
+        elif not is_dtensor(parameter) and parameter.dtype == torch.float32 == (
             self._working or torch.float32
         ):
             tensor = parameter
@@ -118,7 +117,7 @@ class Masters:
             return
         masters = {id(master.parameter): master.tensor for master in self._masters}
         for parameter in self._model.parameters():
-            if not isinstance(parameter, DTensor):
+            if not is_dtensor(parameter):
                 parameter.data = masters.get(id(parameter), parameter).data.to(dtype)
 
     @property
@@ -194,11 +193,7 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     """
     grad = parameter.grad
     assert grad is not None
-    if (
-        isinstance(parameter, DTensor)
-        and isinstance(grad, DTensor)
-        and grad.placements != parameter.placements
-    ):
+    if is_dtensor(parameter) and is_dtensor(grad) and grad.placements != parameter.placements:
         return grad.redistribute(placements=parameter.placements)
     return grad
 
@@ -225,7 +220,7 @@ def _share(trained: Mapping[str, Tensor], share: float) -> set[str]:
 
 
 def _cut_along(parameter: Tensor) -> Axes:
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return ()
     return tuple(
         (parameter.device_mesh, axis)

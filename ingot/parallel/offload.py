@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from ingot.models.parameters import local, spread_as
+from ingot.models.parameters import is_dtensor, local, spread_as
 from ingot.parallel.shard import stacks
 
 SMALL_BYTES = 2**12
@@ -135,7 +134,7 @@ class Stay:
         if key not in self._known:
             self._known[key] = flat, len(self._loads)
             self._loads.append(Load(flat, self._road))
-        like = spread_as(tensor, mine.detach().to("meta")) if isinstance(tensor, DTensor) else None
+        like = spread_as(tensor, mine.detach().to("meta")) if is_dtensor(tensor) else None
         return self._known[key][1], mine.shape, like
 
     def _unpack(self, packed: Any) -> Tensor:

@@ -1,32 +1,24 @@
-"""Pipeline parallelism by torch's schedules: GPipe (Huang et al. 2019), 1F1B and its interleaved
-form (Narayanan et al. 2021), and zero bubble (Qi et al. 2023), whose backward pass computes
-gradients of activations first and those of weights where a gap is left.
+"""Pipeline parallelism: the model of a rank that holds some of the stages. The order in which they
+run is `ingot.parallel.schedules`'.
 
 Every rank of a pipeline has the same micro-batches and only hidden states cross ranks, so a
-schedule is handed numbers of micro-batches. The loss is a sum, and nothing is scaled. Where weights
-are sharded, torch keeps a stage's gradients whole until the last micro-batch is done.
+schedule is handed numbers of micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from ingot.config.layout import Parallel, PipelineSchedule
+from ingot.config.layout import Parallel
 from ingot.models.native.decoder import Decoder, Stage
 from ingot.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from ingot.parallel.schedules import NumberedStage, Schedule, Work
 
 
 def deal_layers(layers: int, stages: int) -> list[int]:
@@ -80,56 +72,6 @@ def _stage(model: Decoder, which: Stage, first: int, count: int) -> Decoder:
 
 
 EMBEDDING = "model.embed_tokens.weight"
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
-
-
-class Work(Protocol):
-    """The micro-batches of a step, all of one shape, and what is computed of them; the same on each
-    rank of a pipeline.
-    """
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Their number, and of each its rows and tokens a row, as the model is given them."""
-        ...
-
-    def values(self, stage: Decoder, number: int, hidden: Tensor | None) -> Tensor:
-        """What a stage makes of micro-batch `number` from the hidden states of the one before; None
-        for the first.
-        """
-        ...
-
-    def loss(self, values: Tensor, number: int) -> Tensor:
-        """The sum that is differentiated, from what the last stage made."""
-        ...
-
-
-class _NumberedStage(PipelineStage):
-    """A stage that looks up its micro-batch."""
-
-    work: Work
-    hidden: torch.dtype
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert isinstance(self.submod, Decoder)
-        out = self.work.values(
-            self.submod, int(kwargs["number"]), None if self.is_first else args[0]
-        )
-        return out if self.is_last else out.to(self.hidden).contiguous()
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        if isinstance(self.submod, FSDPModule):
-            # FSDP adds up in the type that it sums in when backward has gone through a layer, which
-            # was before these gradients came.
-            for state in fully_shard.state(self.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
-                for parameter in (
-                    parameter
-                    for group in state._fsdp_param_groups
-                    for parameter in group.fsdp_params
-                ):
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
 
 
 class Pipeline(Decoder):
@@ -154,7 +96,7 @@ class Pipeline(Decoder):
             cut_stages(model, mesh.pipeline.rank, self.degree, parallel.virtual)
         )
         self._made: dict[
-            tuple[tuple[int, int, int], bool], tuple[Schedule, list[_NumberedStage]]
+            tuple[tuple[int, int, int], bool], tuple[Schedule, list[NumberedStage]]
         ] = {}
 
     def __iter__(self) -> Iterator[Decoder]:
@@ -184,53 +126,17 @@ class Pipeline(Decoder):
         """
         key = (work.shape, backward)
         if key not in self._made:
-            self._made[key] = self._make(*work.shape)
+            from ingot.parallel.schedules import make_schedule  # and with it torch's pipelining
+
+            self._made[key] = make_schedule(
+                list(self), self._mesh, self._parallel, self._sent, work.shape
+            )
         schedule, stages = self._made[key]
         for stage in stages:
             stage.work = work
         numbers = torch.arange(work.shape[0])
         call: Callable[..., Any] = schedule.step if backward else schedule.eval
         call(numbers, number=numbers, target=numbers, return_outputs=False)
-
-    def _make(self, count: int, rows: int, tokens: int) -> tuple[Schedule, list[_NumberedStage]]:
-        """A schedule keeps buffers for what arrives, so there is one for each shape, and for
-        evaluation.
-        """
-        cut = self._mesh.tensor.world if self._parallel.sequence else 1
-        number = torch.empty(1, dtype=torch.int64, device="meta")
-        hidden = torch.empty(
-            rows,
-            tokens // cut,
-            self.config.hidden_size,
-            dtype=self._sent,
-            device="meta",
-            requires_grad=True,
-        )
-        values = torch.empty(rows, tokens, device="meta", requires_grad=True)
-        stages = []
-        for place, module in enumerate(self):
-            first, last = module.stage
-            stage = _NumberedStage(
-                module,
-                self._mesh.pipeline.rank + place * self.degree,
-                self.total,
-                self._mesh.device,
-                input_args=number if first else hidden,
-                output_args=values if last else hidden,
-                group=self._mesh.pipeline.group,
-            )
-            stage.hidden = self._sent
-            stages.append(stage)
-
-        def loss(values: Tensor, number: Tensor) -> Tensor:
-            return stages[-1].work.loss(values, int(number))
-
-        kind = resolved_schedule(self._parallel, count)
-        if kind in ("gpipe", "1f1b"):
-            single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
-            return single(stages[0], count, loss_fn=loss, scale_grads=False), stages
-        looped = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleInterleavedZeroBubble
-        return looped(list(stages), count, loss_fn=loss, scale_grads=False), stages
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
@@ -261,13 +167,3 @@ def whole_size(model: nn.Module, mesh: Mesh) -> tuple[int, int]:
         sum(one.numel() for one in here), sum(one.numel() for one in here if one.requires_grad)
     )
     return int(total), int(trained)
-
-
-def resolved_schedule(parallel: Parallel, count: int) -> PipelineSchedule:
-    """The schedule of a step of `count` micro-batches. With fewer than stages 1F1B is all warm-up,
-    which is GPipe.
-    """
-    kind = parallel.schedule
-    if kind == "auto":
-        kind = "1f1b" if parallel.virtual == 1 else "interleaved"
-    return "gpipe" if kind == "1f1b" and count < parallel.pipeline else kind

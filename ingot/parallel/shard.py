@@ -4,22 +4,29 @@ torch's FSDP2, gradients summed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, Shard
 
 from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import Shard
+
+
+def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether FSDP2 shards a module's weights.
+
+    FSDP2 takes a second to import; where nobody has imported it, no module is one of its.
+    """
+    library = sys.modules.get("torch.distributed.fsdp")
+    return library is not None and isinstance(module, library.FSDPModule)
 
 
 def shard_weights(
@@ -42,6 +49,14 @@ def shard_weights(
         reduce: type in which gradients are summed.
         offload: keep this rank's share in the host's memory.
     """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
     )
@@ -73,7 +88,7 @@ def shard_weights(
     for method in ("hidden", "logits", "project") if isinstance(model, Decoder) else ():
         register_fsdp_forward_method(model, method)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             # FSDP averages unless told; its factor alone does not do it on gloo.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -102,10 +117,11 @@ def stacks(model: nn.Module) -> list[list[nn.Module]]:
 
 def _placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
     """Rows are cut, but where tensor parallelism has cut them unevenly already: there columns."""
+    from torch.distributed.tensor import Shard
 
     def of(parameter: nn.Parameter) -> Shard | None:
         if (
-            isinstance(parameter, DTensor)
+            is_dtensor(parameter)
             and parameter.placements[0] == Shard(0)
             and parameter.shape[0] % (parameter.device_mesh.size() * shards)
         ):

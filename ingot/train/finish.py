@@ -16,7 +16,8 @@ from ingot.base.errors import Failed
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
-from ingot.checkpoints.store import WholeWeights, checkpoint_in, load_checkpoint, step_folder
+from ingot.checkpoints.reader import WholeWeights, load_checkpoint
+from ingot.checkpoints.store import checkpoint_in, step_folder
 from ingot.models.adapters.lora import A, B, add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch.distributed.fsdp import FSDPModule
-
 from ingot.base.environment import Ranks
 from ingot.evaluate.held_out import held_out_objective
 from ingot.evaluate.samples import complete
@@ -16,6 +14,7 @@ from ingot.evaluate.subject import Interrupted, Subject
 from ingot.evaluate.training import Watch
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.shard import is_fsdp
 from ingot.tokenizers.chat import stop_tokens
 from ingot.train.build import Trainee
 from ingot.train.plan import Plan
@@ -43,7 +42,7 @@ def _dealt_over(trainee: Trainee, mesh: Mesh) -> Mesh:
     """The ranks that items are dealt over. Where weights are gathered for each use, all ranks must
     use them equally often, so each does all.
     """
-    return Mesh(Ranks(), mesh.device) if isinstance(trainee.model, FSDPModule) else mesh.data
+    return Mesh(Ranks(), mesh.device) if is_fsdp(trainee.model) else mesh.data
 
 
 def measuring(

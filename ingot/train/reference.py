@@ -21,7 +21,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.fingerprint import fingerprint
 from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
-from ingot.checkpoints.store import load_checkpoint
+from ingot.checkpoints.reader import load_checkpoint
 from ingot.data.loader import fixed_batches
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples

@@ -24,7 +24,8 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.events import read_lines
 from ingot.base.progress import duration, say
 from ingot.base.storage import sha256_file
-from ingot.checkpoints.store import StoredTensors, newest_valid
+from ingot.checkpoints.reader import StoredTensors
+from ingot.checkpoints.store import newest_valid
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.models.hf.folder import weight_files

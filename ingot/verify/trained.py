@@ -15,7 +15,8 @@ from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.markers import problems, read_marker
 from ingot.checkpoints.export import DTYPES
-from ingot.checkpoints.store import COMMIT, Found, committed, load_checkpoint, step_folder
+from ingot.checkpoints.reader import load_checkpoint
+from ingot.checkpoints.store import COMMIT, Found, committed, step_folder
 from ingot.config.identity import changes
 from ingot.config.layout import Parallel
 from ingot.config.recipe import Recipe

@@ -47,7 +47,7 @@ def save_with_the_marker_before_the_data(folder: Path) -> Callable[[], Any]:
             (where / path).write_bytes(content)
         return marker
 
-    patch("ingot.checkpoints.store.write_marker", too_early).start()
+    patch("ingot.checkpoints.writer.write_marker", too_early).start()
     return ready_save(folder)
 
 

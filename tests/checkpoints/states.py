@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ingot.base.environment import Ranks
-from ingot.checkpoints import store
+from ingot.checkpoints import writer
+from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import load_checkpoint, newest_valid
+from ingot.checkpoints.store import newest_valid
 from ingot.config.work import SGD, AdamW
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
@@ -109,13 +110,13 @@ def differ(one: State, other: State) -> bool:
 @contextlib.contextmanager
 def gate() -> Iterator[threading.Event]:
     """Whatever is saved within is written only when the gate is set, as on a slow disk."""
-    gate, write = threading.Event(), store.write_tensors
+    gate, write = threading.Event(), writer.write_tensors
 
     def held(*arguments: Any) -> Any:
         assert gate.wait(30), "nobody opened the gate"
         return write(*arguments)
 
-    with mock.patch.object(store, "write_tensors", held):
+    with mock.patch.object(writer, "write_tensors", held):
         try:
             yield gate
         finally:

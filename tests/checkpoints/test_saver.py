@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ingot.base.errors import Failed
 from ingot.checkpoints import saver as saving
+from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.staging import Staged, Staging, unstaged
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, committed, load_checkpoint, newest_valid, step_folder
+from ingot.checkpoints.store import COMMIT, committed, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream
 from ingot.config.layout import Parallel
 from ingot.models.parameters import box, local

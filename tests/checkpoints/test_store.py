@@ -12,12 +12,12 @@ import pytest
 
 from ingot.base.errors import Failed
 from ingot.base.markers import FileEntry
+from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import (
     COMMIT,
     checkpoint_in,
     committed,
-    load_checkpoint,
     newest_valid,
     retain,
     step_folder,
@@ -163,7 +163,7 @@ def test_saving_a_step_again_keeps_the_one_before_until_the_new_one_stands(
     first = save(tmp_path, 5, seed=1)
     with monkeypatch.context() as patched:
         patched.setattr(
-            "ingot.checkpoints.store.write_tensors",
+            "ingot.checkpoints.writer.write_tensors",
             lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device")),
         )
         with pytest.raises(Failed, match="disk full"):
@@ -188,7 +188,7 @@ def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_checkpoint(
     """As where each node has a disk of its own."""
     save(tmp_path, 1)
     monkeypatch.setattr(
-        "ingot.checkpoints.store.write_tensors",
+        "ingot.checkpoints.writer.write_tensors",
         lambda folder, tensors, line: [FileEntry("__8_0.distcp", 3, "0" * 64)],
     )
     with pytest.raises(

@@ -68,7 +68,13 @@ LAZY_OWNERS = {
     "wandb": {"ingot.base.sinks"},
     "pynvml": {"ingot.models.device"},
     "rich": {"ingot.base.progress"},
-    "torch": {"ingot.cli.doctor"},
+    # torch's distributed packages take one to three seconds to import.
+    "torch": {
+        "ingot.cli.doctor",
+        "ingot.checkpoints.reader",
+        "ingot.models.parameters",
+        "ingot.parallel.shard",
+    },
     "gigatoken": {"ingot.tokenizers.fast"},
     "fastokens": {"ingot.tokenizers.fast"},
     "tiktoken": {"ingot.tokenizers.ranks"},
@@ -86,7 +92,13 @@ LAZY_OWNERS = {
     "rouge_score": {"ingot.evaluate.rouge"},
     "kfp": {"ingot.pipeline.spec"},
     # Kubeflow sends the source of a component's function along, and nothing around it.
-    "ingot": {"ingot.pipeline.component"},
+    # Files that need torch's distributed packages as a whole are imported where they are used.
+    "ingot": {
+        "ingot.pipeline.component",
+        "ingot.checkpoints.saver",
+        "ingot.parallel.apply",
+        "ingot.parallel.pipeline",
+    },
     "lm_eval": {"ingot.evaluate.lm_eval"},
     "torchao": {"ingot.parallel.float8"},
 }

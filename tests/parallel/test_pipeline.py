@@ -22,12 +22,13 @@ from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.spec import Blueprint, draft_model
 from ingot.objectives.forward import StagedBatches
-from ingot.parallel import apply, pipeline
+from ingot.parallel import apply, schedules
 from ingot.parallel import pipeline as stages
 from ingot.parallel.apply import Wrapping, apply_wrappers
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
-from ingot.parallel.pipeline import cut_stages, deal_layers, resolved_schedule, whole_size
+from ingot.parallel.pipeline import cut_stages, deal_layers, whole_size
+from ingot.parallel.schedules import resolved_schedule
 from tests import tolerances
 from tests.parallel.wrapped_run import MODEL, Case, Result, run_case, run_cases
 from tests.ranks import run_ranks
@@ -190,8 +191,8 @@ def without_a_layer(case: Case) -> Result:
 
 def with_scaled_gradients(case: Case) -> Result:
     """Torch's default: gradients divided by the number of micro-batches."""
-    plain = pipeline.Schedule1F1B
-    pipeline.Schedule1F1B = lambda *args, **knobs: plain(*args, **{**knobs, "scale_grads": True})  # type: ignore[attr-defined, misc, assignment]
+    plain = schedules.Schedule1F1B
+    schedules.Schedule1F1B = lambda *args, **knobs: plain(*args, **{**knobs, "scale_grads": True})  # type: ignore[attr-defined, misc, assignment]
     return run_case(case)
 
 

@@ -126,7 +126,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
         ("ingot.objectives.forward.forward", "first step"),
         ("ingot.evaluate.held_out.held_out_objective", "evaluating"),
         ("ingot.train.measure.sample_texts", "evaluating"),
-        ("ingot.checkpoints.store.write_checkpoint", "saving"),
+        ("ingot.checkpoints.writer.write_checkpoint", "saving"),
     ],
 )
 def test_within_a_step_its_state_is_committed(where: str, phase: Phase, root: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -156,7 +157,8 @@ def apply_head(
     return torch.cat(values)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# `torch.compiler.disable` would import the compiler here and now, which takes a second.
+@_disable_dynamo
 def _apply_summed(
     hidden: Tensor,
     weight: Tensor,
