@@ -42,7 +42,7 @@ def deploy_version(
     dry_run: bool = False,
 ) -> int:
     """Make a version of a registered name live: move its pointer, or put it behind its endpoint."""
-    from ingot.registry.deploying import Wish, address, deploy, rehearse
+    from ingot.registry.deploy import Wish, address, deploy, rehearse
 
     is_recipe = Path(target).is_file() or target.endswith((".yaml", ".yml"))
     recipe = read_recipe([target, *arguments]) if is_recipe else settings_without_recipe(arguments)
@@ -63,7 +63,7 @@ def deploy_version(
 
 def serve_model(target: str, arguments: Sequence[str], *, dry_run: bool = False) -> int:
     """Serve until a signal comes; `dry_run` prints what would be started instead."""
-    from ingot.serve.run import render, serve
+    from ingot.serve.server import render, serve
 
     folder, name, recipe = _served(target, arguments)
     if dry_run:

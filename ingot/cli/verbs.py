@@ -18,7 +18,7 @@ from ingot.cli.look import show_report
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.local import foreground
-from ingot.pipeline.perform import perform
+from ingot.pipeline.incremental import perform
 from ingot.pipeline.steps import step_of
 
 
@@ -120,8 +120,7 @@ def is_rank() -> bool:
 
 
 def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
-    from ingot.pipeline.run import run
-    from ingot.pipeline.summary import show_summary
+    from ingot.pipeline.local import run, show_summary
 
     recipe = read_recipe(arguments)
     prepare_environment(recipe)

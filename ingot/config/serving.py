@@ -236,7 +236,7 @@ _MODEL_PY = '''\
 
 import triton_python_backend_utils
 
-from ingot.serve.tritonmodel import Answering
+from ingot.serve.engines.triton_backend import Answering
 
 
 class TritonPythonModel(Answering):

@@ -30,9 +30,8 @@ from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.local import foreground
 from ingot.launch.sending import Sending, bring
-from ingot.pipeline.perform import perform
+from ingot.pipeline.incremental import perform, what_it_reads
 from ingot.pipeline.plan import DEPLOYS, KEEPS
-from ingot.pipeline.skip import what_it_reads
 from ingot.pipeline.steps import DEPLOY, step_of
 
 RECIPE = "pipeline.yaml"

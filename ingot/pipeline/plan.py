@@ -213,9 +213,8 @@ def _planned(recipe: Recipe, verb: Verb) -> Planned:
     if given.processes is not None:
         place.append(f"launch.processes={given.processes}")
     if machine is not None:
-        place.append(
-            f"launch.machine={json.dumps(machine.model_dump(mode='json', exclude_defaults=True), sort_keys=True)}"
-        )
+        values = machine.model_dump(mode="json", exclude_defaults=True)
+        place.append(f"launch.machine={json.dumps(values, sort_keys=True)}")
     if image is not None:
         place.append(f"launch.image={image}")
     # What submits and waits is ingot as well.

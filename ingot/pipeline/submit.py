@@ -28,8 +28,8 @@ from ingot.cloud.instances import label, name_of
 from ingot.cloud.regions import region_mismatch
 from ingot.config.recipe import Recipe
 from ingot.launch.sending import bring_back
+from ingot.pipeline.kubeflow import compiled, text_of
 from ingot.pipeline.plan import VERBS, Plan, plan, reasons
-from ingot.pipeline.spec import compiled, text_of
 
 LOOK_S = 15.0
 """Between two looks at a pipeline."""
@@ -61,7 +61,8 @@ class Submission:
         return f"{self.plan.root}/specs/{fingerprint(text_of(self.spec))}.yaml"
 
     def link(self, id: str) -> str:
-        return f"{CONSOLE}/locations/{self.google.cloud.region}/pipelines/runs/{id}?project={self.google.project}"
+        runs = f"{CONSOLE}/locations/{self.google.cloud.region}/pipelines/runs"
+        return f"{runs}/{id}?project={self.google.project}"
 
 
 def prepared(recipe: Recipe) -> Submission:
@@ -178,10 +179,8 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
         for task in standing.tasks:
             if task.name in VERBS and told.get(task.id) != task.state:
                 told[task.id] = task.state
-                say(
-                    f"{task.name}:"
-                    f" {task.state.lower().replace('_', ' ')}{f' ({task.error})' if task.error else ''}"
-                )
+                state = task.state.lower().replace("_", " ")
+                say(f"{task.name}: {state}{f' ({task.error})' if task.error else ''}")
         if not standing.is_alive:
             if root is not None:
                 _bring_back(submission.plan.replica, root)

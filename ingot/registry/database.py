@@ -19,14 +19,16 @@ WAIT_S = 60.0
 _TABLES = (
     "CREATE TABLE registry (id TEXT NOT NULL)",
     """CREATE TABLE versions (
-        name TEXT NOT NULL, version INTEGER NOT NULL, model_hash TEXT NOT NULL, tokenizer_hash TEXT NOT NULL, folder TEXT NOT NULL,
-        report TEXT NOT NULL, lineage TEXT NOT NULL, created REAL NOT NULL,
+        name TEXT NOT NULL, version INTEGER NOT NULL, model_hash TEXT NOT NULL,
+        tokenizer_hash TEXT NOT NULL, folder TEXT NOT NULL, report TEXT NOT NULL,
+        lineage TEXT NOT NULL, created REAL NOT NULL,
         PRIMARY KEY (name, version), UNIQUE (name, model_hash, tokenizer_hash))""",
     # Moves of the live pointer, only ever appended. `before` is the row that a rollback goes back
     # to.
     """CREATE TABLE turns (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, version INTEGER NOT NULL, before INTEGER REFERENCES turns (id),
-        time REAL NOT NULL, reason TEXT NOT NULL, FOREIGN KEY (name, version) REFERENCES versions (name, version))""",
+        id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, version INTEGER NOT NULL,
+        before INTEGER REFERENCES turns (id), time REAL NOT NULL, reason TEXT NOT NULL,
+        FOREIGN KEY (name, version) REFERENCES versions (name, version))""",
 )
 
 

@@ -23,7 +23,9 @@ from ingot.base.steprecord import Outcome, sizes
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.registry.gate import Decision, decide
-from ingot.registry.kinds import Registered, VersionStore, registry_of
+from ingot.registry.local import Registry
+from ingot.registry.versions import Registered, VersionStore
+from ingot.registry.vertexai.registry import VertexRegistry
 
 SCHEMA = 1
 GATE, REGISTERED, LINEAGE = "gate.json", "registered.json", "ingot.json"
@@ -365,3 +367,12 @@ def _kept(recipe: Recipe, version: Any) -> dict[str, int]:
     }
     write_atomic(note, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
     return sizes(root, [note])
+
+
+def registry_of(recipe: Recipe) -> VersionStore[Any]:
+    """The registry that `registry.kind` names. Nothing is asked of it yet."""
+    return (
+        VertexRegistry(recipe)
+        if recipe.registry.kind == "vertex"
+        else Registry(recipe.registry_path)
+    )

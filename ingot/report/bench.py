@@ -21,7 +21,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
-from ingot.report.figures import count, short
+from ingot.report.formatting import count, short
 from ingot.report.plots import Line, Panel, bars, curves
 
 COLOURS = ("c0", "c1", "c2", "c3", "c4", "c5")
@@ -72,12 +72,9 @@ def show_bench(report: Row, out: Console) -> None:
                 f"{row['status']}",
                 *[""] * (len(table.columns) - len(ASKED) - 1),
             ]
-            reasons.append(
-                Text(
-                    f"{', '.join(f'{name} {value}' for name, value in zip(ASKED, _asked(row), strict=True))}:"
-                    f" {row['status']}: {row['reason']}"
-                )
-            )
+            asked = zip(ASKED, _asked(row), strict=True)
+            settings = ", ".join(f"{name} {value}" for name, value in asked)
+            reasons.append(Text(f"{settings}: {row['status']}: {row['reason']}"))
         table.add_row(*(Text(cell, best) for cell in cells))
     out.print(table)
     for reason in reasons:

@@ -177,3 +177,22 @@ def _victims(event: Event) -> str:
 def _same(one: str, other: str) -> bool:
     """Apart from figures, which stand after a comma."""
     return one.partition(",")[0] == other.partition(",")[0]
+
+
+def at_steps(loss: Loss) -> str:
+    """Where it happened, and what was done again: `58, 18 again`; of steps that were not taken,
+    which.
+    """
+    if loss.step is None:
+        return ""
+    if loss.kind == "skipped":
+        return (
+            f"{loss.step:,}"
+            if loss.steps == 1
+            else f"{loss.step:,} to {loss.step + loss.steps - 1:,}"
+        )
+    return f"{loss.step:,}, {loss.steps:,} again" if loss.steps else f"{loss.step:,}"
+
+
+def by_ranks(loss: Loss) -> str:
+    return ", ".join(str(rank) for rank in loss.ranks)

@@ -5,6 +5,7 @@ missing is left out.
 from __future__ import annotations
 
 import functools
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,16 +19,14 @@ import ingot
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
-from ingot.report.figures import count, moment, percent, rounded, short, smooth
-from ingot.report.plots import Line, Panel, bars, curves, share_bar
-from ingot.report.reading import RunView, Series, read_run
-from ingot.report.recipes import chosen, highlighted
+from ingot.report.formatting import count, median, moment, rounded, short, smooth
+from ingot.report.headline import bits_per_byte_bars, headline, headline_figures
+from ingot.report.plots import Line, Panel, curves, share_bar
+from ingot.report.run_view import RunView, Series, chosen, read_run
 from ingot.report.timeline import where_time_went
-from ingot.report.words import Headline, headline
 
 MANY_POINTS = 120
 MOST_EVENTS = 40
-_BASELINES = {"gzip": "gzip -9", "xz": "xz -9", "bigram": "bigram"}
 
 
 def write_page(run: RunFolder) -> Path:
@@ -45,8 +44,8 @@ def render(view: RunView) -> str:
     return _template().render(
         view=view,
         headline=told,
-        tiles=_tiles(view),
-        bars=_bars(view, told),
+        tiles=headline_figures(view),
+        bars=bits_per_byte_bars(view, told),
         gate=_gate(view),
         loss=_loss(view),
         minis=_minis(view),
@@ -77,72 +76,6 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     ).get_template("page.html")
-
-
-def _tiles(view: RunView) -> list[dict[str, str]]:
-    """The figures at the top: value, name, and a remark."""
-    tiles = []
-
-    def add(value: str, name: str, remark: str = "") -> None:
-        tiles.append({"value": value, "name": name, "remark": remark})
-
-    if view.parameters:
-        add(count(view.parameters), "parameters", str(view.knob("model.source") or ""))
-    bits, perplexity = view.metric("bits_per_byte"), view.metric("perplexity")
-    if bits is not None:
-        add(
-            short(bits.value, 3),
-            "bits per byte",
-            f"{short(bits.ci_low, 3)} to {short(bits.ci_high, 3)} with 95 %",
-        )
-    if perplexity is not None:
-        add(short(perplexity.value, 3), "perplexity", "per token, held-out text")
-    tokens = trained_tokens(view)
-    if tokens:
-        add(count(tokens), "tokens seen", f"in {view.steps_done:,} steps")
-    speed = view.curves["train/tokens_per_s"]
-    if speed:
-        add(count(_middle(speed.values)), "tokens a second", "median")
-    train = view.record("train")
-    if train is not None:
-        add(
-            duration(train.seconds),
-            "training",
-            f"of {duration(sum(record.seconds for record in view.records))} in all",
-        )
-    if view.goodput is not None and view.goodput.losses:
-        add(
-            percent(view.goodput.share()),
-            "goodput",
-            f"of {duration(view.goodput.wall_s)}, starts and losses included",
-        )
-    return tiles
-
-
-def trained_tokens(view: RunView) -> int:
-    """Tokens of all steps, padding included; 0 where that is not known."""
-    batch, seq_len = view.knob("train.global_batch"), view.knob("data.seq_len")
-    return (
-        view.steps_done * batch * seq_len
-        if isinstance(batch, int) and isinstance(seq_len, int)
-        else 0
-    )
-
-
-def _bars(view: RunView, told: Headline) -> Markup:
-    bits = view.metric("bits_per_byte")
-    if bits is None or view.evaluation is None:
-        return Markup("")
-    rows = [("this model", bits.value, short(bits.value, 3), "own")]
-    rows += [
-        (_BASELINES.get(name, name), value, short(value, 3), "other")
-        for name, value in view.evaluation.bits_per_byte.items()
-    ]
-    return (
-        bars(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high))
-        if told.compared
-        else Markup("")
-    )
 
 
 def _gate(view: RunView) -> dict[str, Any] | None:
@@ -220,7 +153,7 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
         lines = _drawn("tokens/s", "speed", speed)
         add(
             "Tokens per second",
-            f"{count(_middle(speed.values))} median",
+            f"{count(median(speed.values))} median",
             Panel(lines, 120, count, lambda value, apart: count(value), 3, floor=True),
         )
     if use:
@@ -233,10 +166,10 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
             3,
             floor=True,
         )
-        add("Model FLOPs utilisation", f"{_percent(_middle(use.values))} median", panel)
+        add("Model FLOPs utilisation", f"{_percent(median(use.values))} median", panel)
     if norm:
         lines = _drawn("norm", "norm", norm)
-        figure = f"{short(_middle(norm.values), 3)} median, {short(max(norm.values), 3)} at most"
+        figure = f"{short(median(norm.values), 3)} median, {short(max(norm.values), 3)} at most"
         add("Gradient norm", figure, Panel(lines, 120, wanted=3, floor=True))
     return shown
 
@@ -378,13 +311,25 @@ def _lineage(view: RunView) -> list[tuple[str, str]]:
     )
 
 
-def _middle(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
 def _percent(share: float) -> str:
     return f"{short(100 * share, 3)} %"
 
 
 def _figure(value: Any) -> str:
     return short(value, 5) if isinstance(value, int | float) else "none"
+
+
+_KEY = re.compile(r"^(\s*(?:- )*)([^\s:#'\"\[{][^:]*)(:)(?=\s|$)(.*)$")
+
+
+def highlighted(text: str) -> Markup:
+    """YAML with its keys and comments marked."""
+    lines = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            lines.append(Markup('<span class="comment">{}</span>').format(line))
+        elif match := _KEY.match(line):
+            lines.append(Markup('{}<span class="key">{}</span>{}{}').format(*match.groups()))
+        else:
+            lines.append(Markup("{}").format(line))
+    return Markup("\n").join(lines)

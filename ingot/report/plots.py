@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from ingot.report.figures import rounded, short, thin, ticks
+from ingot.report.formatting import rounded, short, thin, ticks
 
 SIDE = 1000.0
 MOST_POINTS = 600

@@ -17,11 +17,11 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.steprecord import is_intact
-from ingot.report.figures import moment, percent, short
+from ingot.report.formatting import moment, percent, short
 from ingot.report.goodput import PARTS, Goodput
-from ingot.report.reading import RunView, read_run
-from ingot.report.recipes import flat
-from ingot.report.words import SPENT_ON, at_steps, by_ranks, share_of_time
+from ingot.report.losses import at_steps, by_ranks
+from ingot.report.run_view import RunView, flat, read_run
+from ingot.report.timeline import SPENT_ON, share_of_time
 
 PLAIN_WIDTH = 140
 RECENT_EVENTS = 8

@@ -10,11 +10,10 @@ from typing import Any
 from markupsafe import Markup
 
 from ingot.base.progress import duration
-from ingot.report.figures import moment, percent
-from ingot.report.goodput import PARTS, Goodput
-from ingot.report.losses import Loss
+from ingot.report.formatting import moment, percent
+from ingot.report.goodput import PARTS, Goodput, Part
+from ingot.report.losses import Loss, at_steps, by_ranks
 from ingot.report.plots import Piece, strip
-from ingot.report.words import SPENT_ON, at_steps, by_ranks, share_of_time
 
 MOST_LOSSES = 20
 _UNITS = (
@@ -23,6 +22,33 @@ _UNITS = (
     (120.0, 60.0, "minutes"),
     (0.0, 1.0, "seconds"),
 )
+
+
+SPENT_ON: dict[Part, str] = {
+    "productive": "training",
+    "waiting": "waiting for data",
+    "evaluating": "evaluating",
+    "saving": "saving",
+    "starting": "starting",
+    "lost": "lost and repeated",
+    "down": "down",
+}
+
+
+def share_of_time(account: Goodput) -> str:
+    """`goodput 93.1 %: 1h 02m of 1h 07m were training; 2m 10s lost and repeated, 1m 02s starting`,
+    the largest parts first.
+    """
+    rest = sorted(
+        (part for part in PARTS if part != "productive" and account.seconds[part] >= 0.5),
+        key=lambda part: -account.seconds[part],
+    )
+    told = ", ".join(f"{duration(account.seconds[part])} {SPENT_ON[part]}" for part in rest)
+    trained, wall = duration(account.seconds["productive"]), duration(account.wall_s)
+    return (
+        f"goodput {percent(account.share())}: {trained} of {wall} were"
+        f" training{f'; {told}' if told else ''}"
+    )
 
 
 def where_time_went(account: Goodput) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ingot.models.generation.classifier import Classifier, Scored
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Summarizer, Summary
-from ingot.serve.loaded import Loaded, load
+from ingot.serve.native.model import Loaded, load
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 MAX_TOKENS = 64

@@ -14,7 +14,7 @@ import torch
 
 from ingot.base.server import ask, running_server
 from ingot.models.generation.request import Token
-from ingot.serve.logprobs import LogprobWriter
+from ingot.serve.http.openai import LogprobWriter
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check
 from ingot.verify.theirs import Theirs

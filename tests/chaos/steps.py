@@ -19,7 +19,7 @@ from ingot.data import ranges, raw
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.hf.folder import hash_model, read_lineage
-from ingot.pipeline.perform import perform
+from ingot.pipeline.incremental import perform
 from ingot.pipeline.steps import step_of
 from ingot.train.run import train
 from tests.chaos.actions import Action, everything

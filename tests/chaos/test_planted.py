@@ -70,7 +70,7 @@ def lines_rewritten_in_place(folder: Path) -> Callable[[], Any]:
 
 
 def record_that_comes_back(folder: Path) -> Callable[[], Any]:
-    patch("ingot.pipeline.perform.fsync_folder").start()
+    patch("ingot.pipeline.incremental.fsync_folder").start()
     return ready_record(folder)
 
 

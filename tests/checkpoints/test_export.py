@@ -19,7 +19,7 @@ from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import initialise
-from ingot.serve.loaded import load
+from ingot.serve.native.model import load
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.tokenizers.small import chatty

@@ -11,7 +11,7 @@ from ingot.config.load import load_recipe
 from ingot.config.presets import PRESETS
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.pipeline.perform import perform
+from ingot.pipeline.incremental import perform
 from ingot.pipeline.steps import step_of
 from tests.cli.commands import ingot as command
 from tests.report.made_up import made_up_run

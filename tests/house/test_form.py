@@ -49,8 +49,8 @@ def test_every_module_says_what_it_is() -> None:
     assert not silent, "\n".join(silent)
 
 
-READ_BY_KFP = ("ingot.pipeline.component", "ingot.pipeline.spec")
-"""Their annotations are read while they run."""
+READ_BY_KFP = ("ingot.pipeline.kubeflow",)
+"""Its annotations are read while it runs."""
 
 
 def test_annotations_are_lazy_everywhere() -> None:

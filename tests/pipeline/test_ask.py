@@ -16,7 +16,7 @@ from ingot.cli.arguments import read_recipe
 from ingot.cli.target import find_target
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.pipeline import ask
+from ingot.pipeline import local as ask
 from tests.registry.models import a_model
 
 

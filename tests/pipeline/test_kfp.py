@@ -20,10 +20,10 @@ from ingot.base.replica import pull
 from ingot.base.steprecord import StepRecord, read_record
 from ingot.config.recipe import Recipe
 from ingot.pipeline import container
-from ingot.pipeline import spec as compiler
+from ingot.pipeline import kubeflow as compiler
+from ingot.pipeline.kubeflow import compiled, text_of
 from ingot.pipeline.plan import VERBS, Plan, plan
-from ingot.pipeline.spec import compiled, text_of
-from ingot.registry.store import Registry
+from ingot.registry.local import Registry
 from tests import gcs
 from tests.small import small_recipe, write_documents
 

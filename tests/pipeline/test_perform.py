@@ -18,8 +18,7 @@ from ingot.cli.verbs import STAMPS
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
-from ingot.pipeline.perform import perform
-from ingot.pipeline.skip import check
+from ingot.pipeline.incremental import check, perform
 from ingot.pipeline.steps import Step, step_of
 
 INGEST = step_of("ingest")

@@ -132,7 +132,7 @@ def test_the_second_run_skips_everything_quickly_and_without_torch(copied: Path)
         for line in done.stderr.splitlines()
         if line.startswith("import time:")
     }
-    assert "ingot.pipeline.run" in loaded
+    assert "ingot.pipeline.local" in loaded
     assert not loaded & {"torch", "transformers", "pyarrow"}
     assert done.stdout.count("unchanged") == len(STEPS)
     assert "Nothing changed: all 7 steps were skipped." in done.stdout

@@ -21,7 +21,7 @@ pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 SCRIPT = """
 import json, sys
 from ingot.config.load import load_recipe
-from ingot.pipeline.skip import what_it_reads
+from ingot.pipeline.incremental import what_it_reads
 from ingot.pipeline.steps import step_of
 
 recipe = load_recipe((), ("name=r", "data.train=[{source: a.jsonl}]", f"evaluate.tasks=[{{kind: choice, source: '{sys.argv[1]}'}}]"), environ={}, dotenv=None)

@@ -14,9 +14,10 @@ from google.cloud import aiplatform_v1 as types
 from ingot.base.errors import Failed, WrongInput
 from ingot.cloud import endpoints, models
 from ingot.config.recipe import Recipe
-from ingot.registry import deploying, verification
-from ingot.registry.deploying import Wish, deploy, rehearse
+from ingot.registry import deploy as deploying
+from ingot.registry.deploy import Wish, deploy, rehearse
 from ingot.registry.verbs import register
+from ingot.registry.vertexai import probe as verification
 from tests.fakes.google import Refused
 from tests.registry.test_endpoint import shares, two
 from tests.registry.vertex_place import IMAGE, Place

@@ -16,8 +16,9 @@ from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.lease import lease
 from ingot.cloud import endpoints
-from ingot.registry import deploying, verification
-from ingot.registry.deploying import Wish, deploy, rehearse
+from ingot.registry import deploy as deploying
+from ingot.registry.deploy import Wish, deploy, rehearse
+from ingot.registry.vertexai import probe as verification
 from tests import golden
 from tests.fakes.google import Refused
 from tests.registry.vertex_place import Place, killed_at

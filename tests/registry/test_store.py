@@ -20,7 +20,7 @@ from ingot.base import storage
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import shared_lock
 from ingot.registry import database
-from ingot.registry.store import MARKER, Registry
+from ingot.registry.local import MARKER, Registry
 from tests.registry.models import a_model, a_report
 
 FORK = multiprocessing.get_context("fork")

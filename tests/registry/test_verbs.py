@@ -13,8 +13,8 @@ from ingot.base.evaluation import write_report
 from ingot.base.events import read_lines
 from ingot.base.steprecord import Outcome, StepRecord, is_intact
 from ingot.config.recipe import Recipe
-from ingot.registry.deploying import Wish, deploy
-from ingot.registry.store import Registry
+from ingot.registry.deploy import Wish, deploy
+from ingot.registry.local import Registry
 from ingot.registry.verbs import approved, gate, gate_stamp, register, resolve
 from tests.registry.models import a_model, a_recipe, a_report, trained
 

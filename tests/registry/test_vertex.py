@@ -19,12 +19,12 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.evaluation import EvaluationReport, Metric
 from ingot.base.lease import lease
 from ingot.cloud import clients
-from ingot.registry import labels, pointer
-from ingot.registry.container import container_of
-from ingot.registry.labels import key_of, labels_of, number, resource_id
-from ingot.registry.store import Registry
+from ingot.registry.local import Registry
 from ingot.registry.verbs import gate, register, resolve
-from ingot.registry.vertex import VertexRegistry
+from ingot.registry.vertexai import objects as pointer
+from ingot.registry.vertexai import resources as labels
+from ingot.registry.vertexai.registry import VertexRegistry
+from ingot.registry.vertexai.resources import container_of, key_of, labels_of, number, resource_id
 from tests.fakes import vertex_models
 from tests.registry.models import a_model, a_report, trained
 from tests.registry.vertex_place import IMAGE, Place, killed_at

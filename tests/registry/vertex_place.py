@@ -19,10 +19,11 @@ import pytest
 from ingot.base.steprecord import Outcome
 from ingot.cloud import clients, operations
 from ingot.config.recipe import Recipe
-from ingot.registry import endpoint, verification
-from ingot.registry.deploying import Wish, deploy
+from ingot.registry.deploy import Wish, deploy
 from ingot.registry.verbs import gate, register
-from ingot.registry.vertex import VertexRegistry
+from ingot.registry.vertexai import probe as verification
+from ingot.registry.vertexai import rollout as endpoint
+from ingot.registry.vertexai.registry import VertexRegistry
 from tests import gcs
 from tests.fakes import vertex_models
 from tests.fakes.google import Server

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.report.figures import count, rounded, short, smooth, thin, ticks
+from ingot.report.formatting import count, rounded, short, smooth, thin, ticks
 
 FINITE = st.floats(-1e12, 1e12)
 

@@ -15,7 +15,7 @@ from ingot.base.events import read_lines
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.report.goodput import Goodput
-from ingot.report.reading import read_run
+from ingot.report.run_view import read_run
 from ingot.train.run import train
 from tests import tolerances
 from tests.cli.commands import clean_environment

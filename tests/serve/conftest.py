@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.serve.loaded import Loaded, load
+from ingot.serve.native.model import Loaded, load
 from tests.serve.forked import Forks, forks
 from tests.serve.running import Running, running
 from tests.serve.tiny import make_folder

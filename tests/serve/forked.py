@@ -18,7 +18,8 @@ from pathlib import Path
 from ingot.base.processes import die_with_parent
 from ingot.cli.app import main
 from ingot.cli.model import serve_model
-from ingot.serve import child, run
+from ingot.serve import server as run
+from ingot.serve.engines import child
 
 DEADLINE_S = 90.0
 IMPORTED = (serve_model, run)  # what the command line imports only where it is needed

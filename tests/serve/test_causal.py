@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.causal import Causal, CausalWriter
-from ingot.serve.loaded import Loaded, load
+from ingot.serve.native.causal import Causal, CausalWriter
+from ingot.serve.native.model import Loaded, load
 from tests.serve.running import running
 from tests.serve.tiny import changed_config, make_folder
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ingot.models.generation.generator import Completion, Generator, Request
-from ingot.serve.engine import FAILURES, Engine, Ticket
-from ingot.serve.loaded import Loaded
-from ingot.serve.metrics import Metrics
-from ingot.serve.refused import Refused
+from ingot.serve.http.errors import Refused
+from ingot.serve.http.middleware import Metrics
+from ingot.serve.native.engine import FAILURES, Engine, Ticket
+from ingot.serve.native.model import Loaded
 
 
 class Failing:

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.config.place import Serve
-from ingot.serve.app import create_app
-from ingot.serve.bodies import (
+from ingot.serve.http.bodies import (
     IGNORED,
     NEUTRAL,
     Body,
@@ -28,10 +27,11 @@ from ingot.serve.bodies import (
     PredictBody,
     SummaryBody,
 )
-from ingot.serve.engine import Engine
-from ingot.serve.loaded import Loaded, load
-from ingot.serve.metrics import Metrics
-from ingot.serve.service import Service
+from ingot.serve.http.middleware import Metrics
+from ingot.serve.http.service import Service
+from ingot.serve.native.engine import Engine
+from ingot.serve.native.model import Loaded, load
+from ingot.serve.server import create_app
 from tests.serve.tiny import make_classifier, make_summarizer
 
 texts = st.text(max_size=5) | st.sampled_from(["the", "\ud800", "\x00", "tiny", "user", "text"])

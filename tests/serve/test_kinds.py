@@ -28,7 +28,7 @@ from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Summary, generate
 from ingot.models.hf.loading import Seq2Seq
 from ingot.models.native.decoder import Decoder
-from ingot.serve.loaded import Loaded, load
+from ingot.serve.native.model import Loaded, load
 from ingot.serve.predict import SUMMARY_TOKENS, predict
 from tests import tolerances
 from tests.models.hf.tiny import LABELS, write

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from ingot.models.generation.generator import Token
-from ingot.serve.logprobs import LogprobWriter
+from ingot.serve.http.openai import LogprobWriter
 from ingot.tokenizers.tokenizer import Tokenizer
 
 WORDS = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁fox", "es"]

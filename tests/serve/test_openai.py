@@ -13,7 +13,7 @@ import pytest
 
 from ingot.models.generation.generator import Completion, Request
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.loaded import Loaded
+from ingot.serve.native.model import Loaded
 from tests import tolerances
 from tests.serve.running import Running
 

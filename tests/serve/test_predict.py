@@ -10,7 +10,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.loaded import Loaded
+from ingot.serve.native.model import Loaded
 from ingot.serve.predict import predict
 from tests.serve.running import Running
 from tests.serve.test_openai import expected

@@ -25,11 +25,11 @@ from ingot.base.server import ask
 from ingot.config.place import Serve
 from ingot.config.serving import answered, question, triton_route
 from ingot.models.generation.request import Request
-from ingot.serve.loaded import Loaded
+from ingot.serve.engines.triton import Installation, command, find_triton, gather
+from ingot.serve.engines.triton_backend import Answering
+from ingot.serve.native.model import Loaded
 from ingot.serve.predict import predict
-from ingot.serve.run import render, serve
-from ingot.serve.triton import Installation, command, find_triton, gather
-from ingot.serve.tritonmodel import Answering
+from ingot.serve.server import render, serve
 from tests.cli.commands import clean_environment
 from tests.serve.forked import Forks, Process, wait_until
 from tests.serve.tiny import changed_config

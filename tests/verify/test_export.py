@@ -28,7 +28,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.adapters.peft import load_adapter
-from ingot.serve import loaded
+from ingot.serve.native import model as loaded
 from ingot.train.run import train
 from ingot.verify import export, logits
 from ingot.verify.export import verify_export

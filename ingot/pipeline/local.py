@@ -1,0 +1,285 @@
+"""`ingot run`: every step of the table as a command of its own, skipping what is done and
+unchanged; then one table and one page.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ingot.base.environment import secret
+from ingot.base.errors import (
+    EXIT_DONE,
+    EXIT_KEEP,
+    EXIT_STOPPED,
+    EXIT_WRONG_INPUT,
+    Failed,
+    IngotError,
+)
+from ingot.base.fingerprint import fingerprint
+from ingot.base.lock import folder_lock
+from ingot.base.progress import say
+from ingot.base.server import ask, running_server
+from ingot.base.steprecord import Outcome, StepRecord, read_record, sizes
+from ingot.base.storage import write_atomic
+from ingot.config.recipe import Recipe
+from ingot.config.serving import answered, question, triton_route
+from ingot.launch.job import Job
+from ingot.launch.local import Ended, command, foreground
+from ingot.launch.places import do, place
+from ingot.launch.supervise import supervise
+from ingot.pipeline.incremental import Stamps, check, perform
+from ingot.pipeline.steps import STEPS, Step
+from ingot.report.page import write_page
+
+
+class StepEnded(IngotError):
+    """A step did not finish; its own message has been shown already. The exit code is the
+    step's.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Done:
+    """What `ingot run` has behind it: the record of each step that is done, and which of them were
+    skipped.
+    """
+
+    records: list[StepRecord] = field(default_factory=list)
+    skipped: set[str] = field(default_factory=set)
+
+
+def run(
+    recipe: Recipe,
+    arguments: Sequence[str],
+    stamps: Stamps,
+    *,
+    fresh: bool = False,
+    debug: bool = False,
+) -> Done:
+    """Do all steps in order, each in a process of its own. `arguments` are recipe files and
+    overrides as typed.
+
+    `fresh` trains from the first step, where training is to be done; `debug` lets the steps show
+    tracebacks.
+
+    Raises:
+        StepEnded: a step failed or was stopped; the same command goes on from there.
+        Failed: another `ingot run` works in this run folder.
+    """
+    done = Done()
+    with folder_lock(recipe.folder.root, "run-lock"):
+        for number, step in enumerate(STEPS, start=1):
+            found = check(step, recipe, stamps)
+            if found.record is not None:
+                record = found.record
+                done.skipped.add(step.verb)
+            else:
+                say(f"[{number}/{len(STEPS)}] {step.verb}")
+                options = [
+                    *(["--fresh"] if fresh and step.verb == "train" else []),
+                    *(["--debug"] if debug else []),
+                ]
+                record = _do(step, recipe, [*arguments, *options], stamps)
+            done.records.append(record)
+            if record.exit_code == EXIT_KEEP:
+                break
+        if (
+            len(done.skipped) < len(done.records)
+            or not (recipe.folder.reports / "index.html").exists()
+        ):
+            write_page(recipe.folder)
+    return done
+
+
+def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) -> StepRecord:
+    if step.verb == "serve":
+        return perform(step, recipe, lambda: serve_and_ask(recipe, arguments), stamps)
+    ended = _in_its_place(step, recipe, arguments)
+    if ended.signum or ended.code not in (EXIT_DONE, EXIT_KEEP):
+        code = ended.code or 128 + ended.signum
+        raise StepEnded(f"{step.verb} {_how_it_ended(ended)}", code)
+    record = read_record(recipe.folder.steps, step.verb)
+    if record is None:
+        raise Failed(
+            f"{step.verb} ended well and left no record in {recipe.folder.steps}; run the same"
+            " command again"
+        )
+    return record
+
+
+def _in_its_place(step: Step, recipe: Recipe, arguments: Sequence[str]) -> Ended:
+    """What several nodes can share goes where `launch` says; everything else is done here."""
+    supervised, recipe = step.verb == "train", recipe.at(step.verb)
+    if recipe.launch.kind != "local" and (step.distributed or step.verb in recipe.pipeline.steps):
+        options = [argument for argument in arguments if argument.startswith("--")]
+        return do(
+            recipe,
+            place(recipe, step.verb, shared=step.distributed, options=options),
+            supervised=supervised,
+        )
+    job = Job(
+        step.verb,
+        (step.verb, *arguments),
+        recipe.launch.processes if step.distributed else 1,
+        environment=recipe.launch.variables,
+    )
+    return supervise(job, recipe) if supervised else foreground(job)
+
+
+def _how_it_ended(ended: Ended) -> str:
+    onward = "the same command goes on from here"
+    if ended.signum or ended.code == EXIT_STOPPED:
+        return f"was stopped; {onward}"
+    if ended.code == 128 + signal.SIGKILL:
+        return f"was killed, perhaps for want of memory; {onward}"
+    if ended.code == EXIT_WRONG_INPUT:
+        return "cannot be done, see above; mend that and run the same command again"
+    return f"failed (exit {ended.code}), see above; {onward}"
+
+
+def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
+    """Serve the run's model on a free port and send `serve.prompt`; the answer goes to
+    `reports/predict.json`.
+
+    `arguments` are those of `ingot run`, of which the options go on to the server. Files and
+    overrides are in the run's resolved recipe already, and the first of them need not be the TARGET
+    that `serve` wants there.
+
+    Raises:
+        Failed: the server did not come up, or did not answer as it should.
+    """
+    run = recipe.folder
+    headers = (
+        {"Authorization": f"Bearer {secret(recipe.serve.api_key, 'serve.api_key')}"}
+        if recipe.serve.api_key
+        else {}
+    )
+    options = [argument for argument in arguments if argument.startswith("--")]
+    began = time.monotonic()
+    with running_server(
+        command(Job("serve", ("serve", str(run.recipe), "serve.port=0", *options)))
+    ) as url:
+        up = time.monotonic()
+        answer = ask(url, *_question(recipe), headers)
+        answered = time.monotonic()
+    completion, more = _said(answer)
+    about = {
+        "schema": 1,
+        "prompt": recipe.serve.prompt,
+        "completion": completion,
+        **more,
+        "seconds": {"start": round(up - began, 3), "answer": round(answered - up, 3)},
+    }
+    path = run.reports / "predict.json"
+    write_atomic(path, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+    return Outcome(
+        f"answered in {answered - up:.1f} s",
+        str(path),
+        fingerprint([recipe.serve.prompt, completion]),
+        sizes(run.root, [path]),
+    )
+
+
+def _question(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """The route and the request: a model that was tuned on chats is asked as in a chat, a decoder
+    of texts to go on, the others for a whole text or a label.
+    """
+    tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)
+    if recipe.documents in ("pair", "labelled"):
+        return "/predict", {"instances": [recipe.serve.prompt]}
+    if recipe.serve.engine == "triton":
+        return triton_route(recipe.name), question(
+            "triton", recipe.name, recipe.serve.prompt, tokens
+        )
+    request = {"model": recipe.name, "max_tokens": tokens, "temperature": 0}
+    if recipe.documents in ("chat", "preference"):
+        return "/v1/chat/completions", {
+            **request,
+            "messages": [{"role": "user", "content": recipe.serve.prompt}],
+        }
+    return "/v1/completions", {**request, "prompt": recipe.serve.prompt}
+
+
+def _said(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What the server answered, as a text, and what it told beside."""
+    if "predictions" in answer:
+        prediction = answer["predictions"][0]
+        return (
+            (prediction, {})
+            if isinstance(prediction, str)
+            else (prediction["label"], {"scores": prediction["scores"]})
+        )
+    if "choices" not in answer:
+        return answered("triton", answer), {}
+    choice = answer["choices"][0]
+    completion = choice["message"]["content"] if "message" in choice else choice["text"]
+    return completion, {"finish_reason": choice.get("finish_reason"), "usage": answer.get("usage")}
+
+
+PLAIN_WIDTH = 140
+MOST_LINES = 20
+
+
+def show_summary(recipe: Recipe, done: Done) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    if any(record.step == "serve" for record in done.records):
+        console.print(_answer(recipe.folder.reports / "predict.json"))
+    console.print(_table(recipe, done))
+    if len(done.skipped) == len(done.records):
+        console.print(f"Nothing changed: all {len(done.records)} steps were skipped.")
+    console.print(
+        f"The whole run on one page: {recipe.folder.reports / 'index.html'}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _answer(path: Path) -> Panel:
+    """What was asked and what came back, its first lines."""
+    said = json.loads(path.read_bytes())
+    lines = said["completion"].rstrip().split("\n")
+    shown = "\n".join(lines[:MOST_LINES])
+    answer = Text.assemble(
+        (said["prompt"], "bold"),
+        shown,
+        (
+            (
+                f"\n... {len(lines) - MOST_LINES} lines more in {path}"
+                if len(lines) > MOST_LINES
+                else ""
+            ),
+            "dim",
+        ),
+    )
+    return Panel(answer, title="the served model's answer", title_align="left", expand=False)
+
+
+def _table(recipe: Recipe, done: Done) -> Table:
+    table = Table(title=recipe.name, title_justify="left")
+    table.add_column("step")
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("result")
+    table.add_column("look at", overflow="fold")
+    for record in done.records:
+        seconds = "unchanged" if record.step in done.skipped else f"{record.seconds:.1f}"
+        table.add_row(record.step, seconds, Text(record.result), Text(record.where))
+    for step in STEPS[len(done.records) :]:
+        table.add_row(step.verb, "", "not done: the gate keeps the live model", "")
+    return table

@@ -1,0 +1,126 @@
+"""What is deployed to an endpoint: the plan of a rollout, the requests it sends, and their text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.cloud import endpoints
+from ingot.cloud.clients import Google
+from ingot.cloud.endpoints import Deployed, Endpoint, Resources
+from ingot.config.serving import RAW
+from ingot.registry.versions import VertexVersion
+from ingot.registry.vertexai.probe import Check
+from ingot.registry.vertexai.resources import label, resource_id
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to serve, on what, and how it gets there. `share`: percent that it gets first, None
+    for all at once; `check`: what it is asked then.
+    """
+
+    version: VertexVersion
+    resources: Resources
+    share: int | None
+    check: Check | None
+    labels: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.version.name
+
+    @property
+    def called(self) -> str:
+        return f"{self.name} v{self.version.number}"
+
+    def check_ours(self, there: Endpoint) -> None:
+        """Raises WrongInput where the endpoint serves a model that is not a version of this name:
+        no other's traffic is taken away.
+        """
+        ours = _in_project(self.version.resource)
+        for deployed in there.deployed:
+            if _in_project(deployed.model) != ours:
+                raise WrongInput(
+                    f"the endpoint {there.name} serves {deployed.model} too, which is no version of"
+                    f" {self.name}; take it away there, rename the endpoint, or set registry.name"
+                    " to another name"
+                )
+
+    def runs(self, deployed: Deployed) -> bool:
+        """Is it this version on these machines?"""
+        return (
+            f"{deployed.model}@{deployed.number}" == self.version.resource
+            and deployed.resources == self.resources
+        )
+
+
+def find(google: Google, name: str) -> Endpoint | None:
+    """The endpoint that serves a registered name. Raises WrongInput when there are two."""
+    found = endpoints.find(google, name)
+    if len(found) > 1:
+        names = " and ".join(endpoint.name for endpoint in found)
+        raise WrongInput(
+            f"two endpoints are called {name}: {names}; delete or rename the one that is not"
+            " ingot's"
+        )
+    return found[0] if found else None
+
+
+def render(google: Google, plan: Plan) -> str:
+    """What would be sent, as text; looks at the endpoint and changes nothing."""
+    there, parts = find(google, plan.name), list[str]()
+    if there is not None:
+        plan.check_ours(there)
+    else:
+        parts += ["CreateEndpoint", _text(create_request(google, plan))]
+    name = there.name if there else f"{google.parent}/endpoints/{resource_id(plan.name)}"
+    old = [deployed for deployed in there.deployed if not plan.runs(deployed)] if there else []
+    if there is None or len(old) == len(there.deployed):
+        parts += ["DeployModel", _text(deploy_request(google, plan, name, own_id="0"))]
+    if old and plan.share is not None:
+        parts.append(f"UpdateEndpoint: {plan.share} % of the traffic to {plan.called}")
+    if plan.check is not None:
+        parts.append(
+            f"{'RawPredict' if plan.check.engine in RAW else 'Predict'}: {plan.check.prompt!r}"
+        )
+    parts.append(f"UpdateEndpoint: 100 % of the traffic to {plan.called}")
+    parts += [f"UndeployModel: {deployed.id} (v{deployed.number})" for deployed in old]
+    return "\n".join(parts) + "\n"
+
+
+def _in_project(model: str) -> str:
+    """A model without its version and its project, which the service writes by name here and by
+    number there.
+    """
+    return model.partition("@")[0].partition("/locations/")[2]
+
+
+def create_request(google: Google, plan: Plan) -> Any:
+    return endpoints.create_request(
+        google, resource_id(plan.name), plan.name, {**plan.labels, "ingot-verb": "deploy"}
+    )
+
+
+def deploy_request(google: Google, plan: Plan, endpoint: str, own_id: str) -> Any:
+    return endpoints.deploy_request(
+        google,
+        endpoint,
+        own_id=own_id,
+        model=plan.version.resource,
+        display_name=label(f"{plan.name}-v{plan.version.number}"),
+        resources=plan.resources,
+    )
+
+
+def _text(request: Any) -> str:
+    return str(
+        type(request).to_json(
+            request,
+            use_integers_for_enums=False,
+            always_print_fields_with_no_presence=False,
+            sort_keys=True,
+            indent=1,
+        )
+    )

@@ -1,0 +1,183 @@
+"""The answer first: what became of a run, in a sentence or two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from ingot.base.progress import duration
+from ingot.report.formatting import count, median, percent, short
+from ingot.report.plots import bars
+from ingot.report.run_view import RunView
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What stands at the top. `compared`: there is something beside the model's bits per byte."""
+
+    sentence: Markup
+    compared: bool
+    state: str
+    mood: str
+    """`good`, `bad` or `plain`, for the colour of `state`."""
+
+
+def headline(view: RunView) -> Headline:
+    state, mood = _state(view)
+    beside = view.evaluation.bits_per_byte if view.evaluation else {}
+    sentences = [sentence for sentence in (_made(view), _reached(view, beside)) if sentence]
+    if not sentences:
+        sentences = [Markup("Nothing was trained or measured in this run folder yet.")]
+    return Headline(
+        Markup(" ").join(sentences),
+        bool(beside) and view.metric("bits_per_byte") is not None,
+        state,
+        mood,
+    )
+
+
+def _state(view: RunView) -> tuple[str, str]:
+    decision = (view.gate or {}).get("decision")
+    if (
+        view.running
+        or view.state.startswith(("failed", "stopped"))
+        or decision not in ("deploy", "keep")
+    ):
+        return view.state, "bad" if view.state.startswith("failed") else "plain"
+    if decision == "keep":
+        return "the live model stays", "plain"
+    return ("deployed", "good") if view.record("register") else ("the gate says deploy", "plain")
+
+
+def _made(view: RunView) -> Markup:
+    """What was trained, on how much, for how long."""
+    if not view.parameters:
+        return Markup("")
+    base = view.lineage.get("base", "unknown")
+    start = "trained from random weights" if base is None else "trained"
+    if isinstance(base, dict) and base.get("source"):
+        start = f"trained on from {base['source']}"
+    sentence = Markup("A model of <strong>{} parameters</strong>, {}").format(
+        _whole(count(view.parameters)), start
+    )
+    batch, seq_len, train = (
+        view.knob("train.global_batch"),
+        view.knob("data.seq_len"),
+        view.record("train"),
+    )
+    if isinstance(batch, int) and isinstance(seq_len, int) and view.steps_done:
+        sentence += Markup(" on <strong>{} tokens</strong>").format(
+            _whole(count(view.steps_done * batch * seq_len))
+        )
+    if train is not None:
+        sentence += Markup(" in <strong>{}</strong>").format(_whole(duration(train.seconds)))
+    return sentence + "."
+
+
+def _reached(view: RunView, beside: dict[str, float]) -> Markup:
+    """What it reaches, beside the hardest thing that it beats and the first that it does not."""
+    bits = view.metric("bits_per_byte")
+    if bits is None:
+        return Markup("")
+    sentence = Markup(
+        "It needs <strong>{} bits for each byte</strong> of text that it has not seen"
+    ).format(short(bits.value, 3))
+    beaten = sorted((value, name) for name, value in beside.items() if value > bits.value)
+    ahead = sorted((value, name) for name, value in beside.items() if value <= bits.value)
+    if beaten:
+        sentence += Markup(", <strong>{} less than {}</strong>").format(
+            _share(1 - bits.value / beaten[0][0]), _called(beaten[0][1])
+        )
+    if ahead:
+        sentence += Markup("{} {} more than {}").format(
+            " but" if beaten else ",", _share(bits.value / ahead[-1][0] - 1), _called(ahead[-1][1])
+        )
+    return sentence + "."
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.0f}\u00a0%" if share >= 0.01 else f"{100 * share:.1f}\u00a0%"
+
+
+def _called(name: Any) -> str:
+    return {
+        "gzip": "gzip\u00a0-9",
+        "xz": "xz\u00a0-9",
+        "bigram": "a bigram model of the same tokens",
+    }.get(str(name), str(name))
+
+
+def _whole(figure: str) -> str:
+    """Never broken over two lines."""
+    return figure.replace(" ", "\u00a0")
+
+
+_BASELINES = {"gzip": "gzip -9", "xz": "xz -9", "bigram": "bigram"}
+
+
+def headline_figures(view: RunView) -> list[dict[str, str]]:
+    """The figures at the top: value, name, and a remark."""
+    tiles = []
+
+    def add(value: str, name: str, remark: str = "") -> None:
+        tiles.append({"value": value, "name": name, "remark": remark})
+
+    if view.parameters:
+        add(count(view.parameters), "parameters", str(view.knob("model.source") or ""))
+    bits, perplexity = view.metric("bits_per_byte"), view.metric("perplexity")
+    if bits is not None:
+        add(
+            short(bits.value, 3),
+            "bits per byte",
+            f"{short(bits.ci_low, 3)} to {short(bits.ci_high, 3)} with 95 %",
+        )
+    if perplexity is not None:
+        add(short(perplexity.value, 3), "perplexity", "per token, held-out text")
+    tokens = trained_tokens(view)
+    if tokens:
+        add(count(tokens), "tokens seen", f"in {view.steps_done:,} steps")
+    speed = view.curves["train/tokens_per_s"]
+    if speed:
+        add(count(median(speed.values)), "tokens a second", "median")
+    train = view.record("train")
+    if train is not None:
+        add(
+            duration(train.seconds),
+            "training",
+            f"of {duration(sum(record.seconds for record in view.records))} in all",
+        )
+    if view.goodput is not None and view.goodput.losses:
+        add(
+            percent(view.goodput.share()),
+            "goodput",
+            f"of {duration(view.goodput.wall_s)}, starts and losses included",
+        )
+    return tiles
+
+
+def trained_tokens(view: RunView) -> int:
+    """Tokens of all steps, padding included; 0 where that is not known."""
+    batch, seq_len = view.knob("train.global_batch"), view.knob("data.seq_len")
+    return (
+        view.steps_done * batch * seq_len
+        if isinstance(batch, int) and isinstance(seq_len, int)
+        else 0
+    )
+
+
+def bits_per_byte_bars(view: RunView, told: Headline) -> Markup:
+    bits = view.metric("bits_per_byte")
+    if bits is None or view.evaluation is None:
+        return Markup("")
+    rows = [("this model", bits.value, short(bits.value, 3), "own")]
+    rows += [
+        (_BASELINES.get(name, name), value, short(value, 3), "other")
+        for name, value in view.evaluation.bits_per_byte.items()
+    ]
+    return (
+        bars(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high))
+        if told.compared
+        else Markup("")
+    )

@@ -1,0 +1,1 @@
+"""Other inference servers (vLLM, Triton) started, watched and stopped as child processes."""

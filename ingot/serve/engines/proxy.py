@@ -1,0 +1,177 @@
+"""Vertex AI's contract in front of another engine's OpenAI server: health, predictions, and
+OpenAI's routes handed through.
+
+A front rather than Vertex's own way of exposing all routes (`invoke_route_prefix`): that one works
+on dedicated endpoints alone and takes the place of predictions, so that clients would have to know
+which engine answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+import ingot
+from ingot.config.place import Serve
+from ingot.serve.http import errors as refused
+from ingot.serve.http.bodies import PredictBody
+from ingot.serve.http.errors import Refused
+from ingot.serve.http.listen import health_routes, refusal
+from ingot.serve.http.middleware import BodyLimit, KeyRequired
+from ingot.serve.http.vertex import PREDICT_TOKENS
+
+ANSWER_S = 600.0
+_STOP_S = 5.0
+
+
+def create_front(
+    url: str, settings: Serve, name: str, *, key: str | None, environ: Mapping[str, str]
+) -> FastAPI:
+    """The application before the server at `url`, which calls its model `name`."""
+    client = httpx.AsyncClient(
+        base_url=url,
+        timeout=httpx.Timeout(ANSWER_S, connect=10.0),
+        trust_env=False,
+        limits=httpx.Limits(max_connections=None),
+    )
+    app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
+    refused.install(app)
+
+    async def health() -> Response:
+        try:
+            status = (await client.get("/health", timeout=5.0)).status_code
+        except httpx.HTTPError:
+            status = 503
+        return JSONResponse(
+            {"status": "ok" if status == 200 else "failing", "model": name},
+            200 if status == 200 else 503,
+        )
+
+    async def predict(body: PredictBody) -> dict[str, Any]:
+        prompts = [item if isinstance(item, str) else item.prompt for item in body.instances]
+        wishes = body.parameters.model_dump(exclude_none=True)
+        if (
+            wishes.setdefault("max_tokens", min(PREDICT_TOKENS, settings.max_tokens))
+            > settings.max_tokens
+        ):
+            raise Refused(
+                400,
+                f"max_tokens {wishes['max_tokens']} is over this server's limit of"
+                f" {settings.max_tokens}; lower it, or raise serve.max_tokens",
+            )
+        answer = await _asked(
+            client, "/v1/completions", {"model": name, "prompt": prompts, **wishes}
+        )
+        return {
+            "predictions": [
+                choice["text"]
+                for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            ]
+        }
+
+    async def through(request: Request) -> Response:
+        kept = {
+            header: value
+            for header in ("content-type", "accept")
+            if (value := request.headers.get(header))
+        }
+        asked = client.build_request(
+            request.method, request.url.path, content=await request.body(), headers=kept
+        )
+        try:
+            answer = await client.send(asked, stream=True)
+        except httpx.HTTPError as error:
+            raise _gone(error) from None
+        return StreamingResponse(
+            _passed(answer), answer.status_code, media_type=answer.headers.get("content-type")
+        )
+
+    open_routes = health_routes(environ)
+    for route in open_routes:
+        app.add_api_route(route, health, methods=["GET"])
+    app.add_api_route(environ.get("AIP_PREDICT_ROUTE") or "/predict", predict, methods=["POST"])
+    app.add_api_route("/v1/{path:path}", through, methods=["GET", "POST"], include_in_schema=False)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if key is not None:
+        app.add_middleware(KeyRequired, key=key, open_routes=open_routes)
+    return app
+
+
+async def _asked(client: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> Any:
+    try:
+        answer = await client.post(route, json=body)
+    except httpx.HTTPError as error:
+        raise _gone(error) from None
+    try:
+        said = answer.json()
+        reason = None if answer.is_success else said["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        reason = f"the engine answered {answer.status_code}"
+    if reason is not None:
+        raise Refused(answer.status_code if answer.is_error else 502, str(reason))
+    return said
+
+
+async def _passed(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Bytes as they come; when the client hangs up, the engine is hung up on, too."""
+    try:
+        async for chunk in answer.aiter_raw():
+            yield chunk
+    finally:
+        await answer.aclose()
+
+
+def _gone(error: httpx.HTTPError) -> Refused:
+    return Refused(
+        503,
+        f"the engine behind this server does not answer ({type(error).__name__}); try again",
+        headers={"Retry-After": "5"},
+    )
+
+
+@contextlib.contextmanager
+def fronted(
+    listener: socket.socket,
+    url: str,
+    settings: Serve,
+    name: str,
+    key: str | None,
+    environ: Mapping[str, str],
+) -> Iterator[None]:
+    """The front listens for as long as the block lasts, in a thread; running requests get a moment
+    at its end.
+
+    Raises:
+        Failed: another server listened at the address first.
+    """
+    try:
+        listener.listen()  # from now on nobody is turned away, even before the thread runs
+    except OSError as error:
+        raise refusal(error, *listener.getsockname()[:2]) from None
+    app = create_front(url, settings, name, key=key, environ=environ)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(_STOP_S),
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listener]}, name="ingot-front", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(_STOP_S + 1)

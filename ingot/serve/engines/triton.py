@@ -1,0 +1,203 @@
+"""`serve.engine: triton`: NVIDIA's Triton over a model repository written here, as a process of
+ours, answering with our own generation.
+
+The server is the one in the environment of `serve.python` (the wheel nvidia-pytriton carries it),
+else `tritonserver` on PATH. Its Python backend runs in the environment whose interpreter it finds
+first, so that environment needs ingot as well, with numpy 1.26 for that wheel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.base.errors import WrongInput
+from ingot.base.storage import write_atomic
+from ingot.config.place import Serve
+from ingot.config.serving import shell, triton_arguments, triton_name, triton_repository
+from ingot.serve.engines.child import Command, serve_child
+from ingot.serve.engines.vllm import with_module
+from ingot.serve.http.listen import LOOPBACK, address, free_port, model_folder, shown
+from ingot.serve.native.model import check_causal
+
+PROGRAM = "tritonserver"
+_ASK = (
+    "import json, sys, sysconfig; print(json.dumps([sysconfig.get_path('platlib'),"
+    " sysconfig.get_config_var('LIBDIR'), '%d.%d' % sys.version_info[:2]]))"
+)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where a Triton is. `backend`: files of the Python backend that still have to be put together;
+    empty where the server finds it by itself.
+    """
+
+    program: Path
+    backend: tuple[Path, ...] = ()
+    libraries: tuple[Path, ...] = ()
+
+
+def serve_triton(target: Path, settings: Serve, name: str) -> None:
+    """Serve the model in `target` with Triton; blocks until SIGTERM or SIGINT.
+
+    Raises:
+        WrongInput: not a decoder's folder, a key (Triton asks for none), or no Triton.
+        Failed: the port is taken, or Triton died; with its last words.
+    """
+    _check_key(settings)
+    host, port = address(settings, os.environ)
+    python = with_module(settings.python, "ingot")
+    installation = find_triton(python)
+    with model_folder(target, os.environ) as folder, _workplace() as place:
+        check_causal(folder, "triton", any_template=settings.any_template)
+        own = free_port(host, port)
+        for path, text in triton_repository(
+            name, settings, str(folder.resolve()), "python"
+        ).items():
+            (place / "models" / path).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(place / "models" / path, text)
+        gather(installation, place / "backends" / "python")
+        url = f"http://{shown(host)}:{own}"
+        serve_child(
+            command(python, installation, place, triton_name(name), host, own),
+            f"serving {name} at {url}",
+        )
+
+
+def render_triton(folder: Path, settings: Serve, name: str) -> str:
+    """The repository's files and the command that `serve_triton` would run; `PLACE` is a temporary
+    folder.
+    """
+    _check_key(settings)
+    check_causal(folder, "triton", any_template=settings.any_template)
+    python = settings.python or sys.executable
+    installation = _look(python) or Installation(
+        Path(PROGRAM)
+    )  # what would be sent can be looked at without having it
+    files = triton_repository(name, settings, str(folder.resolve()), "python")
+    shown_files = "".join(f"# PLACE/models/{path}\n{text}\n" for path, text in files.items())
+    made = command(
+        python, installation, Path("PLACE"), triton_name(name), settings.host, settings.port
+    )
+    kept = {
+        name: value.replace(os.environ.get(name) or "\0", f"${name}")
+        for name, value in made.environment.items()
+    }
+    return shown_files + shell(made.argv, kept) + "\n"
+
+
+def command(
+    python: str, installation: Installation, place: Path, model: str, host: str, port: int
+) -> Command:
+    """How Triton is started here. Its Python backend takes the environment of the first `python3`
+    on PATH.
+    """
+    more = (
+        (f"--backend-directory={place / 'backends'}", "--disable-auto-complete-config")
+        if installation.backend
+        else ()
+    )
+    argv = (
+        str(installation.program),
+        *triton_arguments(str(place / "models"), host=host, port=port),
+        "--log-info=false",
+        *more,
+    )
+    path = os.pathsep.join(
+        [str(Path(python).absolute().parent), os.environ.get("PATH", os.defpath)]
+    )
+    libraries = os.pathsep.join(
+        [*map(str, installation.libraries), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    )
+    asked = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    # One model, so that the model being ready says more than the server being so: it loads before
+    # it.
+    health = f"http://{shown(asked)}:{port}/v2/models/{model}/ready"
+    return Command(
+        "Triton",
+        argv,
+        health,
+        {"PATH": path, **({"LD_LIBRARY_PATH": libraries} if libraries else {})},
+    )
+
+
+def find_triton(python: str) -> Installation:
+    """The Triton in the environment of an interpreter, else the one on PATH. Raises WrongInput
+    where there is none, or no such interpreter.
+    """
+    if (found := _look(python)) is None:
+        raise WrongInput(
+            f"there is no Triton in the environment of {python}, and no {PROGRAM} on PATH; set"
+            " serve.python to the interpreter of an environment that has nvidia-pytriton"
+        )
+    return found
+
+
+def _look(python: str) -> Installation | None:
+    try:
+        done = subprocess.run(
+            [python, "-c", _ASK],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WrongInput(
+            f"serve.python {python} cannot be run"
+            f" ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an"
+            " environment that has nvidia-pytriton"
+        ) from None
+    if done.returncode == 0:
+        packages, libraries, version = json.loads(done.stdout)
+        root = Path(packages) / "pytriton" / PROGRAM
+        if (root / "bin" / PROGRAM).exists():
+            stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
+            if not stub.exists():
+                known = ", ".join(sorted(path.name for path in stub.parent.parent.glob("*")))
+                raise WrongInput(
+                    f"the Triton in {packages} has no Python backend for Python {version} (only"
+                    f" {known}); set serve.python to one of these"
+                )
+            return Installation(
+                root / "bin" / PROGRAM,
+                (*sorted((root / "backends" / "python").glob("*.*")), stub),
+                (Path(packages) / "nvidia_pytriton.libs", Path(libraries)),
+            )
+    on_path = shutil.which(PROGRAM)
+    return Installation(Path(on_path)) if on_path else None
+
+
+def gather(installation: Installation, folder: Path) -> None:
+    """Put the Python backend together: the wheel keeps the part that belongs to one version of
+    Python elsewhere.
+    """
+    for file in installation.backend:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / file.name)
+    if installation.backend:
+        (folder / installation.backend[-1].name).chmod(0o755)
+
+
+def _check_key(settings: Serve) -> None:
+    if settings.api_key:
+        raise WrongInput(
+            "serve.api_key is set, but Triton asks nobody for a key; remove it and put Triton"
+            " behind a proxy, or set serve.engine=native"
+        )
+
+
+@contextlib.contextmanager
+def _workplace() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ingot-triton-") as folder:
+        yield Path(folder)

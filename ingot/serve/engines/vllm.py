@@ -1,0 +1,145 @@
+"""`serve.engine: vllm`: its own OpenAI server over a model folder, in an environment of its own, as
+a process of ours.
+
+Its sampling, batches and limits are its own; of ours hold `max_tokens`, `max_batch`, the key and
+the address. Any `VLLM_...` variable that is set reaches it. Under Vertex AI's variables our small
+front stands before it (`front.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.config.place import Serve
+from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
+from ingot.serve.engines.child import Command, serve_child
+from ingot.serve.engines.proxy import fronted
+from ingot.serve.http.listen import LOOPBACK, address, bound, free_port, key_of, model_folder, shown
+from ingot.serve.native.model import check_causal
+
+# On a CPU vLLM would take nine tenths of the memory for its cache, and refuse to start where they
+# are not free.
+MOST_CACHE_BYTES = 4 << 30
+
+
+def serve_vllm(target: Path, settings: Serve, name: str) -> None:
+    """Serve the model in `target` with vLLM; blocks until SIGTERM or SIGINT.
+
+    Raises:
+        WrongInput: not a decoder's folder, or no vLLM in the environment of `serve.python`.
+        Failed: the port is taken, or vLLM died; with its last words.
+    """
+    key = key_of(settings.api_key)
+    host, port = address(settings, os.environ)
+    python = with_module(settings.python, "vllm")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(model_folder(target, os.environ))
+        check_causal(folder, "vllm", any_template=settings.any_template)
+        if "AIP_HTTP_PORT" not in os.environ:
+            own = free_port(host, port)
+            serve_child(
+                command(python, folder, settings, name, host, own, key),
+                f"serving {name} at http://{shown(host)}:{own}",
+            )
+            return
+        listener = stack.enter_context(bound(host, port))
+        inside = free_port(LOOPBACK, 0)
+        serve_child(
+            command(python, folder, settings, name, LOOPBACK, inside, None),
+            f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}",
+            lambda: fronted(
+                listener, f"http://{LOOPBACK}:{inside}", settings, name, key, os.environ
+            ),
+        )
+
+
+def render_vllm(folder: Path, settings: Serve, name: str) -> str:
+    """The command that `serve_vllm` would run; the key is named and not shown."""
+    check_causal(folder, "vllm", any_template=settings.any_template)
+    made = command(
+        settings.python or sys.executable,
+        folder,
+        settings,
+        name,
+        settings.host,
+        settings.port,
+        None,
+    )
+    keys = {"VLLM_API_KEY": f"${settings.api_key.removeprefix('env:')}"} if settings.api_key else {}
+    return shell(made.argv, {**made.environment, **keys}) + "\n"
+
+
+def command(
+    python: str, folder: Path, settings: Serve, name: str, host: str, port: int, key: str | None
+) -> Command:
+    """How vLLM is started here: on a CPU in float32, as our own server computes there, and without
+    compiling first.
+    """
+    accelerated = torch.accelerator.is_available()
+    dtype = "auto" if accelerated else "float32"
+    more = () if accelerated else ("--enforce-eager", "--kv-cache-memory-bytes", str(cache_bytes()))
+    argv = (
+        python,
+        "-m",
+        VLLM_MODULE,
+        *vllm_arguments(str(folder), name, settings, host=host, port=port, dtype=dtype),
+        *more,
+    )
+    asked = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    secrets: Mapping[str, str] = {"VLLM_API_KEY": key} if key else {}
+    return Command("vLLM", argv, f"http://{shown(asked)}:{port}/health", quiet(os.environ), secrets)
+
+
+def quiet(environ: Mapping[str, str]) -> dict[str, str]:
+    """What keeps vLLM from telling every step, and from telling anybody about its use; whoever has
+    set these keeps what was set.
+    """
+    wished = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    return {name: value for name, value in wished.items() if name not in environ}
+
+
+def cache_bytes() -> int:
+    """A quarter of the free memory in whole quarters of a GiB, MOST_CACHE_BYTES at most."""
+    step = 1 << 28
+    return int(
+        max(step, min(MOST_CACHE_BYTES, psutil.virtual_memory().available // 4 // step * step))
+    )
+
+
+def with_module(python: str | None, module: str) -> str:
+    """The interpreter to use. Raises WrongInput where it is not there, or lacks the module."""
+    chosen = python or sys.executable
+    try:
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        found = subprocess.run(
+            [chosen, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WrongInput(
+            f"serve.python {chosen} cannot be run"
+            f" ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an"
+            f" environment that has {module}"
+        ) from None
+    if found.returncode:
+        raise WrongInput(
+            f"there is no {module} in the environment of {chosen}; set serve.python to the"
+            " interpreter of one that has it"
+        )
+    return chosen

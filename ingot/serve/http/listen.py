@@ -1,0 +1,156 @@
+"""The address that a server listens on: taken before a model is loaded, and refused in words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from ingot.base.environment import secret
+from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.storage import CHUNK_BYTES, atomic_file, find_files, is_remote, open_read
+from ingot.config.place import Serve
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that owns the address but does not listen yet: nobody connects before the model is
+    there.
+
+    Raises:
+        WrongInput: an address that is not this machine's, or a port that this user may not take.
+        Failed: the port is taken.
+    """
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise WrongInput(
+            f"serve.host {host} is no address ({error.strerror}); set it to 127.0.0.1, or 0.0.0.0"
+            " for all networks"
+        ) from None
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+        except OSError as error:
+            raise refusal(error, host, port) from None
+        yield listener
+
+
+def refusal(error: OSError, host: str, port: int) -> Failed | WrongInput:
+    """Why an address could not be taken."""
+    if error.errno == errno.EADDRINUSE:
+        return Failed(
+            f"port {port} on {host} is taken; stop what listens there, or set serve.port (0 takes a"
+            " free one)"
+        )
+    if error.errno == errno.EACCES:
+        return WrongInput(
+            f"port {port} needs rights that this user has not; set serve.port to one above 1023"
+        )
+    return WrongInput(
+        f"{host}:{port} cannot be listened on ({error.strerror}); set serve.host to an address of"
+        " this machine"
+    )
+
+
+def free_port(host: str, port: int) -> int:
+    """`port`, once it is known to be free; for 0 one that is. Another process is to take it, so it
+    is let go again. Raises as `bound` does.
+    """
+    with bound(host, port) as listener:
+        return int(listener.getsockname()[1])
+
+
+def shown(host: str) -> str:
+    """A host as it stands in an address."""
+    return f"[{host}]" if ":" in host else host
+
+
+def key_of(reference: str | None) -> str | None:
+    """The API key behind `serve.api_key`, None where nobody is asked. An empty one would let
+    everybody in, and so is refused.
+    """
+    if reference is None:
+        return None
+    key = secret(reference, "serve.api_key").strip()
+    if not key:
+        raise WrongInput(
+            f"serve.api_key refers to {reference}, which is empty; set it to the key, or remove"
+            " serve.api_key"
+        )
+    return key
+
+
+LOOPBACK, ANYWHERE = "127.0.0.1", "0.0.0.0"
+
+
+def address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port to listen on. Where Vertex sets the port, its proxy comes from outside, so
+    loopback means everywhere.
+
+    Raises:
+        WrongInput: AIP_HTTP_PORT is not a port.
+    """
+    text = environ.get("AIP_HTTP_PORT")
+    if not text:
+        return settings.host, settings.port
+    if not text.isdecimal() or int(text) > 65535:
+        raise WrongInput(
+            f"$AIP_HTTP_PORT is {text!r}, not a port; set it to a number from 0 to 65535 or"
+            " unset it"
+        )
+    return (ANYWHERE if settings.host == LOOPBACK else settings.host), int(text)
+
+
+def health_routes(environ: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(["/health", environ.get("AIP_HEALTH_ROUTE") or "/health"]))
+
+
+@contextlib.contextmanager
+def model_folder(target: Path, environ: Mapping[str, str]) -> Iterator[Path]:
+    """The folder to serve: what AIP_STORAGE_URI names, downloaded for as long as the block lasts,
+    else `target`.
+
+    Raises:
+        WrongInput: nothing lies there.
+        Failed: the storage cannot be read.
+    """
+    uri = environ.get("AIP_STORAGE_URI", "")
+    if not uri:
+        yield target
+    elif not is_remote(uri):
+        yield Path(uri.removeprefix("file://"))
+    else:
+        with tempfile.TemporaryDirectory(prefix="ingot-model-") as folder:
+            _download(uri, Path(folder))
+            yield Path(folder)
+
+
+def _download(uri: str, folder: Path) -> None:
+    root = PurePosixPath(uri)
+    try:
+        files = find_files(uri)
+        for file in files:
+            with (
+                open_read(file) as source,
+                atomic_file(folder / PurePosixPath(file).relative_to(root)) as target,
+            ):
+                shutil.copyfileobj(source, target, CHUNK_BYTES)
+    except IngotError:
+        raise
+    except Exception as error:  # each storage client raises its own kinds
+        raise Failed(
+            f"$AIP_STORAGE_URI {uri} cannot be read ({type(error).__name__}: {error}); check the"
+            " bucket and the service account"
+        ) from error
+    if not files:
+        raise WrongInput(
+            f"$AIP_STORAGE_URI {uri} holds no file; give the folder that the model was uploaded to"
+        )

@@ -1,0 +1,191 @@
+"""What the server counts, for Prometheus. A registry of its own, so that two servers in one process
+do not mix.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Collection
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ingot.serve.http.errors import Refused
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """All metrics of one server; names begin with `ingot_`."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "ingot_requests", "HTTP requests", ["route", "status"], registry=self._registry
+        )
+        self.seconds = Histogram(
+            "ingot_request_seconds",
+            "Seconds from request to end of answer",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.first_token = Histogram(
+            "ingot_first_token_seconds",
+            "Seconds from queueing to first token",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.tokens = Counter(
+            "ingot_tokens",
+            "Tokens read (prompt) and generated (completion)",
+            ["kind"],
+            registry=self._registry,
+        )
+        self.cancelled = Counter(
+            "ingot_cancelled", "Completions whose client went away", registry=self._registry
+        )
+        self.failures = Counter(
+            "ingot_step_failures",
+            "Steps of the model that raised an error",
+            registry=self._registry,
+        )
+        self.waiting = Gauge(
+            "ingot_waiting", "Completions that wait for a row of the batch", registry=self._registry
+        )
+        self.running = Gauge(
+            "ingot_running", "Completions that have a row of the batch", registry=self._registry
+        )
+        self.rows = Histogram(
+            "ingot_batch_rows",
+            "Rows decoded together, by step",
+            buckets=_ROWS,
+            registry=self._registry,
+        )
+
+    def text(self) -> bytes:
+        """The page that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+
+# A body over the limit is still read up to this many times the limit: a client that is answered
+# while it sends may lose the answer with the connection.
+DRAIN = 16
+
+
+class Counted:
+    """Counts requests and the seconds until their answers' end, by route; unknown paths count as
+    one.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]) -> None:
+        self._app, self._metrics, self._routes = app, metrics, frozenset(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 499
+        route = scope["path"] if scope["path"] in self._routes else "other"
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            status = 500  # the answer is made outside of here
+            raise
+        finally:
+            self._metrics.requests.labels(route, str(status)).inc()
+            self._metrics.seconds.labels(route).observe(time.monotonic() - began)
+
+
+class KeyRequired:
+    """Refuses requests without `Authorization: Bearer KEY`, but for reading the `open_routes`."""
+
+    def __init__(self, app: ASGIApp, key: str, open_routes: Collection[str]) -> None:
+        self._app, self._expected, self._open = (
+            app,
+            f"bearer {key}".encode(),
+            frozenset(open_routes),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not (
+            scope["path"] in self._open and scope["method"] in ("GET", "HEAD")
+        ):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            if not hmac.compare_digest(scheme.lower() + b" " + key.strip(), self._expected):
+                what = "is wrong" if given else "is missing"
+                refused = Refused(
+                    401,
+                    f"the API key {what}; send it as `Authorization: Bearer KEY`",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await refused.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Reads the whole body before the app runs, and refuses it past `max_bytes`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        declared = headers.get(b"content-length", b"")
+        too_long = declared.isdigit() and int(declared) > self._max_bytes
+        # Who asks first whether to send gets the answer without sending.
+        body = None if too_long and b"expect" in headers else await self._read(receive)
+        if body is None:
+            refused = Refused(
+                413,
+                f"the body is larger than this server's limit of {self._max_bytes:,} bytes; send"
+                " less, or raise serve.max_body_bytes",
+                code="body_too_large",
+            )
+            await refused.response()(scope, receive, send)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; None when it is too long. A client that hangs up on the way leaves what it
+        sent.
+        """
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                chunks.clear()
+                if size > DRAIN * self._max_bytes:
+                    break
+            else:
+                chunks.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                break
+        return b"".join(chunks) if size <= self._max_bytes else None

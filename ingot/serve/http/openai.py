@@ -1,0 +1,234 @@
+"""OpenAI's routes: models, completions, chat completions, as their client library calls them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from ingot.models.generation.generator import Token
+from ingot.models.generation.request import Completion, Piece
+from ingot.serve.http.bodies import ChatBody, CompletionBody
+from ingot.serve.http.errors import Refused
+from ingot.serve.http.service import EventStream, Service, completions
+from ingot.serve.native.engine import Ticket
+from ingot.tokenizers.tokenizer import Tokenizer
+
+# OpenAI's own default for completions of prompts.
+COMPLETION_TOKENS = 16
+
+
+class LogprobWriter:
+    """Spells the tokens of one completion, in order; each is shown as it reads after the one before
+    it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._before = tokenizer, list(prompt[-1:])
+
+    def completions(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """`logprobs` of a choice of `/v1/completions`: parallel lists. `text_offset` counts from
+        the start of the completion.
+        """
+        texts, tops = [], []
+        for token in tokens:
+            texts.append(self._text(token.id))
+            top: dict[str, float] = {}
+            for other, logprob in token.top:
+                # Two tokens may read alike (bytes of a character); the likelier one stays.
+                top.setdefault(self._text(other), logprob)
+            if token.top:
+                top.setdefault(texts[-1], token.logprob or 0.0)
+            tops.append(top)
+            self._before = [token.id]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": tops,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """`logprobs` of a choice of `/v1/chat/completions`."""
+        content = []
+        for token in tokens:
+            top = [self._item(other, logprob) for other, logprob in token.top]
+            content.append({**self._item(token.id, token.logprob or 0.0), "top_logprobs": top})
+            self._before = [token.id]
+        return {"content": content, "refusal": None}
+
+    def _item(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+    def _text(self, token: int) -> str:
+        """A token's own text, special ones included, with the space that SentencePiece drops at the
+        start of a text.
+        """
+        before = self._tokenizer.decode(self._before, skip_special=False)
+        both = self._tokenizer.decode([*self._before, token], skip_special=False)
+        return (
+            both[len(before) :]
+            if both.startswith(before)
+            else self._tokenizer.decode([token], skip_special=False)
+        )
+
+
+def router(service: Service) -> APIRouter:
+    """The routes under `/v1`."""
+    routes = APIRouter(prefix="/v1")
+
+    @routes.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @routes.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service)
+
+    @routes.post("/completions")
+    async def complete(body: CompletionBody, request: Request) -> Response:
+        service.check_writer(body.model)
+        prompts = await service.encode(body.prompt)
+        ticket = service.submit(
+            prompts,
+            body,
+            max_tokens=body.max_tokens or service.limit(COMPLETION_TOKENS),
+            logprobs=body.logprobs,
+        )
+        head = _head("cmpl", "text_completion", service.name)
+        writers = [LogprobWriter(service.loaded.tokenizer, prompt) for prompt in prompts]
+
+        def choice(index: int, part: Piece | Completion) -> dict[str, Any]:
+            logprobs = None if body.logprobs is None else writers[index].completions(part.tokens)
+            return {
+                "index": index,
+                "text": part.text,
+                "logprobs": logprobs,
+                "finish_reason": part.finish,
+            }
+
+        if body.stream:
+            return EventStream(
+                ticket,
+                lambda: _chunks(ticket, head, choice, prompts, body.stream_options.include_usage),
+            )
+        answers = await completions(ticket, request)
+        choices = [choice(index, answer) for index, answer in enumerate(answers)]
+        return JSONResponse(
+            {
+                **head,
+                "choices": choices,
+                "usage": _usage(prompts, [answer.generated for answer in answers]),
+            }
+        )
+
+    @routes.post("/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        service.check_writer(body.model)
+        if body.top_logprobs and not body.logprobs:
+            raise Refused(
+                400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs"
+            )
+        prompt = await service.encode_chat([message.plain() for message in body.messages])
+        count = body.top_logprobs if body.logprobs else None
+        ticket = service.submit(
+            [prompt], body, max_tokens=body.max_completion_tokens or body.max_tokens, logprobs=count
+        )
+        writer = LogprobWriter(service.loaded.tokenizer, prompt)
+
+        def logprobs(part: Piece | Completion) -> dict[str, Any] | None:
+            return writer.chat(part.tokens) if body.logprobs else None
+
+        def delta(index: int, part: Piece | Completion) -> dict[str, Any]:
+            content = {"content": part.text} if part.text else {}
+            return {
+                "index": index,
+                "delta": content,
+                "logprobs": logprobs(part),
+                "finish_reason": part.finish,
+            }
+
+        if body.stream:
+            head = _head("chatcmpl", "chat.completion.chunk", service.name)
+            first = {
+                "index": 0,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            return EventStream(
+                ticket,
+                lambda: _chunks(
+                    ticket, head, delta, [prompt], body.stream_options.include_usage, first
+                ),
+            )
+        (answer,) = await completions(ticket, request)
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": logprobs(answer),
+            "finish_reason": answer.finish,
+        }
+        head = _head("chatcmpl", "chat.completion", service.name)
+        return JSONResponse(
+            {**head, "choices": [choice], "usage": _usage([prompt], [answer.generated])}
+        )
+
+    return routes
+
+
+async def _chunks(
+    ticket: Ticket,
+    head: dict[str, Any],
+    choice: Callable[[int, Piece], dict[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    with_usage: bool,
+    first: dict[str, Any] | None = None,
+) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a stream: one for each piece that says something, then the usage where it was
+    asked for.
+    """
+    generated = [0] * len(prompts)
+    if first:
+        yield {**head, "choices": [first]}
+    async for index, piece in ticket.pieces():
+        generated[index] = piece.generated
+        if piece.text or piece.tokens or piece.finish:
+            yield {**head, "choices": [choice(index, piece)]}
+    if with_usage:
+        yield {**head, "choices": [], "usage": _usage(prompts, generated)}
+
+
+def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def _usage(prompts: Sequence[Sequence[int]], generated: Sequence[int]) -> dict[str, int]:
+    read = sum(len(prompt) for prompt in prompts)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": sum(generated),
+        "total_tokens": read + sum(generated),
+    }
+
+
+def _model(service: Service) -> dict[str, Any]:
+    positions = service.loaded.model.config.max_position_embeddings
+    about = {"owned_by": "ingot", "max_model_len": positions, "kind": service.loaded.kind}
+    return {"id": service.name, "object": "model", "created": service.loaded.created, **about}

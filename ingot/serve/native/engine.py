@@ -1,0 +1,307 @@
+"""Between asyncio and the model: a bounded queue in front of one thread that alone touches the
+model and its batch.
+
+Routes submit requests and read pieces; the thread takes waiting requests into the running batch
+between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from ingot.base.progress import say
+from ingot.models.generation.request import Completion, Piece, Request, join
+from ingot.serve.http.errors import Refused
+from ingot.serve.http.middleware import Metrics
+
+# After this many failed steps in a row the server calls itself unhealthy, so that whoever runs it
+# may restart it.
+FAILURES = 3
+
+
+class Worker(Protocol):
+    """Takes requests into a batch and works on it a step at a time; one thread alone calls it. A
+    job is the worker's own name for a request.
+    """
+
+    def add(self, request: Request) -> Any:
+        """Take a request in; answers its job."""
+        ...
+
+    def cancel(self, job: Any) -> None:
+        """Forget a request; one that is finished already is ignored."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all."""
+        ...
+
+    def step(self) -> Sequence[tuple[Any, Piece]]:
+        """Compute a little; pieces of jobs, each job's in order, the last one with its `finish`."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A worker whose steps are long: it can be told while one runs that nobody waits for a job any
+    more.
+    """
+
+    def interrupt(self, job: Any) -> None:
+        """From any thread."""
+        ...
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One request of a ticket."""
+
+    ticket: Ticket
+    index: int
+    request: Request
+    since: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+    done: bool = False
+    started: bool = False
+    generated: int = 0
+    job: Any = None
+
+
+class Ticket:
+    """Requests that came in one call; gives their pieces in the event loop that it was made in."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self._engine, self.loop = engine, asyncio.get_running_loop()
+        self.entries = [_Entry(self, index, request) for index, request in enumerate(requests)]
+        self._arrived: asyncio.Queue[tuple[int, Piece | Refused]] = asyncio.Queue()
+
+    def put(self, index: int, item: Piece | Refused) -> None:
+        """Hand over a piece, or why there will be none; in the ticket's event loop."""
+        self._arrived.put_nowait((index, item))
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(index of the request, piece) as they come, until all are finished. Raises Refused when
+        one cannot be.
+        """
+        left = len(self.entries)
+        while left:
+            index, item = await self._arrived.get()
+            if isinstance(item, Refused):
+                raise item
+            if item.finish == "error":
+                raise Refused(
+                    500,
+                    "the model's numbers are not finite on this prompt; try another prompt or"
+                    " model",
+                )
+            left -= item.finish is not None
+            yield index, item
+
+    async def parts(self) -> list[list[Piece]]:
+        """All pieces of each request, in the order of the requests."""
+        parts: list[list[Piece]] = [[] for _ in self.entries]
+        async for index, piece in self.pieces():
+            parts[index].append(piece)
+        return parts
+
+    async def completions(self) -> list[Completion]:
+        """All answers, in the order of the requests."""
+        return [join(pieces) for pieces in await self.parts()]
+
+    def cancel(self) -> None:
+        """Give up what is not finished; nothing happens when all is."""
+        self._engine.cancel(self)
+
+
+class Engine:
+    """Owns the worker. At most `max_batch` requests run and `max_queue` wait."""
+
+    def __init__(self, worker: Worker, metrics: Metrics, *, max_batch: int, max_queue: int) -> None:
+        self._worker, self._metrics = worker, metrics
+        self._max_batch, self._capacity = max_batch, max_batch + max_queue
+        self._changed = threading.Condition()
+        self._waiting: deque[_Entry] = deque()
+        self._running: dict[Any, _Entry] = {}
+        self._stopping = False
+        self._failures = 0
+        self._mean_s = 1.0
+        self._thread = threading.Thread(target=self._work, name="ingot-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and self._failures < FAILURES
+
+    def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Queue requests, all or none; call it in an event loop. They must have passed
+        `Loaded.check`.
+
+        Raises:
+            Refused: 429 when the queue is full, 400 when so many never fit, 503 when the server is
+                stopping.
+        """
+        if len(requests) > self._capacity:
+            raise Refused(
+                400,
+                f"{len(requests)} prompts in one request; this server takes at most"
+                f" {self._capacity}, send them in parts",
+            )
+        ticket = Ticket(self, requests)
+        with self._changed:
+            if self._stopping:
+                raise _stopping()
+            busy = len(self._waiting) + len(self._running)
+            if busy + len(requests) > self._capacity:
+                wait = min(
+                    60, math.ceil(self._mean_s * max(1.0, len(self._waiting) / self._max_batch))
+                )
+                message = (
+                    f"{busy} requests are running or waiting, {self._capacity} fit; try again in"
+                    f" {wait} s"
+                )
+                raise Refused(429, message, code="queue_full", headers={"Retry-After": str(wait)})
+            self._waiting.extend(ticket.entries)
+            self._metrics.waiting.set(len(self._waiting))
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop what waits at once, what runs before the next step."""
+        with self._changed:
+            dropped = [entry for entry in ticket.entries if not entry.done and not entry.cancelled]
+            for entry in dropped:
+                self._give_up(entry)
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+            self._metrics.cancelled.inc(len(dropped))
+            self._metrics.waiting.set(len(self._waiting))
+            self._changed.notify()
+
+    def abort(self) -> None:
+        """Answer everything that is not finished with 503 and take nothing new."""
+        with self._changed:
+            self._stopping = True
+            entries = [*self._waiting, *self._running.values()]
+            self._waiting.clear()
+            for entry in entries:
+                self._give_up(entry)
+            self._changed.notify()
+        self._deliver([(entry, _stopping()) for entry in entries])
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Abort and wait for the thread to end its step."""
+        self.abort()
+        self._thread.join(timeout_s)
+
+    def _give_up(self, entry: _Entry) -> None:
+        """Under the lock."""
+        entry.cancelled = True
+        if entry.job is not None and isinstance(self._worker, Interruptible):
+            self._worker.interrupt(entry.job)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._running or self._stopping)
+                if (
+                    self._stopping
+                    and not self._waiting
+                    and all(entry.cancelled for entry in self._running.values())
+                ):
+                    return
+                self._take()
+            try:
+                self._deliver(self._turn())
+                self._failures = 0
+            except Exception:
+                # Whatever it was (out of memory, a broken device), the requests must be answered
+                # and the next ones tried.
+                self._failures += 1
+                self._metrics.failures.inc()
+                say(f"a step of the model failed:\n{traceback.format_exc()}")
+                self._drop_all()
+
+    def _take(self) -> None:
+        """Let go of what was cancelled, and fill the free rows from the queue. Under the lock."""
+        for job in [job for job, entry in self._running.items() if entry.cancelled]:
+            self._worker.cancel(job)
+            del self._running[job]
+        while self._waiting and len(self._running) < self._max_batch:
+            entry = self._waiting.popleft()
+            entry.job = self._worker.add(entry.request)
+            self._running[entry.job] = entry
+            self._metrics.tokens.labels("prompt").inc(len(entry.request.prompt))
+        self._metrics.waiting.set(len(self._waiting))
+        self._metrics.running.set(len(self._running))
+
+    def _turn(self) -> list[tuple[_Entry, Piece | Refused]]:
+        """One step of the model."""
+        if not self._running:
+            return []
+        self._metrics.rows.observe(len(self._running))
+        pieces = self._worker.step()
+        now = time.monotonic()
+        deliveries: list[tuple[_Entry, Piece | Refused]] = []
+        with self._changed:
+            for job, piece in pieces:
+                entry = self._running[job]
+                self._metrics.tokens.labels("completion").inc(piece.generated - entry.generated)
+                entry.generated = piece.generated
+                if not entry.started:
+                    entry.started = True
+                    self._metrics.first_token.observe(now - entry.since)
+                if piece.finish:
+                    entry.done = True
+                    del self._running[job]
+                    self._mean_s += 0.2 * (now - entry.since - self._mean_s)
+                deliveries.append((entry, piece))
+            self._metrics.running.set(len(self._running))
+        return deliveries
+
+    def _drop_all(self) -> None:
+        """Answer the running requests with 500 and begin with an empty batch."""
+        with self._changed:
+            lost = list(self._running.values())
+            for entry in lost:
+                entry.done = True
+            self._running.clear()
+            self._worker.clear()
+        failed = Refused(
+            500, "the model failed on this batch of requests; the server's log has the reason"
+        )
+        self._deliver([(entry, failed) for entry in lost if not entry.cancelled])
+
+    def _deliver(self, deliveries: Sequence[tuple[_Entry, Piece | Refused]]) -> None:
+        """Wake each event loop once, with everything that is for it."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Entry, Piece | Refused]]] = {}
+        for entry, item in deliveries:
+            by_loop.setdefault(entry.ticket.loop, []).append((entry, item))
+        for loop, items in by_loop.items():
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop is closed, and with it whoever waited
+                loop.call_soon_threadsafe(_put_all, items)
+
+
+def _stopping() -> Refused:
+    return Refused(
+        503,
+        "the server is stopping; send the request again to another one",
+        headers={"Retry-After": "5"},
+    )
+
+
+def _put_all(items: Sequence[tuple[_Entry, Piece | Refused]]) -> None:
+    for entry, item in items:
+        entry.ticket.put(entry.index, item)

@@ -1,0 +1,230 @@
+"""A model folder, opened for answering: weights, tokenizer and the tokens that end an answer,
+checked against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.base.progress import say
+from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.device import pick_device, resolve_compute
+from ingot.models.generation.classifier import Classifier
+from ingot.models.generation.generator import Generator, check, eos_ids
+from ingot.models.generation.request import Request
+from ingot.models.generation.seq2seq import Summarizer, Summary, check_summary, check_text
+from ingot.models.hf.folder import CONFIG, check_template, model_config, read_lineage, weight_files
+from ingot.models.hf.loading import Encoder, Seq2Seq
+from ingot.models.kinds import Kind, Model, base_folder, kind_of_folder, open_model
+from ingot.models.native.config import SUPPORTED as NATIVE
+from ingot.models.native.decoder import Decoder
+from ingot.serve.native.causal import Causal, CausalWriter, load_causal
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+
+# A matrix of a model smaller than this is multiplied before a second thread has woken up; on a
+# machine that others use, too, waiting for that thread takes many times longer than the product.
+ONE_THREAD_WEIGHTS = 20_000_000
+
+# How transformers calls the classes of causal models.
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+Engine = Literal["native", "transformers"]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """`base` is the folder with the configuration: of an adapter its base's."""
+
+    folder: Path
+    base: Path
+    kind: Kind
+    tokenizer: Tokenizer
+
+
+def check_folder(folder: Path, *, any_template: bool = False) -> Checked:
+    """Look at a model folder.
+
+    Raises:
+        WrongInput: not a model folder, no tokenizer in it, or, unless `any_template`, another chat
+            template than the model was trained with.
+    """
+    kind = kind_of_folder(folder)
+    base = base_folder(folder) if is_adapter(folder) else folder
+    tokenizer = load_tokenizer(folder if (folder / "tokenizer_config.json").exists() else base)
+    if not any_template:
+        check_template(folder, tokenizer.template_identity, "serve.any_template")
+    return Checked(folder, base, kind, tokenizer)
+
+
+def check_vocabulary(checked: Checked, vocabulary: int) -> None:
+    """Raises WrongInput when the tokenizer can give ids that the model does not have."""
+    if checked.tokenizer.vocab_size > vocabulary:
+        raise WrongInput(
+            f"{checked.folder}: the tokenizer has {checked.tokenizer.vocab_size:,} tokens, the"
+            f" model's vocabulary {vocabulary:,}; put the tokenizer beside it that the model was"
+            " trained with"
+        )
+
+
+def check_causal(folder: Path, engine: str, *, any_template: bool = False) -> Checked:
+    """The same for an engine that opens decoders alone, whole and from their own folder.
+
+    Raises:
+        WrongInput: as above; or another kind of model, an adapter, or weights that are not there.
+    """
+    checked = check_folder(folder, any_template=any_template)
+    if checked.kind != "decoder":
+        what = "a classifier" if checked.kind == "encoder" else "a sequence-to-sequence model"
+        raise WrongInput(
+            f"{folder} is {what}, and serve.engine {engine} answers with decoders alone; set"
+            " serve.engine=native"
+        )
+    if is_adapter(folder):
+        raise WrongInput(
+            f"{folder} is an adapter, and serve.engine {engine} opens whole models; give the merged"
+            f" one (`ingot export {folder} NEW`)"
+        )
+    weight_files(folder)
+    check_vocabulary(checked, vocabulary_of(model_config(folder)))
+    return checked
+
+
+def vocabulary_of(config: dict[str, Any]) -> int:
+    """The size that a configuration says, its text part's where it has parts."""
+    part = config.get("text_config")
+    return int(
+        config.get("vocab_size") or (part.get("vocab_size", 0) if isinstance(part, dict) else 0)
+    )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a server or a single prediction works with.
+
+    `created`: when the folder was made, seconds since the epoch. `prefix` stands before every
+    source, as it did in training.
+    """
+
+    model: Model | Causal
+    tokenizer: Tokenizer
+    eos: frozenset[int]
+    created: int
+    kind: Kind = "decoder"
+    prefix: str = ""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of a classifier's classes, in the order of its scores."""
+        return self.model.config.labels if isinstance(self.model, Encoder) else ()
+
+    def generator(self, max_rows: int) -> Generator:
+        """A decoder's. Other kinds have `worker` alone."""
+        assert isinstance(self.model, Decoder)
+        return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
+
+    def worker(self, max_rows: int) -> Generator | CausalWriter | Summarizer | Classifier:
+        """What answers requests, up to `max_rows` together."""
+        if isinstance(self.model, Causal):
+            return CausalWriter(
+                self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
+            )
+        if isinstance(self.model, Decoder):
+            return self.generator(max_rows)
+        if isinstance(self.model, Seq2Seq):
+            return Summarizer(
+                self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
+            )
+        return Classifier(self.model, max_rows=max_rows)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as this kind of model reads it."""
+        if self.kind == "decoder":
+            return self.tokenizer.encode_prompt(text)
+        return self.tokenizer.encode_framed(self.prefix + text)
+
+    def check(self, request: Request) -> None:
+        """Raises WrongInput when the model cannot serve the request."""
+        if isinstance(self.model, Decoder | Causal):
+            sizes: Any = self.model.config
+            check(request, sizes)
+        elif isinstance(request, Summary):
+            check_summary(request, self.model.config)
+        else:
+            check_text(request.prompt, self.model.config)
+
+
+def load(folder: Path, *, any_template: bool = False, engine: Engine = "native") -> Loaded:
+    """Open `folder` on this machine's accelerator, in bfloat16 where it has that, else on the CPU
+    in float32.
+
+    `native`: our own decoder where it knows the model, and transformers for the rest.
+    `transformers`: causal models always by its generate.
+
+    Raises:
+        WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or,
+            unless `any_template`, another chat template than the model was trained with.
+    """
+    # The tokenizer comes first: that it is missing should not take the minutes that weights may
+    # take.
+    checked = check_folder(folder, any_template=any_template)
+    device = pick_device()
+    dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
+    model = (
+        load_causal(folder, device=device, dtype=dtype)
+        if _by_transformers(checked, engine)
+        else open_model(folder, device=device, dtype=dtype)
+    )
+    check_vocabulary(checked, model.config.vocab_size)
+    if (
+        device.type == "cpu"
+        and sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD_WEIGHTS
+    ):
+        torch.set_num_threads(1)
+    prefix = str((read_lineage(folder) or {}).get("prefix", ""))
+    base = checked.base
+    return Loaded(
+        model,
+        checked.tokenizer,
+        _eos(base, checked.tokenizer, model),
+        int((base / CONFIG).stat().st_mtime),
+        checked.kind,
+        prefix,
+    )
+
+
+def _by_transformers(checked: Checked, engine: Engine) -> bool:
+    """Whether a decoder is transformers' to run. Raises WrongInput for an adapter, which only our
+    own takes in.
+    """
+    if checked.kind != "decoder":
+        return False
+    config = model_config(checked.base)
+    if engine == "native":
+        causal = any(str(name).endswith(CAUSAL) for name in config.get("architectures") or ())
+        if config.get("model_type") in NATIVE or not causal:
+            return False
+        say(
+            f"{checked.folder}: model_type {config.get('model_type')} is not one of ingot's own"
+            " decoders, so transformers generates"
+        )
+    check_causal(checked.folder, "transformers", any_template=True)
+    return True
+
+
+def _eos(folder: Path, tokenizer: Tokenizer, model: Model | Causal) -> frozenset[int]:
+    """The tokens that end an answer."""
+    if isinstance(model, Encoder):
+        return frozenset()
+    named = eos_ids(folder, tokenizer.special.eos)
+    if isinstance(model, Decoder | Causal):
+        return named
+    # Targets end as the tokenizer frames them. An id that only the configuration names may be an
+    # ordinary token of a tokenizer trained here.
+    special = set(tokenizer.special_ids.values())
+    return frozenset([*(token for token in named if token in special), *tokenizer.frame[1][-1:]])
