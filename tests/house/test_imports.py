@@ -92,7 +92,13 @@ LAZY_OWNERS = {
     "rouge_score": {"ingot.evaluate.rouge"},
     "kfp": {"ingot.pipeline.kubeflow"},
     # Kubeflow sends the source of a component's function along, and nothing around it.
-    "ingot": {"ingot.pipeline.kubeflow"},
+    # Files that need torch's distributed packages as a whole are imported where they are used.
+    "ingot": {
+        "ingot.pipeline.kubeflow",
+        "ingot.checkpoints.saver",
+        "ingot.parallel.apply",
+        "ingot.parallel.pipeline",
+    },
     "lm_eval": {"ingot.evaluate.lm_eval"},
     "torchao": {"ingot.parallel.float8"},
 }
@@ -101,7 +107,6 @@ TORCH_FREE = (
     "ingot.cli.verbs",
     "ingot.data.prepare",
     "ingot.data.ingest",
-    "ingot.pipeline.local",
     "ingot.pipeline.local",
     "ingot.launch.local",
     "ingot.launch.supervise",
