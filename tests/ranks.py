@@ -1,31 +1,23 @@
-"""Runs a function on N ranks over gloo, as torchrun would; starting torch is paid once for all
-tests of a process.
-"""
+"""Runs a function on N ranks over gloo, as torchrun would, in processes forked by tests/forks.py."""
 
 from __future__ import annotations
 
 import faulthandler
 import io
-import multiprocessing
-import os
+import select
 import socket
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "torch.distributed.checkpoint",
-        "torch.nn.parallel",
-        "ingot.train.run",
-    ]
-)
+from tests.forks import Process, start_call
+
+DONE, FAILED = b"+", b"-"
+GRACE_S = 2
+"""How long the others have, once a rank has failed, to fail too: the first of them is shown."""
 
 
 def free_port() -> int:
@@ -43,64 +35,69 @@ def run_ranks(
     An exception on any rank fails the test with that rank's traceback.
     """
     port = free_port()
-    pipes: list[Connection] = []
-    processes = []
-    for rank in range(world):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_run,
-            args=(rank, world, port, timeout_s, theirs, function, arguments),
-            daemon=True,
+    ranks = [
+        start_call(
+            _run,
+            timeout_s,
+            function,
+            arguments,
+            modules=(function.__module__,),
+            environment={
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
         )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+        for rank in range(world)
+    ]
     try:
-        results = []
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(timeout_s + 10):
-                raise AssertionError(f"rank {rank} of {world} gave no result in {timeout_s} s")
-            ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
-            if not ok:
-                raise AssertionError(f"rank {rank} of {world} failed:\n{value}")
+        _wait(ranks, timeout_s + 10)
+        results, silent = [], []
+        for number, rank in enumerate(ranks):
+            if rank.returncode is None:
+                silent.append(number)
+                continue
+            answer = rank.result()
+            assert answer, (
+                f"rank {number} of {world} ended with {rank.returncode}, without a result"
+            )
+            value = torch.load(io.BytesIO(answer[1:]), weights_only=False)
+            assert answer[:1] == DONE, f"rank {number} of {world} failed:\n{value}"
             results.append(value)
+        assert not silent, f"rank {silent[0]} of {world} gave no result in {timeout_s} s"
         return results
     finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        for rank in ranks:
+            rank.kill()
 
 
-def _run(
-    rank: int,
-    world: int,
-    port: int,
-    timeout_s: float,
-    pipe: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
-    torch.set_num_threads(
-        1
-    )  # the server that this process was forked from had read the environment before
+def _wait(ranks: list[Process], timeout_s: float) -> None:
+    """Until all have ended, or one has failed and the others have had a moment."""
+    deadline = time.monotonic() + timeout_s
+    running = list(ranks)
+    while running and time.monotonic() < deadline:
+        ready, _, _ = select.select(running, [], [], deadline - time.monotonic())
+        for rank in ready:
+            running.remove(rank)
+            rank.wait()
+            if rank.result()[:1] != DONE:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+
+
+def _run(timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    # The server that this process was forked from had read the environment before.
+    torch.set_num_threads(1)
     # A rank that hangs shows where, and ends.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
-    try:
-        answer = (True, function(*arguments))
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    # As bytes: tensors sent as they are would be shared memory that ends with this process.
     packed = io.BytesIO()
-    torch.save(answer, packed)
-    pipe.send_bytes(packed.getvalue())
+    try:
+        torch.save(function(*arguments), packed)
+    except BaseException:
+        packed = io.BytesIO()
+        torch.save(traceback.format_exc(), packed)
+        return FAILED + packed.getvalue()
+    return DONE + packed.getvalue()

@@ -4,6 +4,7 @@ left alone.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -24,10 +25,11 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.train.run import train
 from tests.cli.commands import clean_environment, command
-from tests.ranks import _context, free_port
+from tests.ranks import free_port
 from tests.small import copy_of, small_recipe
 from tests.train.test_run import last_state, metrics, weights
 
+FORKS = multiprocessing.get_context("forkserver")
 KNOBS: dict[str, Any] = {
     "checkpoint__every": 2,
     "train__evaluate_every": 3,
@@ -43,7 +45,7 @@ def start(root: Path, world: int, knobs: dict[str, Any]) -> list[BaseProcess]:
     """The ranks of `ingot train`, forked from a process that has torch loaded."""
     port = free_port()
     processes: list[BaseProcess] = [
-        _context.Process(target=_rank, args=(rank, world, port, root, knobs), daemon=True)
+        FORKS.Process(target=_rank, args=(rank, world, port, root, knobs), daemon=True)
         for rank in range(world)
     ]
     for process in processes:

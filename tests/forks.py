@@ -1,0 +1,400 @@
+"""A server that has imported what tests need and forks processes from itself: a command line or a
+rank costs what it does, not starting torch. One server for each process of pytest.
+
+A process behaves as a new interpreter would: its own working directory, environment, streams,
+signals and exit code. What the server's imports have fixed already (`PYTHON*`, `LD_*`, ...) cannot
+be changed for it; `start` refuses such environments, and tests.cli.commands starts a real
+interpreter for them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.nn.parallel",
+    "ingot.cli.app",
+    "ingot.cli.verbs",
+    "ingot.cli.model",
+    "ingot.pipeline.local",
+    "ingot.train.run",
+    "ingot.serve.server",
+    "ingot.data.ingest",
+    "ingot.data.prepare",
+    "ingot.launch.supervise",
+    "ingot.__main__",
+)
+# What ingot starts by multiprocessing in pytest's own process is forked from a server alike.
+multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+FIXED = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "MKL_", "KMP_", "TORCH_", "CUDA_", "TMPDIR")
+"""Beginnings of names of variables that libraries read when they are imported."""
+_AT_START = dict(os.environ)
+_STANDARD = (0, 1, 2)
+
+
+def can_fork(environment: Mapping[str, str]) -> bool:
+    """Whether a fork of the server is what a new interpreter with `environment` would be."""
+    ours = {name: value for name, value in _AT_START.items() if name.startswith(FIXED)}
+    return ours == {name: value for name, value in environment.items() if name.startswith(FIXED)}
+
+
+@dataclass
+class Request:
+    """What a forked process is to be; `streams` become its descriptors 0, 1 and 2."""
+
+    arguments: tuple[str, ...] = ()
+    call: bytes = b""
+    modules: tuple[str, ...] = ()
+    cwd: str = "."
+    environment: dict[str, str] = field(default_factory=dict)
+    session: bool = False
+    result: int = -1
+
+
+class Process:
+    """A forked process, with the methods of subprocess.Popen that tests use. `stdout` and `stderr`
+    are text streams where a pipe was asked for.
+    """
+
+    def __init__(self, request: Request, streams: Iterable[int], reads: dict[str, int]) -> None:
+        self.args = list(request.arguments)
+        self.returncode: int | None = None
+        self._status, theirs = socket.socketpair()
+        self._result = os.fdopen(os.memfd_create("result"), "rb")
+        _server().send(request, (*streams, theirs.fileno(), self._result.fileno()))
+        theirs.close()
+        self.stdout: IO[str] | None = _reader(reads.get("stdout"))
+        self.stderr: IO[str] | None = _reader(reads.get("stderr"))
+        self.pid = int(self._receive(60) or 0)
+        assert self.pid, "the server forked no process"
+
+    def _receive(self, timeout_s: float | None) -> str | None:
+        """The next word of the server; None when it did not come in time."""
+        if not select.select([self._status], [], [], timeout_s)[0]:
+            return None
+        word = self._status.recv(16).decode()
+        assert word, "the server of forks has ended"
+        return word
+
+    def fileno(self) -> int:
+        """Readable when the process has ended."""
+        return self._status.fileno()
+
+    def result(self) -> bytes:
+        """What a call returned; empty where it returned nothing."""
+        self._result.seek(0)
+        return self._result.read()
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            word = self._receive(timeout)
+            if word is None:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(word)
+            self._status.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """(stdout, stderr), once both have ended, and the process too."""
+        texts = {"stdout": "", "stderr": ""}
+
+        def read(name: str, stream: IO[str]) -> None:
+            texts[name] = stream.read()
+
+        readers = [
+            threading.Thread(target=read, args=(name, stream), daemon=True)
+            for name in texts
+            if (stream := getattr(self, name)) is not None
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(timeout)
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(timeout)
+        return texts["stdout"], texts["stderr"]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+
+def start(
+    arguments: Iterable[str],
+    *,
+    cwd: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: int | IO[Any] | None = subprocess.DEVNULL,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+    start_new_session: bool = False,
+) -> Process:
+    """`ingot ARGUMENTS` in a forked process; the rest as subprocess.Popen has it, texts decoded."""
+    request = Request(
+        arguments=tuple(arguments),
+        cwd=str(cwd or Path.cwd()),
+        environment=dict(os.environ if env is None else env),
+        session=start_new_session,
+    )
+    assert can_fork(request.environment), "a library has read these variables already"
+    return _started(request, {"stdin": stdin, "stdout": stdout, "stderr": stderr})
+
+
+def start_call(
+    function: Callable[..., bytes | None],
+    *arguments: Any,
+    modules: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Process:
+    """`function(*arguments)` in a forked process, both picklable. The bytes that it returns are the
+    process's `result`; it ends with 1 where it raises. `modules` are imported by the server, for all
+    that follow.
+    """
+    request = Request(
+        call=pickle.dumps((function, arguments)),
+        modules=(function.__module__, *modules),
+        cwd=str(Path.cwd()),
+        environment={**os.environ, **(environment or {})},
+    )
+    return _started(request, {"stdin": subprocess.DEVNULL, "stdout": None, "stderr": None})
+
+
+def _started(request: Request, wanted: Mapping[str, int | IO[Any] | None]) -> Process:
+    ours: list[int] = []
+    streams: list[int] = []
+    reads: dict[str, int] = {}
+    for number, (name, stream) in enumerate(wanted.items()):
+        if stream == subprocess.PIPE:
+            reads[name], end = os.pipe()
+            ours.append(end)
+            streams.append(end)
+        elif stream == subprocess.DEVNULL:
+            ours.append(os.open(os.devnull, os.O_RDWR))
+            streams.append(ours[-1])
+        elif stream == subprocess.STDOUT:
+            streams.append(streams[1])
+        elif stream is None:
+            streams.append(number)
+        else:
+            streams.append(stream if isinstance(stream, int) else stream.fileno())
+    try:
+        return Process(request, streams, reads)
+    finally:
+        for descriptor in ours:
+            os.close(descriptor)
+
+
+def _reader(descriptor: int | None) -> IO[str] | None:
+    return None if descriptor is None else os.fdopen(descriptor, encoding="utf-8")
+
+
+class _Server:
+    """The server's process, as its only client sees it."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks", str(theirs.fileno())],
+            env={**_AT_START, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        atexit.register(self.end)
+
+    def send(self, request: Request, descriptors: Iterable[int]) -> None:
+        # As a file: a request has any size.
+        body = os.memfd_create("request")
+        try:
+            with os.fdopen(os.dup(body), "wb") as stream:
+                pickle.dump(request, stream)
+            with self._lock:
+                socket.send_fds(self._socket, [b"?"], [body, *descriptors])
+        finally:
+            os.close(body)
+
+    def end(self) -> None:
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._process.kill()
+
+
+_servers: dict[int, _Server] = {}
+
+
+def _server() -> _Server:
+    """The one of this process; a fork of it has another one."""
+    if os.getpid() not in _servers:
+        _servers[os.getpid()] = _Server()
+    return _servers[os.getpid()]
+
+
+def serve(control: socket.socket) -> Request | None:
+    """Fork a process for each request until the client is gone: None then, and in a forked process
+    what it is to be.
+    """
+    running: dict[int, socket.socket] = {}
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        readable, _, _ = select.select([control, woken], [], [])
+        if woken in readable:
+            os.read(woken, 4096)
+            _report(running)
+        if control not in readable:
+            continue
+        word, descriptors, _, _ = socket.recv_fds(control, 1, 6)
+        if not word:
+            return None
+        body, *streams, status, result = descriptors
+        with os.fdopen(body, "rb") as stream:
+            stream.seek(0)
+            request: Request = pickle.load(stream)
+        for name in request.modules:
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):  # the process itself says what is wrong
+                    importlib.import_module(name)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (woken, wake, status):
+                os.close(descriptor)
+            for ended in running.values():
+                ended.close()
+            control.close()
+            _become(request, streams)
+            request.result = result
+            return request
+        for descriptor in (*streams, result):
+            os.close(descriptor)
+        running[pid] = socket.socket(fileno=status)
+        running[pid].send(str(pid).encode().ljust(16))
+
+
+def _report(running: dict[int, socket.socket]) -> None:
+    for pid in list(running):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with contextlib.suppress(OSError), running.pop(pid) as stream:
+                stream.send(str(os.waitstatus_to_exitcode(status)).encode().ljust(16))
+
+
+def _become(request: Request, streams: list[int]) -> None:
+    if request.session:
+        os.setsid()
+    for descriptor, stream in zip(_STANDARD, streams, strict=True):
+        os.dup2(stream, descriptor)
+    for stream in streams:
+        os.close(stream)
+    os.chdir(request.cwd)
+    for name in os.environ.keys() - request.environment.keys():
+        del os.environ[name]
+    os.environ.update(request.environment)
+    sys.argv = ["ingot", *request.arguments]
+
+
+def _run(request: Request) -> None:
+    """Never returns. Threads are waited for and exit handlers run as at an interpreter's end; only
+    taking all imported modules apart, which costs more than most commands, is left out.
+    """
+    code = 0
+    try:
+        _do(request)
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _do(request: Request) -> None:
+    if not request.call:
+        # Processes that multiprocessing starts from here look for the main module.
+        main = importlib.import_module("ingot.__main__")
+        sys.modules["__main__"] = main
+        main.main()
+        return
+    function, arguments = pickle.loads(request.call)
+    answer = function(*arguments)
+    with os.fdopen(request.result, "wb") as stream:
+        stream.write(answer or b"")
+
+
+def _main() -> None:
+    # A process group's Ctrl-C is for what we have forked.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
+    gc.freeze()
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _run(request)
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what is pickled for it is found.
+    importlib.import_module("tests.forks")._main()
