@@ -25,8 +25,8 @@ from rich.table import Table
 from benchmarks.comparison import machine
 from benchmarks.peers import RESULTS, Contender, Player
 from ingot.config.presets import preset
+from ingot.config.sections.training import AdamW
 from ingot.config.shape import flops_per_token
-from ingot.config.work import AdamW
 from ingot.verify.bench import run_case
 from ingot.verify.bench_cases import Case
 

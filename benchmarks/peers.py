@@ -30,8 +30,8 @@ from benchmarks.environments import PEERS, make_environment
 from benchmarks.spine import random_model
 from ingot.config.load import load_recipe
 from ingot.config.presets import preset
+from ingot.config.sections.training import AdamW
 from ingot.config.shape import flops_per_token
-from ingot.config.work import AdamW
 from ingot.data.ingest import ingest
 from ingot.data.order import Order
 from ingot.data.prepare import prepare

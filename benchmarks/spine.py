@@ -11,7 +11,7 @@ import torch
 from benchmarks.comparison import Comparison
 from benchmarks.turns import Contender, Turn, Work
 from ingot.config.presets import preset
-from ingot.config.work import AdamW
+from ingot.config.sections.training import AdamW
 from ingot.data.loader import Batch
 from ingot.models.device import computing_in, resolve_compute
 from ingot.models.generation.generator import Generator, Request

@@ -25,8 +25,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from ingot.base import bucket
-from ingot.base.gcs import EMULATOR
+from ingot.base.remote import bucket
+from ingot.base.remote.service import EMULATOR
 from tests.loopback import Loopback
 
 pytest.importorskip("google.cloud.storage", reason="google-cloud-storage is not installed")

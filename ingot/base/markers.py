@@ -128,3 +128,15 @@ def _problem(folder: Path, entry: Mapping[str, Any], *, checksums: bool) -> str 
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     return None
+
+
+def canonical_json(value: Any) -> str:
+    """One text for one value: keys sorted, no white space, no NaN."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+
+
+def fingerprint(value: Any) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]

@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from ingot.base.bucket import crc32c, open_bucket
 from ingot.base.errors import Failed
-from ingot.base.gcs import Conflict, Corrupt, Missing
-from ingot.base.lease import LIFE_S, Lease, lease
 from ingot.base.markers import problems, read_marker
 from ingot.base.progress import say
+from ingot.base.remote.bucket import crc32c, open_bucket
+from ingot.base.remote.lease import LIFE_S, Lease, lease
+from ingot.base.remote.service import Conflict, Corrupt, Missing
 from ingot.base.storage import atomic_folder, disk_errors, sha256_file
 from ingot.checkpoints.store import COMMIT, Found, committed, step_folder
 
@@ -53,7 +53,7 @@ class BucketMirror:
     @contextlib.contextmanager
     def lease(self, owner: str, *, life_s: float = LIFE_S, wait: bool = False) -> Iterator[Lease]:
         """Be the one that writes here, for as long as the block lasts; by one process of a run. See
-        `ingot.base.lease`.
+        `ingot.base.remote.lease`.
 
         Raises:
             Failed: another run is.

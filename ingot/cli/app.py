@@ -7,19 +7,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import ingot
-from ingot.cli.adopt import adopt
-from ingot.cli.bench import bench
-from ingot.cli.guard import ended, guarded, listen_to_signals
-from ingot.cli.images import images
+from ingot.base.errors import EXIT_DONE
+from ingot.cli.cloud import images, submit
+from ingot.cli.guard import ended, guarded, listen_to_signals, split_debug
 from ingot.cli.launch import launch
 from ingot.cli.show import show
-from ingot.cli.submit import submit
-from ingot.cli.verify import verify
+from ingot.cli.verify import bench, verify
 
 WORK, RESULT, LOOK = "From text to a model", "The model at work", "Looking and asking"
 
@@ -65,14 +64,7 @@ def main() -> None:
         from ingot.base.processes import die_with_parent
 
         die_with_parent(os.getppid(), signal.SIGKILL)
-    arguments = sys.argv[1:]
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    debug = "--debug" in arguments[:end]
-    arguments = (
-        ["--debug"] * debug
-        + [argument for argument in arguments[:end] if argument != "--debug"]
-        + arguments[end:]
-    )
+    debug, arguments = split_debug(sys.argv[1:])
     listen_to_signals()
     sys.exit(
         ended(
@@ -372,9 +364,35 @@ def import_(
 app.command(rich_help_panel=WORK, epilog="Example: ingot submit recipes/quickstart.yaml --dry-run")(
     submit
 )
-app.command(
+
+
+@app.command(
     rich_help_panel=WORK, epilog="Example: ingot adopt old/config.yaml old/.env > recipe.yaml"
-)(adopt)
+)
+def adopt(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="Configuration files of one older project; flags in a file too.",
+            show_default=False,
+        ),
+    ],
+) -> int:
+    """Turn the configuration of an older project (torchtune YAML, T5 JSON, .env, flags) into a
+    recipe.
+    """
+    from ingot.base.progress import say
+    from ingot.config.adopt.convert import adopt as adopted_from
+
+    adopted = adopted_from(files)
+    print(adopted.text, end="")
+    say(f"adopt: {', '.join(str(file) for file in files)}: {adopted.project}")
+    for note in adopted.notes:
+        say(note)
+    return EXIT_DONE
+
+
 app.command(
     rich_help_panel=LOOK,
     epilog="Example: ingot bench recipes/quickstart.yaml --micro-batch 1,2,4 --precision fp32,bf16",

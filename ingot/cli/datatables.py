@@ -14,7 +14,7 @@ from rich.text import Text
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.runfolder import RunFolder
-from ingot.cli.look import console, run_folder
+from ingot.cli.console import console, run_folder
 from ingot.data.cleaning.stages import MARKER
 from ingot.data.columns import Column, column_prefix
 from ingot.data.kinds import LABEL, is_mask, token_columns

@@ -28,6 +28,14 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
+def split_debug(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Whether `--debug` is given anywhere before `--`, and the arguments with it at the front."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = "--debug" in arguments[:end]
+    others = [argument for argument in arguments[:end] if argument != "--debug"]
+    return debug, ["--debug"] * debug + others + arguments[end:]
+
+
 def listen_to_signals() -> None:
     """SIGINT, SIGTERM and SIGHUP raise Interrupted, so that what is half-done is cleaned up; verbs
     may listen in their own way.

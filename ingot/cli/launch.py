@@ -333,7 +333,7 @@ def _of_one(running: list[Known]) -> list[Known]:
 def _jobs(run: str, name: str | None) -> list[Known]:
     """The jobs of a run, the last one first; whoever waits for a job comes before it."""
     from ingot.base.errors import WrongInput
-    from ingot.cli.look import run_folder
+    from ingot.cli.console import run_folder
     from ingot.launch.known import known_jobs
 
     root = run_folder(run).root

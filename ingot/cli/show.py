@@ -52,7 +52,7 @@ def run(run: RunOrRecipe) -> int:
     """Steps, results, the last metrics, where the time of training went and what was lost, and the
     last events of one run.
     """
-    from ingot.cli.look import run_folder
+    from ingot.cli.console import run_folder
     from ingot.report.tables import show_run
 
     show_run(run_folder(run))
@@ -72,7 +72,7 @@ def runs(
     ] = None,
 ) -> int:
     """All runs in a folder with their results, or two side by side."""
-    from ingot.cli.look import run_folder
+    from ingot.cli.console import run_folder
     from ingot.report import tables
 
     if compare is not None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from ingot.base.environment import ranks
 from ingot.base.errors import EXIT_DONE, WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.base.steprecord import Outcome
+from ingot.base.markers import fingerprint
+from ingot.base.reports import Outcome
 from ingot.cli.arguments import read_recipe
-from ingot.cli.look import show_report
+from ingot.cli.console import show_report
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.local import foreground

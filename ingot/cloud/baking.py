@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.base.replica import pull, replica_url
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import pull, replica_url
 from ingot.cloud.builds import FOLDER, Baked
 from ingot.cloud.clients import Google
 from ingot.cloud.context import write_tar

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.gcs import Missing
 from ingot.base.progress import duration, say
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.service import Missing
 from ingot.cloud.clients import Google, ask, messages
 from ingot.cloud.images import ImageKind, untagged
 

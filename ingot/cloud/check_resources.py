@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.gcs import connect, in_words
+from ingot.base.remote.service import connect, in_words
 from ingot.cloud.checks import CALLER, Finding, Site, there, unknown
 from ingot.cloud.clients import ask
 from ingot.cloud.images import untagged

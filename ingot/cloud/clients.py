@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 PATIENCE_S, FIRST_WAIT_S, CALL_S = 60.0, 1.0, 120.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.cloud.clients import Google, ask, in_words, messages, packages
 
 MODULE = "google.cloud.compute_v1"

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ingot.config.cloud import Cloud
-from ingot.config.launch import Machine
+from ingot.config.sections.deployment import Cloud
+from ingot.config.sections.launch import Machine
 
 ZONES = "abcdf"
 """Letters of the zones that regions have. None has all of them, and few have an `e`."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ingot.cloud.images import ImageKind
-from ingot.config.launch import Machine
 from ingot.config.recipe import Recipe
+from ingot.config.sections.launch import Machine
 
 Use = Literal[
     "storage", "compute", "vertex", "dataproc", "dataflow", "tpu", "bigquery", "images", "secrets"

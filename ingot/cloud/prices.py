@@ -17,9 +17,9 @@ import yaml
 from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.cloud.machines import accelerator_name, accelerators_of, machine_type
-from ingot.config.cloud import Cloud
-from ingot.config.launch import Machine
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import Cloud
+from ingot.config.sections.launch import Machine
 
 LEAST_S = 600.0
 """Machines come up, load and meet in minutes: a bound below this pays for nothing."""

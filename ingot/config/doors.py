@@ -9,19 +9,19 @@ from __future__ import annotations
 from ingot.base.doors import Door
 
 BUILT_IN: dict[str, dict[str, str]] = {
-    # Settings (ingot.config.objective.ObjectiveSettings); `objective.kind`.
+    # Settings (ingot.config.sections.objective.ObjectiveSettings); `objective.kind`.
     "objective": {
-        "pretrain": "ingot.config.objective:Pretrain",
-        "sft": "ingot.config.objective:SFT",
-        "dpo": "ingot.config.objective:DPO",
-        "distill": "ingot.config.objective:Distill",
-        "seq2seq": "ingot.config.objective:Seq2Seq",
-        "classify": "ingot.config.objective:Classify",
+        "pretrain": "ingot.config.sections.objective:Pretrain",
+        "sft": "ingot.config.sections.objective:SFT",
+        "dpo": "ingot.config.sections.objective:DPO",
+        "distill": "ingot.config.sections.objective:Distill",
+        "seq2seq": "ingot.config.sections.objective:Seq2Seq",
+        "classify": "ingot.config.sections.objective:Classify",
     },
-    # Settings (ingot.config.work.OptimizerSettings); `train.optimizer.kind`.
+    # Settings (ingot.config.sections.training.OptimizerSettings); `train.optimizer.kind`.
     "optimizer": {
-        "adamw": "ingot.config.work:AdamW",
-        "sgd": "ingot.config.work:SGD",
+        "adamw": "ingot.config.sections.training:AdamW",
+        "sgd": "ingot.config.sections.training:SGD",
     },
     # Settings of the learning rate over the steps; `train.schedule.kind`.
     "schedule": {
@@ -35,14 +35,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "cleaning": {
         # filled by the room `data`
     },
-    # Settings (ingot.config.evaluation.TaskSettings); `evaluate.tasks[].kind`.
+    # Settings (ingot.config.sections.evaluation.TaskSettings); `evaluate.tasks[].kind`.
     "task": {
-        "loss": "ingot.config.evaluation:LossTask",
-        "hellaswag": "ingot.config.evaluation:HellaSwagTask",
-        "choice": "ingot.config.evaluation:ChoiceTask",
-        "rouge": "ingot.config.evaluation:RougeTask",
-        "classification": "ingot.config.evaluation:ClassificationTask",
-        "lm_eval": "ingot.config.evaluation:LMEvalTask",
+        "loss": "ingot.config.sections.evaluation:LossTask",
+        "hellaswag": "ingot.config.sections.evaluation:HellaSwagTask",
+        "choice": "ingot.config.sections.evaluation:ChoiceTask",
+        "rouge": "ingot.config.sections.evaluation:RougeTask",
+        "classification": "ingot.config.sections.evaluation:ClassificationTask",
+        "lm_eval": "ingot.config.sections.evaluation:LMEvalTask",
     },
     # Chat templates by name; `tokenizer.template`.
     "template": {

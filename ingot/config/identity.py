@@ -10,7 +10,7 @@ import typing
 from typing import Any
 
 from ingot.config.recipe import Recipe
-from ingot.config.work import Changeable
+from ingot.config.sections.training import Changeable
 
 TRAINING_KNOBS = (
     "seed",

@@ -14,9 +14,8 @@ from pydantic import ValidationError
 
 from ingot.base.environment import read_dotenv
 from ingot.base.errors import WrongInput
-from ingot.config.explain import explain
 from ingot.config.recipe import Recipe
-from ingot.config.values import Path_, Values, assign, get, one_line, parts
+from ingot.config.values import Path_, Values, assign, explain, get, one_line, parts
 
 PREFIX = "INGOT_"
 _MERGE = "tag:yaml.org,2002:merge"

@@ -9,15 +9,14 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
-from ingot.config.cloud import Cloud, Pipeline
-from ingot.config.data import Data, Pack
-from ingot.config.evaluation import ClassificationTask, Evaluate, LossTask, Task
-from ingot.config.launch import Launch
-from ingot.config.layout import Memory, Parallel, Precision
-from ingot.config.objective import Documents, Objective, Pretrain
-from ingot.config.place import GATED, Chaos, Gate, Registry, Serve
 from ingot.config.section import Section
-from ingot.config.work import Checkpoint, Model, Resume, Tokenizer, Track, Train
+from ingot.config.sections.data import Data, Pack
+from ingot.config.sections.deployment import GATED, Chaos, Cloud, Gate, Pipeline, Registry, Serve
+from ingot.config.sections.evaluation import ClassificationTask, Evaluate, LossTask, Task
+from ingot.config.sections.launch import Launch
+from ingot.config.sections.layout import Memory, Parallel, Precision
+from ingot.config.sections.objective import Documents, Objective, Pretrain
+from ingot.config.sections.training import Checkpoint, Model, Resume, Tokenizer, Track, Train
 
 PACKS: dict[Documents, tuple[Pack, ...]] = {
     "text": ("cut", "best_fit", "none"),

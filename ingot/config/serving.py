@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.launch import Machine
-from ingot.config.place import Serve
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import Serve
+from ingot.config.sections.launch import Machine
 
 VLLM_IMAGE = "docker.io/vllm/vllm-openai:v0.32.0"
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.06-vllm-python-py3"

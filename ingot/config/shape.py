@@ -11,8 +11,8 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.family import Sizes, sizes
-from ingot.config.layout import Memory, Parallel
-from ingot.config.work import Train
+from ingot.config.sections.layout import Memory, Parallel
+from ingot.config.sections.training import Train
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """The axes of the device mesh, from the outermost to the innermost: neighbours in `tensor` are

@@ -1,5 +1,5 @@
 """Raw values as they come from files, variables and the command line, each with the place that set
-it.
+it; and what a person is told where they do not hold: one line for each fault, with its place.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
 from ingot.base.errors import WrongInput
+from ingot.config.knobs import all_knobs, kinds_of, nearest
 
 Path_ = tuple[str | int, ...]
 NOTHING = object()
@@ -82,3 +86,115 @@ def one_line(text: str) -> str:
     """What a person wrote, short enough for an error and without line breaks."""
     text = text if len(text) <= 120 else f"{text[:117]}..."
     return text.replace("\n", "\\n")
+
+
+_WANTED = {
+    "model_type": "be a section, that is a mapping of knobs",
+    "invalid-json-value": "be text, a number, a list or a mapping",
+}
+
+
+def explain(error: ValidationError, values: Values) -> str:
+    """All faults, one line each, each with its place."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for detail in error.errors(include_url=False):
+        head, wanted, tail = _explain_one(detail, values)
+        told = lines.setdefault((head, tail), [])
+        if wanted not in told:
+            told.append(wanted)  # a knob of several types is told once, with all that it could be
+    return "\n".join(head + ", or ".join(told) + tail for (head, tail), told in lines.items())
+
+
+def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
+    """What is wrong where, what it should be, and where to read on; the last two '' where the first
+    says all.
+    """
+    # Pydantic puts the names of union members between the keys: keep what can be followed through
+    # the values.
+    path: Path_ = ()
+    for part in detail["loc"][:-1]:
+        if get(values.tree, (*path, part)) is not NOTHING:
+            path = (*path, part)
+    last = detail["loc"][-1:] if detail["loc"] else ()
+    kind, given, message = detail["type"], detail["input"], detail["msg"]
+    full = (*path, *last)
+    if kind == "extra_forbidden":
+        if kinds := kinds_of(_plain(full)):
+            return (
+                (
+                    f"{values.origin(full)}: `{dotted(full)}` is for kind {' and '.join(kinds)}"
+                    f" only; remove it, or set `{dotted((*path, 'kind'))}`"
+                ),
+                "",
+                "",
+            )
+        return (
+            (
+                f"{values.origin(full)}: unknown knob `{dotted(full)}`; did you mean"
+                f" `{nearest(dotted(full), dotted(path))}`?"
+            ),
+            "",
+            "",
+        )
+    if kind == "missing":
+        return (
+            (
+                f"{values.origin(path)}: `{dotted(full)}` is missing; add it"
+                f" ({_knob(full)[1].rstrip('.')})"
+            ),
+            "",
+            "",
+        )
+    full = full if get(values.tree, full) is not NOTHING else path
+    if kind == "value_error":
+        return _explain_rule(message.removeprefix("Value error, "), full, values), "", ""
+    if kind == "unknown_kind":
+        full, given = (*full, "kind"), detail["ctx"]["kind"]
+        wanted = f"be {detail['ctx']['expected']}"
+    elif kind == "union_tag_invalid":
+        full, given = (*full, "kind"), detail["ctx"]["tag"]
+        wanted = f"be one of {detail['ctx']['expected_tags']}"
+    elif kind == "string_type" and isinstance(given, int | float):
+        wanted = "be text: put quotes around it"
+    else:
+        wanted = _WANTED.get(kind) or re.sub(
+            r"^.*? should |, unable to .*| after validation", "", message
+        )
+    name = _knob(full)[0]
+    see = f" (see `ingot explain {name}`)" if name else ""
+    return f"{values.origin(full)}: `{dotted(full)}` is {_shown(given)}; it should ", wanted, see
+
+
+def _explain_rule(message: str, path: Path_, values: Values) -> str:
+    """A rule of a section names its knobs itself; a rule of one knob starts with its verb."""
+    if path and not isinstance(get(values.tree, path), dict):
+        return f"{values.origin(path)}: `{dotted(path)}` {message}"
+    named = (tuple(word.split(".")) for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", message))
+    where = next(
+        (values.origins[path] for path in named if path in values.origins), values.origin(path)
+    )
+    return f"{where}: {message}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, bool | None):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)[:80]
+
+
+def _knob(path: Path_) -> tuple[str, str]:
+    """Name and text of the knob at `path`, or of the nearest one around it; ('', '') at the
+    root.
+    """
+    known = {knob.plain: knob.doc for knob in all_knobs()}
+    name = _plain(path)
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name, known.get(name, "")
+
+
+def _plain(path: Path_) -> str:
+    """As knobs are called: without indices."""
+    return dotted(tuple(part for part in path if not isinstance(part, int)))

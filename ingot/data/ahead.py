@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from ingot.base.errors import Failed, IngotError
-from ingot.base.later import Unusable
 from ingot.base.progress import Progress, say
+from ingot.base.remote.deferred import Unusable
 from ingot.data.opened import Opened
 from ingot.data.order import Order
 

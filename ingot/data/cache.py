@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import IngotError
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
 
 

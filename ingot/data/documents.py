@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from ingot.config.data import Data, ValidationShare
+from ingot.config.sections.data import Data, ValidationShare
 from ingot.data.sources import Split
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress, say
 from ingot.base.storage import disk_errors, fsync_folder
-from ingot.config.data import Source
+from ingot.config.sections.data import Source
 from ingot.data.cache import cache_folder, recall, remember
 from ingot.data.sourcefile import SourceFile
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import find_files, stamp
-from ingot.config.data import Source
+from ingot.config.sections.data import Source
 from ingot.data.cache import recall, remember
 from ingot.data.sourcefile import SourceFile
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
-from ingot.base.steprecord import Outcome, sizes
+from ingot.base.reports import Outcome, sizes
 from ingot.base.storage import disk_errors
-from ingot.config.data import Source
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import Source
 from ingot.data.blocks import block_bytes, cut
 from ingot.data.engines.local import LocalEngine
 from ingot.data.megatron import token_groups

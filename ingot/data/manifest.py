@@ -11,12 +11,11 @@ from typing import Any
 
 from ingot import __version__
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.base.later import later
-from ingot.base.markers import FileEntry, problems, read_marker, write_marker
-from ingot.config.data import COLUMNS
-from ingot.config.objective import Documents
+from ingot.base.markers import FileEntry, fingerprint, problems, read_marker, write_marker
+from ingot.base.remote.deferred import later
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
 from ingot.data.sources import Split
 
 MANIFEST = "manifest.json"
@@ -85,7 +84,7 @@ class Prepared:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the columns, which say what kind of document they hold
-        (`ingot.config.data.COLUMNS`).
+        (`ingot.config.sections.data.COLUMNS`).
         """
         return tuple(column["name"] for column in self.columns)
 

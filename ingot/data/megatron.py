@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.storage import find_files, is_remote, sha256_file, stamp
-from ingot.config.data import Source
+from ingot.config.sections.data import Source
 from ingot.data.columns import AGAIN, Column, bin_path, idx_path
 from ingot.data.sourcefile import SourceFile, writable
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.later import PARTIAL, Later, later
 from ingot.base.markers import read_marker
+from ingot.base.remote.deferred import PARTIAL, Later, later
 from ingot.data.columns import Column, bin_path, column_prefix, idx_path
 from ingot.data.kinds import column_dtype
 from ingot.data.manifest import MANIFEST, Part, Prepared

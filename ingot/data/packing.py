@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.base.markers import entry_of, read_marker, write_marker
+from ingot.base.markers import entry_of, fingerprint, read_marker, write_marker
 from ingot.base.progress import Progress
-from ingot.config.objective import Documents
+from ingot.config.sections.objective import Documents
 from ingot.data.columns import Column, ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.engines.engine import Advance, Engine
 from ingot.data.kinds import MASK

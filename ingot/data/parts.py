@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.base.markers import entry_of, problems, read_marker, write_marker
-from ingot.config.data import COLUMNS
-from ingot.config.objective import Documents
+from ingot.base.markers import entry_of, fingerprint, problems, read_marker, write_marker
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.documents import Shares, chosen

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.markers import entry_of
-from ingot.config.data import COLUMNS
-from ingot.config.objective import Documents
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
 from ingot.data.columns import Column, ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.engines.engine import Advance
 from ingot.data.kinds import MASK, token_columns

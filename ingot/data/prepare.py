@@ -12,10 +12,10 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
-from ingot.base.steprecord import Outcome, sizes
+from ingot.base.reports import Outcome, sizes
 from ingot.base.storage import disk_errors
-from ingot.config.data import COLUMNS
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import COLUMNS
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.cleaning.stages import clean
 from ingot.data.documents import Shares

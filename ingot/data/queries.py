@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.cloud.bigquery import query_rows
-from ingot.config.data import Source
+from ingot.config.sections.data import Source
 from ingot.data.items import Bad, Item
 from ingot.data.sourcefile import SourceFile
 from ingot.data.wanted import Wanted

@@ -18,12 +18,11 @@ import pyarrow.parquet as pq
 
 from ingot import __version__
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.base.markers import FileEntry, entry_of, problems, read_marker, write_marker
+from ingot.base.markers import FileEntry, entry_of, fingerprint, problems, read_marker, write_marker
 from ingot.base.storage import atomic_file
-from ingot.config.data import Source
-from ingot.config.objective import Documents
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import Source
+from ingot.config.sections.objective import Documents
 from ingot.data.sources import Split, recipe_sources
 from ingot.data.stamps import change
 

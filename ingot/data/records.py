@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ingot.config.data import COLUMNS
-from ingot.config.objective import Documents
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
 from ingot.data.chats import from_messages
 from ingot.data.examples import from_labelled, from_pair
 from ingot.data.kinds import token_columns

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.config.data import COLUMNS
+from ingot.config.sections.data import COLUMNS
 from ingot.data.columns import Column, bin_path
 from ingot.data.kinds import LABEL, MASK
 from ingot.data.manifest import Part, Prepared

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import find_files, is_remote, stamp
-from ingot.config.data import Source, ValidationShare
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import Source, ValidationShare
 from ingot.data.compression import ENDINGS
 from ingot.data.dumps import fetch_dump, find_dump
 from ingot.data.hubsets import find_hub

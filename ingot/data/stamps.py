@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ingot.base.errors import IngotError
-from ingot.base.fingerprint import fingerprint
-from ingot.config.data import Source
+from ingot.base.markers import fingerprint
+from ingot.config.sections.data import Source
 from ingot.data.sourcefile import SourceFile
 from ingot.data.sources import find_source, is_local
 

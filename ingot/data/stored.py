@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ingot.config.objective import Documents
+from ingot.config.sections.objective import Documents
 from ingot.data.chats import from_messages
 from ingot.data.examples import from_labelled, from_pair
 from ingot.data.messages import Message, compact

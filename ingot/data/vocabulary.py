@@ -15,8 +15,7 @@ from typing import Any
 import tokenizers
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.base.markers import entry_of, problems, read_marker, write_marker
+from ingot.base.markers import entry_of, fingerprint, problems, read_marker, write_marker
 from ingot.base.progress import Progress, say
 from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe

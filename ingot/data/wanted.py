@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.config.data import Source
-from ingot.config.objective import Documents
+from ingot.config.sections.data import Source
+from ingot.config.sections.objective import Documents
 from ingot.data.chats import to_messages
 from ingot.data.examples import LABELLED, PAIR, to_labelled, to_pair
 from ingot.data.items import Bad, Item, checked, missing_column

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.config.evaluation import ChoiceTask, HellaSwagTask
+from ingot.base.markers import fingerprint
+from ingot.config.sections.evaluation import ChoiceTask, HellaSwagTask
 from ingot.evaluate.figures import mean_metric
 from ingot.evaluate.likelihood import Span, encode_spans, log_likelihoods
 from ingot.evaluate.records import Record, read_records

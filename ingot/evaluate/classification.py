@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import Failed
-from ingot.base.evaluation import Metric
-from ingot.config.evaluation import ClassificationTask
+from ingot.base.reports import Metric
+from ingot.config.sections.evaluation import ClassificationTask
 from ingot.data.manifest import Prepared
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import Metric
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
+from ingot.base.reports import Metric
 from ingot.evaluate.bootstrap import ratio_interval
 from ingot.evaluate.loss import Stretches
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.evaluation import Metric
-from ingot.base.fingerprint import fingerprint
-from ingot.config.evaluation import LMEvalTask
+from ingot.base.markers import fingerprint
+from ingot.base.reports import Metric
+from ingot.config.sections.evaluation import LMEvalTask
 from ingot.evaluate.bootstrap import ratio_interval
 from ingot.evaluate.likelihood import Span, encode_spans, log_likelihoods
 from ingot.evaluate.subject import About, Measured, Subject

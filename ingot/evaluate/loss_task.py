@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import Metric
-from ingot.base.fingerprint import fingerprint
-from ingot.config.evaluation import LossTask
+from ingot.base.markers import fingerprint
+from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LossTask
 from ingot.data.manifest import Prepared, prepared_for
 from ingot.data.rows import Rows, open_rows
 from ingot.data.samples import Samples

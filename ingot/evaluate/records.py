@@ -12,8 +12,8 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.storage import open_read
-from ingot.config.data import Source
-from ingot.config.objective import Documents
+from ingot.config.sections.data import Source
+from ingot.config.sections.objective import Documents
 from ingot.data.hubrows import hub_items
 from ingot.data.items import Bad, Item
 from ingot.data.readers import read_items

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.config.evaluation import RougeTask
+from ingot.base.markers import fingerprint
+from ingot.config.sections.evaluation import RougeTask
 from ingot.data.chats import from_messages
 from ingot.data.examples import from_pair
 from ingot.data.texts import read_documents

@@ -12,13 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import EvaluationReport, write_report
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.steprecord import Outcome, sizes
+from ingot.base.reports import EvaluationReport, Outcome, sizes, write_report
 from ingot.base.storage import sha256_file
-from ingot.config.evaluation import LossTask
 from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LossTask
 from ingot.data.manifest import prepared_for
 from ingot.evaluate.baselines import Baseline, baselines, check_baselines
 from ingot.evaluate.examples import ENDING, write_examples

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import Metric
 from ingot.base.progress import Progress
+from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
 from ingot.models.device import Compute
 from ingot.models.kinds import Kind, Model

@@ -7,7 +7,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from ingot.base.evaluation import EvaluationReport, Metric
+from ingot.base.reports import EvaluationReport, Metric
 
 
 def show_report(report: EvaluationReport, console: Console) -> None:

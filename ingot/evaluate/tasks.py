@@ -4,7 +4,7 @@ then measured as often as wanted.
 
 from __future__ import annotations
 
-from ingot.config.evaluation import (
+from ingot.config.sections.evaluation import (
     ChoiceTask,
     ClassificationTask,
     HellaSwagTask,

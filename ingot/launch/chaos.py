@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from ingot.base.events import read_lines
 from ingot.base.progress import say
-from ingot.config.place import Chaos
+from ingot.base.runlog import read_lines
+from ingot.config.sections.deployment import Chaos
 from ingot.launch.attempt import Attempt
 from ingot.launch.notes import note
 

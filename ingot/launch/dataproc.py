@@ -13,17 +13,17 @@ import time
 import uuid
 from typing import Any
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
 from ingot.base.lock import folder_lock
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
+from ingot.base.remote.bucket import open_bucket
 from ingot.cloud import batches
 from ingot.cloud.clients import Google, messages
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import label
-from ingot.config.launch import seconds
 from ingot.config.recipe import Recipe
+from ingot.config.sections.launch import seconds
 from ingot.launch.gce_cluster import ATTEMPT, labels_of
 from ingot.launch.handles import find, jobs_folder, store
 from ingot.launch.job import Handle, Job, Log, State
@@ -52,7 +52,7 @@ import tempfile
 
 from ingot.cloud.clients import Google
 from ingot.cloud.secrets import resolve
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from ingot.launch.node import main
 
 if __name__ == "__main__":

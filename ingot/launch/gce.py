@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import EXIT_FAILED, Failed, IngotError, WrongInput
 from ingot.base.lock import folder_lock, lock_holder
 from ingot.base.progress import duration, say
+from ingot.base.remote.bucket import open_bucket
 from ingot.cloud import instances
 from ingot.cloud.clients import Google
 from ingot.cloud.instances import Found, NoRoom, NoSuch

@@ -30,7 +30,7 @@ from urllib.parse import quote
 
 import jinja2
 
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.cloud.clients import Google, messages
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import MODULE, label, name_of

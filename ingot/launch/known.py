@@ -12,7 +12,7 @@ from typing import Protocol
 from ingot.base.errors import Failed, IngotError
 from ingot.base.heartbeat import read_beats
 from ingot.config.load import load_recipe
-from ingot.config.work import Checkpoint
+from ingot.config.sections.training import Checkpoint
 from ingot.launch.handles import recipe_of, stored
 from ingot.launch.job import OVER, Handle, Log, State
 from ingot.launch.local import LocalLauncher

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed
-from ingot.base.gcs import Missing
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.service import Missing
 from ingot.base.storage import atomic_file, is_remote
 
 HERE, EXIT, SIGNAL = "here", "exit", "signal"

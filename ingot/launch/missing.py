@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ingot.base.bucket import open_bucket
 from ingot.base.markers import read_marker
-from ingot.base.replicaindex import read_index
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.index import read_index
 from ingot.base.storage import is_remote
 from ingot.cloud.regions import region_mismatch
 from ingot.config.recipe import Recipe

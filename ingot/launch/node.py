@@ -27,7 +27,7 @@ from ingot.base.errors import EXIT_DONE, EXIT_FAILED, Failed, IngotError, WrongI
 from ingot.base.progress import say
 from ingot.cloud.clients import Google
 from ingot.cloud.secrets import resolve
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from ingot.launch.attempt import Exit, follow
 from ingot.launch.job import Job
 from ingot.launch.meeting import EXIT, HERE, Meeting

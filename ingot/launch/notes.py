@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import IngotError
-from ingot.base.events import record_event
+from ingot.base.runlog import record_event
 from ingot.launch.attempt import Attempt
 
 

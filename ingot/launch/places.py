@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, Failed, WrongInput
 from ingot.base.progress import duration, say
-from ingot.base.replica import replica_url
+from ingot.base.remote.replica import replica_url
 from ingot.cloud.prices import LEAST_S, hourly_of, time_limit_s
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import follow

@@ -15,7 +15,7 @@ from typing import Any
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, Failed, IngotError
 from ingot.base.heartbeat import Beat
 from ingot.base.progress import say
-from ingot.base.replica import push
+from ingot.base.remote.replica import push
 from ingot.launch.attempt import WELL, Exit
 from ingot.launch.job import OVER, Handle, Job, Launcher, Log, State
 from ingot.launch.meeting import EXIT, Meeting

@@ -12,10 +12,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ingot.base.bucket import Bucket, open_bucket
 from ingot.base.errors import IngotError
-from ingot.base.gcs import Missing
 from ingot.base.heartbeat import Beat, parse_beats, read_beats
+from ingot.base.remote.bucket import Bucket, open_bucket
+from ingot.base.remote.service import Missing
 from ingot.base.storage import write_atomic
 
 BEATS_S = 5.0

@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
-from ingot.base.bucket import open_bucket
 from ingot.base.environment import REPLICA
 from ingot.base.errors import IngotError
-from ingot.base.events import append_line, read_lines
 from ingot.base.heartbeat import heartbeat_file
-from ingot.base.later import forget, later, leave_for_later
 from ingot.base.progress import say
-from ingot.base.replica import pull, push
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.deferred import forget, later, leave_for_later
+from ingot.base.remote.replica import pull, push
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import append_line, read_lines
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed
 from ingot.base.progress import say
-from ingot.base.replica import push
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import push
 from ingot.base.storage import write_atomic
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe

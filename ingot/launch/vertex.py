@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import folder_lock
 from ingot.base.progress import duration, say
+from ingot.base.remote.bucket import open_bucket
 from ingot.cloud import jobs
 from ingot.cloud.clients import Google
 from ingot.cloud.images import image_of

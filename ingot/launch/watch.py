@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ingot.base.heartbeat import Beat, Phase
 from ingot.base.progress import duration
-from ingot.config.launch import Launch
+from ingot.config.sections.launch import Launch
 
 AUTO_S, AUTO_STEPS = 30.0, 3.0
 """`launch.hang_s: auto` is so many seconds and so many usual steps."""

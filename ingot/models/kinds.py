@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
-from ingot.config.objective import Documents
+from ingot.config.sections.objective import Documents
 from ingot.models.adapters.lora import A, B, merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter

@@ -17,7 +17,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.config.family import overridden
 from ingot.config.presets import preset
 from ingot.config.recipe import Recipe
-from ingot.config.work import Model as ModelKnobs
+from ingot.config.sections.training import Model as ModelKnobs
 from ingot.models.hf.config import HubConfig, hub_config
 from ingot.models.hf.folder import CONFIG, load_weights, model_config
 from ingot.models.hf.loading import draw_hub, load_hub

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ingot.config.objective import ObjectiveSettings
+from ingot.config.sections.objective import ObjectiveSettings
 from ingot.data.loader import Batch
 from ingot.models.native.head import IGNORE, View, summed
 from ingot.objectives.protocol import AllSum, ObjectiveInputs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ingot.config import objective as config
+from ingot.config.sections import objective as config
 from ingot.data.loader import Batch
 from ingot.models.native.head import View
 from ingot.objectives.protocol import AllSum, ObjectiveInputs

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ingot.config.objective import ObjectiveSettings
+from ingot.config.sections.objective import ObjectiveSettings
 from ingot.data.loader import Batch
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import View

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ingot.config.layout import Memory, Parallel, Precision
+from ingot.config.sections.layout import Memory, Parallel, Precision
 from ingot.models.device import Compute
 from ingot.models.kinds import Model
 from ingot.models.native.decoder import Decoder

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ingot.base.environment import Ranks, ranks
-from ingot.config.layout import Parallel
+from ingot.config.sections.layout import Parallel
 from ingot.config.shape import AXES, Degrees, degrees_of
 from ingot.models.device import backend, keep_freed_memory, pick_device, use_all_cores
 

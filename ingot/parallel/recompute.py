@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from ingot.base.errors import WrongInput
-from ingot.config.layout import Recompute
+from ingot.config.sections.layout import Recompute
 from ingot.models.adapters.lora import LoraState, lora_state
 from ingot.models.hf.loading import Seq2Seq
 from ingot.models.kinds import Kind

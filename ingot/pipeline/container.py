@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, Failed, IngotError, WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.replica import push
-from ingot.base.steprecord import Outcome, read_record
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import push
+from ingot.base.reports import Outcome, read_record
 from ingot.cloud.clients import Google
 from ingot.cloud.secrets import resolve
 from ingot.cloud.tensorboard import live

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.base.replica import replica_url
+from ingot.base.markers import fingerprint
+from ingot.base.remote.replica import replica_url
 from ingot.base.storage import is_remote
 from ingot.cloud.clients import Google
 from ingot.cloud.images import image_of
 from ingot.cloud.machines import accelerators_of, check_machine, machine_type, vertex_accelerator
 from ingot.cloud.prices import time_limit_s
-from ingot.config.cloud import StepPlace, Verb
-from ingot.config.launch import Machine
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import StepPlace, Verb
+from ingot.config.sections.launch import Machine
 from ingot.launch.missing import local_folders
 from ingot.launch.staging import for_nodes
 from ingot.pipeline.steps import STEPS

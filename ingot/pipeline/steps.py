@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.config.data import Source
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import Source
 
 Knobs = dict[str, Any]
 

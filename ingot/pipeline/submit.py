@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.replica import push
-from ingot.base.replicaindex import INDEX
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.index import INDEX
+from ingot.base.remote.replica import push
 from ingot.base.storage import write_atomic
 from ingot.cloud import pipelines
 from ingot.cloud.clients import Google

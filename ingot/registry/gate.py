@@ -13,8 +13,8 @@ from decimal import Decimal
 from typing import Literal
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import EvaluationReport, Metric
-from ingot.config.place import GATED, Gate
+from ingot.base.reports import EvaluationReport, Metric
+from ingot.config.sections.deployment import GATED, Gate
 
 Verdict = Literal["deploy", "keep"]
 _MEASURE_LIVE = (

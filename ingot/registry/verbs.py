@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, WrongInput
-from ingot.base.evaluation import EvaluationReport, read_report
-from ingot.base.events import record_event
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
+from ingot.base.reports import EvaluationReport, Outcome, read_report, sizes
 from ingot.base.runfolder import RunFolder
-from ingot.base.steprecord import Outcome, sizes
+from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.registry.gate import Decision, decide

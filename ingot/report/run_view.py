@@ -17,13 +17,11 @@ import yaml
 from pydantic import ValidationError
 
 from ingot.base.errors import IngotError
-from ingot.base.evaluation import EvaluationReport, Metric, read_report
-from ingot.base.events import read_lines
 from ingot.base.heartbeat import Beat, read_beats
 from ingot.base.lock import lock_holder
+from ingot.base.reports import EvaluationReport, Metric, StepRecord, read_record, read_report
 from ingot.base.runfolder import RunFolder
-from ingot.base.steprecord import StepRecord, read_record
-from ingot.config.recipe import Recipe
+from ingot.base.runlog import read_lines
 from ingot.config.shape import parameter_count
 from ingot.report.goodput import Goodput, goodput
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.tokenizers.chat_text import (
     BEGIN,
     END,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import canonical_json
+from ingot.base.markers import canonical_json
 from ingot.tokenizers.batches import Batch, flatten
 from ingot.tokenizers.cutter import Cutter
 from ingot.tokenizers.protobuf import CONTROL, UNKNOWN, USER_DEFINED, read_model

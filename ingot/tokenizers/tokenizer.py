@@ -17,7 +17,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
 from ingot.tokenizers.batches import Batch
 from ingot.tokenizers.chat_text import ChatForm, mask, pieces

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import psutil
 
-from ingot.base.events import read_lines, record_event
 from ingot.base.heartbeat import SPENDINGS, Heart, Phase, Spending, read_beats
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import read_lines, record_event
 from ingot.checkpoints.saver import Saved
 from ingot.checkpoints.store import committed
 from ingot.train.loop import StepInfo

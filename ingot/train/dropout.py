@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.data.loader import Batch
 from ingot.models.adapters.lora import lora_state
 from ingot.models.kinds import Model

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from ingot.base.events import flush_lines
 from ingot.base.progress import Progress
 from ingot.base.runfolder import RunFolder
-from ingot.base.sinks import Guarded, JsonLines
+from ingot.base.runlog import Guarded, JsonLines, flush_lines
 from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.store import retain
-from ingot.config.work import Checkpoint
+from ingot.config.sections.training import Checkpoint
 from ingot.models.device import Compute, gpu_usage, measured_peak, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
 from ingot.train.account import Account

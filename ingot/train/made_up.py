@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.config.objective import Documents
 from ingot.config.recipe import Recipe
+from ingot.config.sections.objective import Documents
 from ingot.config.shape import batch_plan, check_layout, total_steps
 from ingot.data.opened import IGNORE, Ids, Opened
 from ingot.data.rows import Row, Rows

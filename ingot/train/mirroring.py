@@ -12,7 +12,7 @@ from pathlib import Path
 from ingot.base.environment import REPLICA
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import problems, read_marker
-from ingot.base.replica import push
+from ingot.base.remote.replica import push
 from ingot.checkpoints.mirror import BucketMirror, fetch_newer, send_newest
 from ingot.checkpoints.store import COMMIT, Found, step_folder
 from ingot.config.recipe import Recipe

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import optim
 
-from ingot.config.work import SGD, AdamW, OptimizerSettings
+from ingot.config.sections.training import SGD, AdamW, OptimizerSettings
 from ingot.parallel.masters import Masters
 from ingot.train.stochastic import StochasticAdamW, StochasticSGD
 

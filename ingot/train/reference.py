@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder

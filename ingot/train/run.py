@@ -13,12 +13,11 @@ from typing import Any
 
 from ingot.base.environment import ranks
 from ingot.base.errors import Stopped, WrongInput
-from ingot.base.events import read_lines
-from ingot.base.fingerprint import fingerprint
 from ingot.base.heartbeat import Heart
+from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress, duration, say
-from ingot.base.sinks import Guarded, JsonLines
-from ingot.base.steprecord import Outcome, sizes
+from ingot.base.reports import Outcome, sizes
+from ingot.base.runlog import Guarded, JsonLines, read_lines
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import Found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ingot.config.work import Schedule
+from ingot.config.sections.training import Schedule
 
 
 def warmup_steps(schedule: Schedule, total: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ingot.base.errors import Failed
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic

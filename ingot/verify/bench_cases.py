@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
+from ingot.config.sections.training import Train
 from ingot.config.shape import batch_plan
-from ingot.config.work import Train
 
 WARM_UP = 2
 """Steps that are not counted: memory is taken, kernels are chosen, models compiled."""

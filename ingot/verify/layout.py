@@ -20,8 +20,8 @@ from ingot.base.errors import IngotError, WrongInput
 from ingot.base.progress import Progress, say
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
+from ingot.config.sections.training import SGD
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees_of
-from ingot.config.work import SGD
 from ingot.data.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
 from ingot.verify.difference import Difference, compare

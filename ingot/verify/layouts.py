@@ -14,8 +14,8 @@ import yaml
 from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
-from ingot.config.layout import Memory, Parallel, Recompute
 from ingot.config.recipe import Recipe
+from ingot.config.sections.layout import Memory, Parallel, Recompute
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 MOST = 8

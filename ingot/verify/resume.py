@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.events import read_lines
 from ingot.base.progress import duration, say
+from ingot.base.runlog import read_lines
 from ingot.base.storage import sha256_file
 from ingot.checkpoints.reader import StoredTensors
 from ingot.checkpoints.store import newest_valid

@@ -21,8 +21,8 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.config.family import overridden
-from ingot.config.layout import Memory, Parallel
 from ingot.config.recipe import Recipe
+from ingot.config.sections.layout import Memory, Parallel
 from ingot.config.shape import batch_plan, degrees_of
 from ingot.data.opened import IGNORE, Ids
 from ingot.data.rows import Row, Rows

@@ -12,8 +12,8 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.storage import open_read
-from ingot.config.data import Source
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import Source
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.columns import token_dtype
 from ingot.data.documents import Shares

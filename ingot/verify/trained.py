@@ -18,8 +18,8 @@ from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import COMMIT, Found, committed, step_folder
 from ingot.config.identity import changes
-from ingot.config.layout import Parallel
 from ingot.config.recipe import Recipe
+from ingot.config.sections.layout import Parallel
 from ingot.models.adapters.lora import adapter_parameters, add_lora
 from ingot.models.hf.folder import CONFIG, LINEAGE, read_lineage
 from ingot.models.kinds import Model

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,15 @@ import pytest
 
 from ingot.base import markers
 from ingot.base.errors import WrongInput
-from ingot.base.markers import FileEntry, entry_of, problems, read_marker, write_marker
+from ingot.base.markers import (
+    FileEntry,
+    canonical_json,
+    entry_of,
+    fingerprint,
+    problems,
+    read_marker,
+    write_marker,
+)
 
 
 @pytest.fixture
@@ -151,3 +161,26 @@ def test_a_newer_marker_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "M.json").write_text(json.dumps({"schema": 99}))
     with pytest.raises(WrongInput, match=r"schema 99, newer.*upgrade"):
         read_marker(tmp_path, "M.json")
+
+
+def test_equal_values_have_equal_fingerprints_whatever_their_order_and_process() -> None:
+    value = {"b": [1, 2.5, None, True], "a": {"ü": "x", "y": 1}}
+    same = {"a": {"y": 1, "ü": "x"}, "b": [1, 2.5, None, True]}
+    assert fingerprint(value) == fingerprint(same)
+    code = f"from ingot.base.markers import fingerprint; print(fingerprint({value!r}))"
+    assert subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip() == fingerprint(value)
+    assert len(fingerprint(value)) == 16
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [([1, 2], [2, 1]), (1, "1"), ({"a": None}, {}), ("a", "A"), (0.1, 0.2)]
+)
+def test_other_values_have_other_fingerprints(one: object, other: object) -> None:
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_nan_has_no_fingerprint() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"a": float("nan")})

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from ingot.base.environment import Ranks
-from ingot.base.events import read_lines, record_event
 from ingot.base.markers import read_marker
-from ingot.base.sinks import JsonLines
+from ingot.base.runlog import JsonLines, read_lines, record_event
 from ingot.base.storage import sha256_file
 from ingot.checkpoints.export import export_model
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import committed, newest_valid
-from ingot.config.work import AdamW
+from ingot.checkpoints.store import committed, load_checkpoint, newest_valid
+from ingot.config.sections.training import AdamW
 from ingot.models.hf.folder import hash_model, read_lineage
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ingot.base.events import read_lines
 from ingot.base.markers import problems, read_marker
-from ingot.base.steprecord import Outcome, is_intact, read_record, sizes
+from ingot.base.reports import Outcome, is_intact, read_record, sizes
+from ingot.base.runlog import read_lines
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.recipe import Recipe

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.base.events import read_lines
 from ingot.base.heartbeat import heartbeat_file, read_beats
+from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.report.goodput import goodput
 from ingot.train.run import train

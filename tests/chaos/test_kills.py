@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.base.events import read_lines
 from ingot.base.heartbeat import Beat, Phase, heartbeat_file, read_beats
+from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.train.run import train

@@ -65,7 +65,7 @@ def export_in_place(folder: Path) -> Callable[[], Any]:
 
 
 def lines_rewritten_in_place(folder: Path) -> Callable[[], Any]:
-    patch("ingot.base.sinks.write_atomic", Path.write_text).start()
+    patch("ingot.base.runlog.write_atomic", Path.write_text).start()
     return ready_lines(folder)
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base import bucket, upload
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.gcs import EMULATOR
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
+from ingot.base.remote import bucket
+from ingot.base.remote import service as upload
+from ingot.base.remote.service import EMULATOR
 from ingot.checkpoints.mirror import BucketMirror, Damaged, fetch_newer, send_newest
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import COMMIT, newest_valid, step_folder

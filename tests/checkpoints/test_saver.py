@@ -23,7 +23,7 @@ from ingot.checkpoints.staging import Staged, Staging, unstaged
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import COMMIT, committed, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream
-from ingot.config.layout import Parallel
+from ingot.config.sections.layout import Parallel
 from ingot.models.parameters import box, local
 from ingot.parallel.mesh import running_mesh
 from tests.checkpoints.states import (

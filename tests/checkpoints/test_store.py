@@ -22,7 +22,7 @@ from ingot.checkpoints.store import (
     retain,
     step_folder,
 )
-from ingot.config.work import AdamW
+from ingot.config.sections.training import AdamW
 from ingot.parallel.masters import Master
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optim import make_optimizer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.replica import push, replica_url
+from ingot.base.remote.replica import push, replica_url
 from ingot.cli.app import app
 from ingot.cloud import builds, clients
 from tests import gcs

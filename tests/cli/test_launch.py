@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from ingot.launch.supervise import committed
 from tests.cli.commands import clean_environment, command, ingot

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.steprecord import Outcome
+from ingot.base.reports import Outcome
 from ingot.base.storage import write_atomic
 from ingot.cli import verbs
 from ingot.config.load import dump_recipe

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.remote.bucket import open_bucket
 from ingot.cloud import builds, clients
 from ingot.cloud.builds import Baked, Wish
 from ingot.cloud.clients import Google
 from ingot.cloud.context import source
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from tests import gcs, golden
 from tests.cloud.checkout import committed, running_from
 from tests.fakes import builds as fake

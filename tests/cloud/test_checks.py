@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ingot.base import bucket as objects
 from ingot.base.errors import WrongInput
+from ingot.base.remote import bucket as objects
 from ingot.cli.doctor import examine_cloud
 from ingot.cloud import clients
 from tests import gcs

@@ -6,7 +6,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.cloud.images import image_of
-from ingot.config.cloud import Cloud, Images
+from ingot.config.sections.deployment import Cloud, Images
 
 
 def test_an_image_lies_in_the_repository_of_the_region() -> None:

@@ -17,7 +17,7 @@ from ingot.cloud.machines import (
     machine_type,
     vertex_accelerator,
 )
-from ingot.config.launch import Machine
+from ingot.config.sections.launch import Machine
 
 messages = pytest.importorskip(
     "google.cloud.aiplatform_v1", reason="the Google clients are not installed"

@@ -11,8 +11,8 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.cloud.machines import ACCELERATORS, MACHINES
 from ingot.cloud.prices import chips, hourly, hourly_tpu, table, time_limit_s
-from ingot.config.cloud import Cloud
-from ingot.config.launch import Machine
+from ingot.config.sections.deployment import Cloud
+from ingot.config.sections.launch import Machine
 from tests.small import small_recipe
 
 DAY = 86_400.0

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.config.layout import Parallel
 from ingot.config.load import load_recipe
+from ingot.config.sections.layout import Parallel
+from ingot.config.sections.training import Train
 from ingot.config.shape import AXES, batch_plan, check_layout, degrees_of
-from ingot.config.work import Train
 
 MODEL = {
     "model_type": "llama",

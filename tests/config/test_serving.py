@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.launch import Machine
 from ingot.config.load import load_recipe
-from ingot.config.place import Serve
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import Serve
+from ingot.config.sections.launch import Machine
 from ingot.config.serving import (
     answered,
     artifact_of,

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ingot.base.errors import WrongInput
-from ingot.config.layout import Parallel
 from ingot.config.presets import PRESETS, preset
+from ingot.config.sections.layout import Parallel
+from ingot.config.sections.training import Train
 from ingot.config.shape import batch_plan, flops_per_token, parameter_count, total_steps
-from ingot.config.work import Train
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from tests import tolerances

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.later import HIDDEN, Later, Unusable, later, leave_for_later
-from ingot.base.replica import pull, push
+from ingot.base.remote.deferred import HIDDEN, Later, Unusable, later, leave_for_later
+from ingot.base.remote.replica import pull, push
 from ingot.config.shape import BatchPlan
 from ingot.data import ahead
 from ingot.data.loader import Batch, Loader

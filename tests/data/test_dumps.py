@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.data import Source
+from ingot.config.sections.data import Source
 from ingot.data import dumps
 from ingot.data.dumps import fetch_dump, find_dump
 from ingot.data.ingest import ingest

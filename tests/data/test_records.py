@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.config.data import COLUMNS
-from ingot.config.objective import Documents
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
 from ingot.data.items import Item
 from ingot.data.records import encode_documents, encode_framed, encode_records, identity
 from ingot.data.wanted import Wanted

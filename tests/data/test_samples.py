@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry, entry_of
 from ingot.base.progress import Progress
-from ingot.config.data import COLUMNS
-from ingot.config.objective import Documents
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
 from ingot.config.shape import BatchPlan
 from ingot.data import rowcounts
 from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path

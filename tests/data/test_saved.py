@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.data import Source
+from ingot.config.sections.data import Source
 from ingot.data.ingest import ingest
 from ingot.data.items import Bad, Item
 from ingot.data.raw import open_raw

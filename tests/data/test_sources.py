@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.data import Source
+from ingot.config.sections.data import Source
 from ingot.data.sources import STDLIB, find_source, source_files, source_stamps
 from tests.data.small import recipe
 

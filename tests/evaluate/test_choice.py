@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.evaluation import ChoiceTask, HellaSwagTask
 from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import ChoiceTask, HellaSwagTask
 from ingot.evaluate.choice import Choices, Item, judged, open_choices
 from ingot.evaluate.subject import Measured
 from ingot.evaluate.tasks import check, measure

@@ -13,8 +13,8 @@ from sklearn.metrics import accuracy_score, f1_score
 from transformers import AutoModelForSequenceClassification
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.evaluation import ClassificationTask
 from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import ClassificationTask
 from ingot.data.rows import open_rows
 from ingot.data.samples import Samples
 from ingot.evaluate.classification import MOST_CLASSES, f1_metrics

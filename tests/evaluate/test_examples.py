@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from ingot.base.evaluation import EvaluationReport, Metric
+from ingot.base.reports import EvaluationReport, Metric
 from ingot.evaluate.examples import write_examples
 from ingot.evaluate.table import show_report
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ingot.config.layout import Parallel
 from ingot.config.recipe import Recipe
-from ingot.config.work import SGD
+from ingot.config.sections.layout import Parallel
+from ingot.config.sections.training import SGD
 from ingot.data.rows import open_rows
 from ingot.evaluate.held_out import held_out_objective
 from ingot.models.native.config import DecoderConfig

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.evaluation import LMEvalTask
 from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LMEvalTask
 from ingot.evaluate.lm_eval import sample_interval, windows
 from ingot.evaluate.subject import Measured
 from ingot.evaluate.tasks import check, measure

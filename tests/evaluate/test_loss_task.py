@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from ingot.base.errors import WrongInput
-from ingot.config.evaluation import LossTask
 from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LossTask
 from ingot.data.rows import open_rows
 from ingot.data.samples import Samples
 from ingot.evaluate.subject import Measured

@@ -16,8 +16,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.evaluation import RougeTask
 from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import RougeTask
 from ingot.data.texts import read_documents
 from ingot.evaluate.rouge import first_line, scorer
 from ingot.evaluate.subject import Measured

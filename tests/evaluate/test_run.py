@@ -14,8 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.evaluation import EvaluationReport, read_report
-from ingot.base.steprecord import Outcome
+from ingot.base.reports import EvaluationReport, Outcome, read_report
 from ingot.config.recipe import Recipe
 from ingot.data.texts import read_documents
 from ingot.evaluate.run import evaluate

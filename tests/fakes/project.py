@@ -23,7 +23,7 @@ from google.cloud import (
 )
 from google.iam.v1 import iam_policy_pb2, policy_pb2
 
-from ingot.base.gcs import packages
+from ingot.base.remote.service import packages
 from tests.fakes.google import Refused, Server
 
 NUMBER = "123456789"

@@ -15,8 +15,8 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from ingot.base.bucket import open_bucket
-from ingot.base.gcs import Conflict
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.service import Conflict
 
 FOLDER = Path(os.environ["VM_FOLDER"])
 OPENED = ["iptables", "--wait", "--append", "INPUT", "--protocol", "tcp", "--jump", "ACCEPT"]

@@ -64,8 +64,8 @@ PLACE = {"pipeline", "launch", "registry", "report"}
 # The one file that may import an optional or heavy library inside a function.
 LAZY_OWNERS = {
     "huggingface_hub": {"ingot.base.hub", "ingot.data.hubsets"},
-    "tensorboard": {"ingot.base.sinks"},
-    "wandb": {"ingot.base.sinks"},
+    "tensorboard": {"ingot.base.runlog"},
+    "wandb": {"ingot.base.runlog"},
     "pynvml": {"ingot.models.device"},
     "rich": {"ingot.base.progress"},
     # torch's distributed packages take one to three seconds to import.
@@ -81,9 +81,9 @@ LAZY_OWNERS = {
     "sentencepiece": {"ingot.tokenizers.pieces"},
     "datasets": {"ingot.data.hubsets"},
     "mwparserfromhell": {"ingot.data.wikipedia"},
-    "google": {"ingot.cloud.bigquery", "ingot.cloud.clients", "ingot.base.gcs"},
+    "google": {"ingot.cloud.bigquery", "ingot.cloud.clients", "ingot.base.remote.service"},
     "requests": {"ingot.cloud.clients"},
-    "google_crc32c": {"ingot.base.gcs"},
+    "google_crc32c": {"ingot.base.remote.service"},
     "py3langid": {"ingot.data.cleaning.languages"},
     "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
@@ -118,7 +118,7 @@ TORCH_FREE = (
     "ingot.cloud.checks",
     "ingot.cloud.builds",
     "ingot.config.serving",
-    "ingot.config.adopt",
+    "ingot.config.adopt.convert",
     "ingot.report.page",
     "ingot.config.load",
     "ingot.tokenizers.load",

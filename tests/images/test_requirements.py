@@ -149,7 +149,7 @@ from ingot.config.load import load_recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 import ingot.data.engines.spark, ingot.data.readers, ingot.data.wikipedia, ingot.data.queries, ingot.cloud.bigquery, ingot.cloud.secrets
-import ingot.cli.verbs, ingot.base.replica, ingot.base.bucket
+import ingot.cli.verbs, ingot.base.remote.replica, ingot.base.remote.bucket
 import google.cloud.storage, google.cloud.bigquery, google.cloud.secretmanager_v1, gcsfs
 recipe = load_recipe((), json.loads({json.dumps(json.dumps(_said(recipe)))}), environ={{}}, dotenv=None)
 ingest(recipe)

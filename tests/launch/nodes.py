@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.ranks import free_port

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ingot.base.events import append_line, read_lines, record_event
 from ingot.base.heartbeat import Heart, heartbeat_file, read_beats
 from ingot.base.markers import read_marker, write_marker
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import append_line, read_lines, record_event
 
 
 def main(run: RunFolder) -> int:

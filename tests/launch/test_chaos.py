@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.events import read_lines, record_event
 from ingot.base.heartbeat import Beat
+from ingot.base.runlog import read_lines, record_event
 from ingot.config.load import dump_recipe
-from ingot.config.place import Chaos
+from ingot.config.sections.deployment import Chaos
 from ingot.launch.chaos import Kills
 from ingot.launch.local import Ended
 from tests.launch import stand_in

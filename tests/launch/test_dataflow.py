@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.fingerprint import fingerprint
 from ingot.base.lock import folder_lock
+from ingot.base.markers import fingerprint
 from ingot.cloud import clients, dataflows
 from ingot.config.recipe import Recipe
 from ingot.launch.dataflow import DataflowLauncher

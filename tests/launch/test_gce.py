@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.fingerprint import fingerprint
 from ingot.base.lock import folder_lock
+from ingot.base.markers import fingerprint
 from ingot.cloud import clients, instances
 from ingot.cloud.instances import NoRoom
 from ingot.config.recipe import Recipe

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ingot.base.events import read_lines
 from ingot.base.lock import folder_lock
+from ingot.base.runlog import read_lines
 from ingot.cloud import instances
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import WrongInput
 from ingot.base.markers import write_marker
-from ingot.base.replica import push
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import push
 from ingot.config.recipe import Recipe
 from ingot.launch import places
 from ingot.launch.missing import away, what_is_missing

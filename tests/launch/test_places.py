@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed
-from ingot.base.events import read_lines, record_event
-from ingot.base.replica import pull, push
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import pull, push
+from ingot.base.runlog import read_lines, record_event
 from ingot.base.storage import write_atomic
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe

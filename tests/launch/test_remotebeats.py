@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.bucket import open_bucket
 from ingot.base.heartbeat import Heart, heartbeat_file
+from ingot.base.remote.bucket import open_bucket
 from ingot.launch import remotebeats
 from ingot.launch.remotebeats import RemoteBeats
 from tests import gcs

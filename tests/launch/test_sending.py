@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from ingot.base.environment import REPLICA
-from ingot.base.events import append_line, read_lines
 from ingot.base.heartbeat import Heart
-from ingot.base.later import later
-from ingot.base.replica import pull, push
+from ingot.base.remote.deferred import later
+from ingot.base.remote.replica import pull, push
+from ingot.base.runlog import append_line, read_lines
 from ingot.launch import sending
 from ingot.launch.job import Job
 from ingot.launch.sending import Sending, bring, bring_back

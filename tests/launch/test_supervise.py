@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.events import read_lines
 from ingot.base.lock import folder_lock
+from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.local import Ended

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from ingot.base.heartbeat import Beat, Phase
-from ingot.config.launch import Launch
+from ingot.config.sections.launch import Launch
 from ingot.launch.watch import Hang, HangWatch, Straggler, StragglerWatch
 
 LOOK_S = 0.25

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base.errors import Stopped
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.train import loop
 from ingot.train.run import train

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingot.config.layout import Parallel
-from ingot.config.work import SGD, Lora
+from ingot.config.sections.layout import Parallel
+from ingot.config.sections.training import SGD, Lora
 from ingot.data.loader import Batch
 from ingot.models.adapters.lora import add_lora
 from ingot.models.native import head

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ingot.config.layout import Parallel
+from ingot.config.sections.layout import Parallel
 from ingot.parallel.collectives import exchange, gather, sum_backward, sum_both, sum_forward
 from ingot.parallel.mesh import running_mesh
 from tests import tolerances

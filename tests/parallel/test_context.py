@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from ingot.base.errors import WrongInput
-from ingot.config.layout import Parallel
+from ingot.config.sections.layout import Parallel
 from ingot.models.device import computing_in
 from ingot.models.native.attention import Attention, dense
 from ingot.models.native.config import DecoderConfig

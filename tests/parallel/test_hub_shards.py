@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ingot.config.layout import Parallel
-from ingot.config.work import SGD
+from ingot.config.sections.layout import Parallel
+from ingot.config.sections.training import SGD
 from ingot.data.loader import Batch
 from ingot.models.hf.loading import Encoder
 from ingot.models.native.head import IGNORE

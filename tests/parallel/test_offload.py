@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ingot.base.environment import Ranks
-from ingot.config.layout import Memory, Offload
+from ingot.config.sections.layout import Memory, Offload
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import initialise, local, spread_as

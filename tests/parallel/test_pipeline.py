@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config.layout import Memory, Parallel
+from ingot.config.sections.layout import Memory, Parallel
+from ingot.config.sections.training import Lora
 from ingot.config.shape import check_pipeline
-from ingot.config.work import Lora
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ingot.config.layout import Memory, Parallel, Precision
-from ingot.config.work import SGD, AdamW, Lora
+from ingot.config.sections.layout import Memory, Parallel, Precision
+from ingot.config.sections.training import SGD, AdamW, Lora
 from ingot.models.adapters.lora import add_lora, draw_adapter, lora_state
 from ingot.models.device import Compute
 from ingot.models.native.config import DecoderConfig

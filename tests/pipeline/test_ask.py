@@ -13,7 +13,7 @@ import pytest
 
 from ingot.base.storage import write_atomic
 from ingot.cli.arguments import read_recipe
-from ingot.cli.target import find_target
+from ingot.cli.model import find_target
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.pipeline import local as ask

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ingot.base.bucket import open_bucket
-from ingot.base.replica import pull, push
-from ingot.base.steprecord import StepRecord, read_record, write_record
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import pull, push
+from ingot.base.reports import StepRecord, read_record, write_record
 from ingot.cloud.bigquery import EMULATOR
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ingot.base.bucket import open_bucket
-from ingot.base.replica import pull
-from ingot.base.steprecord import StepRecord, read_record
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import pull
+from ingot.base.reports import StepRecord, read_record
 from ingot.config.recipe import Recipe
 from ingot.pipeline import container
 from ingot.pipeline import kubeflow as compiler

@@ -11,9 +11,9 @@ import pytest
 
 import ingot
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.events import read_lines
 from ingot.base.lock import folder_lock
-from ingot.base.steprecord import Outcome, StepRecord, read_record
+from ingot.base.reports import Outcome, StepRecord, read_record
+from ingot.base.runlog import read_lines
 from ingot.cli.verbs import STAMPS
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe

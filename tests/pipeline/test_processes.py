@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.events import read_lines
-from ingot.base.steprecord import read_record
+from ingot.base.reports import read_record
+from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from tests.cli.commands import clean_environment, command, ingot
 from tests.launch.blocking import wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.fingerprint import canonical_json
+from ingot.base.markers import canonical_json
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.fingerprint import fingerprint
-from ingot.base.replica import pull, push
+from ingot.base.markers import fingerprint
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import pull, push
 from ingot.base.storage import write_atomic
 from ingot.cloud import clients
 from ingot.config.load import dump_recipe, load_recipe

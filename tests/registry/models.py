@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ingot.base.evaluation import EvaluationReport, Metric, write_report
+from ingot.base.reports import EvaluationReport, Metric, write_report
 from ingot.config.recipe import Recipe
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from google.cloud import aiplatform_v1 as types
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.lease import lease
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.lease import lease
 from ingot.cloud import endpoints
 from ingot.registry import deploy as deploying
 from ingot.registry.deploy import Wish, deploy, rehearse

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import EvaluationReport, Metric
-from ingot.config.place import Gate
+from ingot.base.reports import EvaluationReport, Metric
+from ingot.config.sections.deployment import Gate
 from ingot.registry.gate import decide
 
 LOWER, HIGHER = "loss/bits_per_byte", "rouge/rouge1"

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import write_report
-from ingot.base.events import read_lines
-from ingot.base.steprecord import Outcome, StepRecord, is_intact
+from ingot.base.reports import Outcome, StepRecord, is_intact, write_report
+from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import Wish, deploy
 from ingot.registry.local import Registry

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.evaluation import EvaluationReport, Metric
-from ingot.base.lease import lease
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.lease import lease
+from ingot.base.reports import EvaluationReport, Metric
 from ingot.cloud import clients
 from ingot.registry.local import Registry
 from ingot.registry.verbs import gate, register, resolve

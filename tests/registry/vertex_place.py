@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ingot.base.steprecord import Outcome
+from ingot.base.reports import Outcome
 from ingot.cloud import clients, operations
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import Wish, deploy

@@ -10,10 +10,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ingot.base.evaluation import EvaluationReport, Metric, write_report
-from ingot.base.events import append_line
+from ingot.base.reports import EvaluationReport, Metric, StepRecord, write_record, write_report
 from ingot.base.runfolder import RunFolder
-from ingot.base.steprecord import StepRecord, write_record
+from ingot.base.runlog import append_line
 from ingot.config.load import dump_recipe
 from ingot.config.presets import preset
 from ingot.config.recipe import Recipe

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.base.events import read_lines
 from ingot.base.heartbeat import PHASES, Beat
+from ingot.base.runlog import read_lines
 from ingot.report.goodput import PARTS, Goodput, Part, goodput
 from ingot.report.losses import DEADLY, Kind
 from tests import tolerances

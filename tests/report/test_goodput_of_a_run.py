@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.report.goodput import Goodput

@@ -12,11 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.base.evaluation import EvaluationReport, Metric, read_report, write_report
-from ingot.base.events import append_line
 from ingot.base.lock import folder_lock
+from ingot.base.reports import (
+    EvaluationReport,
+    Metric,
+    StepRecord,
+    read_report,
+    write_record,
+    write_report,
+)
 from ingot.base.runfolder import RunFolder
-from ingot.base.steprecord import StepRecord, write_record
+from ingot.base.runlog import append_line
 from ingot.report.page import write_page
 from tests.report.made_up import PROMPTS, made_up_run
 from tests.report.seen import HOLD, Page, check_harmless

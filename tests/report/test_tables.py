@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import read_report, write_report
-from ingot.base.events import append_line
+from ingot.base.reports import read_report, write_report
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import append_line
 from ingot.report.tables import compare, runs_in, show_run, show_runs
 from tests.report.made_up import made_up_run
 from tests.report.told import Told

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.events import append_line
 from ingot.base.heartbeat import Heart
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import append_line
 from ingot.report.page import write_page
 from tests.report.made_up import made_up_run
 from tests.report.seen import HOLD, Page, check_harmless

@@ -136,8 +136,8 @@ def main() -> int:
     import torch
 
     from ingot.base.errors import IngotError
-    from ingot.config.place import Serve
-    from ingot.serve import server as run
+    from ingot.config.sections.deployment import Serve
+    from ingot.serve import run
 
     torch.set_num_threads(1)
     run.GRACE_S = float(sys.argv[3])

@@ -16,8 +16,9 @@ from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.config.place import Serve
-from ingot.serve.http.bodies import (
+from ingot.config.sections.deployment import Serve
+from ingot.serve.app import create_app
+from ingot.serve.bodies import (
     IGNORED,
     NEUTRAL,
     Body,

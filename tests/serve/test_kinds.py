@@ -19,9 +19,8 @@ import torch
 import transformers
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.cli.model import predict_once
-from ingot.cli.target import find_target
-from ingot.config.work import Lora
+from ingot.cli.model import find_target, predict_once
+from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.generation.sampling import Sampling

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.place import Serve
-from ingot.serve.server import serve
+from ingot.config.sections.deployment import Serve
+from ingot.serve.run import serve
 from tests.serve.running import ROOT, running
 from tests.serve.tiny import make_folder
 

@@ -22,7 +22,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.server import ask
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 from ingot.config.serving import answered, question, triton_route
 from ingot.models.generation.request import Request
 from ingot.serve.engines.triton import Installation, command, find_triton, gather

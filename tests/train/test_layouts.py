@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.train.run import train
 from tests import tolerances

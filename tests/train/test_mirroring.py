@@ -17,8 +17,8 @@ import torch
 
 from ingot.base.environment import REPLICA
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.events import read_lines
-from ingot.base.replica import push
+from ingot.base.remote.replica import push
+from ingot.base.runlog import read_lines
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
@@ -111,7 +111,7 @@ def test_two_runs_on_one_place(server: gcs.Server, root: Path, tmp_path: Path) -
 def test_a_bucket_that_stays_away_ends_training_and_it_goes_on(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.base.bucket.PATIENCE_S", 1.0)
+    monkeypatch.setattr("ingot.base.remote.bucket.PATIENCE_S", 1.0)
     recipe = small_recipe(root, **KNOBS)
     with monkeypatch.context() as patch:
         # From the first step on.

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.models.hf.folder import read_lineage

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.loader import Batch, fixed_batches

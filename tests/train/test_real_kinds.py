@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ingot.base.evaluation import EvaluationReport, read_report
+from ingot.base.reports import EvaluationReport, read_report
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare

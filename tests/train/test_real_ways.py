@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.events import read_lines
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.events import read_lines
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import Found, committed
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base.errors import WrongInput
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from ingot.config.work import Schedule
+from ingot.config.sections.training import Schedule
 from ingot.train.schedule import learning_rate
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import read_report
+from ingot.base.reports import read_report
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare

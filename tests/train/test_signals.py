@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Stopped
-from ingot.base.events import read_lines
 from ingot.base.heartbeat import Phase, heartbeat_file, read_beats
+from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base.errors import Failed
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.data.order import Order
 from ingot.train import run as train_run

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.config.work import SGD, AdamW
+from ingot.config.sections.training import SGD, AdamW
 from ingot.data.loader import Batch
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

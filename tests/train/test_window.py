@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ingot.base.errors import Stopped
-from ingot.base.later import leave_for_later
-from ingot.base.replica import pull, push
+from ingot.base.remote.deferred import leave_for_later
+from ingot.base.remote.replica import pull, push
 from ingot.checkpoints.store import committed
 from ingot.data.ahead import Ahead
 from ingot.train.run import train

@@ -14,12 +14,12 @@ from pathlib import Path
 import uvicorn
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.place import Serve
-from ingot.serve.http.middleware import Metrics
-from ingot.serve.http.service import Service
-from ingot.serve.native.engine import Engine
-from ingot.serve.native.model import load
-from ingot.serve.server import create_app
+from ingot.config.sections.deployment import Serve
+from ingot.serve.app import create_app
+from ingot.serve.engine import Engine
+from ingot.serve.loaded import load
+from ingot.serve.metrics import Metrics
+from ingot.serve.service import Service
 
 
 @contextlib.contextmanager

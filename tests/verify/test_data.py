@@ -13,8 +13,8 @@ import pytest
 
 from ingot.base.markers import FileEntry, entry_of, write_marker
 from ingot.base.progress import Progress
-from ingot.config.data import COLUMNS
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import COLUMNS
 from ingot.data import vocabulary
 from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
 from ingot.data.engines.local import LocalEngine

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 
-from ingot.config.adopt.hub import hub_source
 from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import Draft, Project, Row, Sheet, number, run_name, text, whole
+from ingot.config.adopt.table import (
+    Draft,
+    Project,
+    Row,
+    Sheet,
+    hub_source,
+    number,
+    run_name,
+    text,
+    whole,
+)
 
 TPU_CORES = 8
 

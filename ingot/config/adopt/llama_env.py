@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingot.config.adopt.hub import hub_source
 from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
     Draft,
     Project,
     Row,
     Sheet,
+    hub_source,
     number,
     ratio,
     run_name,

@@ -7,9 +7,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ingot.config.adopt.hub import hub_source
 from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import Draft, Project, Row, Sheet, run_name, text, truth, whole
+from ingot.config.adopt.table import (
+    Draft,
+    Project,
+    Row,
+    Sheet,
+    hub_source,
+    run_name,
+    text,
+    truth,
+    whole,
+)
 
 BRINGS_ITS_OWN = re.compile(r"(a2|a3|a4|a4x|g2|g4)-")
 """Machine types that come with their accelerators."""

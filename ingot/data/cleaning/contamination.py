@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ingot.config.data import Contamination
+from ingot.config.sections.data import Contamination
 from ingot.data.cleaning.codepoints import Flags, Hashes, Indices
 from ingot.data.cleaning.corpus import Batch, Corpus, found_drops
 from ingot.data.cleaning.distinct import distinct, firsts

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ingot.config.data import Clean
+from ingot.config.sections.data import Clean
 from ingot.data.cleaning.codepoints import Bytes
 from ingot.data.cleaning.languages import check_languages, in_languages
 from ingot.data.cleaning.report import KEPT, reason

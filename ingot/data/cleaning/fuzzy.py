@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.config.data import Fuzzy
+from ingot.config.sections.data import Fuzzy
 from ingot.data.cleaning.clusters import Members, cluster, similarities
 from ingot.data.cleaning.codepoints import Hashes, Indices
 from ingot.data.cleaning.components import ALONE, read_components, write_components

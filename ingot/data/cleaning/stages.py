@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.base.fingerprint import fingerprint
-from ingot.base.markers import FileEntry, problems, read_marker, write_marker
+from ingot.base.markers import FileEntry, fingerprint, problems, read_marker, write_marker
 from ingot.base.progress import Progress
 from ingot.base.storage import disk_errors
-from ingot.config.data import Clean
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import Clean
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.cleaning.contamination import Evaluation, Merge, Search
 from ingot.data.cleaning.corpus import Corpus

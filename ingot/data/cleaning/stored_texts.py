@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from ingot.config.objective import Documents
+from ingot.config.sections.objective import Documents
 from ingot.data.cleaning.normal import normalize
 from ingot.data.stored import plain_text, with_said
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
+from ingot.base.remote.bucket import open_bucket
 from ingot.base.storage import write_atomic
 from ingot.data.engines.engine import Result, Task, Work
 from ingot.data.engines.outcome import attempt, result_of

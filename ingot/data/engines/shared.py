@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PosixPath
 from typing import Any
 
-from ingot.base.bucket import Bucket, crc32c, open_bucket
 from ingot.base.errors import Failed
 from ingot.base.progress import Progress
-from ingot.base.replicaindex import Entry, read_index
-from ingot.base.replicamemory import Local, Memory, local_files
+from ingot.base.remote.bucket import Bucket, crc32c, open_bucket
+from ingot.base.remote.index import Entry, read_index
+from ingot.base.remote.memory import Local, Memory, local_files
 from ingot.base.storage import disk_errors, fsync_folder
 from ingot.data.engines.engine import Advance, Engine, Result, Task, Work
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ingot.base.errors import WrongInput
-from ingot.config.work import Lora
+from ingot.config.sections.training import Lora
 from ingot.models.parameters import fill_normal, local
 
 META_NAMES = {

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.storage import sha256_file
 from ingot.config.family import overridden
 from ingot.models.hf.tensor_names import misfits

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import Bucket, crc32c
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.gcs import Conflict, Missing
-from ingot.registry.local import MARKER
-from ingot.registry.versions import Turn
+from ingot.base.remote.bucket import Bucket
+from ingot.base.remote.service import Conflict, Missing
+from ingot.registry.store import Turn
 
 SCHEMA = 1
 NAME = "live.json"

@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import Bucket, open_bucket
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.evaluation import EvaluationReport, parse_report
-from ingot.base.gcs import Missing
-from ingot.base.lease import lease
 from ingot.base.progress import say
+from ingot.base.remote.bucket import Bucket, open_bucket
+from ingot.base.remote.lease import lease
+from ingot.base.remote.service import Missing
+from ingot.base.reports import EvaluationReport, parse_report
 from ingot.base.storage import atomic_folder
 from ingot.cloud import models
 from ingot.cloud.clients import Google

@@ -13,10 +13,10 @@ import random
 import time
 from collections.abc import Callable
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.lease import Lease, lease
 from ingot.base.progress import say
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.lease import Lease, lease
 from ingot.cloud import endpoints
 from ingot.cloud.clients import Google
 from ingot.cloud.endpoints import Endpoint

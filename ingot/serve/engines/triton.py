@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ingot.base.errors import WrongInput
 from ingot.base.storage import write_atomic
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 from ingot.config.serving import shell, triton_arguments, triton_name, triton_repository
 from ingot.serve.engines.child import Command, serve_child
 from ingot.serve.engines.vllm import with_module

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
 from ingot.serve.engines.child import Command, serve_child
 from ingot.serve.engines.proxy import fronted

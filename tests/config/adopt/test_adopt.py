@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.adopt import PROJECTS, adopt
+from ingot.config.adopt.convert import PROJECTS, adopt
 from tests import golden
 from tests.config.adopt.stand_ins import (
     CLASSIFIER,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.adopt import PROJECTS, adopt
+from ingot.config.adopt.convert import PROJECTS, adopt
 from tests.config.adopt.stand_ins import SETS, load
 
 TOKEN = "hf_" + "Q7rT" * 8

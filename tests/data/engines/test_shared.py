@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from ingot.base.bucket import Bucket, open_bucket
 from ingot.base.errors import Failed
 from ingot.base.progress import Progress
-from ingot.base.replica import push
+from ingot.base.remote.bucket import Bucket, open_bucket
+from ingot.base.remote.replica import push
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.engines import shared

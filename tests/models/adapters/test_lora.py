@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ingot.base.errors import WrongInput
-from ingot.config.work import Lora
+from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import (
     LoraState,
     adapter_parameters,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ingot.base.errors import WrongInput
-from ingot.config.work import Lora
+from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import adapter_parameters, add_lora, lora_layers
 from ingot.models.adapters.peft import CONFIG, WEIGHTS, class_count, load_adapter, save_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter, read_adapter_config

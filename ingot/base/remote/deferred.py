@@ -15,10 +15,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed
-from ingot.base.gcs import Missing
-from ingot.base.replicaindex import Entry, read_index
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.index import Entry, read_index
+from ingot.base.remote.service import Missing
 from ingot.base.storage import disk_errors, write_atomic
 
 HIDDEN, NOTE, PARTIAL = ".later", "from.json", ".partial"

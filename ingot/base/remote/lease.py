@@ -20,11 +20,11 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from ingot.base.bucket import Blob, Bucket
 from ingot.base.errors import Failed, IngotError
-from ingot.base.gcs import Conflict, Missing
 from ingot.base.processes import machine, ticks
 from ingot.base.progress import say
+from ingot.base.remote.bucket import Blob, Bucket
+from ingot.base.remote.service import Conflict, Missing
 
 LIFE_S = 60.0
 MARGIN_S = 1.0

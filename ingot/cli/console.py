@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ingot.base.evaluation import read_report
+from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import read_recipe
 from ingot.evaluate import table

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base import bucket as bucket_module
-from ingot.base import upload
-from ingot.base.bucket import Bucket, open_bucket
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.gcs import EMULATOR, Conflict, Corrupt, Missing, packages
+from ingot.base.remote import bucket as bucket_module
+from ingot.base.remote import service as upload
+from ingot.base.remote.bucket import Bucket, open_bucket
+from ingot.base.remote.service import EMULATOR, Conflict, Corrupt, Missing, packages
 from tests.gcs import KEPT_BYTES, Server, crc32c, serving
 
 CHUNK = 2 * KEPT_BYTES

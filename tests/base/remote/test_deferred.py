@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.bucket import Bucket
 from ingot.base.errors import Failed
-from ingot.base.later import HIDDEN, Later, Unusable, forget, later, leave_for_later
-from ingot.base.replica import pull, push
+from ingot.base.remote.bucket import Bucket
+from ingot.base.remote.deferred import HIDDEN, Later, Unusable, forget, later, leave_for_later
+from ingot.base.remote.replica import pull, push
 from tests import gcs
 
 URL = "gs://bucket/ingot/runs/one"

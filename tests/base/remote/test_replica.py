@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base import bucket as bucket_module
-from ingot.base import replica, replicaindex, replicamemory, upload
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.replica import pull, push, replica_url
+from ingot.base.remote import bucket as bucket_module
+from ingot.base.remote import index as replicaindex
+from ingot.base.remote import memory as replicamemory
+from ingot.base.remote import replica
+from ingot.base.remote import service as upload
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import pull, push, replica_url
 from tests.gcs import KEPT_BYTES, Fault, Server, crc32c, serving
 
 CHUNK = 2 * KEPT_BYTES

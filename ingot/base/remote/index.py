@@ -1,5 +1,5 @@
 """The index of a replica: which object holds which file of a state, and which objects no state
-needs any more. `ingot.base.replica` uses it.
+needs any more. `ingot.base.remote.replica` uses it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ingot.base.bucket import Blob, Bucket
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.gcs import Conflict, Missing
-from ingot.base.replicamemory import Content, Local
+from ingot.base.remote.bucket import Blob, Bucket
+from ingot.base.remote.memory import Content, Local
+from ingot.base.remote.service import Conflict, Missing
 
 INDEX = "REPLICA.json"
 SCHEMA = 1

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import crc32c
 from ingot.base.progress import say
+from ingot.base.remote.bucket import crc32c
 from ingot.base.storage import disk_errors, write_atomic
 
 HIDDEN = ".replica"

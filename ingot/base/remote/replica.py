@@ -21,12 +21,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TypeVar
 
-from ingot.base import bucket as storage
-from ingot.base.bucket import Blob, Bucket, open_bucket
 from ingot.base.errors import Failed, IngotError
-from ingot.base.gcs import Conflict, Missing
 from ingot.base.progress import Progress, say
-from ingot.base.replicaindex import (
+from ingot.base.remote import bucket as storage
+from ingot.base.remote.bucket import Blob, Bucket, open_bucket
+from ingot.base.remote.index import (
     INDEX,
     NEVER,
     STATES,
@@ -41,7 +40,8 @@ from ingot.base.replicaindex import (
     scope,
     write_index,
 )
-from ingot.base.replicamemory import HIDDEN, Local, Memory, alone, local_files
+from ingot.base.remote.memory import HIDDEN, Local, Memory, alone, local_files
+from ingot.base.remote.service import Conflict, Missing
 from ingot.base.storage import disk_errors, fsync_folder
 
 AT_ONCE = 4

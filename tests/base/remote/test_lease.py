@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ingot.base import lease as lease_module
-from ingot.base.bucket import Bucket, open_bucket
 from ingot.base.errors import Failed
-from ingot.base.lease import lease
+from ingot.base.remote import lease as lease_module
+from ingot.base.remote.bucket import Bucket, open_bucket
+from ingot.base.remote.lease import lease
 from tests.gcs import Server, serving
 
 KEY = "runs/one/lease"
@@ -125,8 +125,8 @@ def test_one_may_wait_for_the_end_of_one_that_may_be_dead(
 
 HOLDER = """
 import sys, time
-from ingot.base.bucket import open_bucket
-from ingot.base.lease import lease
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.lease import lease
 with lease(open_bucket("gs://bucket/runs/one"), "one", life_s=float(sys.argv[1])) as held:
     print("held", flush=True)
     for line in sys.stdin:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from ingot.config.objective import Documents
 from ingot.config.section import Positive, Section, Share
+from ingot.config.sections.objective import Documents
 
 
 class Source(Section):

@@ -19,9 +19,17 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.gcs import Conflict, Corrupt, Missing, connect, in_words, packages
+from ingot.base.remote.service import (
+    Conflict,
+    Corrupt,
+    Missing,
+    Parcel,
+    Upload,
+    connect,
+    in_words,
+    packages,
+)
 from ingot.base.storage import CHUNK_BYTES, disk_errors
-from ingot.base.upload import Parcel, Upload
 
 PATIENCE_S = 120.0
 """How long a request is repeated that does not come off."""

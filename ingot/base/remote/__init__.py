@@ -1,0 +1,3 @@
+"""Object storage: buckets by generation conditions, leases on them, and the replica of a run folder
+that lies in one.
+"""

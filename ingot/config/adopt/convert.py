@@ -1,0 +1,209 @@
+"""From the files of an older project to a recipe as text: which project they are of, its knobs in
+the order of `ingot show knobs`, beside each where it is from, and notes at the top.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ingot.base.errors import WrongInput
+from ingot.config.adopt import classifier, llama_env, megatron, t5_pipeline, torchtune
+from ingot.config.adopt.read import File, read_file
+from ingot.config.adopt.table import Draft, Kind, Project, Sheet, apply
+from ingot.config.knobs import all_knobs
+from ingot.config.recipe import Recipe
+from ingot.config.values import Path_, dotted, explain
+
+PROJECTS: tuple[Project, ...] = (
+    torchtune.PROJECT,
+    t5_pipeline.PROJECT,
+    classifier.PROJECT,
+    llama_env.PROJECT,
+    megatron.PROJECT,
+)
+ENOUGH = 2
+"""Known keys that make files a project's, unless they have fewer keys at all."""
+_OURS = re.compile(r"data\.(train|seq_len)|objective\.kind|launch\.kind|train\.\w+")
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A recipe as text, whose head says what the notes say; which project it is from."""
+
+    text: str
+    notes: tuple[str, ...]
+    project: str
+
+
+def adopt(paths: Sequence[Path]) -> Adopted:
+    """The recipe that configuration files of one older project amount to.
+
+    Raises:
+        WrongInput: a file cannot be read or is of none of the projects, the files are of several,
+            or a value is not what its key wants.
+    """
+    if not paths:
+        raise WrongInput("no file is given; name the configuration files of one older project")
+    files = [read_file(path) for path in paths]
+    project = recognise(files)
+    draft = Draft()
+    sheet = Sheet(project.rows, files, draft)
+    apply(sheet, draft)
+    project.build(sheet, draft)
+    if "validation" not in draft.values.tree["data"]:
+        draft.put(
+            "data.validation",
+            {"fraction": 0.01},
+            "held out here, for the loss; choose your own share",
+        )
+    try:
+        Recipe.model_validate(draft.values.tree)
+    except ValidationError as error:
+        raise WrongInput(explain(error, draft.values)) from None
+    return Adopted(
+        recipe_text(draft, project, [file.path for file in files]),
+        tuple(note_lines(draft)),
+        project.title,
+    )
+
+
+def recognise(files: Sequence[File]) -> Project:
+    """The project that all files are of. Raises WrongInput naming what was looked for, or which
+    file is of which.
+    """
+    found: list[list[Project]] = []
+    for file in files:
+        keys = {entry.key for entry in file.entries}
+        if "name" in keys and any(_OURS.fullmatch(key) for key in keys):
+            raise WrongInput(f"{file.path} is a recipe of ingot already; use it as it is")
+        scores = {project.title: project.knows(file) for project in PROJECTS}
+        most = max(scores.values())
+        only_secrets = bool(file.secrets) and not file.entries  # those of any project
+        if most == 0 and not only_secrets:
+            raise _none_of_them(file.path)
+        found.append([project for project in PROJECTS if scores[project.title] == most])
+    common = [project for project in found[0] if all(project in candidates for candidates in found)]
+    if not common:
+        told = ", ".join(
+            f"{file.path} of {' or '.join(project.title for project in candidates)}"
+            for file, candidates in zip(files, found, strict=True)
+        )
+        raise WrongInput(f"the files are of different projects ({told}); adopt each by itself")
+    known = sum(common[0].knows(file) for file in files)
+    if known < min(ENOUGH, max(1, sum(len(file.entries) for file in files))):
+        raise _none_of_them(files[0].path)
+    if len(common) > 1:
+        raise WrongInput(
+            f"{files[0].path} could be of {' or '.join(project.title for project in common)}; give"
+            " more of its configuration"
+        )
+    return common[0]
+
+
+def _none_of_them(path: str) -> WrongInput:
+    looked_for = "; ".join(project.looks for project in PROJECTS)
+    return WrongInput(
+        f"{path} is the configuration of none of the projects that are known. Looked for:"
+        f" {looked_for}. Check the path"
+    )
+
+
+HEADS: dict[Kind, str] = {
+    "fill": "To fill in or to check",
+    "clash": "Contradictions",
+    "changed": "Changed in meaning",
+    "lost": "Not carried over",
+    "unknown": "Unknown keys",
+}
+WIDEST, REMARKS_AT = 150, 44
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts with line breaks stay on one line, in double quotes; nothing is written as an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, value: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", value, style='"' if not value.isprintable() else None
+    ),
+)
+
+
+def recipe_text(draft: Draft, project: Project, files: Sequence[str]) -> str:
+    """The whole recipe, with its notes as comments."""
+    first = (
+        f"Adopted from {', '.join(files)}: {project.title}. The remark beside each knob says which"
+        " of its keys it is from."
+    )
+    head = [first, *([""] if draft.notes else []), *note_lines(draft)]
+    lines = [_comment(line) for line in head]
+    order: dict[str, int] = {}
+    for number, knob in enumerate(all_knobs()):
+        order.setdefault(
+            knob.plain, number
+        )  # a knob of several kinds stands where the first of them is
+    for name in sorted(draft.values.tree, key=lambda name: order.get(name, len(order))):
+        lines += [
+            *([""] if isinstance(draft.values.tree[name], dict) or name == "name" else []),
+            *_lines(draft, (name,), draft.values.tree[name], order),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def note_lines(draft: Draft) -> list[str]:
+    """All notes, under a heading for each kind."""
+    return [
+        line
+        for kind, head in HEADS.items()
+        if draft.notes.get(kind)
+        for line in (f"{head}:", *(f"  {note}" for note in draft.notes[kind]))
+    ]
+
+
+def _lines(draft: Draft, path: Path_, value: Any, order: dict[str, int]) -> Iterator[str]:
+    indent = "  " * (len(path) - 1)
+    if path not in draft.remarks and isinstance(value, dict):
+        yield f"{indent}{_inline(path[-1])}:"
+        for key in sorted(value, key=lambda key: order.get(dotted((*path, key)), len(order))):
+            yield from _lines(draft, (*path, key), value[key], order)
+        return
+    line = f"{indent}{_inline(path[-1])}: {_inline(value)}"
+    remark = _comment(draft.remarks[path])
+    if len(line) + len(remark) + 2 > WIDEST:
+        yield f"{indent}{remark}"
+        yield line
+    else:
+        yield f"{line.ljust(REMARKS_AT)}  {remark}"
+
+
+def _inline(value: Any) -> str:
+    """A value on one line."""
+    text = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        width=math.inf,
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _comment(line: str) -> str:
+    spelt = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in line
+    )
+    return f"# {spelt}".rstrip()
