@@ -16,8 +16,7 @@ from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import read_recipe, settings_without_recipe, split, values
 from ingot.config.recipe import Recipe
-from ingot.registry.kinds import registry_of
-from ingot.registry.verbs import resolve
+from ingot.registry.verbs import registry_of, resolve
 
 _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version>\d+))?", re.ASCII)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ingot.config.sections.layout import Parallel, PipelineSchedule
+from ingot.config.sections.layout import Parallel
 from ingot.models.native.decoder import Decoder, Stage
 from ingot.parallel.mesh import Mesh
 

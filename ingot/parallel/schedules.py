@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from ingot.config.layout import Parallel, PipelineSchedule
+from ingot.config.sections.layout import Parallel, PipelineSchedule
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ingot
-from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.environment import ranks
+from ingot.base.errors import Failed, IngotError, Stopped, WrongInput
+from ingot.base.lock import folder_lock
 from ingot.base.markers import canonical_json, fingerprint
 from ingot.base.progress import say
-from ingot.base.reports import StepRecord, is_intact, read_record
-from ingot.base.storage import find_files, is_remote, stamp
+from ingot.base.reports import Outcome, StepRecord, is_intact, read_record, write_record
+from ingot.base.runlog import record_event
+from ingot.base.storage import find_files, fsync_folder, is_remote, stamp, write_atomic
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe

@@ -26,11 +26,11 @@ from ingot.base.errors import (
     Failed,
     IngotError,
 )
-from ingot.base.fingerprint import fingerprint
 from ingot.base.lock import folder_lock
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
+from ingot.base.reports import Outcome, StepRecord, read_record, sizes
 from ingot.base.server import ask, running_server
-from ingot.base.steprecord import Outcome, StepRecord, read_record, sizes
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.serving import answered, question, triton_route

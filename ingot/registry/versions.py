@@ -10,9 +10,56 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ingot.base.reports import EvaluationReport
-from ingot.config.recipe import Recipe
-from ingot.registry.store import Registry, Turn
-from ingot.registry.vertex import VertexRegistry
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One move of the live pointer."""
+
+    version: int
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Version:
+    """One registered model. `folder` is the registry's own copy of the model folder."""
+
+    name: str
+    number: int
+    model_hash: str
+    tokenizer_hash: str
+    folder: Path
+    report: EvaluationReport
+    lineage: dict[str, Any]
+    created: float
+
+    @property
+    def where(self) -> str:
+        return str(self.folder)
+
+
+@dataclass(frozen=True)
+class VertexVersion:
+    """One registered model in one container, which says how it is served; the same files in another
+    container are another version.
+
+    `where` is the folder in the bucket, `resource` the service's name for it, `classifies` whether
+    it gives labels, `container` tells its container from others.
+    """
+
+    name: str
+    number: int
+    model_hash: str
+    tokenizer_hash: str
+    report: EvaluationReport
+    lineage: dict[str, Any]
+    created: float
+    where: str
+    resource: str
+    classifies: bool
+    engine: str
+    container: str
 
 
 class Registered(Protocol):

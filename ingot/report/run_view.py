@@ -22,6 +22,7 @@ from ingot.base.lock import lock_holder
 from ingot.base.reports import EvaluationReport, Metric, StepRecord, read_record, read_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
+from ingot.config.recipe import Recipe
 from ingot.config.shape import parameter_count
 from ingot.report.goodput import Goodput, goodput
 

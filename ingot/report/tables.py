@@ -17,7 +17,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.base.reports import is_intact
 from ingot.base.runfolder import RunFolder
-from ingot.report.figures import moment, percent, short
+from ingot.report.formatting import moment, percent, short
 from ingot.report.goodput import PARTS, Goodput
 from ingot.report.losses import at_steps, by_ranks
 from ingot.report.run_view import RunView, flat, read_run

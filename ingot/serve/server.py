@@ -21,16 +21,67 @@ from fastapi.routing import APIRoute
 import ingot
 from ingot.base.progress import say
 from ingot.config.sections.deployment import Serve
-from ingot.serve.app import create_app
-from ingot.serve.checked import check_folder
-from ingot.serve.engine import Engine
-from ingot.serve.listen import bound, key_of, refusal, shown
-from ingot.serve.loaded import load
-from ingot.serve.metrics import Metrics
-from ingot.serve.service import Service
-from ingot.serve.triton import render_triton, serve_triton
-from ingot.serve.vertex import address, model_folder
-from ingot.serve.vllm import render_vllm, serve_vllm
+from ingot.serve.engines.triton import render_triton, serve_triton
+from ingot.serve.engines.vllm import render_vllm, serve_vllm
+from ingot.serve.http import errors as refused
+from ingot.serve.http import openai, vertex
+from ingot.serve.http.listen import (
+    address,
+    bound,
+    health_routes,
+    key_of,
+    model_folder,
+    refusal,
+    shown,
+)
+from ingot.serve.http.middleware import BodyLimit, Counted, KeyRequired, Metrics
+from ingot.serve.http.service import Service
+from ingot.serve.native.engine import Engine
+from ingot.serve.native.model import check_folder, load
+
+
+def create_app(
+    service: Service, metrics: Metrics, *, key: str | None, environ: Mapping[str, str]
+) -> FastAPI:
+    """All routes of one served model. `key`: what clients must send, None when nobody is asked."""
+    app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
+    refused.install(app)
+    routers = [openai.router(service), vertex.router(service, environ)]
+    for router in routers:
+        app.include_router(router)
+
+    async def health() -> JSONResponse:
+        healthy = service.engine.healthy
+        status: dict[str, Any] = {"status": "ok" if healthy else "failing", "model": service.name}
+        return JSONResponse(status, 200 if healthy else 503)
+
+    open_routes = health_routes(environ)
+    for route in open_routes:
+        app.add_api_route(route, health, methods=["GET"])
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.text(), media_type=metrics.content_type)
+
+    # Paths with a name in them are left out of the counting: clients could make up any number of
+    # those.
+    routes = [
+        *open_routes,
+        "/metrics",
+        *(
+            route.path
+            for router in routers
+            for route in router.routes
+            if isinstance(route, APIRoute)
+        ),
+    ]
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
+    if key is not None:
+        app.add_middleware(KeyRequired, key=key, open_routes=open_routes)
+    app.add_middleware(Counted, metrics=metrics, routes=routes)
+    return app
+
 
 # Seconds that running requests get to finish in once the server is asked to stop.
 GRACE_S = 10.0

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import Guarded, JsonLines, TensorBoard, WeightsAndBiases
-from ingot.checkpoints.store import Found, load_checkpoint
+from ingot.checkpoints.reader import load_checkpoint
+from ingot.checkpoints.store import Found
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, draw_adapter

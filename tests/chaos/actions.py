@@ -23,7 +23,7 @@ from ingot.base.storage import sha256_file
 from ingot.checkpoints.export import export_model
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import committed, load_checkpoint, newest_valid
+from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.sections.training import AdamW
 from ingot.models.hf.folder import hash_model, read_lineage
 from ingot.models.native.config import DecoderConfig

@@ -20,7 +20,7 @@ from ingot.base.environment import Ranks
 from ingot.checkpoints import writer
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import load_checkpoint, newest_valid
+from ingot.checkpoints.store import newest_valid
 from ingot.config.sections.training import SGD, AdamW
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

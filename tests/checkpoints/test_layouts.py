@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from ingot.base.errors import Failed
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import (
-    COMMIT,
-    WholeWeights,
-    checkpoint_in,
-    load_checkpoint,
-    step_folder,
-)
+from ingot.checkpoints.store import COMMIT, checkpoint_in, step_folder
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import AdamW, Lora
 from ingot.models.adapters.lora import add_lora

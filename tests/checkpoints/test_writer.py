@@ -17,8 +17,8 @@ from ingot.base import markers
 from ingot.base.markers import FileEntry, entry_of, read_marker
 from ingot.base.storage import sha256_file
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, newest_valid, step_folder, write_checkpoint
-from ingot.checkpoints.writer import HashedStream, write_tensors
+from ingot.checkpoints.store import COMMIT, newest_valid, step_folder
+from ingot.checkpoints.writer import HashedStream, write_checkpoint, write_tensors
 from ingot.config.sections.layout import Parallel
 from ingot.models.parameters import local
 from ingot.parallel.mesh import running_mesh

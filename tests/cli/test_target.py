@@ -11,7 +11,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.base.reports import EvaluationReport, Metric
 from ingot.cli.model import find_target
-from ingot.registry.store import Registry
+from ingot.registry.local import Registry
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def main() -> int:
 
     from ingot.base.errors import IngotError
     from ingot.config.sections.deployment import Serve
-    from ingot.serve import run
+    from ingot.serve import server as run
 
     torch.set_num_threads(1)
     run.GRACE_S = float(sys.argv[3])

@@ -27,9 +27,9 @@ import uvicorn
 from ingot.base.errors import Failed, WrongInput
 from ingot.cli.model import serve_model
 from ingot.config.sections.deployment import Serve
-from ingot.serve.child import GRACE_S, Command, serve_child
-from ingot.serve.front import fronted
-from ingot.serve.listen import bound
+from ingot.serve.engines.child import GRACE_S, Command, serve_child
+from ingot.serve.engines.proxy import fronted
+from ingot.serve.http.listen import bound
 from ingot.serve.predict import predict
 from ingot.serve.server import render, serve
 from tests.cli.commands import clean_environment, ingot

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.config.sections.deployment import Serve
-from ingot.serve.app import create_app
-from ingot.serve.bodies import (
+from ingot.serve.http.bodies import (
     IGNORED,
     NEUTRAL,
     Body,

@@ -13,11 +13,11 @@ import openai
 import pytest
 
 from ingot.config.sections.deployment import Serve
-from ingot.serve.app import create_app
-from ingot.serve.engine import Engine
-from ingot.serve.loaded import Loaded
-from ingot.serve.metrics import Metrics
-from ingot.serve.service import Service
+from ingot.serve.http.middleware import Metrics
+from ingot.serve.http.service import Service
+from ingot.serve.native.engine import Engine
+from ingot.serve.native.model import Loaded
+from ingot.serve.server import create_app
 from tests.serve.conftest import AIP
 from tests.serve.running import Running
 

@@ -17,7 +17,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.sections.deployment import Serve
-from ingot.serve.run import serve
+from ingot.serve.server import serve
 from tests.serve.running import ROOT, running
 from tests.serve.tiny import make_folder
 

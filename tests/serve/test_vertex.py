@@ -11,8 +11,8 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.sections.deployment import Serve
-from ingot.serve.loaded import Loaded, load
-from ingot.serve.vertex import address, model_folder
+from ingot.serve.http.listen import address, model_folder
+from ingot.serve.native.model import Loaded, load
 from tests.serve.conftest import AIP
 from tests.serve.running import Running
 from tests.serve.test_openai import expected

@@ -17,7 +17,8 @@ from torch import Tensor, nn, optim
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.checkpoints.store import load_checkpoint, newest_valid, step_folder
+from ingot.checkpoints.reader import load_checkpoint
+from ingot.checkpoints.store import newest_valid, step_folder
 from ingot.config.sections.training import SGD, AdamW
 from ingot.config.shape import BatchPlan, Degrees
 from ingot.models.hf.folder import stored_tensors

@@ -15,11 +15,11 @@ import uvicorn
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.sections.deployment import Serve
-from ingot.serve.app import create_app
-from ingot.serve.engine import Engine
-from ingot.serve.loaded import load
-from ingot.serve.metrics import Metrics
-from ingot.serve.service import Service
+from ingot.serve.http.middleware import Metrics
+from ingot.serve.http.service import Service
+from ingot.serve.native.engine import Engine
+from ingot.serve.native.model import load
+from ingot.serve.server import create_app
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.remote.bucket import Bucket
+from ingot.base.remote.bucket import Bucket, crc32c
 from ingot.base.remote.service import Conflict, Missing
-from ingot.registry.store import Turn
+from ingot.registry.local import MARKER
+from ingot.registry.versions import Turn
 
 SCHEMA = 1
 NAME = "live.json"

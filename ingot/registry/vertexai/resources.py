@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import EvaluationReport
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
+from ingot.base.reports import EvaluationReport
 from ingot.cloud.clients import Google
 from ingot.cloud.endpoints import Resources
 from ingot.cloud.images import image_of

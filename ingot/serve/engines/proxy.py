@@ -21,12 +21,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import ingot
 from ingot.config.sections.deployment import Serve
-from ingot.serve import refused
-from ingot.serve.bodies import PredictBody
-from ingot.serve.guard import BodyLimit, KeyRequired
-from ingot.serve.listen import refusal
-from ingot.serve.refused import Refused
-from ingot.serve.vertex import PREDICT_TOKENS, health_routes
+from ingot.serve.http import errors as refused
+from ingot.serve.http.bodies import PredictBody
+from ingot.serve.http.errors import Refused
+from ingot.serve.http.listen import health_routes, refusal
+from ingot.serve.http.middleware import BodyLimit, KeyRequired
+from ingot.serve.http.vertex import PREDICT_TOKENS
 
 ANSWER_S = 600.0
 _STOP_S = 5.0

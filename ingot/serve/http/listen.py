@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from ingot.base.environment import secret
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import CHUNK_BYTES, atomic_file, find_files, is_remote, open_read
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 
 
 @contextlib.contextmanager

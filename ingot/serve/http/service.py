@@ -15,7 +15,8 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ingot.config.sections.deployment import Serve
-from ingot.models.generation.request import Request
+from ingot.models.generation.request import Completion
+from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Summary
 from ingot.serve.http.bodies import Options
