@@ -27,8 +27,7 @@ from benchmarks.peers import RESULTS, Contender, Player
 from ingot.config.presets import preset
 from ingot.config.sections.training import AdamW
 from ingot.config.shape import flops_per_token
-from ingot.verify.bench import run_case
-from ingot.verify.bench_cases import Case
+from ingot.verify.bench import Case, run_case
 
 FORMULA = (
     "share of peak = tokens/s x flops per token / peak; flops per token = 6 (with LoRA 4, as kept"

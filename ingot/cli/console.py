@@ -9,7 +9,7 @@ from rich.console import Console
 from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import read_recipe
-from ingot.evaluate import table
+from ingot.evaluate import report as table
 
 PLAIN_WIDTH = 140
 

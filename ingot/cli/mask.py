@@ -42,8 +42,8 @@ from ingot.data.readers import read_items
 from ingot.data.records import Records, encode_records
 from ingot.data.sources import find_source, is_local
 from ingot.data.wanted import Wanted
+from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
-from ingot.tokenizers.templates import find_template, with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 
 SHOWN_IDS = 24

@@ -147,7 +147,7 @@ def _train(recipe: Recipe, again: bool) -> Outcome:
 
 
 def _evaluate(recipe: Recipe, again: bool) -> Outcome:
-    from ingot.evaluate.run import evaluate
+    from ingot.evaluate.evaluate import evaluate
 
     return evaluate(recipe)
 

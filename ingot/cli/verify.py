@@ -200,7 +200,7 @@ MARKS = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]no ca
 
 
 if TYPE_CHECKING:
-    from ingot.verify.bench_cases import Case
+    from ingot.verify.bench import Case
 
 Arguments = Annotated[
     list[str],
@@ -279,7 +279,7 @@ def bench(
     from ingot.cli.console import console
     from ingot.report.bench import show_bench, write_bench_page
     from ingot.verify.bench import bench as measure
-    from ingot.verify.bench_cases import cases_of
+    from ingot.verify.bench import cases_of
 
     cases = cases_of(recipe, devices, micro_batch, precision)
     options = ["--steps", str(steps), *(["--synthetic"] if synthetic else [])]

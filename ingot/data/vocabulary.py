@@ -25,8 +25,8 @@ from ingot.data.raw import Raw
 from ingot.data.stored import plain_text
 from ingot.data.texts import sample
 from ingot.tokenizers.bpe import TRAINER, train_bpe
+from ingot.tokenizers.chat_templates import TOKENS, find_template, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
-from ingot.tokenizers.templates import TOKENS, find_template, with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 
 MARKER = "prepared.json"

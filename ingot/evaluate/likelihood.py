@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import Failed
-from ingot.evaluate.dealing import Floats, by_length, share, together
+from ingot.evaluate.distribute import Floats, by_length, share, together
 from ingot.evaluate.subject import Subject
 from ingot.models.device import computing_in
 from ingot.models.native.head import IGNORE, View, Vocabulary, apply_head

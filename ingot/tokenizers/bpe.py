@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from tokenizers import Tokenizer as Reference
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.ranks import SPLIT
+from ingot.tokenizers.tiktoken_backend import SPLIT
 from ingot.tokenizers.tokenizer import Tokenizer
 
 BOS, EOS, PAD = SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")

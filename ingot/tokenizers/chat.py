@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.batches import Batch
-from ingot.tokenizers.chat_text import ChatForm, any_of, mask, restored
-from ingot.tokenizers.chat_turns import manner, written
+from ingot.tokenizers.backend import Batch
+from ingot.tokenizers.chat_render import ChatForm, any_of, mask, restored
+from ingot.tokenizers.chat_spans import manner, written
 from ingot.tokenizers.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]

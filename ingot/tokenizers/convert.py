@@ -14,14 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.batches import first_difference
-from ingot.tokenizers.nasty import nasty_texts
-from ingot.tokenizers.pieces import PiecesReference
-from ingot.tokenizers.protobuf import BPE, BYTE, NORMAL, UNIGRAM, UNKNOWN, USER_DEFINED, PieceModel
-from ingot.tokenizers.ranks import SPLIT, RanksReference, spell
-from ingot.tokenizers.reference import JsonReference
-from ingot.tokenizers.references import EXACT
-from ingot.tokenizers.settings import Added, added_tokens
+from ingot.tokenizers.backend import JsonReference
+from ingot.tokenizers.edge_cases import first_difference, nasty_texts
+from ingot.tokenizers.sentencepiece_backend import (
+    BPE,
+    BYTE,
+    NORMAL,
+    UNIGRAM,
+    UNKNOWN,
+    USER_DEFINED,
+    PieceModel,
+    PiecesReference,
+)
+from ingot.tokenizers.settings import EXACT, Added, added_tokens
+from ingot.tokenizers.tiktoken_backend import SPLIT, RanksReference, spell
 
 GPT2, GPT2_CLASSES = "<|endoftext|>", ("GPT2Tokenizer", "GPT2TokenizerFast")
 SPACE = "▁"

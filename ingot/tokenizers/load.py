@@ -11,9 +11,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.convert import conversion, gpt2_json
-from ingot.tokenizers.references import CONVERSION, MARK, MODELS, open_model
-from ingot.tokenizers.settings import CONFIG, Files, read_config, text_of
-from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.tokenizers.settings import CONFIG, CONVERSION, MARK, MODELS, Files, read_config, text_of
+from ingot.tokenizers.tokenizer import Tokenizer, open_model
 
 SETTINGS = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
 JSON, GPT2 = "tokenizer.json", ("vocab.json", "merges.txt")

@@ -11,6 +11,18 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 
+MODELS = ("tokenizer.model", "spiece.model")
+
+MARK = "ingot_reference"
+"""The key of tokenizer_config.json that names the file which is right, where a tokenizer.json made
+of it lies beside it.
+"""
+
+CONVERSION, EXACT = "ingot_conversion", "exact"
+"""The key that says how far that tokenizer.json can be trusted, and what it says where the ids were
+the same throughout.
+"""
+
 CONFIG = "tokenizer_config.json"
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 Files = Mapping[str, str | bytes]

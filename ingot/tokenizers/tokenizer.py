@@ -19,10 +19,61 @@ import numpy.typing as npt
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
-from ingot.tokenizers.batches import Batch
-from ingot.tokenizers.chat_text import ChatForm, mask, pieces
-from ingot.tokenizers.references import open_reference
-from ingot.tokenizers.settings import Files, chat_template, named_tokens, read_config
+from ingot.tokenizers.backend import Batch, JsonReference, Reference
+from ingot.tokenizers.chat_render import ChatForm, mask, pieces
+from ingot.tokenizers.sentencepiece_backend import PiecesReference
+from ingot.tokenizers.settings import (
+    CONVERSION,
+    EXACT,
+    MARK,
+    MODELS,
+    Files,
+    chat_template,
+    named_tokens,
+    read_config,
+    text_of,
+)
+from ingot.tokenizers.tiktoken_backend import RanksReference, is_ranks
+
+
+def open_reference(files: Files, config: Mapping[str, Any], where: str) -> Reference:
+    """The reference of these files: the one that the configuration names, else `tokenizer.json`,
+    else a model.
+
+    Raises:
+        WrongInput: there is none, or its file cannot be read.
+    """
+    names = [str(config[MARK])] if config.get(MARK) in files else ["tokenizer.json", *MODELS]
+    name = next((name for name in names if name in files), None)
+    if name is None:
+        raise WrongInput(
+            f"{where} has none of {', '.join(names)}; copy the tokenizer's files there"
+        )
+    if name == "tokenizer.json":
+        return JsonReference(str(text_of(files, name)), where)
+    data = files[name]
+    data = data if isinstance(data, bytes) else data.encode()
+    return open_model(
+        data,
+        config,
+        f"{where}/{name}",
+        text_of(files, "tokenizer.json") if config.get(CONVERSION) == EXACT else None,
+    )
+
+
+def open_model(
+    data: bytes, config: Mapping[str, Any], where: str, converted: str | None = None
+) -> RanksReference | PiecesReference:
+    """The reference of a model's bytes, whichever of the two kinds it is. `converted` is a
+    tokenizer.json that says the same.
+    """
+    reference = (
+        RanksReference(data, config, where)
+        if is_ranks(data)
+        else PiecesReference(data, config, where)
+    )
+    reference.converted = converted
+    return reference
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ingot.base.environment import Ranks
-from ingot.evaluate.held_out import held_out_objective
-from ingot.evaluate.samples import complete
+from ingot.evaluate.generation import complete
 from ingot.evaluate.subject import Interrupted, Subject
-from ingot.evaluate.training import Watch
+from ingot.evaluate.validation import Watch, held_out_objective
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.shard import is_fsdp

@@ -21,8 +21,8 @@ from ingot.models.spec import Blueprint, named_folder
 from ingot.objectives.protocol import Objective, ObjectiveInputs, make_objective
 from ingot.parallel.apply import TYPES, Wrapping, apply_wrappers
 from ingot.parallel.mesh import Mesh
+from ingot.tokenizers.chat_templates import with_template
 from ingot.tokenizers.load import load_tokenizer
-from ingot.tokenizers.templates import with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 
 

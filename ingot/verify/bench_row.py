@@ -33,7 +33,7 @@ from ingot.train.made_up import made_up_plan
 from ingot.train.plan import Plan, plan_run
 from ingot.train.room import forget_peak, host_memory, is_out_of_memory
 from ingot.train.trial import Trial, trying
-from ingot.verify.bench_cases import WARM_UP
+from ingot.verify.bench import WARM_UP
 
 PEAK_TIMES = 3
 """How often the peak is measured before and after the steps; the best counts, since a machine that

@@ -4,40 +4,23 @@ Reads all of it, changes nothing.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import problems, read_marker
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
 from ingot.data import manifest, raw, vocabulary
-from ingot.data.columns import Column, bin_path, column_prefix
-from ingot.data.kinds import LABEL, MASK, is_mask, token_columns
-from ingot.data.manifest import Part, Prepared, prepared_for
-from ingot.data.packing import PICKED, markers_of, read_packed, table_name
-from ingot.data.picking import limits
+from ingot.data.manifest import Prepared, prepared_for
+from ingot.data.packing import markers_of
 from ingot.data.raw import open_raw
-from ingot.data.sources import Split, recipe_sources
+from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
-from ingot.tokenizers.templates import find_template, with_template
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.verify.proof import Check, Proof
-
-NAMED = 3
-CHUNK = 1 << 22
-"""Elements that are looked at together."""
-
-TEMPLATED = ("chat", "preference")
-"""Kinds of documents that end as the chat template says."""
-
-Ids = npt.NDArray[np.int64]
+from ingot.verify.data_columns import check_columns, check_rows
+from ingot.verify.proof import Check, Proof, judged
 
 
 def verify_data(recipe: Recipe) -> Proof:
@@ -62,11 +45,11 @@ def verify_data(recipe: Recipe) -> Proof:
         except WrongInput as error:
             return Proof("data", [*checks, Check("manifest of the columns", False, str(error))])
         here, of_tokenizer = _tokenizer(recipe, prepared)
-        checks += [*of_tokenizer, *_columns(recipe, prepared, here, seen)]
+        checks += [*of_tokenizer, *check_columns(recipe, prepared, here, seen)]
         for name in markers_of(folder.columns, prepared):
             checks += [
                 _files(name.removesuffix(".json"), folder.columns, name, "ingot prepare", seen),
-                _table(folder.columns, prepared, name, seen),
+                check_rows(folder.columns, prepared, name, seen),
             ]
     return Proof("data", checks)
 
@@ -96,21 +79,11 @@ def _files(what: str, folder: Path, name: str, again: str, seen: Callable[[int],
         found += problems(folder, {"files": [entry]}, checksums=True)
         seen(int(entry["bytes"]))
     size = sum(int(entry["bytes"]) for entry in entries)
-    return _judged(
+    return judged(
         f"files: {what}",
         found,
         f"{len(entries):,} files, {size / 1e6:,.1f} MB, all checksums right",
         again,
-    )
-
-
-def _judged(what: str, found: Sequence[str], right: str, again: str = "ingot prepare") -> Check:
-    """The check of what may have any number of faults; the first of them are named."""
-    more = f"; and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
-    return Check(
-        what,
-        not found,
-        "; ".join(found[:NAMED]) + f"{more}; run `{again}` again" if found else right,
     )
 
 
@@ -186,268 +159,3 @@ def _of_recipe(recipe: Recipe, here: Tokenizer) -> Check:
         f"the recipe's has another {differs}: identity {asked.identity()}, {where}; run `ingot"
         " prepare`",
     )
-
-
-@dataclass
-class _Found:
-    """What is wrong with the parts, by check."""
-
-    index: list[str] = field(default_factory=list)
-    counts: list[str] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
-    masks: list[str] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-
-
-def _columns(
-    recipe: Recipe, prepared: Prepared, here: Tokenizer | None, seen: Callable[[int], None]
-) -> list[Check]:
-    """Look at every element of every part."""
-    found, names = _Found(), prepared.names
-    parts = [
-        (split, source, part)
-        for split, sources in prepared.splits.items()
-        for source, one in enumerate(sources)
-        for part in one.parts
-    ]
-    ends = _ends(recipe, here)
-    for split, _, part in parts:
-        try:
-            _part(recipe.folder.columns, split, part, prepared, ends, found, seen)
-        except WrongInput as error:
-            found.index.append(str(error))
-    documents, tokens = (
-        sum(getattr(part, what) for _, _, part in parts) for what in ("documents", "tokens")
-    )
-    totals = [
-        (
-            prepared.total(split, what),
-            sum(getattr(part, what) for of, _, part in parts if of == split),
-        )
-        for split in prepared.splits
-        for what in ("documents", "tokens", "bytes")
-    ]
-    if any(total != counted for total, counted in totals):
-        found.counts.append("the totals of manifest.json are not the sums of its parts")
-    checks = [
-        _judged("columns: indexes", found.index, f"{len(parts):,} parts of {len(names)} columns"),
-        _judged("columns: counts", found.counts, f"{documents:,} documents, {tokens:,} tokens"),
-        _judged("columns: ids", found.ids, f"all below {prepared.vocab_size:,}"),
-    ]
-    if any(map(is_mask, names)):
-        checks.append(_judged("columns: masks", found.masks, "0 or 1, one for each token"))
-    if LABEL in names:
-        checks.append(
-            _judged("columns: labels", found.labels, f"one of {len(prepared.labels)} for each text")
-        )
-    return [*checks, _ends_check(recipe, ends, found.ends)]
-
-
-def _ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
-    """The tokens that every record ends with; [] where none are promised."""
-    sources = [source for sources in recipe_sources(recipe).values() for source in sources]
-    if (
-        here is None
-        or recipe.documents in TEMPLATED
-        or any(source.source.startswith("megatron:") for source in sources)
-    ):
-        return []
-    return here.after if recipe.documents == "text" else here.frame[1]
-
-
-def _ends_check(recipe: Recipe, ends: Sequence[int], found: Sequence[str]) -> Check:
-    what = "columns: end of each record"
-    if ends:
-        return _judged(what, found, f"token {', '.join(map(str, ends))}")
-    if recipe.documents in TEMPLATED:
-        return Check(
-            what, None, "a chat ends as its template says; look at it with `ingot show mask`"
-        )
-    return Check(
-        what,
-        None,
-        "not promised: columns that were made elsewhere, or a tokenizer that has no EOS or cannot"
-        " be read",
-    )
-
-
-def _part(
-    folder: Path,
-    split: Split,
-    part: Part,
-    prepared: Prepared,
-    ends: Sequence[int],
-    found: _Found,
-    seen: Callable[[int], None],
-) -> None:
-    """Add what is wrong with one part to `found`. Raises WrongInput where an index is damaged."""
-    columns = {
-        name: Column(column_prefix(folder, split, name, part.number)) for name in prepared.names
-    }
-    for name, column in columns.items():
-        column.prove()
-        path = bin_path(column.prefix)
-        counted, wanted = (len(column), column.elements), (part.documents, part.elements(name))
-        if counted != wanted:
-            found.counts.append(
-                f"{path} has {counted[0]:,} documents and {counted[1]:,} tokens, manifest.json says"
-                f" {wanted[0]:,} and {wanted[1]:,}"
-            )
-        wrongs, below = (
-            (found.masks, 2)
-            if is_mask(name)
-            else (
-                (found.labels, len(prepared.labels))
-                if name == LABEL
-                else (found.ids, prepared.vocab_size)
-            )
-        )
-        wrong = sum(
-            int(((values < 0) | (values >= below)).sum()) for values in _chunks(column, seen)
-        )
-        if wrong:
-            wrongs.append(f"{path} has {wrong:,} elements that are not below {below:,}")
-        lengths = column.lengths(0, len(column)).astype(np.int64)
-        if name == LABEL and (lengths != 1).any():
-            wrongs.append(
-                f"{path} has {int((lengths != 1).sum()):,} records that are not one label"
-            )
-        if is_mask(name) and not np.array_equal(
-            lengths, _masked(columns, name).lengths(0, len(_masked(columns, name)))
-        ):
-            wrongs.append(
-                f"{path} has records of other lengths than"
-                f" {bin_path(_masked(columns, name).prefix).name}"
-            )
-        if (
-            ends
-            and name in token_columns(prepared.names)
-            and (missing := _unended(column, lengths, ends))
-        ):
-            found.ends.append(
-                f"{path} has {missing:,} records that do not end with token"
-                f" {', '.join(map(str, ends))}"
-            )
-
-
-def _masked(columns: Mapping[str, Column], mask: str) -> Column:
-    """The column of ids that a mask is of."""
-    return columns[mask.removesuffix(MASK).removesuffix("_") or "tokens"]
-
-
-def _unended(column: Column, lengths: Ids, ends: Sequence[int]) -> int:
-    """How many records do not end with these tokens."""
-    behind, values, wrong = (
-        np.cumsum(lengths),
-        column.slice(0, column.elements),
-        lengths < len(ends),
-    )
-    for place, token in enumerate(reversed(ends), start=1):
-        whole = ~wrong
-        wrong[whole] |= values[behind[whole] - place] != token
-    return int(wrong.sum())
-
-
-def _chunks(column: Column, seen: Callable[[int], None]) -> Iterator[npt.NDArray[Any]]:
-    for begin in range(0, column.elements, CHUNK):
-        values = column.slice(begin, min(begin + CHUNK, column.elements))
-        yield values
-        seen(values.nbytes)
-
-
-def _table(folder: Path, prepared: Prepared, name: str, seen: Callable[[int], None]) -> Check:
-    """Rows of one way of packing: none too long, every piece within its record, no token twice, as
-    many as were counted.
-    """
-    about = read_marker(folder, name) or {}
-    how, seq_len, target_len = (
-        str(about.get("pack")),
-        int(about.get("seq_len", 0)),
-        about.get("target_len"),
-    )
-    what = f"rows: {how}, {seq_len:,} tokens" + (
-        f", targets of {target_len:,}" if target_len is not None else ""
-    )
-    found, rows, tokens, first = list[str](), 0, 0, prepared.names[0]
-    try:
-        packed = read_packed(folder, prepared, seq_len, how, target_len)
-        for split, sources in packed.rows.items():
-            parts = [part.number for source in prepared.splits[split] for part in source.parts]
-            for number, count in zip(parts, itertools.chain.from_iterable(sources), strict=True):
-                table = Column(
-                    column_prefix(folder, split, table_name(how, seq_len, target_len), number)
-                )
-                table.prove()
-                if wrong := _rows_of(
-                    table,
-                    Column(column_prefix(folder, split, first, number)),
-                    seq_len,
-                    count,
-                    picked=prepared.documents in PICKED,
-                ):
-                    found.append(f"{bin_path(table.prefix)} {wrong}")
-                rows, tokens = (
-                    rows + len(table),
-                    tokens
-                    + _tokens_of(folder, split, number, prepared, table, seq_len, target_len),
-                )
-                seen(2 * table.elements * table.dtype.itemsize)
-        if not found and (rows, tokens) != (packed.total.rows, packed.total.tokens):
-            total = packed.total
-            found.append(
-                f"{folder / name} counts {total.rows:,} rows and {total.tokens:,} tokens, there are"
-                f" {rows:,} and {tokens:,}"
-            )
-    except WrongInput as error:
-        found.append(str(error))
-    return Check(what, not found, "; ".join(found[:NAMED]) if found else str(packed))
-
-
-def _tokens_of(
-    folder: Path,
-    split: Split,
-    number: int,
-    prepared: Prepared,
-    table: Column,
-    seq_len: int,
-    target_len: int | None,
-) -> int:
-    """How many tokens lie in the rows of a part."""
-    if prepared.documents not in PICKED:
-        return int(table.slice(2, table.elements)[::3].sum())
-    records, total = table.slice(0, table.elements)[::3], 0
-    for name, most in limits(prepared.documents, seq_len, target_len).items():
-        column = Column(column_prefix(folder, split, name, number))
-        inside = records[(records >= 0) & (records < len(column))]
-        total += int(np.minimum(column.lengths(0, len(column))[inside], most).sum())
-    return total
-
-
-def _rows_of(
-    table: Column, tokens: Column, seq_len: int, count: int, *, picked: bool
-) -> str | None:
-    """What is wrong with the rows of a part. `picked`: each row is one record, and some may be left
-    out.
-    """
-    pieces = table.slice(0, table.elements)
-    if len(table) != count or len(pieces) % 3:
-        return f"has {len(table):,} rows, {count:,} were planned"
-    record, begin, length = pieces.reshape(-1, 3).T
-    if not len(record):
-        return None
-    if record.min() < 0 or record.max() >= len(tokens) or length.min() < 1:
-        return "plans records that are not there"
-    sizes = table.lengths(0, len(table)) // 3
-    if (sizes < 1).any() or np.add.reduceat(length, np.cumsum(sizes) - sizes).max() > seq_len:
-        return f"has rows of no piece, or of more than {seq_len:,} tokens"
-    if (begin + length > tokens.lengths(0, len(tokens))[record]).any():
-        return "plans more of a record than there is"
-    if picked and (len(record) != len(table) or (np.diff(record) <= 0).any() or begin.any()):
-        return "plans some records twice, or more than one in a row"
-    order = np.lexsort((begin, record))
-    record, begin, length = record[order], begin[order], length[order]
-    new = np.diff(record, prepend=-1) != 0
-    if (begin[new] != 0).any() or (begin[1:] != (begin + length)[:-1])[~new[1:]].any():
-        return "plans some tokens twice, or leaves some out"
-    return None

@@ -24,9 +24,7 @@ from ingot.models.device import pick_device, resolve_compute
 from ingot.models.hf.folder import hash_model
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.verify.chats import WHAT as CHATS
-from ingot.verify.chats import check_chats
-from ingot.verify.logits import (
+from ingot.verify.export_logits import (
     LOGPROB,
     beginnings,
     bound,
@@ -36,12 +34,33 @@ from ingot.verify.logits import (
     ours,
     theirs,
 )
+from ingot.verify.export_server import (
+    NEW_TOKENS,
+    served_decoder,
+    served_encoder,
+    served_seq2seq,
+    server,
+)
+from ingot.verify.export_server import WHAT as SERVER
+from ingot.verify.export_trained import (
+    AGAIN,
+    Export,
+    Trained,
+    base_of,
+    compare_weights,
+    differing,
+    open_export,
+    rebuild,
+)
+from ingot.verify.export_transformers import WHAT as CHATS
+from ingot.verify.export_transformers import (
+    NotOpened,
+    Theirs,
+    check_chats,
+    open_adapter,
+    open_theirs,
+)
 from ingot.verify.proof import Check, Proof
-from ingot.verify.served import NEW_TOKENS, served_decoder, served_encoder, served_seq2seq, server
-from ingot.verify.served import WHAT as SERVER
-from ingot.verify.theirs import NotOpened, Theirs, open_adapter, open_theirs
-from ingot.verify.trained import AGAIN, Export, Trained, base_of, open_export, rebuild
-from ingot.verify.weights import compare_weights, differing
 
 ASKED = 4
 """Held-out documents that the server is asked about."""

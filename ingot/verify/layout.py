@@ -24,11 +24,10 @@ from ingot.config.sections.training import SGD
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees_of
 from ingot.data.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
-from ingot.verify.difference import Difference, compare
-from ingot.verify.layouts import AXES, Layout, for_recipe, parsed
-from ingot.verify.measured import Measured, measure, measure_alone
-from ingot.verify.ranks import LocalRanks, RankFailed
-from ingot.verify.shrunk import BATCH, STEPS, Shrunk, shrunk
+from ingot.verify.layout_modes import AXES, Layout, for_recipe, parsed
+from ingot.verify.layout_ranks import LocalRanks, RankFailed
+from ingot.verify.layout_recipe import BATCH, STEPS, Shrunk, shrunk
+from ingot.verify.layout_steps import Difference, Measured, compare, measure, measure_alone
 
 PRELOAD = (
     "torch",
@@ -36,7 +35,7 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch.distributed.fsdp",
-    "ingot.verify.measured",
+    "ingot.verify.layout_steps",
 )
 CASE_S = 120.0
 """A layout that takes longer hangs: each is a few steps of a model of a few thousand weights."""

@@ -4,7 +4,11 @@ business.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+NAMED = 3
+"""Faults of one check that its detail names."""
 
 
 @dataclass(frozen=True)
@@ -28,3 +32,13 @@ class Proof:
     @property
     def holds(self) -> bool:
         return all(check.passed is not False for check in self.checks)
+
+
+def judged(what: str, found: Sequence[str], right: str, again: str = "ingot prepare") -> Check:
+    """The check of what may have any number of faults; the first of them are named."""
+    more = f"; and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
+    return Check(
+        what,
+        not found,
+        "; ".join(found[:NAMED]) + f"{more}; run `{again}` again" if found else right,
+    )

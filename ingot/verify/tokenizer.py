@@ -26,12 +26,12 @@ from ingot.data.sources import recipe_sources, source_files
 from ingot.data.stored import plain_text
 from ingot.data.texts import Document, sample
 from ingot.data.wanted import Wanted
-from ingot.tokenizers.batches import Batch, difference, split
+from ingot.tokenizers.backend import Batch, split
+from ingot.tokenizers.chat_templates import find_template, with_template
+from ingot.tokenizers.edge_cases import difference
 from ingot.tokenizers.encoders import REFERENCE, Choice, choose_encoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
-from ingot.tokenizers.references import CONVERSION, EXACT
-from ingot.tokenizers.settings import read_config
-from ingot.tokenizers.templates import find_template, with_template
+from ingot.tokenizers.settings import CONVERSION, EXACT, read_config
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check, Proof
 

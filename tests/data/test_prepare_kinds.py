@@ -20,8 +20,7 @@ from ingot.data.ingest import ingest
 from ingot.data.manifest import prepared_for, read_prepared
 from ingot.data.prepare import prepare
 from ingot.data.rows import IGNORE, open_rows
-from ingot.tokenizers.encoders import Choice
-from ingot.tokenizers.fast import Batch
+from ingot.tokenizers.encoders import Batch, Choice
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.small import recipe, sentences, write_jsonl

@@ -21,7 +21,7 @@ from ingot.models.hf.folder import load_model
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
-from tests.evaluate.made import with_model
+from tests.evaluate.small_models import with_model
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

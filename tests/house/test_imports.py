@@ -75,10 +75,10 @@ LAZY_OWNERS = {
         "ingot.models.parameters",
         "ingot.parallel.shard",
     },
-    "gigatoken": {"ingot.tokenizers.fast"},
-    "fastokens": {"ingot.tokenizers.fast"},
-    "tiktoken": {"ingot.tokenizers.ranks"},
-    "sentencepiece": {"ingot.tokenizers.pieces"},
+    "gigatoken": {"ingot.tokenizers.encoders"},
+    "fastokens": {"ingot.tokenizers.encoders"},
+    "tiktoken": {"ingot.tokenizers.tiktoken_backend"},
+    "sentencepiece": {"ingot.tokenizers.sentencepiece_backend"},
     "datasets": {"ingot.data.hubsets"},
     "mwparserfromhell": {"ingot.data.wikipedia"},
     "google": {"ingot.cloud.bigquery", "ingot.cloud.clients", "ingot.base.remote.service"},
@@ -87,9 +87,13 @@ LAZY_OWNERS = {
     "py3langid": {"ingot.data.cleaning.languages"},
     "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
-    "transformers": {"ingot.models.hf.config", "ingot.serve.native.causal", "ingot.verify.theirs"},
-    "peft": {"ingot.verify.theirs"},
-    "rouge_score": {"ingot.evaluate.rouge"},
+    "transformers": {
+        "ingot.models.hf.config",
+        "ingot.serve.native.causal",
+        "ingot.verify.export_transformers",
+    },
+    "peft": {"ingot.verify.export_transformers"},
+    "rouge_score": {"ingot.evaluate.tasks.rouge"},
     "kfp": {"ingot.pipeline.kubeflow"},
     # Kubeflow sends the source of a component's function along, and nothing around it.
     # Files that need torch's distributed packages as a whole are imported where they are used.
@@ -99,7 +103,7 @@ LAZY_OWNERS = {
         "ingot.parallel.apply",
         "ingot.parallel.pipeline",
     },
-    "lm_eval": {"ingot.evaluate.lm_eval"},
+    "lm_eval": {"ingot.evaluate.tasks.lm_eval"},
     "torchao": {"ingot.parallel.float8"},
 }
 TORCH_FREE = (

@@ -23,8 +23,8 @@ from ingot.parallel import rows as sharing
 from ingot.parallel import tensor as vocabulary
 from ingot.parallel.masters import Masters
 from ingot.train import step
-from ingot.verify.measured import Measured, UnevenLoader, measure
-from ingot.verify.shrunk import Shrunk
+from ingot.verify.layout_recipe import Shrunk
+from ingot.verify.layout_steps import Measured, UnevenLoader, measure
 
 
 def measure_with(shrunk: Shrunk, fault: str) -> Measured:

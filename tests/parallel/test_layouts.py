@@ -1,7 +1,7 @@
 """Every layout gives what one process gives: losses, gradient norms, updated weights; each rank
 holds its share; and faults are seen.
 
-A case is a few steps of the real trainee (`ingot.verify.measured`): packed rows, targets unequal
+A case is a few steps of the real trainee (`ingot.verify.layout_steps`): packed rows, targets unequal
 over ranks down to none, accumulation, clipping that acts, a vocabulary that nothing divides, plain
 gradient descent with a rate of 1.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ingot.verify.layout import Finding
-from ingot.verify.layouts import MODES, OF_TRANSFORMERS, PRODUCTS, Layout, layout, pairs, table
+from ingot.verify.layout_modes import MODES, OF_TRANSFORMERS, PRODUCTS, Layout, layout, pairs, table
 from tests.objectives import ways
 from tests.parallel import faults
 from tests.parallel.proving import Proving, recipe_of

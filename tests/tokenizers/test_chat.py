@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat_text import mask, pieces, render
+from ingot.tokenizers.chat_render import mask, pieces, render
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, bpe_files, chatty, unigram_files
 

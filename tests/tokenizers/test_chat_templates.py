@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.chat import encode_chats, end_of_turn, stop_tokens
+from ingot.tokenizers.chat_templates import TOKENS, find_template, with_template
 from ingot.tokenizers.load import load_tokenizer
-from ingot.tokenizers.templates import TOKENS, find_template, with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import bpe_files, unigram_files
 

@@ -16,11 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.batches import Batch, difference, flatten, split
-from ingot.tokenizers.encoders import LEAD, REFERENCE, choose_encoder, open_encoder
-from ingot.tokenizers.fast import LIBRARIES, EncodeBatch, Library
+from ingot.tokenizers.backend import Batch, flatten, split
+from ingot.tokenizers.edge_cases import FIXED, difference, nasty_texts
+from ingot.tokenizers.encoders import (
+    LEAD,
+    LIBRARIES,
+    REFERENCE,
+    EncodeBatch,
+    Library,
+    choose_encoder,
+    open_encoder,
+)
 from ingot.tokenizers.load import load_tokenizer
-from ingot.tokenizers.nasty import FIXED, nasty_texts
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import TEXTS, bpe_files, unigram_files
 

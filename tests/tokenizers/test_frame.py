@@ -18,9 +18,8 @@ from ingot.data.records import encode_framed
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.load import load_tokenizer
-from ingot.tokenizers.references import open_reference
 from ingot.tokenizers.settings import read_config
-from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer, open_reference
 from tests.tokenizers.models import pieces_file
 from tests.tokenizers.small import TEXTS, bpe_files
 

@@ -14,7 +14,7 @@ from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.train.run import train
 from tests import tolerances
-from tests.evaluate.made import hellaswag_lines, write_lines
+from tests.evaluate.small_models import hellaswag_lines, write_lines
 from tests.objectives.test_every_way import distance
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe

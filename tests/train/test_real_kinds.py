@@ -17,8 +17,8 @@ from ingot.base.reports import EvaluationReport, read_report
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.evaluate.rouge import first_line
-from ingot.evaluate.run import evaluate
+from ingot.evaluate.evaluate import evaluate
+from ingot.evaluate.tasks.rouge import first_line
 from ingot.serve.predict import predict
 from ingot.train.run import train
 from tests.train.shipped import shipped

@@ -17,7 +17,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.data.rows import IGNORE, open_rows
-from ingot.evaluate.run import evaluate
+from ingot.evaluate.evaluate import evaluate
 from ingot.serve.native.model import load
 from ingot.serve.predict import predict
 from ingot.tokenizers.load import load_tokenizer

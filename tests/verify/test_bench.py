@@ -21,8 +21,17 @@ from ingot.parallel.mesh import running_mesh
 from ingot.train.plan import plan_run
 from ingot.train.room import HostMemory
 from ingot.verify import bench_row
-from ingot.verify.bench import FORMULA, Start, bench, best_of, run_case
-from ingot.verify.bench_cases import Case, cases_of, hopeless, refusal
+from ingot.verify.bench import (
+    FORMULA,
+    Case,
+    Start,
+    bench,
+    best_of,
+    cases_of,
+    hopeless,
+    refusal,
+    run_case,
+)
 from ingot.verify.bench_row import measure_row
 from tests.ranks import run_ranks
 from tests.small import small_recipe

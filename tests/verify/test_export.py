@@ -30,12 +30,12 @@ from ingot.data.prepare import prepare
 from ingot.models.adapters.peft import load_adapter
 from ingot.serve.native import model as loaded
 from ingot.train.run import train
-from ingot.verify import export, logits
+from ingot.verify import export
+from ingot.verify import export_logits as logits
 from ingot.verify.export import verify_export
+from ingot.verify.export_trained import base_of, compare_weights, open_export
+from ingot.verify.export_transformers import open_theirs
 from ingot.verify.proof import Check, Proof
-from ingot.verify.theirs import open_theirs
-from ingot.verify.trained import base_of, open_export
-from ingot.verify.weights import compare_weights
 from tests.cli.commands import clean_environment, ingot
 from tests.objectives.ways import WAYS, make_ready, recipe_of, write_all
 from tests.verify.serving import served_here
@@ -518,7 +518,7 @@ WAITS = """
 import sys, time
 from pathlib import Path
 from ingot.cli.guard import guarded, listen_to_signals
-from ingot.verify.served import server
+from ingot.verify.export_server import server
 
 def wait():
     with server(Path(sys.argv[1])) as url:

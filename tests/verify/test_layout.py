@@ -22,9 +22,8 @@ from ingot.data.opened import IGNORE
 from ingot.data.rows import Row
 from ingot.models.hf.config import hub_config
 from ingot.models.native.config import DecoderConfig
-from ingot.verify.difference import Difference, compare
 from ingot.verify.layout import Finding, LayoutProof, verify_layout
-from ingot.verify.layouts import (
+from ingot.verify.layout_modes import (
     MODES,
     OF_TRANSFORMERS,
     for_recipe,
@@ -34,8 +33,15 @@ from ingot.verify.layouts import (
     scaled,
     table,
 )
-from ingot.verify.measured import Measured, Piece
-from ingot.verify.shrunk import SEQ_LEN, VOCABULARY, cut_short, folded, small_decoder, small_hub
+from ingot.verify.layout_recipe import (
+    SEQ_LEN,
+    VOCABULARY,
+    cut_short,
+    folded,
+    small_decoder,
+    small_hub,
+)
+from ingot.verify.layout_steps import Difference, Measured, Piece, compare
 from tests.cli.commands import ingot
 from tests.models.hf import tiny as hub_tiny
 from tests.small import small_recipe

@@ -15,11 +15,9 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.tokenizers.batches import Batch
-from ingot.tokenizers.encoders import Choice
-from ingot.tokenizers.fast import EncodeBatch, Library
+from ingot.tokenizers.backend import Batch, JsonReference
+from ingot.tokenizers.encoders import Choice, EncodeBatch, Library
 from ingot.tokenizers.load import load_tokenizer
-from ingot.tokenizers.reference import JsonReference
 from ingot.verify.proof import Check, Proof
 from ingot.verify.tokenizer import verify_tokenizer
 from tests.small import small_recipe, write_documents

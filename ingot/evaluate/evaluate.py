@@ -1,0 +1,269 @@
+"""`ingot evaluate`: a model folder and the recipe's tasks in, `reports/evaluate.json`, the score of
+every item and a table out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import fingerprint
+from ingot.base.progress import say
+from ingot.base.reports import EvaluationReport, Outcome, sizes, write_report
+from ingot.base.storage import sha256_file
+from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LossTask
+from ingot.data.manifest import prepared_for
+from ingot.evaluate.baselines import Baseline, baselines, check_baselines
+from ingot.evaluate.generation import check_prompts, complete
+from ingot.evaluate.report import ENDING, show_report, write_examples
+from ingot.evaluate.subject import Measured, Subject
+from ingot.evaluate.tasks import needs_rows, open_task
+from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.device import device_name, resolve_compute
+from ingot.models.generation.generator import eos_ids
+from ingot.models.hf.folder import CONFIG, check_template, model_config, model_hash
+from ingot.models.hf.loading import hub_config
+from ingot.models.kinds import base_folder, kind_of_folder, open_model
+from ingot.models.spec import named_folder, source_folder, starts_random
+from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.tokenizers.chat import stop_tokens
+from ingot.tokenizers.chat_templates import with_template
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+
+REPORT, EXAMPLES = "evaluate.json", "examples"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of all tasks, by their names, and what stands beside."""
+
+    folder: Path
+    tasks: dict[str, Measured]
+    base: dict[str, Measured]
+    samples: list[dict[str, str]]
+
+
+def evaluate(recipe: Recipe) -> Outcome:
+    """Measure the model on all tasks and write the report. Every rank calls it; rank 0 writes.
+
+    The model is `evaluate.model`, else the run's own `model/`, else `model.source` where that has
+    weights.
+
+    Raises:
+        WrongInput: there is no model or no prepared data, the two do not belong together, or a task
+            cannot be measured.
+        Failed: the model gives numbers that are not finite, or data on the hub cannot be reached.
+    """
+    with running_mesh() as mesh:
+        folder = model_folder(recipe)
+        # An adapter alone has neither tokenizer nor settings: those of its base are its own.
+        home = base_folder(folder) if is_adapter(folder) else folder
+        tokenizer = load_tokenizer(home)
+        _check_belongs(recipe, home, tokenizer)
+        ends_turn = stop_tokens(tokenizer) if recipe.documents in ("chat", "preference") else []
+        eos = eos_ids(home, tokenizer.special.eos).union(ends_turn)
+        base = _base_folder(recipe, folder, mesh)
+        if other := _other_labels(recipe, home):
+            raise WrongInput(other)
+        tasks, samples = _measure(recipe, folder, tokenizer, eos, recipe.evaluate.prompts, mesh)
+        # With the tuned model's tokenizer: training began so.
+        beside, _ = (
+            _measure(recipe, base, tokenizer, eos, [], mesh) if base is not None else ({}, [])
+        )
+        found = Found(folder, tasks, beside, samples)
+        return mesh.from_main(lambda: _write(recipe, found, _report(recipe, found, tokenizer)))
+
+
+def _measure(
+    recipe: Recipe,
+    folder: Path,
+    tokenizer: Tokenizer,
+    eos: frozenset[int],
+    prompts: Sequence[str],
+    mesh: Mesh,
+) -> tuple[dict[str, Measured], list[dict[str, str]]]:
+    """All tasks on the model in `folder`, by their names, and what it makes of the prompts. All is
+    checked before anything is measured.
+    """
+    model = open_model(folder, device=mesh.device)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise WrongInput(
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} ids, its model only"
+            f" {model.config.vocab_size}; use the tokenizer that it was made with"
+        )
+    compute = resolve_compute(recipe.precision.compute, mesh.device)
+    subject = Subject(
+        recipe, model, kind_of_folder(folder), tokenizer, eos, compute, mesh, str(folder)
+    )
+    check_prompts(prompts, recipe.evaluate.sample_tokens, subject.about, model.config)
+    opened = {task.name: open_task(task, subject.about) for task in recipe.tasks}
+    if mesh.is_main:
+        ranks = f"{mesh.world} x " if mesh.world > 1 else ""
+        say(
+            f"evaluate: {folder}, {', '.join(opened)}, {compute} on"
+            f" {ranks}{device_name(mesh.device)}"
+        )
+    tasks = {name: item.measure(subject) for name, item in opened.items()}
+    return tasks, mesh.from_main(lambda: complete(subject, prompts))
+
+
+def model_folder(recipe: Recipe) -> Path:
+    """Where the model lies that `recipe` means to evaluate.
+
+    Raises:
+        WrongInput: there is none.
+    """
+    if recipe.evaluate.model:
+        return named_folder(recipe.evaluate.model, "evaluate.model")
+    own = recipe.folder.model
+    if (own / CONFIG).exists():
+        return own
+    base = source_folder(recipe.model)
+    if base is None or starts_random(recipe.model, base):
+        raise WrongInput(
+            f"{own} holds no model yet; run `ingot train` first, or set evaluate.model to a model"
+            " folder"
+        )
+    return base
+
+
+def _check_belongs(recipe: Recipe, folder: Path, tokenizer: Tokenizer) -> None:
+    """The model's tokenizer must be that of the prepared rows, where a task goes by these."""
+    if not recipe.evaluate.any_template:
+        check_template(folder, tokenizer.template_identity, "evaluate.any_template")
+    check_baselines(recipe, _yardsticks(recipe))
+    if not any(needs_rows(task) for task in recipe.tasks):
+        return
+    prepared, columns = prepared_for(recipe), recipe.folder.columns
+    if tokenizer.identity() != prepared.tokenizer and not (
+        recipe.evaluate.any_template and _same_but_for_template(recipe, tokenizer)
+    ):
+        raise WrongInput(
+            f"the tokenizer of {folder} ({tokenizer.identity()}) is not the one that {columns} was"
+            f" prepared with ({prepared.tokenizer}); set tokenizer.source to {folder} and run"
+            " `ingot prepare` again, or evaluate a model of this run"
+        )
+
+
+def _same_but_for_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
+    own = load_tokenizer(recipe.folder.tokenizer)
+    return with_template(own, "").identity() == with_template(tokenizer, "").identity()
+
+
+def _yardsticks(recipe: Recipe) -> list[Baseline]:
+    return sorted(
+        {name for task in recipe.tasks if isinstance(task, LossTask) for name in task.baselines}
+    )
+
+
+def _other_labels(recipe: Recipe, folder: Path) -> str:
+    """Why the classes of a classifier are not those of the recipe, which would be taken for one
+    another; empty where they are, or have no names.
+    """
+    if not recipe.labels or kind_of_folder(folder) != "encoder":
+        return ""
+    names = hub_config(model_config(folder), "encoder", str(folder)).labels
+    nameless = all(name == f"LABEL_{number}" for number, name in enumerate(names))
+    same = [name.casefold() for name in names] == [name.casefold() for name in recipe.labels]
+    if len(names) == len(recipe.labels) and (same or nameless):
+        return ""
+    return (
+        f"{folder} tells {', '.join(names)} apart, objective.labels are {', '.join(recipe.labels)};"
+        " give them in the model's order, or another model"
+    )
+
+
+def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
+    """The model that training started from, where it is to stand beside; where there is none to
+    compare, rank 0 says why.
+    """
+    if not recipe.evaluate.base:
+        return None
+    base = source_folder(recipe.model)
+    why = ""
+    if base is None or starts_random(recipe.model, base):
+        why = "training started from random weights"
+    elif base.resolve() == folder.resolve():
+        why = "it is the model that is evaluated"
+    elif kind_of_folder(base) != kind_of_folder(folder):
+        why = (
+            f"{base} is a {kind_of_folder(base)} and has no head for what a"
+            f" {kind_of_folder(folder)} does"
+        )
+    else:
+        why = _other_labels(recipe, base)
+    if why and mesh.is_main:
+        say(f"evaluate: no base model beside: {why}")
+    return None if why else base
+
+
+def _report(recipe: Recipe, found: Found, tokenizer: Tokenizer) -> EvaluationReport:
+    beside = {
+        key: value for measured in found.tasks.values() for key, value in measured.baselines.items()
+    }
+    if names := _yardsticks(recipe):
+        beside = {**baselines(recipe, prepared_for(recipe), names), **beside}
+    metrics, base = (
+        {key: metric for measured in tasks.values() for key, metric in measured.metrics.items()}
+        for tasks in (found.tasks, found.base)
+    )
+    return EvaluationReport(
+        _hash(found.folder), tokenizer.identity(), metrics, beside, found.samples, base
+    )
+
+
+def _hash(folder: Path) -> str:
+    """Identity of the model; of an adapter, that of its base and of its files together."""
+    if not is_adapter(folder):
+        return model_hash(folder)
+    files = {path.name: sha256_file(path) for path in sorted(folder.glob("adapter_*"))}
+    return fingerprint({"base": model_hash(base_folder(folder)), "adapter": files})
+
+
+def _write(recipe: Recipe, found: Found, report: EvaluationReport) -> Outcome:
+    """The report into the run folder, and beside the model where the model is this run's own; the
+    examples beside the report.
+    """
+    run = recipe.folder
+    reports = [run.reports / REPORT, *([run.model / REPORT] if found.folder == run.model else [])]
+    for path in reports:
+        write_report(path, report)
+    examples = [
+        run.reports / EXAMPLES / f"{name.replace('/', '_')}{ENDING}" for name in found.tasks
+    ]
+    for path, (name, measured) in zip(examples, found.tasks.items(), strict=True):
+        write_examples(path, measured.examples, found.base[name].examples if found.base else ())
+    show_report(report, Console(file=sys.stdout, highlight=False))
+    return Outcome(
+        _phrase(report, recipe),
+        str(reports[0]),
+        fingerprint(asdict(report)),
+        sizes(run.root, [*reports, *examples]),
+    )
+
+
+def _phrase(report: EvaluationReport, recipe: Recipe) -> str:
+    """The result in a few words: of the first loss of a text its usual two figures, and what is
+    gated on, or what came first.
+    """
+    bits, perplexity = (
+        report.metrics.get(f"{recipe.tasks[0].name}/{name}")
+        for name in ("bits_per_byte", "perplexity")
+    )
+    told = (
+        [f"{bits.value:.2f} bits per byte, perplexity {perplexity.value:.1f}"]
+        if bits is not None and perplexity is not None
+        else []
+    )
+    gated = [recipe.gate_metric] if isinstance(recipe.gate_metric, str) else recipe.gate_metric
+    others = [key for key in gated if key in report.metrics and not key.endswith("/bits_per_byte")]
+    if not told and not others:
+        others = list(report.metrics)[:2]
+    return ", ".join([*told, *(f"{key} {report.metrics[key].value:.4f}" for key in others)])

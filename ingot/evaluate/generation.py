@@ -1,0 +1,169 @@
+"""What a model writes after many prompts: greedily, or by beam search where it has an encoder.
+Dealt over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.config.recipe import Recipe
+from ingot.evaluate.distribute import all_texts, by_length, share
+from ingot.evaluate.subject import About, Subject
+from ingot.models.device import computing_in
+from ingot.models.generation.generator import Generator, Request, check
+from ingot.models.generation.seq2seq import Summary, check_summary, write
+from ingot.models.hf.loading import Encoder, HubConfig
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.tokenizers.tokenizer import Tokenizer
+
+GROUPS = 4
+"""Micro-batches of prompts that a decoder is given at once: requests join as others leave, and
+progress still shows.
+"""
+
+
+def encode_source(tokenizer: Tokenizer, text: str, recipe: Recipe) -> list[int]:
+    """A source as the encoder was trained to read it: the objective's prefix, the tokenizer's
+    frame, cut to data.seq_len.
+    """
+    prefix = recipe.objective.source_prefix
+    before, after = tokenizer.frame
+    return [
+        *before,
+        *tokenizer.encode(prefix + text)[: max(recipe.data.seq_len - len(before) - len(after), 0)],
+        *after,
+    ]
+
+
+def written(
+    subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int, title: str, beams: int = 1
+) -> list[str]:
+    """The text that follows each prompt (a decoder's) or belongs to each source (of a model with an
+    encoder). Collective.
+
+    Raises:
+        Failed: the model gives numbers that are not finite.
+    """
+    if subject.kind == "decoder":
+        return answers(subject, [Request(prompt, max_tokens) for prompt in prompts], title)
+    lengths = [len(prompt) for prompt in prompts]
+    return _dealt(
+        subject,
+        lengths,
+        1,
+        title,
+        lambda group: write_here(subject, [prompts[number] for number in group], max_tokens, beams),
+    )
+
+
+def answers(subject: Subject, requests: Sequence[Request], title: str) -> list[str]:
+    """What a decoder answers to each request. Collective; raises Failed as `written` does."""
+    lengths = [len(request.prompt) for request in requests]
+    return _dealt(
+        subject,
+        lengths,
+        GROUPS,
+        title,
+        lambda group: _answers(subject, [requests[number] for number in group]),
+    )
+
+
+def _dealt(
+    subject: Subject,
+    lengths: Sequence[int],
+    micro_batches: int,
+    title: str,
+    make: Callable[[list[int]], list[str | None]],
+) -> list[str]:
+    groups = share(
+        by_length(lengths, subject.recipe.evaluate.micro_batch * micro_batches), subject.mesh
+    )
+    mine, broken, done = dict[int, str](), 0, 0
+    with subject.progress(title, len(lengths), "texts") as progress:
+        for group in subject.pieces(groups):
+            for number, text in zip(group, make(group), strict=True):
+                mine[number] = text or ""
+                broken += text is None
+            done += len(group)
+            progress.update(min(done * subject.mesh.world, len(lengths)))
+    # Agreed upon, so that no rank is left waiting for one that stopped.
+    (broken_everywhere,) = subject.mesh.agree(float(broken))
+    if broken_everywhere:
+        raise Failed(
+            f"{title}: {subject.where} gives numbers that are not finite; train it again with a"
+            " lower train.optimizer.lr"
+        )
+    return all_texts(mine, len(lengths), subject.mesh)
+
+
+def write_here(
+    subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int, beams: int = 1
+) -> list[str | None]:
+    """`written` for one batch on this rank alone; None where the model's numbers are not finite."""
+    model = subject.model
+    if isinstance(model, Decoder):
+        return _answers(subject, [Request(prompt, max_tokens) for prompt in prompts])
+    if isinstance(model, Encoder):
+        raise WrongInput(
+            f"{subject.where} is an encoder, which writes nothing; remove what asks it to"
+        )
+    with computing_in(subject.compute, subject.device):
+        found = write(
+            model, [Summary(prompt, max_tokens, beams=beams) for prompt in prompts], subject.eos
+        )
+    return [
+        None if answer.finish == "error" else subject.tokenizer.decode(answer.ids)
+        for answer in found
+    ]
+
+
+def _answers(subject: Subject, requests: Sequence[Request]) -> list[str | None]:
+    generator = Generator(
+        subject.decoder,
+        eos=subject.eos,
+        decode=subject.tokenizer.decode,
+        max_rows=subject.recipe.evaluate.micro_batch,
+    )
+    with computing_in(subject.compute, subject.device):
+        found = generator.run(requests)
+    return [None if answer.finish == "error" else answer.text for answer in found]
+
+
+def check_prompts(
+    prompts: Sequence[str], max_tokens: int, about: About, config: DecoderConfig | HubConfig
+) -> None:
+    """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the
+    model for an answer, or the model writes nothing.
+    """
+    if prompts:
+        about.must_be("evaluate.prompts", "decoder", "seq2seq")
+    for prompt in prompts:
+        try:
+            if isinstance(config, DecoderConfig):
+                check(Request(about.tokenizer.encode_prompt(prompt), max_tokens), config)
+            else:
+                check_summary(
+                    Summary(encode_source(about.tokenizer, prompt, about.recipe), max_tokens),
+                    config,
+                )
+        except WrongInput as error:
+            raise WrongInput(f"evaluate.prompts, {prompt[:40]!r}: {error}") from None
+
+
+def complete(subject: Subject, prompts: Sequence[str]) -> list[dict[str, str]]:
+    """`{"prompt": ..., "completion": ...}` for each prompt, of `evaluate.sample_tokens` at most; on
+    this rank alone.
+    """
+    if not prompts:
+        return []
+    max_tokens = subject.recipe.evaluate.sample_tokens
+    if subject.kind == "decoder":
+        encoded = [subject.tokenizer.encode_prompt(prompt) for prompt in prompts]
+    else:
+        encoded = [encode_source(subject.tokenizer, prompt, subject.recipe) for prompt in prompts]
+    return [
+        {"prompt": prompt, "completion": text or ""}
+        for prompt, text in zip(prompts, write_here(subject, encoded, max_tokens), strict=True)
+    ]

@@ -1,0 +1,214 @@
+"""How sure a number is: the confidence interval of what is made of sums, a ratio say, by resampling
+what it is summed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import fingerprint
+from ingot.base.reports import Metric
+from ingot.evaluate.loss import Stretches
+
+Floats = npt.NDArray[np.float64]
+Statistic = Callable[[Floats], Floats]
+"""Sums `[..., K]` -> values `[...]`."""
+
+RESAMPLES = 2000
+MAX_UNITS = 10_000
+CHUNK_DRAWS = 2**21
+
+
+def ratio_interval(
+    numerators: npt.ArrayLike, denominators: npt.ArrayLike, *, level: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """The interval of sum(numerators) / sum(denominators) when the units (documents, say) are a
+    sample of many; see `interval`.
+
+    Args:
+        numerators: what is summed above, one number a unit.
+        denominators: what is summed below, none negative.
+
+    Raises:
+        ValueError: there are no units, or the denominators sum to nothing.
+    """
+    above, below = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
+    if not len(above) or below.sum() <= 0:
+        raise ValueError(
+            f"an interval needs units with a positive sum below, not {len(above)} with"
+            f" {below.sum()}"
+        )
+    return interval(np.stack((above, below), axis=1), _ratio, level=level, seed=seed)
+
+
+def _ratio(sums: Floats) -> Floats:
+    above, below = sums[..., 0], sums[..., 1]
+    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
+
+
+def interval(
+    units: Floats, statistic: Statistic, *, level: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """The interval of `statistic(units.sum(axis=0))` when the units `[N, K]` are a sample of many.
+
+    Bootstrap with bias correction and acceleration (Efron 1987), which stays close to its level
+    where units are few and unequal. Deterministic for a `seed`. More than 10,000 units are first
+    added up at random into that many groups, which
+    leaves the variance of the sums as it is and bounds time and memory. One unit says nothing about
+    spread: the interval is then the value itself.
+
+    Args:
+        statistic: from sums `[..., K]` to values `[...]`; NaN where it is not defined, and such
+            draws are left out.
+    """
+    generator = np.random.default_rng(seed)
+    units = _grouped(units, generator)
+    value = float(statistic(units.sum(axis=0)))
+    drawn = np.sort(_resampled(units, statistic, generator))
+    if len(drawn) == 0 or drawn[0] == drawn[-1]:
+        return value, value
+    acceleration = _acceleration(units, statistic)
+    low, high = (
+        _corrected(share, drawn, value, acceleration)
+        for share in ((1 - level) / 2, (1 + level) / 2)
+    )
+    return float(np.quantile(drawn, low)), float(np.quantile(drawn, high))
+
+
+def _grouped(units: Floats, generator: np.random.Generator) -> Floats:
+    if len(units) <= MAX_UNITS:
+        return units
+    group = generator.permutation(len(units)) % MAX_UNITS
+    return np.stack([np.bincount(group, column, MAX_UNITS) for column in units.T], axis=1)
+
+
+def _resampled(units: Floats, statistic: Statistic, generator: np.random.Generator) -> Floats:
+    """The statistic of each of RESAMPLES draws with replacement, where it is defined."""
+    at_once = max(1, CHUNK_DRAWS // len(units))
+    finite, values = bool(np.isfinite(units).all()), []
+    for first in range(0, RESAMPLES, at_once):
+        drawn = generator.integers(0, len(units), (min(at_once, RESAMPLES - first), len(units)))
+        sums = np.stack([column[drawn].sum(axis=1) for column in units.T], axis=1)
+        found = statistic(sums)
+        # Where the units themselves are not finite, nothing is left out: such a value must not seem
+        # to be a sure one.
+        values.append(found[~np.isnan(found)] if finite else found)
+    return np.concatenate(values)
+
+
+def _acceleration(units: Floats, statistic: Statistic) -> float:
+    """How the spread changes with the value: a sixth of the skewness of the jackknife, the
+    statistic with each unit left out.
+    """
+    without = statistic(units.sum(axis=0) - units)
+    without = without[~np.isnan(without)]
+    deviation = without.mean() - without if len(without) else np.zeros(1)
+    spread = float((deviation**2).sum())
+    return float((deviation**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
+
+
+def _corrected(share: float, ratios: Floats, value: float, acceleration: float) -> float:
+    """The quantile of the resampled ratios at which an unbiased one with this acceleration would
+    have its `share`.
+    """
+    normal = NormalDist()
+    below_value = float((ratios < value).mean() + (ratios == value).mean() / 2)
+    edge = 0.5 / len(ratios)
+    bias = normal.inv_cdf(min(max(below_value, edge), 1 - edge))
+    shifted = bias + normal.inv_cdf(share)
+    return normal.cdf(bias + shifted / max(1 - acceleration * shifted, 1e-3))
+
+
+FEW_DOCUMENTS = 10
+
+
+def loss_metrics(
+    task: str, losses: Stretches, document_bytes: Floats, *, documents: str, tokenizer: str
+) -> dict[str, Metric]:
+    """`TASK/loss` (nats per token), `TASK/perplexity`, `TASK/bits_per_byte`, with intervals of 95
+    %.
+
+    Intervals say how much another draw of held-out documents would have changed the value: whole
+    documents are resampled, since tokens of one document rise and fall together. Of fewer than ten
+    documents, rows are resampled instead, which makes the interval narrower than it should be, but
+    not empty.
+
+    Args:
+        document_bytes: bytes of each document, in the order of rows.
+        documents: identity of the held-out documents. Bits per byte can be compared on the same
+            documents whatever the tokenizer, the other two with the same tokenizer only.
+
+    Raises:
+        WrongInput: there are no targets, or rows and documents are not of the same data.
+    """
+    of_document = losses.documents
+    if int(losses.ends_document.sum()) != len(document_bytes):
+        raise WrongInput(
+            f"the validation rows end {int(losses.ends_document.sum())} documents of"
+            f" {len(document_bytes)}; run `ingot prepare` again"
+        )
+    tokens = np.bincount(of_document, losses.tokens)
+    stretch_bytes = document_bytes[of_document] * losses.tokens / tokens[of_document]
+    units = of_document if len(document_bytes) >= FEW_DOCUMENTS else losses.rows
+    nll, targets, size = (
+        np.bincount(units, values).astype(np.float64)
+        for values in (losses.nll, losses.targets, stretch_bytes)
+    )
+    return sum_metrics(task, nll, targets, size, documents=documents, tokenizer=tokenizer)
+
+
+def sum_metrics(
+    task: str, nll: Floats, targets: Floats, size: Floats, *, documents: str, tokenizer: str
+) -> dict[str, Metric]:
+    """The same of sums over each unit of resampling: nats, targets, and the bytes that these spell,
+    all [N].
+
+    Raises:
+        WrongInput: there are no targets.
+    """
+    if not targets.sum() or not size.sum():
+        raise WrongInput(
+            "the held-out documents have nothing to predict; set data.validation to more documents"
+        )
+    same_tokens = fingerprint({"documents": documents, "tokenizer": tokenizer})
+
+    def metric(value: float, interval: tuple[float, float], compared_on: str) -> Metric:
+        return Metric(value, *interval, direction="lower", n=len(nll), set_fingerprint=compared_on)
+
+    loss, interval = float(nll.sum() / targets.sum()), ratio_interval(nll, targets)
+    bits = nll / math.log(2)
+    return {
+        f"{task}/loss": metric(loss, interval, same_tokens),
+        f"{task}/perplexity": metric(
+            _exp(loss), (_exp(interval[0]), _exp(interval[1])), same_tokens
+        ),
+        f"{task}/bits_per_byte": metric(
+            float(bits.sum() / size.sum()), ratio_interval(bits, size), documents
+        ),
+    }
+
+
+def mean_metric(
+    values: Sequence[float] | Floats, *, direction: Literal["lower", "higher"], on: str
+) -> Metric:
+    """The mean over items, with its interval; `on` is the identity of the items."""
+    numbers = np.asarray(values, np.float64)
+    return Metric(
+        float(numbers.mean()),
+        *ratio_interval(numbers, np.ones(len(numbers))),
+        direction=direction,
+        n=len(numbers),
+        set_fingerprint=on,
+    )
+
+
+def _exp(loss: float) -> float:
+    """Infinite rather than an error for a loss beyond float64: the report refuses it in words."""
+    return math.exp(loss) if loss < 709 else math.inf

@@ -1,0 +1,99 @@
+"""A report as a table in the terminal. Without torch, so that the command line shows a report that
+stands already with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from ingot.base.reports import EvaluationReport, Metric
+from ingot.base.storage import atomic_file
+
+
+def show_report(report: EvaluationReport, console: Console) -> None:
+    """Metrics, then what others reach, then the completions."""
+    names = ["metric", "better", "value", "95 % interval", "n", *(["base"] if report.base else [])]
+    table = Table(*names)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for key, metric in report.metrics.items():
+        row = [
+            key,
+            metric.direction,
+            f"{metric.value:.4f}",
+            f"{metric.ci_low:.4f} to {metric.ci_high:.4f}",
+            f"{metric.n:,}",
+        ]
+        table.add_row(*row, *([_beside(report.base.get(key))] if report.base else []))
+    for place, (name, value) in enumerate(_others(report)):
+        if not place:
+            table.add_section()
+        table.add_row(name, "", f"{value:.4f}")
+    console.print(table)
+    for sample in report.samples:
+        console.print(
+            f"{sample['prompt']!r} goes on {sample['completion']!r}", markup=False, soft_wrap=True
+        )
+
+
+def _beside(metric: Metric | None) -> str:
+    return "" if metric is None else f"{metric.value:.4f}"
+
+
+def _others(report: EvaluationReport) -> list[tuple[str, float]]:
+    """Bits per byte of others, the best first; then what something simple reaches in other
+    metrics.
+    """
+    bits = sorted(
+        ((f"bits per byte of {name}", value) for name, value in report.bits_per_byte.items()),
+        key=lambda item: item[1],
+    )
+    return bits + [
+        (name, value)
+        for name, value in report.baselines.items()
+        if name not in report.bits_per_byte
+    ]
+
+
+GIVEN = {
+    "id",
+    "document",
+    "context",
+    "choices",
+    "answer",
+    "source",
+    "reference",
+    "label",
+    "targets",
+    "rejected_targets",
+    "bytes",
+    "filter",
+    "target",
+}
+"""Columns that say what an item is; the rest says what a model made of it."""
+ENDING = ".parquet"
+
+
+def write_examples(
+    path: Path, examples: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]] = ()
+) -> None:
+    """One row for each item, in the order of the items; what the base model made of it in columns
+    `base_...`.
+    """
+    columns = {name: [example.get(name) for example in examples] for name in _names(examples)}
+    for name in _names(base):
+        if name not in GIVEN:
+            columns[f"base_{name}"] = [example.get(name) for example in base]
+    with atomic_file(path) as stream:
+        pq.write_table(pa.table(columns), stream, compression="zstd")
+
+
+def _names(examples: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for example in examples for name in example))

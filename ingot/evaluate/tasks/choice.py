@@ -1,0 +1,196 @@
+"""Multiple choice: the likeliest of some continuations, as a sum of log-probabilities and per
+character. HellaSwag is one of these.
+
+The same figures as lm-evaluation-harness' acc and acc_norm, on the same items.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import fingerprint
+from ingot.config.sections.evaluation import ChoiceTask, HellaSwagTask
+from ingot.evaluate.likelihood import Span, encode_spans, log_likelihoods
+from ingot.evaluate.metrics import mean_metric
+from ingot.evaluate.subject import About, Measured, Subject
+from ingot.evaluate.tasks.records import Record, read_records
+
+QUESTION = ("question", "choices", "answer")
+HELLASWAG = ("ctx_a", "ctx_b", "activity_label", "endings", "label")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A context, what may follow it (after a space), and which of these is right."""
+
+    place: str
+    context: str
+    choices: list[str]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A multiple-choice task whose items are tokens already: `spans` hold all choices of the first
+    item, then those of the next.
+    """
+
+    name: str
+    items: list[Item]
+    spans: list[Span]
+
+    def measure(self, subject: Subject) -> Measured:
+        sums = log_likelihoods(subject, self.spans, self.name)[:, 0]
+        examples, place = list[dict[str, Any]](), 0
+        for item in self.items:
+            examples.append(judged(item, sums[place : place + len(item.choices)].tolist()))
+            place += len(item.choices)
+        on = fingerprint([[item.context, item.choices, item.answer] for item in self.items])
+        metrics = {
+            f"{self.name}/{metric}": mean_metric(
+                [example[column] for example in examples], direction="higher", on=on
+            )
+            for metric, column in (("accuracy", "correct"), ("accuracy_norm", "correct_norm"))
+        }
+        return Measured(metrics, examples)
+
+
+def judged(item: Item, sums: Sequence[float]) -> dict[str, Any]:
+    """What became of one item. Of equal choices the first one counts as chosen."""
+    likelihoods = np.array(sums)
+    per_character = likelihoods / np.array([len(choice) for choice in item.choices])
+    chosen, chosen_norm = int(likelihoods.argmax()), int(per_character.argmax())
+    return {
+        "id": item.place,
+        "context": item.context,
+        "choices": item.choices,
+        "answer": item.answer,
+        "log_likelihoods": list(sums),
+        "chosen": chosen,
+        "chosen_norm": chosen_norm,
+        "correct": chosen == item.answer,
+        "correct_norm": chosen_norm == item.answer,
+    }
+
+
+def open_choices(task: ChoiceTask | HellaSwagTask, about: About) -> Choices:
+    """Read and encode the items.
+
+    Raises:
+        WrongInput: no such source, an item that is not what it should be, or that is longer than
+            the model's positions.
+    """
+    knob = f"evaluate.tasks, {task.name}: source"
+    about.must_be(f"evaluate.tasks, {task.name}: {task.kind}", "decoder")
+    if isinstance(task, HellaSwagTask):
+        items = [
+            _hellaswag(record)
+            for record in read_records(
+                task.source, knob, HELLASWAG, split=task.split, limit=task.limit
+            )
+        ]
+    else:
+        items = [
+            _question(record)
+            for record in read_records(
+                task.source, knob, QUESTION, names=task.columns, split=task.split, limit=task.limit
+            )
+        ]
+    spans = encode_spans(
+        about.tokenizer, [(item.context, f" {choice}") for item in items for choice in item.choices]
+    )
+    owners = [item for item in items for _ in item.choices]
+    for item, span in zip(owners, spans, strict=True):
+        if not span.continuation or not span.context:
+            raise WrongInput(f"{item.place} has a choice or a context without a token; mend it")
+        if len(span) > about.positions:
+            raise WrongInput(
+                f"{item.place} has {len(span):,} tokens with its longest choice, {about.where} has"
+                f" {about.positions:,} positions; leave it out, or evaluate a model that reads more"
+            )
+    return Choices(task.name, items, spans)
+
+
+def _question(record: Record) -> Item:
+    question, choices = record.text("question"), record.get("choices")
+    if isinstance(choices, str):
+        # As a table of texts has it.
+        try:
+            choices = json.loads(choices)
+        except ValueError:
+            raise WrongInput(
+                f"{record.place}: `choices` is {choices[:40]!r}, not a list of texts; write it as"
+                " JSON"
+            ) from None
+    if (
+        not isinstance(choices, list)
+        or len(choices) < 2
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
+        raise WrongInput(
+            f"{record.place}: `choices` must be a list of two or more texts, none empty; mend it"
+        )
+    if not question.strip():
+        raise WrongInput(f"{record.place}: `question` is empty; mend it")
+    return Item(record.place, question, choices, _answer(record, choices))
+
+
+def _answer(record: Record, choices: list[str]) -> int:
+    """A number from 0, the text of a choice, or a letter; a text that could be several of these is
+    the first that fits of: text, number, letter.
+    """
+    answer = record.get("answer")
+    place = -1
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        place = answer
+    elif isinstance(answer, str) and answer in choices:
+        place = choices.index(answer)
+    elif isinstance(answer, str) and re.fullmatch(r"\s*\d{1,9}\s*", answer):
+        place = int(answer)
+    elif isinstance(answer, str) and len(answer.strip()) == 1:
+        place = string.ascii_uppercase.find(answer.strip().upper())
+    if not 0 <= place < len(choices):
+        raise WrongInput(
+            f"{record.place}: `answer` {answer!r} is none of its {len(choices)} choices; give a"
+            " number from 0, a letter, or the text"
+        )
+    return place
+
+
+def _hellaswag(record: Record) -> Item:
+    """As lm-evaluation-harness prepares it: what the activity is, both parts of the context, and
+    the marks of WikiHow taken out.
+    """
+    endings, label = record.get("endings"), record.get("label")
+    if (
+        not isinstance(endings, list)
+        or len(endings) < 2
+        or not all(isinstance(ending, str) for ending in endings)
+    ):
+        raise WrongInput(
+            f"{record.place}: `endings` must be a list of texts; give HellaSwag's own columns"
+        )
+    if not re.fullmatch(r"\d{1,3}", str(label)) or int(label) >= len(endings):
+        raise WrongInput(
+            f"{record.place}: `label` is {label!r}, not one of {len(endings)} endings; the test"
+            " split has none, take validation"
+        )
+    second = record.text("ctx_b")
+    context = f"{record.text('activity_label')}: {record.text('ctx_a')} {second.capitalize()}"
+    choices = [_without_marks(ending) for ending in endings]
+    if not all(choices):
+        raise WrongInput(f"{record.place} has an empty ending; mend it")
+    return Item(record.place, _without_marks(context), choices, int(label))
+
+
+def _without_marks(text: str) -> str:
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")

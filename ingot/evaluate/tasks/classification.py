@@ -1,0 +1,175 @@
+"""How often a classifier is right on labelled documents: accuracy and F1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ingot.base.errors import Failed
+from ingot.base.reports import Metric
+from ingot.config.sections.evaluation import ClassificationTask
+from ingot.data.manifest import Prepared
+from ingot.data.rows import Rows
+from ingot.data.samples import Samples
+from ingot.evaluate.distribute import Floats, together
+from ingot.evaluate.loss import over_samples
+from ingot.evaluate.metrics import Statistic, interval, mean_metric
+from ingot.evaluate.subject import About, Measured, Subject
+from ingot.evaluate.tasks.loss import open_held_out, same_set
+from ingot.models.native.head import View
+
+Numbers = npt.NDArray[np.int64]
+MOST_CLASSES = 20
+
+
+@dataclass(frozen=True)
+class Classification:
+    """The task with its rows opened."""
+
+    name: str
+    labels: Sequence[str]
+    rows: Samples
+    prepared: Prepared
+    count: int
+
+    def measure(self, subject: Subject) -> Measured:
+        """Raises Failed when the model gives numbers that are not finite."""
+        table = np.zeros((self.count, 3), np.float64)
+        reader = _Reader()
+        for batch, values in over_samples(subject, self.rows, self.count, self.name, reader.token):
+            live = batch.rows >= 0
+            found = torch.stack(
+                (batch.labels, reader.chosen.cpu(), values.detach().cpu()), dim=1
+            ).double()
+            table[batch.rows[live].numpy()] = found[live].numpy()
+        label, chosen, log_probability = together(table, subject.mesh).T
+        if np.isnan(log_probability).any():
+            raise Failed(
+                f"{self.name}: {subject.where} gives numbers that are not finite; train it again"
+                " with a lower train.optimizer.lr"
+            )
+        return self._report(
+            label.astype(np.int64),
+            chosen.astype(np.int64),
+            log_probability,
+            same_set(self.prepared, self.rows, subject.recipe, self.count),
+        )
+
+    def _report(
+        self, label: Numbers, chosen: Numbers, log_probability: Floats, on: str
+    ) -> Measured:
+        classes = len(self.labels)
+        majority = np.full_like(label, np.bincount(label, minlength=classes).argmax())
+        accuracy = mean_metric((label == chosen).astype(np.float64), direction="higher", on=on)
+        metrics = {
+            f"{self.name}/accuracy": accuracy,
+            **f1_metrics(self.name, self.labels, label, chosen, on),
+        }
+        simple = {
+            f"{self.name}/accuracy/majority": float((label == majority).mean()),
+            f"{self.name}/f1/majority": float(
+                macro_f1(counts(label, majority, classes).sum(axis=0))
+            ),
+        }
+        return Measured(metrics, self._examples(label, chosen, log_probability), simple)
+
+    def _examples(
+        self, label: Numbers, chosen: Numbers, log_probability: Floats
+    ) -> list[dict[str, Any]]:
+        return [
+            {
+                "document": number,
+                "label": self.labels[right],
+                "predicted": self.labels[made],
+                "log_probability": float(value),
+                "correct": bool(right == made),
+            }
+            for number, (right, made, value) in enumerate(
+                zip(label, chosen, log_probability, strict=True)
+            )
+        ]
+
+
+class _Reader:
+    """The log-probability of each row's label, and beside it the class that the model takes."""
+
+    chosen: Tensor
+
+    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+        self.chosen = view.logits().argmax(-1)
+        return view.log_probability(labels)
+
+
+def open_classification(
+    task: ClassificationTask, about: About, most: int | None = None
+) -> Classification:
+    """Raises WrongInput when the model is no classifier, or there are no labelled rows."""
+    about.must_be(f"evaluate.tasks, {task.name}: classification", "encoder")
+    prepared, rows = open_held_out(about.recipe, about.where, about.positions)
+    assert not isinstance(rows, Rows)
+    return Classification(
+        task.name, about.recipe.labels, rows, prepared, min(len(rows), most or len(rows))
+    )
+
+
+def counts(label: Numbers, chosen: Numbers, classes: int) -> Floats:
+    """For each document and each class whether it was rightly chosen, wrongly chosen, wrongly left,
+    [N, 3 * classes].
+    """
+    right, made = (np.eye(classes)[numbers] for numbers in (label, chosen))
+    return np.concatenate((right * made, made * (1 - right), right * (1 - made)), axis=1)
+
+
+def class_f1(sums: Floats) -> Floats:
+    """F1 of each class `[..., classes]` from sums of `counts`; NaN for one that neither occurs nor
+    was chosen.
+    """
+    hits, wrong, missed = np.split(sums, 3, axis=-1)
+    both = 2 * hits + wrong + missed
+    return np.divide(2 * hits, both, out=np.full_like(both, np.nan), where=both > 0)
+
+
+def macro_f1(sums: Floats) -> Floats:
+    """The plain mean over the classes that occur or were chosen, as scikit-learn's
+    `f1_score(average="macro")` has it.
+    """
+    scores = class_f1(sums)
+    there = ~np.isnan(scores)
+    mean: Floats = np.where(there, scores, 0.0).sum(axis=-1) / there.sum(axis=-1)
+    return mean
+
+
+def f1_metrics(
+    task: str, labels: Sequence[str], label: Numbers, chosen: Numbers, on: str
+) -> dict[str, Metric]:
+    """`TASK/f1`, the mean over classes, and of few classes `TASK/f1_LABEL` for each that occurs or
+    was chosen; intervals resample documents.
+    """
+    units = counts(label, chosen, len(labels))
+
+    def metric(statistic: Statistic) -> Metric:
+        return Metric(
+            float(statistic(units.sum(axis=0))),
+            *interval(units, statistic),
+            direction="higher",
+            n=len(label),
+            set_fingerprint=on,
+        )
+
+    found = {f"{task}/f1": metric(macro_f1)}
+    if len(labels) <= MOST_CLASSES:
+        for number in np.flatnonzero(~np.isnan(class_f1(units.sum(axis=0)))).tolist():
+            found[f"{task}/f1_{labels[number]}"] = metric(partial(_one_f1, number))
+    return found
+
+
+def _one_f1(number: int, sums: Floats) -> Floats:
+    score: Floats = class_f1(sums)[..., number]
+    return score

@@ -1,0 +1,304 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, by name, on our model: the package's own prompts,
+metrics and few-shot examples.
+
+Every rank runs the harness as if it were alone; what the model is asked for is dealt over the ranks
+underneath.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.markers import fingerprint
+from ingot.base.reports import Metric
+from ingot.config.sections.evaluation import LMEvalTask
+from ingot.evaluate.generation import answers
+from ingot.evaluate.likelihood import Span, encode_spans, log_likelihoods
+from ingot.evaluate.metrics import ratio_interval
+from ingot.evaluate.subject import About, Measured, Subject
+from ingot.models.generation.generator import Request
+from ingot.models.generation.sampling import Sampling
+
+MAX_TOKENS = 256
+CLOSE = 1e-9
+
+
+class Face:
+    """A subject as the harness speaks to a model; the class that it wants is made of this one and
+    its own.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__()
+        self.subject = subject
+        special = subject.tokenizer.special
+        self.start = special.bos if special.bos is not None else special.eos
+        self.positions = subject.about.positions
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation after its context, and whether greedy decoding would
+        write it.
+        """
+        spans = [
+            self._cut(span)
+            for span in encode_spans(self.subject.tokenizer, [request.args for request in requests])
+        ]
+        found = log_likelihoods(self.subject, spans, "lm_eval", greedy=True)
+        return [(float(total), bool(agrees)) for total, agrees in found]
+
+    def _cut(self, span: Span) -> Span:
+        """Left off at the left what the positions do not hold."""
+        if not span.context or not 0 < len(span.continuation) <= self.positions:
+            raise WrongInput(
+                f"lm_eval: a continuation of {len(span.continuation):,} tokens after"
+                f" {len(span.context):,} cannot be scored by a model of {self.positions:,}"
+                " positions; leave the task out"
+            )
+        return Span(
+            span.context[-(self.positions + 1 - len(span.continuation)) :], span.continuation
+        )
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of each whole text, every token scored once, after as much before it as
+        the positions hold.
+        """
+        if self.start is None:
+            raise WrongInput(
+                f"lm_eval: the tokenizer of {self.subject.where} has neither BOS nor EOS to start a"
+                " text with; leave the task out"
+            )
+        texts = [
+            windows(
+                self.subject.tokenizer.encode_prompt(request.args[0]), self.start, self.positions
+            )
+            for request in requests
+        ]
+        found = log_likelihoods(
+            self.subject, [span for spans in texts for span in spans], "lm_eval"
+        )[:, 0]
+        ends = np.cumsum([len(spans) for spans in texts])
+        return [
+            float(found[end - len(spans) : end].sum())
+            for spans, end in zip(texts, ends, strict=True)
+        ]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes, up to one of the stop strings of each request."""
+        return answers(
+            self.subject,
+            [
+                self._request(number, request.args[0], request.args[1])
+                for number, request in enumerate(requests)
+            ],
+            "lm_eval",
+        )
+
+    def _request(self, number: int, context: str, settings: Mapping[str, Any]) -> Request:
+        max_tokens = int(settings.get("max_gen_toks", MAX_TOKENS))
+        if max_tokens >= self.positions:
+            raise WrongInput(
+                f"lm_eval: {max_tokens} tokens are to be written, {self.subject.where} has"
+                f" {self.positions:,} positions; leave the task out"
+            )
+        until = settings.get("until") or []
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        sampling = (
+            Sampling(
+                float(settings.get("temperature", 1.0)), float(settings.get("top_p", 1.0)), number
+            )
+            if settings.get("do_sample")
+            else Sampling()
+        )
+        prompt = self.subject.tokenizer.encode_prompt(context)[-(self.positions - max_tokens) :]
+        return Request(prompt, max_tokens, sampling, tuple(text for text in stop if text))
+
+
+def windows(tokens: Sequence[int], start: int, positions: int) -> list[Span]:
+    """A text in spans that each fit, every token in one continuation: the first after `start`,
+    later ones after what was before.
+    """
+    spans = [Span([start], list(tokens[:positions]))] if tokens else []
+    for done in range(positions, len(tokens), positions):
+        end = min(done + positions, len(tokens))
+        spans.append(Span(list(tokens[end - positions - 1 : done]), list(tokens[done:end])))
+    return spans
+
+
+@dataclass(frozen=True)
+class Harness:
+    """The tasks, found and with their data loaded."""
+
+    task: LMEvalTask
+    library: Any
+    manager: Any
+
+    def measure(self, subject: Subject) -> Measured:
+        task, library = self.task, self.library
+        model = type("IngotLM", (Face, library.api.model.LM), {})(subject)
+        # Its seeds would set the generators that a training run draws from.
+        seeds = {"random_seed": None, "numpy_random_seed": None, "torch_random_seed": None}
+        results = library.simple_evaluate(
+            model=model,
+            tasks=list(task.tasks),
+            num_fewshot=task.shots,
+            limit=task.limit,
+            task_manager=self.manager,
+            bootstrap_iters=0,
+            **seeds,
+        )
+        # Processes with a local rank above 0 are given nothing.
+        return subject.mesh.from_main(lambda: report(task.name, results))
+
+
+def open_lm_eval(task: LMEvalTask, about: About) -> Harness:
+    """Find the tasks and load their data.
+
+    Raises:
+        WrongInput: the package is missing, or knows no such task.
+        Failed: the data of a task cannot be loaded.
+    """
+    about.must_be(f"evaluate.tasks, {task.name}: lm_eval", "decoder")
+    library = _library()
+    manager = _manager(library, task)
+    if unknown := [name for name in task.tasks if name not in manager.all_tasks]:
+        raise WrongInput(
+            f"evaluate.tasks, {task.name}: lm_eval knows no task {', '.join(unknown)}; see `lm_eval"
+            " ls tasks`, or set `include` to its folder"
+        )
+    try:
+        manager.load(list(task.tasks))
+    except Exception as error:  # the library hands on whatever its data sets raise
+        told = " ".join(str(error).split())[:300]
+        raise Failed(
+            f"evaluate.tasks, {task.name}: {', '.join(task.tasks)} cannot be loaded"
+            f" ({type(error).__name__}: {told}); check the network"
+        ) from error
+    return Harness(task, library, manager)
+
+
+def _manager(library: Any, task: LMEvalTask) -> Any:
+    """Knows the tasks in the folder of one's own, and where these are not all that is asked for,
+    the package's thousands, too.
+    """
+    if task.include is not None:
+        own = library.tasks.TaskManager(include_path=task.include, include_defaults=False)
+        if all(name in own.all_tasks for name in task.tasks):
+            return own
+    return library.tasks.TaskManager(include_path=task.include)
+
+
+def _library() -> Any:
+    try:
+        import lm_eval
+        import lm_eval.api.model
+        import lm_eval.tasks
+    except ImportError as error:
+        raise WrongInput(
+            "evaluate.tasks: lm_eval needs a package that is not installed; pip install"
+            " 'ingot[lm-eval]'"
+        ) from error
+    return lm_eval
+
+
+def report(name: str, results: Mapping[str, Any]) -> Measured:
+    """The harness's results as ours: metrics `NAME/TASK.METRIC`, with the filter behind where a
+    task has several; one example for each sample.
+    """
+    metrics: dict[str, Metric] = {}
+    for task, values in results["results"].items():
+        samples = list(results["samples"].get(task, []))
+        higher = results.get("higher_is_better", {}).get(task, {})
+        for key, value in values.items():
+            metric, _, kept = key.partition(",")
+            if (
+                not kept
+                or metric.endswith("_stderr")
+                or isinstance(value, bool)
+                or not isinstance(value, int | float)
+            ):
+                continue
+            full = f"{name}/{task}.{metric}" if kept == "none" else f"{name}/{task}.{metric}.{kept}"
+            own = [sample for sample in samples if sample.get("filter", kept) == kept]
+            on = fingerprint(
+                [
+                    task,
+                    results.get("n-shot", {}).get(task),
+                    results.get("versions", {}).get(task),
+                    sorted(_hashes(own)),
+                ]
+            )
+            count = len(own) or sum(
+                int(results["n-samples"].get(part, {}).get("effective", 0))
+                for part in results.get("group_subtasks", {}).get(task, ())
+            )
+            low, high = sample_interval(float(value), [sample.get(metric) for sample in own])
+            metrics[full] = Metric(
+                float(value),
+                low,
+                high,
+                "lower" if higher.get(metric) is False else "higher",
+                count,
+                on,
+            )
+    return Measured(
+        metrics,
+        [
+            _example(task, sample)
+            for task, samples in results["samples"].items()
+            for sample in samples
+        ],
+    )
+
+
+def _hashes(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{sample.get('doc_hash')} {sample.get('prompt_hash')} {sample.get('target_hash')}"
+        for sample in samples
+    ]
+
+
+def sample_interval(value: float, samples: Sequence[Any]) -> tuple[float, float]:
+    """The interval of a metric that is a mean over samples, or made of the ratio of two sums over
+    them; of any other, the value alone.
+    """
+    if samples and all(isinstance(sample, bool | int | float) for sample in samples):
+        numbers = np.array(samples, np.float64)
+        if math.isclose(numbers.mean(), value, rel_tol=CLOSE, abs_tol=CLOSE):
+            return ratio_interval(numbers, np.ones(len(numbers)))
+    elif samples and all(
+        isinstance(sample, tuple | list) and len(sample) == 2 for sample in samples
+    ):
+        above, below = np.array(samples, np.float64).T
+        if below.sum() > 0:
+            low, high = ratio_interval(-above, below)
+            rate = float(-above.sum() / below.sum())
+            if math.isclose(rate / math.log(2), value, rel_tol=CLOSE):
+                return low / math.log(2), high / math.log(2)
+            if rate < 700 and math.isclose(math.exp(rate), value, rel_tol=CLOSE):
+                return math.exp(low), math.exp(min(high, 700.0))
+    return value, value
+
+
+def _example(task: str, sample: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {
+        metric: sample[metric]
+        for metric in sample.get("metrics", ())
+        if isinstance(sample.get(metric), bool | int | float)
+    }
+    return {
+        "id": f"{task}:{sample['doc_id']}",
+        "filter": str(sample.get("filter", "")),
+        "target": str(sample.get("target")),
+        "answer": str(sample.get("filtered_resps")),
+        **{metric: float(value) for metric, value in numbers.items()},
+    }

@@ -1,0 +1,206 @@
+"""The loss task: how likely a model finds the held-out documents, whatever kind they are of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import fingerprint
+from ingot.base.reports import Metric
+from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LossTask
+from ingot.data.manifest import Prepared, prepared_for
+from ingot.data.rows import Rows, open_rows
+from ingot.data.samples import Samples
+from ingot.evaluate.corpus import document_bytes, open_columns, target_bytes
+from ingot.evaluate.distribute import Floats
+from ingot.evaluate.loss import SampleSums, Stretches, gathered, sample_sums, score
+from ingot.evaluate.metrics import loss_metrics, mean_metric, sum_metrics
+from ingot.evaluate.subject import About, Measured, Subject
+from ingot.models.kinds import TRAINED_ON
+from ingot.tokenizers.tokenizer import Tokenizer
+
+
+def open_held_out(recipe: Recipe, where: str, positions: int) -> tuple[Prepared, Rows | Samples]:
+    """The validation rows as they were prepared.
+
+    Raises:
+        WrongInput: they are not there, or longer than the model's positions.
+    """
+    prepared = prepared_for(recipe)
+    if recipe.data.seq_len > positions:
+        raise WrongInput(
+            f"data.seq_len {recipe.data.seq_len} exceeds the {positions} positions of {where};"
+            " lower data.seq_len"
+        )
+    data = recipe.data
+    rows = open_rows(
+        recipe.folder.columns,
+        "validation",
+        data.seq_len,
+        pack=recipe.pack_held_out,
+        pad_last=True,
+        target_len=data.target_len,
+    )
+    return prepared, rows
+
+
+def open_loss(task: LossTask, about: About, most: int | None = None) -> StreamLoss | SampleLoss:
+    """Open the validation rows; `most` takes the first so many.
+
+    Raises:
+        WrongInput: they are not there, are of another tokenizer, or the model is not of the kind
+            that they are for.
+    """
+    recipe = about.recipe
+    about.must_be(
+        f"evaluate.tasks, {task.name}: the loss of {recipe.documents} documents",
+        TRAINED_ON[recipe.documents],
+    )
+    prepared, rows = open_held_out(recipe, about.where, about.positions)
+    count = min(len(rows), most or len(rows))
+    if isinstance(rows, Rows):
+        return StreamLoss(task, rows, prepared, about.tokenizer, count)
+    return SampleLoss(task, rows, prepared, about.tokenizer, count)
+
+
+def same_set(prepared: Prepared, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
+    """Identity of what is measured on: the documents, where some were cut off also how long they
+    may be, and how many were left out.
+    """
+    identity = prepared.sets["validation"]
+    cut = (
+        {"seq_len": recipe.data.seq_len, "target_len": recipe.data.target_len}
+        if not isinstance(rows, Rows) and rows.left_out
+        else {}
+    )
+    first = {"rows": count} if count < len(rows) else {}
+    return fingerprint({"documents": identity, **cut, **first}) if cut or first else identity
+
+
+@dataclass(frozen=True)
+class StreamLoss:
+    """On rows of texts and chats, which may hold several documents, or a part of one."""
+
+    task: LossTask
+    rows: Rows
+    prepared: Prepared
+    tokenizer: Tokenizer
+    count: int
+
+    def measure(self, subject: Subject) -> Measured:
+        with subject.progress(self.task.name, self.count, "rows") as progress:
+
+            def tell(done: int) -> None:
+                progress.update(min(done * subject.mesh.world, self.count))
+
+            micro_batch = subject.recipe.evaluate.micro_batch
+            mine = score(
+                subject.model,
+                self.rows,
+                self.count,
+                micro_batch,
+                subject.compute,
+                subject.mesh,
+                tell,
+                subject.pieces,
+            )
+        losses = gathered(mine, subject.mesh)
+        return subject.mesh.from_main(lambda: self._report(losses, subject.recipe))
+
+    def _report(self, losses: Stretches, recipe: Recipe) -> Measured:
+        if recipe.pack_held_out == "cut":
+            losses = losses.whole()
+            columns = open_columns(recipe.folder.columns, self.prepared, "validation")
+            total = (
+                self.prepared.total("validation", "bytes") if self.count == len(self.rows) else None
+            )
+            sizes = document_bytes(columns, self.tokenizer, total, int(losses.ends_document.sum()))
+        else:
+            # Whole documents side by side: each stretch is one.
+            losses = replace(losses, ends_document=np.ones_like(losses.ends_document))
+            sizes = target_bytes(self.rows, self.tokenizer, self.count)
+        on = same_set(self.prepared, self.rows, recipe, self.count)
+        metrics = loss_metrics(
+            self.task.name, losses, sizes, documents=on, tokenizer=self.prepared.tokenizer
+        )
+        nats, targets = (
+            np.bincount(losses.documents, values, len(sizes)).astype(np.float64)
+            for values in (losses.nll, losses.targets)
+        )
+        return Measured(metrics, _examples(nats, targets, sizes))
+
+
+def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, Any]]:
+    """One for each document, numbered in the order of the columns."""
+    return [
+        {"document": number, "nats": float(nll), "targets": int(count), "bytes": float(size)}
+        for number, (nll, count, size) in enumerate(zip(nats, targets, sizes, strict=True))
+    ]
+
+
+@dataclass(frozen=True)
+class SampleLoss:
+    """On preferences, pairs and labelled texts, of which each is a sample of its own."""
+
+    task: LossTask
+    rows: Samples
+    prepared: Prepared
+    tokenizer: Tokenizer
+    count: int
+
+    def measure(self, subject: Subject) -> Measured:
+        sums = sample_sums(subject, self.rows, self.count, self.task.name)
+        name, recipe = self.task.name, subject.recipe
+        on = same_set(self.prepared, self.rows, recipe, self.count)
+        if recipe.documents == "labelled":
+            return Measured(
+                {f"{name}/loss": mean_metric(sums.nats, direction="lower", on=on)}, _labelled(sums)
+            )
+        metrics = sum_metrics(
+            name,
+            sums.nats,
+            sums.targets,
+            sums.bytes,
+            documents=on,
+            tokenizer=self.prepared.tokenizer,
+        )
+        if recipe.documents == "pair":
+            return Measured(metrics, _examples(sums.nats, sums.targets, sums.bytes))
+        return Measured({**metrics, **_preferences(name, sums, on)}, _pairs(sums))
+
+
+def _preferences(name: str, sums: SampleSums, on: str) -> dict[str, Metric]:
+    """How often the chosen answer is the likelier one (of two equally likely ones it is not), and
+    by how many nats on average.
+    """
+    margins = sums.margins
+    return {
+        f"{name}/accuracy": mean_metric(
+            (margins > 0).astype(np.float64), direction="higher", on=on
+        ),
+        f"{name}/margin": mean_metric(margins, direction="higher", on=on),
+    }
+
+
+def _pairs(sums: SampleSums) -> list[dict[str, Any]]:
+    answers = _examples(sums.nats, sums.targets, sums.bytes)
+    return [
+        {
+            **answer,
+            "rejected_nats": float(nats),
+            "rejected_targets": int(targets),
+            "margin": float(margin),
+            "correct": bool(margin > 0),
+        }
+        for answer, nats, targets, margin in zip(
+            answers, sums.rejected_nats, sums.rejected_targets, sums.margins, strict=True
+        )
+    ]
+
+
+def _labelled(sums: SampleSums) -> list[dict[str, Any]]:
+    return [{"document": number, "nats": float(nats)} for number, nats in enumerate(sums.nats)]

@@ -1,0 +1,216 @@
+"""Texts that the model writes against reference texts: ROUGE (Lin 2004), by the package
+rouge-score, F-measures.
+
+For ROUGE-Lsum sentences are lines: what is written and what it is held against are cut at newlines,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import fingerprint
+from ingot.config.sections.evaluation import RougeTask
+from ingot.data.chats import from_messages
+from ingot.data.examples import from_pair
+from ingot.data.texts import read_documents
+from ingot.evaluate.generation import encode_source, written
+from ingot.evaluate.metrics import mean_metric
+from ingot.evaluate.subject import About, Measured, Subject
+from ingot.evaluate.tasks.records import read_records
+
+METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+COLUMNS = ("source", "target")
+
+Score = Callable[[str, str], dict[str, float]]
+"""(reference, prediction) -> F-measure of each metric."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is given to the model as text and as tokens, and what it is to write."""
+
+    place: str
+    source: str
+    prompt: list[int]
+    reference: str
+
+
+@dataclass(frozen=True)
+class Rouge:
+    """The task with its items read and encoded."""
+
+    task: RougeTask
+    items: list[Item]
+    score: Score
+
+    def measure(self, subject: Subject) -> Measured:
+        """Raises Failed when the model gives numbers that are not finite."""
+        task = self.task
+        texts = written(
+            subject, [item.prompt for item in self.items], task.max_tokens, task.name, task.beams
+        )
+        scores = [
+            self.score(item.reference, text) for item, text in zip(self.items, texts, strict=True)
+        ]
+        simple = [self.score(item.reference, first_line(item.source)) for item in self.items]
+        settings = {"stemmer": task.stemmer, "beams": task.beams, "max_tokens": task.max_tokens}
+        on = fingerprint(
+            {"items": [[item.source, item.reference] for item in self.items], **settings}
+        )
+        metrics = {
+            f"{task.name}/{name}": mean_metric(
+                [score[name] for score in scores], direction="higher", on=on
+            )
+            for name in METRICS
+        }
+        baselines = {
+            f"{task.name}/{name}/first_line": sum(score[name] for score in simple) / len(simple)
+            for name in METRICS
+        }
+        examples: list[dict[str, Any]] = [
+            {
+                "id": item.place,
+                "source": item.source,
+                "reference": item.reference,
+                "prediction": text,
+                **score,
+            }
+            for item, text, score in zip(self.items, texts, scores, strict=True)
+        ]
+        return Measured(metrics, examples, baselines)
+
+
+def first_line(text: str) -> str:
+    """The first line that is not empty: what one could copy without having understood anything."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def open_rouge(task: RougeTask, about: About, most: int | None = None) -> Rouge:
+    """Read and encode the items.
+
+    Raises:
+        WrongInput: the package is missing, there are no sources with references, a prompt leaves no
+            room for an answer, or a decoder is asked for beams.
+    """
+    knob = f"evaluate.tasks, {task.name}"
+    about.must_be(f"{knob}: rouge", "decoder", "seq2seq")
+    score = scorer(task.stemmer)
+    if task.beams > 1 and about.kind == "decoder":
+        raise WrongInput(
+            f"{knob}: beams {task.beams} is for a seq2seq, and {about.where} is a decoder; set it"
+            " to 1"
+        )
+    limit = min((number for number in (task.limit, most) if number is not None), default=None)
+    items = list(
+        _given(task, about, limit) if task.source is not None else _held_out(knob, about, limit)
+    )
+    if not items:
+        raise WrongInput(
+            f"{knob}: there is no text to write; set data.validation to more documents, or"
+            f" {knob}.source"
+        )
+    _check_room(knob, items, task.max_tokens, about)
+    return Rouge(task, items, score)
+
+
+def scorer(stemmer: bool) -> Score:
+    """The package's own scorer. Raises WrongInput when it is not installed."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise WrongInput(
+            "evaluate.tasks: rouge needs a package that is not installed; pip install"
+            " 'ingot[rouge]'"
+        ) from error
+    made = RougeScorer(list(METRICS), use_stemmer=stemmer)
+
+    def score(reference: str, prediction: str) -> dict[str, float]:
+        found = made.score(reference, prediction)
+        return {name: float(found[name].fmeasure) for name in METRICS}
+
+    return score
+
+
+def _given(task: RougeTask, about: About, limit: int | None) -> Iterator[Item]:
+    """From the task's own source: what a pair has, or for a decoder that knows chats what a user
+    says.
+    """
+    assert task.source is not None
+    for record in read_records(
+        task.source, f"evaluate.tasks, {task.name}.source", COLUMNS, names=task.columns, limit=limit
+    ):
+        source, reference = record.text("source"), record.text("target")
+        if about.kind == "decoder" and about.recipe.documents in ("chat", "preference"):
+            prompt = about.tokenizer.encode_chat([{"role": "user", "content": source}])
+        elif about.kind == "decoder":
+            prompt = about.tokenizer.encode_prompt(source)
+        else:
+            prompt = encode_source(about.tokenizer, source, about.recipe)
+        yield Item(record.place, source, prompt, reference)
+
+
+def _held_out(knob: str, about: About, limit: int | None) -> Iterator[Item]:
+    """From the validation documents: pairs, or chats up to the last answer."""
+    recipe = about.recipe
+    if recipe.documents not in ("pair", "chat"):
+        raise WrongInput(
+            f"{knob}: {recipe.documents} documents have no text to write after another; set its"
+            " `source` to records with both"
+        )
+    for document in itertools.islice(read_documents(recipe, "validation"), limit):
+        if recipe.documents == "pair":
+            pair = from_pair(document.text)
+            yield Item(
+                document.doc_id,
+                pair.source,
+                encode_source(about.tokenizer, pair.source, recipe),
+                pair.target,
+            )
+            continue
+        messages = from_messages(document.text)
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise WrongInput(
+                f"{knob}: {document.doc_id} does not end with an answer to something; leave it out"
+                " of data.validation, or set `source`"
+            )
+        yield Item(
+            document.doc_id,
+            _asked(messages),
+            about.tokenizer.encode_chat(messages[:-1]),
+            str(messages[-1]["content"]),
+        )
+
+
+def _asked(messages: Sequence[dict[str, Any]]) -> str:
+    """What the last answer of a chat is an answer to."""
+    return next(
+        (
+            str(message["content"])
+            for message in reversed(messages[:-1])
+            if message["role"] == "user"
+        ),
+        "",
+    )
+
+
+def _check_room(knob: str, items: Sequence[Item], max_tokens: int, about: About) -> None:
+    """A decoder holds prompt and answer together, a model with an encoder each by itself."""
+    if empty := next((item for item in items if not item.prompt), None):
+        raise WrongInput(f"{knob}: {empty.place} has a prompt without a token; leave it out")
+    longest = max(items, key=lambda item: len(item.prompt))
+    needed = (
+        len(longest.prompt) + max_tokens
+        if about.kind == "decoder"
+        else max(len(longest.prompt), max_tokens)
+    )
+    if needed > about.positions:
+        raise WrongInput(
+            f"{knob}: {longest.place} has {len(longest.prompt):,} tokens, which with max_tokens"
+            f" {max_tokens} exceeds the {about.positions:,} positions of {about.where}; leave it"
+            " out, or lower max_tokens"
+        )

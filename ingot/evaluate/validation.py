@@ -1,0 +1,128 @@
+"""The objective itself on held-out rows: what training sees of its validation rows, whatever the
+way of training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ingot.base.errors import WrongInput
+from ingot.data.loader import Batch, fixed_batches
+from ingot.data.rows import IGNORE, Rows
+from ingot.data.samples import Samples
+from ingot.evaluate.subject import Interrupted, Subject
+from ingot.evaluate.tasks import open_task
+from ingot.models.device import Compute
+from ingot.objectives.forward import StagedBatches, forward
+from ingot.objectives.protocol import Objective
+from ingot.parallel.mesh import Mesh
+from ingot.parallel.pipeline import Pipeline
+from ingot.parallel.rows import row_sharing
+
+GROUP = 2
+"""Micro-batches for each rank of a pipeline that go through it together. It keeps room for what
+arrives of all of them.
+"""
+
+
+def held_out_objective(
+    model: nn.Module,
+    objective: Objective,
+    rows: Rows | Samples,
+    count: int,
+    micro_batch: int,
+    compute: Compute,
+    mesh: Mesh,
+    asked: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
+    """`loss` and the objective's further metrics, each a mean over the targets of the first `count`
+    rows. Collective, the same on every rank.
+
+    Raises:
+        WrongInput: the rows have no target at all.
+        Interrupted: `asked` says to break off, on every rank alike.
+    """
+    count = min(count, len(rows))
+    data, sharing = mesh.data, row_sharing(mesh)
+    mine = list(range(count * data.rank // data.world, count * (data.rank + 1) // data.world))
+    device, targets = mesh.device, 0.0
+    sums: dict[str, float] = defaultdict(float)
+    with torch.no_grad():
+        # All ranks look equally often: a model that is spread over them is gathered for each look,
+        # and a pipeline is filled by several.
+        size = GROUP * mesh.pipeline.world if isinstance(model, Pipeline) else 1
+        looks = math.ceil(math.ceil(count / data.world) / (micro_batch * size))
+        batches = itertools.chain(
+            fixed_batches(rows, mine, micro_batch), itertools.repeat(_nothing(rows, micro_batch))
+        )
+        for _ in range(looks):
+            if asked():
+                raise Interrupted
+            look = list(itertools.islice(batches, size))
+            if isinstance(model, Pipeline):
+                work = StagedBatches(objective, look, compute, device, sharing)
+                model.run(work, backward=False)
+                total, metrics = work.sums()
+            else:
+                total, metrics = forward(model, objective, look[0], compute, device, sharing)
+            for name, value in {"loss": total, **metrics}.items():
+                sums[name] += float(value)
+            # Ranks that share rows, or the layers that they go through, share the count, too.
+            targets += sum(objective.targets(batch) for batch in look) / (
+                mesh.context.world * mesh.pipeline.world
+            )
+    names = list(sums)
+    *found, whole = mesh.losses.agree(*(sums[name] for name in names), targets)
+    if not whole:
+        raise WrongInput(
+            "the validation rows have not one target; set data.validation to more documents"
+        )
+    return {name: value / whole for name, value in zip(names, found, strict=True)}
+
+
+def _nothing(rows: Rows | Samples, micro_batch: int) -> Batch:
+    """A batch of the usual shape without a target."""
+    batch = next(fixed_batches(rows, [0], micro_batch))
+    return replace(
+        batch, labels=torch.full_like(batch.labels, IGNORE), rows=torch.full_like(batch.rows, -1)
+    )
+
+
+Found = dict[str, tuple[float, Literal["lower", "higher"]]]
+"""Metric key -> value, and which is better."""
+
+
+class Watch:
+    """The tasks `names` of a subject in training.
+
+    What goes by the validation documents takes the first `train.evaluate_rows` of them, always the
+    same; other tasks have limits of their own.
+
+    Raises:
+        WrongInput: as `open_task`: whatever can be refused is refused here, before the first step.
+    """
+
+    def __init__(self, subject: Subject, names: Sequence[str]) -> None:
+        self._subject = subject
+        wanted = [task for task in subject.recipe.tasks if task.name in names]
+        self._opened = [
+            open_task(task, subject.about, subject.recipe.train.evaluate_rows) for task in wanted
+        ]
+
+    def __call__(self) -> Found:
+        """What the model reaches now; it must be in evaluation mode. Collective: every rank calls
+        it, and all get the same.
+        """
+        found: Found = {}
+        for opened in self._opened:
+            for key, metric in opened.measure(self._subject).metrics.items():
+                found[key] = metric.value, metric.direction
+        return found

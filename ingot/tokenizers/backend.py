@@ -1,0 +1,293 @@
+"""The reference behind the face: what every one has to say, and the one of the `tokenizers`
+library, opened without its traps.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from ingot.base.errors import WrongInput
+
+Batch = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
+"""All ids one after the other, and where each text begins, [texts + 1]."""
+
+
+def flatten(lists: Sequence[Sequence[int]]) -> Batch:
+    """Lists of ids as one flat array."""
+    offsets = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+    flat = np.empty(int(offsets[-1]), np.int32)
+    for index, ids in enumerate(lists):
+        flat[offsets[index] : offsets[index + 1]] = ids
+    return flat, offsets
+
+
+def split(batch: Batch) -> Iterator[list[int]]:
+    """The ids of each text of a batch."""
+    flat, offsets = batch
+    return (flat[begin:end].tolist() for begin, end in itertools.pairwise(offsets.tolist()))
+
+
+# Stands before a vocabulary entry that text must not reach: a space, which every such vocabulary
+# writes in another way, and a character that means nothing.
+UNREACHABLE = " \U0010ffff"
+
+
+class Ids(Protocol):
+    """What holds ids."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class Control(Protocol):
+    """Encodes text in which special tokens are special: a rendered chat."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> Ids: ...
+
+
+class Reference(Protocol):
+    """A library on one tokenizer: what it says is right. Text never becomes a special token, but
+    through `control`.
+    """
+
+    library: str
+    """The library with its version."""
+    special: list[str]
+    """Special tokens as they are spelled."""
+    added: list[str]
+    """Other tokens beside the model's vocabulary, which text may hold."""
+    named: dict[str, str]
+    """`bos_token` and the like, where the library or its file knows them."""
+    vocab_size: int
+    before: list[int]
+    """What the reference by itself puts before a text."""
+    after: list[int]
+    """What it puts behind a text."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+    def token(self, index: int) -> str | None: ...
+
+    def token_id(self, text: str) -> int | None: ...
+
+    def state(self) -> dict[str, Any]:
+        """What decides about ids."""
+
+    def text_json(self) -> str | None:
+        """A tokenizer.json that encodes text as this does and knows no special token; None where
+        there is none.
+        """
+
+    @property
+    def changes(self) -> str | None:
+        """Why by its design a text may not come back as it was; None where every text does."""
+
+    @property
+    def control(self) -> Control: ...
+
+
+class JsonReference:
+    """The `tokenizers` library on a tokenizer.json.
+
+    Raises:
+        WrongInput: `text` is no tokenizer.json.
+    """
+
+    library = f"tokenizers {tokenizers.__version__}"
+
+    def __init__(self, text: str, where: str) -> None:
+        self._json, self._where = text, where
+        self._reference = parse(text, where)
+        known = [
+            token for token in self._reference.get_added_tokens_decoder().values() if token.content
+        ]
+        self.special = [token.content for token in known if token.special]
+        self.added = [token.content for token in known if not token.special]
+        self._text = without_leaks(self._reference, self.special)
+        self.vocab_size = (
+            max(self._reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
+        self.before, self.after = tokens_around(self._reference)
+        self.named = (
+            {"bos_token": str(self._reference.id_to_token(self.before[0]))}
+            if len(self.before) == 1
+            else {}
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._text.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
+        encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
+        return flatten([encoding.ids for encoding in encodings])
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        return str(self._reference.decode(ids, skip_special_tokens=skip_special))
+
+    def token(self, index: int) -> str | None:
+        return self._reference.id_to_token(index)
+
+    def token_id(self, text: str) -> int | None:
+        return self._reference.token_to_id(text)
+
+    def state(self) -> dict[str, Any]:
+        return state_of(self._reference)
+
+    def text_json(self) -> str:
+        return without_special(self._json if self._text is self._reference else self._text.to_str())
+
+    @property
+    def changes(self) -> str | None:
+        return _changes(json.loads(self._json))
+
+    @functools.cached_property
+    def control(self) -> tokenizers.Tokenizer:
+        return parse(self._json, self._where)
+
+
+def _changes(state: dict[str, Any]) -> str | None:
+    normalizer, cutting = state.get("normalizer"), json.dumps(state.get("pre_tokenizer"))
+    if normalizer is not None:
+        return f"its normalizer ({normalizer['type']}) changes texts"
+    if "ByteLevel" not in cutting:
+        return "it does not work on bytes"
+    return "it puts a space before a text" if '"add_prefix_space": true' in cutting else None
+
+
+def without_special(text: str) -> str:
+    """A tokenizer.json without its special tokens and what puts them around a text."""
+    state = json.loads(text)
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
+    state.update(post_processor=None, truncation=None, padding=None)
+    return json.dumps(state, ensure_ascii=False)
+
+
+def parse(text: str, where: str) -> tokenizers.Tokenizer:
+    """A reference tokenizer that neither cuts nor pads, whatever its file asks for.
+
+    Raises:
+        WrongInput: `text` is no tokenizer.json.
+    """
+    try:
+        reference = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise WrongInput(
+            f"{where}/tokenizer.json cannot be read ({str(error)[:120]}); fetch or save the"
+            " tokenizer again"
+        ) from error
+    reference.no_truncation()
+    reference.no_padding()
+    return reference
+
+
+def without_leaks(reference: tokenizers.Tokenizer, special: Sequence[str]) -> tokenizers.Tokenizer:
+    """The reference, such that no text becomes a special token.
+
+    The library's own switch keeps added tokens from matching, but where a special token is also a
+    piece of the model's vocabulary (T5's `</s>`) the model finds it in text all the same. Such
+    pieces get a name that no text holds.
+    """
+    reference.encode_special_tokens = True
+    leaks = {
+        text
+        for text in special
+        if reference.token_to_id(text) in reference.encode(text, add_special_tokens=False).ids
+    }
+    if not leaks:
+        return reference
+    state = json.loads(reference.to_str())
+    rename = {text: UNREACHABLE + text for text in leaks}
+    vocabulary = state["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        state["model"]["vocab"] = {
+            rename.get(text, text): token for text, token in vocabulary.items()
+        }
+    else:
+        state["model"]["vocab"] = [[rename.get(text, text), score] for text, score in vocabulary]
+    if state["model"].get("unk_token") in rename:
+        state["model"]["unk_token"] = rename[state["model"]["unk_token"]]
+    for token in state["added_tokens"]:
+        token["content"] = rename.get(token["content"], token["content"])
+    state["post_processor"] = None
+    sealed = parse(json.dumps(state, ensure_ascii=False), "tokenizer")
+    sealed.encode_special_tokens = True
+    return sealed
+
+
+def tokens_around(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that the reference by itself puts before and after a text, found by looking."""
+    bare, framed = (
+        reference.encode("a", add_special_tokens=framed).ids for framed in (False, True)
+    )
+    for begin in range(len(framed) - len(bare) + 1):
+        if framed[begin : begin + len(bare)] == bare:
+            return framed[:begin], framed[begin + len(bare) :]
+    return [], []
+
+
+def state_of(reference: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What decides about ids, without what is empty or decides about character offsets only: the
+    same after re-saving.
+    """
+    state = json.loads(reference.to_str())
+    return {
+        name: _bare(state.get(name))
+        for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")
+    }
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _bare(item)
+            for key, item in value.items()
+            if key != "trim_offsets" and item is not None and item != "" and item is not False
+        }
+    return [_bare(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Ids of a text."""
+
+    ids: list[int]
+
+
+class Cutter:
+    """Gives each special token its id and hands what stands between them to `encode`, piece by
+    piece.
+    """
+
+    def __init__(self, special: Mapping[str, int], encode: Callable[[str], list[int]]) -> None:
+        self._special, self._encode = special, encode
+        # Longer ones first, so that none is taken for its own beginning.
+        self._pattern = re.compile(
+            f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})"
+            if special
+            else r"((?!))"
+        )
+
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> Pieces:
+        """Nothing is put around the text, whatever `add_special_tokens` says: the template has it
+        already.
+        """
+        ids: list[int] = []
+        for number, piece in enumerate(self._pattern.split(sequence)):
+            if piece:
+                ids += [self._special[piece]] if number % 2 else self._encode(piece)
+        return Pieces(ids)

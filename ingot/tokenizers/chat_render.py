@@ -1,0 +1,202 @@
+"""A chat as text, by a Jinja template in the sandbox that Hugging Face's templates are written for.
+Encodes nothing.
+
+Look-alikes of special tokens in messages can be masked before rendering, so that afterwards the
+template's own special tokens are told apart from them. Masks are private characters of plane 15,
+marks that show where something stands of plane 16.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ingot.base.errors import WrongInput
+from ingot.tokenizers.backend import Control
+
+PRIVATE_USE = range(0xF0000, 0xFFFFE)
+MARKS = re.compile("[\U00100000-\U0010fffd]")
+# What stands around `{% generation %}` blocks.
+BEGIN, END = "\U00100000", "\U00100001"
+FIRST_MARK = 0x100010
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """What of a tokenizer decides how a chat is written down. `special` -> id are the tokens that
+    only a template makes.
+    """
+
+    where: str
+    template: str
+    special: Mapping[str, int]
+    named: Mapping[str, str]
+    control: Control
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False
+    ) -> str:
+        return render(self.template, messages, self.named, generation_prompt=generation_prompt)
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+    *,
+    generation_prompt: bool,
+) -> str:
+    """The text of a chat. `special` are the tokens that templates name: `bos_token`, `eos_token`
+    and the like.
+
+    Raises:
+        WrongInput: the template is not valid, or refuses these messages; its own reason is given.
+    """
+    return (
+        render_marked(template, messages, special, generation_prompt=generation_prompt)
+        .replace(BEGIN, "")
+        .replace(END, "")
+    )
+
+
+def render_marked(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+    *,
+    generation_prompt: bool = False,
+) -> str:
+    """`render` with BEGIN and END around what stands in `{% generation %}` blocks."""
+    try:
+        return _compiled(template).render(
+            messages=list(messages),
+            tools=None,
+            documents=None,
+            add_generation_prompt=generation_prompt,
+            **special,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise WrongInput(
+            f"the chat template refuses these {len(messages)} messages ({error}); give roles and"
+            " contents that it knows"
+        ) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment.from_string(template)
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote."""
+
+    tags = {"generation"}  # noqa: RUF012  (a plain set is what jinja2 declares)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (
+            nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN, END)
+        )
+        return [begin, *inside, end]
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which models were not trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def mask(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
+    """A copy of `messages` in which each look-alike of a special token or mark is one private
+    character, and what each stands for.
+    """
+    texts = list(_strings(messages))
+    looks, present = any_of(tuple(special)), set[str]()
+    for text in texts:
+        if special:
+            present.update(looks.findall(text))
+        if not text.isascii():
+            present.update(MARKS.findall(text))
+    if not present:
+        return messages, {}
+    used = {character for text in texts for character in text}
+    free = (character for character in map(chr, PRIVATE_USE) if character not in used)
+    masks = dict(zip(sorted(present), free, strict=False))
+    pattern = any_of(tuple(present))
+
+    def masked(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda match: masks[match[0]], value)
+        if isinstance(value, Mapping):
+            return {key: masked(item) for key, item in value.items()}
+        return [masked(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return masked(messages), {character: token for token, character in masks.items()}
+
+
+def pieces(
+    text: str, special: Sequence[str], originals: Mapping[str, str]
+) -> Iterator[tuple[bool, str]]:
+    """A rendered chat cut at its special tokens: (is it a special token, its text), masked
+    look-alikes as they were.
+    """
+    cut = any_of(tuple(special)).split(text)
+    for index, piece in enumerate(cut):
+        # The pattern has one group, so every second piece is a special token.
+        if piece:
+            yield index % 2 == 1, piece if index % 2 else restored(piece, originals)
+
+
+def restored(text: str, originals: Mapping[str, str]) -> str:
+    """A text with the look-alikes that `mask` took out."""
+    return "".join(originals.get(character, character) for character in text) if originals else text
+
+
+@functools.lru_cache(maxsize=64)
+def any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds any of some texts, the longest that fits, as its one group."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

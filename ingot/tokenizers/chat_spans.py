@@ -1,0 +1,296 @@
+"""Where in the text of a chat the assistant speaks: from behind the prompt that generation starts
+from, through the end-of-turn token.
+
+Templates that mark it with `{% generation %}` are believed. Otherwise the chat is rendered again
+with marks around what each assistant message says, which shows where that stands; and the first
+messages alone, which shows where turns begin and end. Where neither settles it, the chat is
+refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import fingerprint
+from ingot.tokenizers.chat_render import (
+    BEGIN,
+    END,
+    FIRST_MARK,
+    ChatForm,
+    any_of,
+    render,
+    render_marked,
+)
+
+Messages = Sequence[Mapping[str, Any]]
+QUESTION, ANSWER = "\U0010fff0", "\U0010fff1"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A chat as text, with [begin, end) of each assistant turn in it. `ended`: whether that turn
+    has its end-of-turn token.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    ended: list[bool]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a template frames what the assistant says: the prompt before it, the special token right
+    after it.
+    """
+
+    prompt: str
+    end: str | None
+
+
+def manner(form: ChatForm) -> Manner:
+    """The template's manner, seen on a chat of one question and one answer."""
+    return _manner(form.template, tuple(form.special), tuple(sorted(form.named.items())))
+
+
+@functools.lru_cache(maxsize=16)
+def _manner(template: str, special: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Manner:
+    question: Messages = [{"role": "user", "content": QUESTION}]
+    try:
+        bare, asked = (
+            render(template, question, dict(named), generation_prompt=asked)
+            for asked in (False, True)
+        )
+        whole = render(
+            template,
+            [*question, {"role": "assistant", "content": ANSWER}],
+            dict(named),
+            generation_prompt=False,
+        )
+    except WrongInput:
+        return Manner("", None)
+    after = (
+        re.match(rf"\s*{any_of(special).pattern}", whole.partition(ANSWER)[2]) if special else None
+    )
+    return Manner(
+        asked.removeprefix(bare) if asked.startswith(bare) else "", after[1] if after else None
+    )
+
+
+def written(form: ChatForm, messages: Messages, first: int = 0) -> Written:
+    """Render a chat, look-alikes masked already, and find the assistant's turns from message
+    `first` on.
+
+    Raises:
+        WrongInput: the template refuses the chat, or it cannot be told which part of the text a
+            message became.
+    """
+    marked = render_marked(form.template, messages, form.named)
+    how = manner(form)
+    if BEGIN in marked:
+        text, found = _unmarked(marked, (BEGIN, END))
+        edges = [place for _, place in found]
+        spans = [
+            _in_block(text, begin, end, how)
+            for begin, end in zip(edges[::2], edges[1::2], strict=True)
+        ]
+        spans = spans[_blocks_before(form, messages, first, len(spans)) :]
+    else:
+        text = marked
+        spans = _Search(form, messages, text, how).spans()[_turns(messages[:first]) :]
+    spans = [(begin, end) for begin, end in spans if begin < end]
+    return Written(
+        text,
+        spans,
+        [how.end is not None and text.endswith(how.end, begin, end) for begin, end in spans],
+    )
+
+
+def _turns(messages: Messages) -> int:
+    """How often the assistant speaks."""
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+def _blocks_before(form: ChatForm, messages: Messages, first: int, blocks: int) -> int:
+    """How many of a chat's `{% generation %}` blocks are of messages before `first`.
+
+    Raises:
+        WrongInput: there is not one for each of the assistant's turns, and the template does not
+            take the first messages alone.
+    """
+    if not first or blocks == _turns(messages):
+        return _turns(messages[:first])
+    return render_marked(form.template, messages[:first], form.named).count(BEGIN)
+
+
+def _in_block(text: str, begin: int, end: int, how: Manner) -> tuple[int, int]:
+    """A `{% generation %}` block, without space after the end-of-turn token in it, or with that
+    token behind it.
+    """
+    if how.end is None:
+        return begin, end
+    inside = begin + len(text[begin:end].rstrip())
+    if text.endswith(how.end, begin, inside):
+        return begin, inside
+    behind = re.compile(rf"\s*{re.escape(how.end)}").match(text, end)
+    return begin, behind.end() if behind else end
+
+
+def _unmarked(text: str, marks: Iterable[str]) -> tuple[str, list[tuple[str, int]]]:
+    """The text without the marks, and each of them with the place where it stood."""
+    cut = any_of(tuple(marks)).split(text)
+    places, length = [], 0
+    for piece, mark in itertools.zip_longest(cut[::2], cut[1::2]):
+        length += len(piece)
+        places.append((mark, length))
+    return "".join(cut[::2]), places[:-1]
+
+
+class _Search:
+    """Looks for each assistant message of one chat in its text."""
+
+    def __init__(self, form: ChatForm, messages: Messages, text: str, how: Manner) -> None:
+        self._form, self._messages, self._text, self._how = form, messages, text, how
+        self._special = any_of(tuple(form.special)) if form.special else None
+        self._turns = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        self._said = self._contents()
+        # Such a prompt stands in no message: look-alikes are masked.
+        self._prompt_is_special = bool(self._special and self._special.search(how.prompt))
+
+    def spans(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for index in self._turns:
+            lowest = found[-1][1] if found else 0
+            begin = self._begin(index, lowest)
+            end = self._end(index, begin)
+            if not lowest <= begin <= end <= len(self._text):
+                raise self._unsure(index)
+            found.append((begin, end))
+        return found
+
+    def _contents(self) -> dict[int, tuple[int | None, int]]:
+        """Message -> where its content begins and ends, space around it aside; {} where marks
+        change what the template writes.
+
+        The beginning is None where the template drops it, as Qwen 3's does with thoughts.
+        """
+        chat, opened, closed = (
+            [dict(message) for message in self._messages],
+            dict[str, int](),
+            dict[str, int](),
+        )
+        for number, index in enumerate(self._turns):
+            content = chat[index].get("content")
+            if isinstance(content, str) and (core := content.strip()):
+                begin, end = chr(FIRST_MARK + 2 * number), chr(FIRST_MARK + 2 * number + 1)
+                opened[begin] = closed[end] = index
+                before, _, after = content.partition(core)
+                chat[index]["content"] = f"{before}{begin}{core}{end}{after}"
+        if not closed:
+            return {}
+        try:
+            text, places = _unmarked(
+                render_marked(self._form.template, chat, self._form.named), {**opened, **closed}
+            )
+        except WrongInput:
+            return {}
+        marks = [mark for mark, _ in places]
+        if text != self._text or len(set(marks)) < len(marks):
+            return {}
+        begins = {opened[mark]: place for mark, place in places if mark in opened}
+        return {
+            closed[mark]: (begins.get(closed[mark]), place)
+            for mark, place in places
+            if mark in closed
+        }
+
+    def _begin(self, index: int, lowest: int) -> int:
+        prompt, text = self._how.prompt, self._text
+        if index not in self._said:
+            return self._begin_unmarked(index, lowest)
+        opened, closed = self._said[index]
+        said = closed if opened is None else opened
+        if prompt and opened is not None:
+            content = self._messages[index]["content"]
+            for place in (opened - (len(content) - len(content.lstrip())), opened):
+                if text.endswith(prompt, lowest, max(place, lowest)):
+                    return place
+        if self._prompt_is_special:
+            # What stands between the prompt and the content is written by the assistant, too:
+            # thoughts, for one.
+            place = text.rfind(prompt, lowest, said)
+            if place >= 0 and not (
+                self._special and self._special.search(text, place + len(prompt), said)
+            ):
+                return place + len(prompt)
+        before = self._prefix(index, prompt=True)
+        if (
+            before is not None
+            and lowest <= before <= said
+            and (prompt or not text[before:said].strip())
+        ):
+            return before
+        if prompt or opened is None:
+            raise self._unsure(index)
+        return lowest + len(text[lowest:opened].rstrip(" "))
+
+    def _begin_unmarked(self, index: int, lowest: int) -> int:
+        """Of a message without content of its own, such as a call of a tool."""
+        prompt = self._how.prompt
+        if self._prompt_is_special and (place := self._text.find(prompt, lowest)) >= 0:
+            return place + len(prompt)
+        before = self._prefix(index, prompt=True)
+        if before is None or not prompt:
+            raise self._unsure(index)
+        return before
+
+    def _end(self, index: int, begin: int) -> int:
+        """Behind the end-of-turn token; where the template writes none, behind the last character
+        of the turn.
+        """
+        text, end = self._text, self._how.end
+        said = self._said.get(index)
+        place = said[1] if said else begin
+        if end is not None and (after := re.compile(rf"\s*{re.escape(end)}").match(text, place)):
+            return after.end()
+        whole = self._prefix(index + 1, prompt=False)
+        if whole is not None and whole >= place:
+            closed = text.find(end, place, whole) if end is not None else -1
+            return (
+                closed + len(end or "") if closed >= 0 else max(place, len(text[:whole].rstrip()))
+            )
+        closing = (
+            self._special.search(text, place)
+            if self._special and self._messages[index].get("tool_calls")
+            else None
+        )
+        if closing and closing[0] == end:
+            return closing.end()
+        if not said:
+            raise self._unsure(index)
+        return place
+
+    def _prefix(self, count: int, *, prompt: bool) -> int | None:
+        """Length of the first `count` messages as text, if the whole chat begins with that."""
+        if not count:
+            return None
+        try:
+            first = self._form.render(self._messages[:count], generation_prompt=prompt)
+        except WrongInput:
+            return None
+        return len(first) if self._text.startswith(first) else None
+
+    def _unsure(self, index: int) -> WrongInput:
+        role = self._messages[index]["role"]
+        return WrongInput(
+            f"the chat template of {self._form.where} ({fingerprint(self._form.template)}) does not"
+            f" show where message {index + 1} of {len(self._messages)} ({role}) stands in the chat;"
+            " put {% generation %} blocks into the template, or set tokenizer.template"
+        )

@@ -1,0 +1,238 @@
+"""Logits on held-out records: as training computes them, and as transformers does, document by
+document; compared number by number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ingot.data.loader import Batch, fixed_batches
+from ingot.data.rows import IGNORE, Rows, Samples
+from ingot.models.kinds import Kind, Model
+from ingot.models.native.head import View
+from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.verify.export_transformers import Theirs
+
+TOKENS = 256
+"""Rows are taken until they have so many tokens, and logits are looked at of about so many."""
+MOST_ROWS = 64
+MICRO_BATCH = 4
+
+LOGITS = 1e-4
+"""Largest difference of a logit between two implementations with the same float32 weights, as a
+share of the largest logit. Sums in another order stay some hundred times below it; another rotary
+base, another epsilon, another mask do not.
+"""
+LOGPROB = 1e-4
+"""What a log-probability may differ by beside its logits, nats: the sum over the vocabulary, and
+how servers write numbers.
+"""
+ROUNDED = {"bf16": 2.0**-8, "fp32": 2.0**-24}
+"""By how much of itself a weight moves at most when it is rounded to an export type."""
+MEAN_ROUNDED = 0.4
+"""The mean square of those moves, as a share of the largest."""
+MERGED_FP32 = 1e-5
+"""Difference in norm, relative, between an adapter folded into its weights and beside them where
+both are float32.
+"""
+COMPUTED = 6
+"""Roundings on the way through one product where not only the weight but inputs and outputs are
+bf16 too, in both of two computations.
+"""
+
+
+def bound(size: float) -> float:
+    """The largest difference that logits of up to `size` may have."""
+    return LOGITS * size
+
+
+def merged_bound(export_type: str, products: int) -> float:
+    """How far, relative and in norm, logits may be moved by rounding weights that an adapter was
+    folded into, unlike weights and adapter apart.
+
+    Each of the n products that a token passes is off by 0.4 of the rounding in the mean; the errors
+    are independent, so that they add up to sqrt(n) times that. Twice as much is let pass, for what
+    the parts between them add.
+    """
+    return MERGED_FP32 + 2 * MEAN_ROUNDED * ROUNDED[export_type] * math.sqrt(products)
+
+
+def computed_bound(products: int, size: float) -> float:
+    """The same for log-probabilities, in nats, of two computations in bf16 of logits whose root
+    mean square is `size`.
+    """
+    return merged_bound("bf16", COMPUTED * products) * max(1.0, size)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What transformers reads at once: a document of a row, one side of a preference, a pair, a
+    text to classify.
+    """
+
+    row: int
+    begin: int
+    """The place of its first token in the row."""
+    tokens: list[int]
+    targets: list[int]
+    kept: list[int]
+    """The positions whose logits are compared: of `targets` where there are some; of a text to
+    classify just 0.
+    """
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The first held-out rows as training batches them, which positions are compared, and the same
+    as single records in the same order.
+    """
+
+    batches: list[Batch]
+    keep: list[Tensor]
+    """For each batch, shaped like its labels: bool."""
+    records: list[Record]
+
+    @property
+    def count(self) -> int:
+        return sum(len(record.kept) for record in self.records)
+
+    def place(self, index: int, tokenizer: Tokenizer) -> str:
+        """Where number `index` of the compared positions is, in words."""
+        for record in self.records:
+            if index < len(record.kept):
+                at = record.kept[index]
+                token = (record.targets or record.tokens)[at]
+                return (
+                    f"row {record.row}, position {record.begin + at}, token"
+                    f" {tokenizer.token(token)!r}"
+                )
+            index -= len(record.kept)
+        raise IndexError(index)
+
+
+def held_out(rows: Rows | Samples, kind: Kind) -> HeldOut:
+    """The first rows, about `TOKENS` tokens of them, at least one row."""
+    counts: list[int] = []
+    for batch in fixed_batches(rows, range(min(len(rows), MOST_ROWS)), 1):
+        counts.append(int(_live(batch, kind).sum()))
+        if sum(counts) >= TOKENS:
+            break
+    step = max(1, sum(counts) // TOKENS)
+    batches = list(fixed_batches(rows, range(len(counts)), MICRO_BATCH))
+    keep = [_kept(_live(batch, kind), step) for batch in batches]
+    records = [
+        record
+        for batch, mask in zip(batches, keep, strict=True)
+        for record in _records(batch, mask, kind)
+    ]
+    return HeldOut(batches, keep, records)
+
+
+def _live(batch: Batch, kind: Kind) -> Tensor:
+    """Where there are logits to compare, shaped like the labels."""
+    return batch.segments != 0 if kind == "decoder" else batch.labels != IGNORE
+
+
+def _kept(live: Tensor, step: int) -> Tensor:
+    """Every `step`-th place, so that of a long row its end is looked at, too."""
+    if live.ndim == 1:
+        return live
+    return live & (torch.arange(live.shape[1]) % step == step - 1)
+
+
+def _records(batch: Batch, keep: Tensor, kind: Kind) -> list[Record]:
+    found = []
+    per_row = batch.tokens.shape[0] // batch.rows.shape[0]
+    for row, (tokens, segments) in enumerate(zip(batch.tokens, batch.segments, strict=True)):
+        number = int(batch.rows[row // per_row])
+        for segment in sorted(set(segments.tolist()) - {0}):
+            places = (segments == segment).nonzero()[:, 0]
+            ids, targets = tokens[places].tolist(), list[int]()
+            if kind == "decoder":
+                kept = keep[row, places].nonzero()[:, 0].tolist()
+            elif kind == "seq2seq":
+                targets = batch.labels[row][batch.labels[row] != IGNORE].tolist()
+                kept = keep[row].nonzero()[:, 0].tolist()
+            else:
+                kept = [0] if keep[row] else []
+            found.append(Record(number, int(places[0]), ids, targets, kept))
+    return found
+
+
+class _Collected:
+    """An objective's per-token function that keeps the logits of the tokens it is told to; `extras`
+    tells.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+
+    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+        assert extras is not None
+        self.parts.append(view.logits()[extras])
+        return torch.zeros(labels.shape, device=labels.device)
+
+
+@torch.no_grad()
+def ours(model: Model, held: HeldOut) -> Tensor:
+    """Float32 `[N, V]`: the logits of the compared positions by the way that training goes, several
+    documents in one row.
+    """
+    collected = _Collected()
+    for batch, keep in zip(held.batches, held.keep, strict=True):
+        plain = bool((batch.segments == batch.segments[:, :1]).all())
+        model(
+            batch.tokens,
+            batch.positions,
+            None if plain else batch.segments,
+            batch.labels,
+            collected.token,
+            keep,
+        )
+    return torch.cat(collected.parts)
+
+
+def theirs(model: Theirs, held: HeldOut) -> Tensor:
+    """The same positions by transformers, each record alone."""
+    return torch.cat(
+        [
+            model.logits(record.tokens, record.targets)[record.kept]
+            for record in held.records
+            if record.kept
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two sets of logits `[N, V]` differ."""
+
+    largest: float
+    at: int
+    """At which of the N positions it is largest."""
+    size: float
+    """The largest logit of the second."""
+    relative: float
+    """Norm of the difference, relative to the second's."""
+
+
+def difference(one: Tensor, other: Tensor) -> Difference:
+    """What is not a number differs infinitely."""
+    gap = (one - other).abs().nan_to_num(nan=math.inf)
+    per_token = gap.amax(dim=1)
+    at = int(per_token.argmax())
+    relative = float(gap.double().norm() / other.double().norm().clamp_min(1e-30))
+    return Difference(float(per_token[at]), at, float(other.abs().max()), relative)
+
+
+def beginnings(held: HeldOut, count: int, longest: int) -> list[Sequence[int]]:
+    """The first halves of some held-out documents, as prompts; at most `longest` tokens each."""
+    long_enough = [record.tokens for record in held.records if len(record.tokens) > 1] or [
+        record.tokens for record in held.records
+    ]
+    return [tokens[: max(1, min(len(tokens) // 2, longest))] for tokens in long_enough[:count]]

@@ -1,0 +1,216 @@
+"""The server against transformers: it is started as a process, asked about held-out documents, and
+stopped. No server outlives this.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ingot.base.server import ask, running_server
+from ingot.models.generation.request import Token
+from ingot.serve.http.openai import LogprobWriter
+from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.verify.export_transformers import Theirs
+from ingot.verify.proof import Check
+
+WHAT = "server"
+NEW_TOKENS = 16
+CANDIDATES = 32
+"""Likeliest tokens among which the one that the server wrote is looked for by its text."""
+
+
+def server(folder: Path) -> AbstractContextManager[str]:
+    """The address of a server of the model in `folder`, for the length of a block. Raises Failed
+    where none comes up.
+    """
+    arguments = ["serve", str(folder), "serve.host=127.0.0.1", "serve.port=0", "serve.api_key=null"]
+    return running_server([sys.executable, "-m", "ingot", *arguments])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A token that the server wrote: how far its log-probability is from transformers' own, and
+    what it would be called.
+    """
+
+    gap: float
+    behind: float
+    """By how much transformers finds another token likelier."""
+    place: str
+
+
+def served_decoder(
+    url: str, model: Theirs, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], bound: float
+) -> Check:
+    """Completions of `prompts`, greedy: each token's log-probability against transformers'
+    log-softmax at that place.
+    """
+    body = {
+        "prompt": [list(prompt) for prompt in prompts],
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0,
+        "logprobs": 0,
+    }
+    choices = ask(url, "/v1/completions", body)["choices"]
+    steps: list[_Step] = []
+    for number, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
+        spelled, given = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+        if len(spelled) < NEW_TOKENS and choice["finish_reason"] == "length":
+            return Check(
+                WHAT,
+                False,
+                f"completion {number} ends after {len(spelled)} of {NEW_TOKENS} tokens and says"
+                " that this is its length",
+            )
+        ids, after = list(prompt), _After(model, prompt)
+        for text, logprob in zip(spelled, given, strict=True):
+            likely = after(ids)
+            found = _named(text, likely, tokenizer, ids)
+            place = f"completion {number}, token {len(ids) - len(prompt)}"
+            if found is None:
+                wanted = tokenizer.token(int(likely.argmax()))
+                return Check(
+                    WHAT,
+                    False,
+                    f"{place} is {text!r}, and {wanted!r} is transformers' likeliest; serve this"
+                    " very folder, or export it again",
+                )
+            steps.append(
+                _Step(
+                    abs(float(likely[found]) - float(logprob)),
+                    float(likely.max() - likely[found]),
+                    f"{place}, {text!r}",
+                )
+            )
+            ids.append(found)
+        if choice["finish_reason"] == "stop":
+            likely = after(ids)
+            behind = float(likely.max()) - max(
+                (float(likely[token]) for token in model.stops), default=-torch.inf
+            )
+            steps.append(
+                _Step(
+                    0.0,
+                    behind,
+                    f"completion {number}, the end after {len(ids) - len(prompt)} tokens",
+                )
+            )
+    return _judged(steps, len(prompts), bound)
+
+
+def _judged(steps: Sequence[_Step], prompts: int, bound: float) -> Check:
+    if not steps:
+        return Check(WHAT, False, f"the server wrote nothing to {prompts} prompts")
+    worst = max(steps, key=lambda step: max(step.gap, step.behind / 2))
+    # Of two tokens that are equally likely but for rounding either may be written.
+    fits = worst.gap <= bound and worst.behind <= 2 * bound
+    what = (
+        f"{len(steps)} generated tokens of {prompts} beginnings: log-probabilities differ by up to"
+        f" {worst.gap:.1e} (bound {bound:.1e})"
+    )
+    if fits:
+        return Check(WHAT, True, what)
+    other = (
+        f", and transformers finds another token likelier by {worst.behind:.1e}"
+        if worst.behind > 2 * bound
+        else ""
+    )
+    return Check(WHAT, False, f"{what} at {worst.place}{other}")
+
+
+class _After:
+    """transformers' log-probabilities `[V]` of the token after some ids; one pass for a whole
+    completion, as long as it is the one expected.
+    """
+
+    def __init__(self, model: Theirs, prompt: Sequence[int]) -> None:
+        self._model, self._end = model, len(prompt) + NEW_TOKENS
+        self._read: list[int] = []
+
+    def __call__(self, ids: list[int]) -> torch.Tensor:
+        if self._read[: len(ids)] != ids:
+            self._read = [*ids, *self._model.written(ids, max(1, self._end - len(ids)))]
+            self._values = self._model.logits(self._read).log_softmax(dim=-1)
+        return self._values[len(ids) - 1]
+
+
+def _named(
+    text: str, likely: torch.Tensor, tokenizer: Tokenizer, before: Sequence[int]
+) -> int | None:
+    """The likeliest token that the server would spell as `text` behind `before`: answers name
+    tokens by their text alone.
+    """
+    for token in likely.topk(min(CANDIDATES, len(likely))).indices.tolist():
+        if LogprobWriter(tokenizer, before).completions([Token(token, 0, 0.0)])["tokens"] == [text]:
+            return int(token)
+    return None
+
+
+def served_seq2seq(
+    url: str, model: Theirs, tokenizer: Tokenizer, sources: Sequence[str], prefix: str
+) -> Check:
+    """Texts written to `sources`, greedy, against what transformers generates."""
+    body = {
+        "instances": list(sources),
+        "parameters": {"max_tokens": NEW_TOKENS, "temperature": 0, "beams": 1},
+    }
+    answers = ask(url, "/predict", body)["predictions"]
+    for source, answer in zip(sources, answers, strict=True):
+        wanted = tokenizer.decode(
+            model.written(tokenizer.encode_framed(prefix + source), NEW_TOKENS)
+        )
+        if answer != wanted:
+            return Check(
+                WHAT,
+                False,
+                f"to {source[:40]!r} it writes {answer[:60]!r}, transformers {wanted[:60]!r}",
+            )
+    return Check(
+        WHAT,
+        True,
+        f"{len(answers)} texts of up to {NEW_TOKENS} tokens, the same as transformers generates",
+    )
+
+
+def served_encoder(
+    url: str, model: Theirs, tokenizer: Tokenizer, texts: Sequence[str], bound: float
+) -> Check:
+    """Labels and their probabilities against transformers'."""
+    answers = ask(url, "/predict", {"instances": list(texts)})["predictions"]
+    largest, where = 0.0, ""
+    for text, answer in zip(texts, answers, strict=True):
+        wanted = dict(
+            zip(
+                model.labels,
+                model.logits(tokenizer.encode_framed(text))[0].softmax(dim=-1).tolist(),
+                strict=True,
+            )
+        )
+        if answer["scores"].keys() != wanted.keys():
+            return Check(
+                WHAT,
+                False,
+                f"its labels are {', '.join(answer['scores'])}, transformers' {', '.join(wanted)}",
+            )
+        gap = max(abs(score - wanted[label]) for label, score in answer["scores"].items())
+        if wanted[answer["label"]] < max(wanted.values()) - 2 * bound:
+            return Check(
+                WHAT,
+                False,
+                f"it calls {text[:40]!r} {answer['label']}, transformers"
+                f" {max(wanted, key=lambda label: wanted[label])}",
+            )
+        if gap >= largest:
+            largest, where = gap, text
+    detail = (
+        f"{len(answers)} texts: probabilities differ by up to {largest:.1e} (bound {bound:.1e})"
+    )
+    return Check(
+        WHAT, largest <= bound, detail if largest <= bound else f"{detail} at {where[:40]!r}"
+    )

@@ -1,0 +1,287 @@
+"""A run that was trained, and its trainer's model built again from the checkpoint that was
+exported: on the CPU, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.base.environment import Ranks
+from ingot.base.errors import WrongInput
+from ingot.base.markers import problems, read_marker
+from ingot.checkpoints.export import DTYPES
+from ingot.checkpoints.reader import load_checkpoint
+from ingot.checkpoints.store import COMMIT, Found, committed, step_folder
+from ingot.config.identity import changes
+from ingot.config.recipe import Recipe
+from ingot.config.sections.layout import Parallel
+from ingot.models.adapters.lora import adapter_parameters, add_lora, fold, lora_layers
+from ingot.models.hf.folder import CONFIG, LINEAGE, read_lineage, stored_tensors
+from ingot.models.kinds import Model, exported_weights
+from ingot.models.spec import build_model
+from ingot.parallel.masters import Masters
+from ingot.parallel.mesh import Mesh
+from ingot.train.plan import Plan, plan_run
+from ingot.verify.export_logits import HeldOut, held_out, ours
+
+FOLDED_FP32 = 2.0**-20
+"""What a weight that an adapter was folded into may differ by, as a share of its tensor's largest:
+that sum is taken in another order by another device. Beside it one step of the export type is let
+pass, and told; it is nothing where the run was trained on this kind of device.
+"""
+NAMED = 3
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Stored tensors against those of a model."""
+
+    tensors: int
+    weights: int
+    products: int
+    """How many of the tensors are matrices."""
+    wrong: list[str]
+    """What differs, in words."""
+    folded: int
+    """Weights of folded-in layers whose last bit differs."""
+
+    @property
+    def told(self) -> str:
+        """The first of what differs."""
+        more = f"; and {len(self.wrong) - NAMED:,} more" if len(self.wrong) > NAMED else ""
+        return "; ".join(self.wrong[:NAMED]) + more
+
+
+@torch.no_grad()
+def compare_weights(model: Model, folder: Path, dtype: torch.dtype) -> Compared:
+    """Fold a model's adapter into its weights, in place, and compare all of them, rounded to
+    `dtype`, with those in `folder`.
+    """
+    adapted = {f"{name}.weight" for name in lora_layers(model)}
+    fold(model)
+    wanted = dict(exported_weights(model))
+    wrong, folded, seen = list[str](), 0, set[str]()
+    for name, stored in stored_tensors(folder):
+        seen.add(name)
+        if name not in wanted:
+            wrong.append(f"{name} is not part of the model")
+        elif stored.dtype != dtype or stored.shape != wanted[name].shape:
+            wrong.append(
+                f"{name} is {_form(stored)}, {list(wanted[name].shape)} of {_plain(dtype)} is"
+                " wanted"
+            )
+        elif count := int((_bits(stored) != _bits(wanted[name].to(dtype))).sum()):
+            if name in adapted and _one_step(stored, wanted[name], dtype):
+                folded += count
+            else:
+                wrong.append(_differing(name, stored, wanted[name].to(dtype), count))
+    wrong += [f"{name} is missing" for name in wanted if name not in seen]
+    return Compared(
+        len(seen),
+        sum(tensor.numel() for tensor in wanted.values()),
+        sum(tensor.ndim > 1 for tensor in wanted.values()),
+        wrong,
+        folded,
+    )
+
+
+@torch.no_grad()
+def round_weights(model: Model, dtype: torch.dtype) -> None:
+    """Give every exported tensor of a model without an adapter the values that it has when it is
+    exported, in place.
+    """
+    for _, tensor in exported_weights(model):
+        tensor.copy_(tensor.to(dtype))
+
+
+def differing(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], which: Collection[str]
+) -> list[str]:
+    """Which of the tensors named are not the same bit for bit."""
+    return [
+        name
+        for name in which
+        if one[name].shape != other[name].shape
+        or bool((_bits(one[name]) != _bits(other[name])).any())
+    ]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As whole numbers: 0.0 is not -0.0 here, and what is not a number equals itself."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    )
+
+
+def _one_step(stored: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    gap = (stored.float() - wanted.float()).abs()
+    return bool(
+        (gap <= torch.finfo(dtype).eps * wanted.abs() + FOLDED_FP32 * wanted.abs().max()).all()
+    )
+
+
+def _differing(name: str, stored: Tensor, wanted: Tensor, count: int) -> str:
+    gap = (stored.double() - wanted.double()).abs().nan_to_num(nan=torch.inf).flatten()
+    at = int(gap.argmax())
+    return (
+        f"{name} differs in {count:,} of {gap.numel():,} weights, most"
+        f" {float(stored.flatten()[at]):.6g} for {float(wanted.flatten()[at]):.6g}"
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {_plain(tensor.dtype)}"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+CPU = torch.device("cpu")
+AGAIN = "run `ingot train` again"
+TOLD = ("run", "step", "export_type", "model_hash", "tokenizer")
+"""What training writes into `ingot.json`, and is needed here."""
+ANYWHERE = ("precision.compute",)
+"""What may differ where a run is verified on another machine than it was trained on."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """A trained run and what it says of its export."""
+
+    plan: Plan
+    lineage: Mapping[str, Any]
+    found: Found | None
+    """The checkpoint that was exported."""
+    gone: str
+    """Why there is none."""
+    held: HeldOut
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def step(self) -> int:
+        return int(self.lineage["step"])
+
+    @property
+    def type(self) -> str:
+        return str(self.lineage["export_type"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES["fp32" if self.type == "fp32" else "bf16"]
+
+
+def open_export(recipe: Recipe) -> Export:
+    """Raises WrongInput when the run was not trained, or with another recipe."""
+    run = recipe.folder
+    lineage = read_lineage(run.model)
+    if lineage is None or not (run.model / CONFIG).exists():
+        raise WrongInput(
+            f"{run.root} holds no model that was trained here (no {LINEAGE} in {run.model}); run"
+            " `ingot train` first"
+        )
+    if missing := [key for key in TOLD if key not in lineage]:
+        raise WrongInput(
+            f"{run.model / LINEAGE} lacks {', '.join(missing)}, so it is not what training wrote;"
+            f" {AGAIN}"
+        )
+    # One process rebuilds it, however many trained it.
+    alone = recipe.model_copy(update={"parallel": Parallel()})
+    plan = plan_run(alone, alone_on_cpu())
+    found, gone = _checkpoint(recipe, int(lineage["step"]))
+    if found is not None:
+        before, now = (
+            {key: value for key, value in identity.items() if key not in ANYWHERE}
+            for identity in (found.commit["identity"], plan.identity)
+        )
+        if changed := changes(before, now):
+            raise WrongInput(
+                f"{found.folder} is of another recipe: {'; '.join(changed)}; give the recipe that"
+                " was trained, or run `ingot train`"
+            )
+    return Export(plan, lineage, found, gone, held_out(plan.held_out, plan.drawing.kind))
+
+
+def alone_on_cpu() -> Mesh:
+    return Mesh(Ranks(), CPU)
+
+
+def _checkpoint(recipe: Recipe, step: int) -> tuple[Found | None, str]:
+    """The checkpoint of what was exported, or why there is none."""
+    folder = step_folder(recipe.folder.checkpoints, step)
+    commit = read_marker(folder, COMMIT)
+    if commit is None:
+        there = (
+            ", ".join(f"{found.step:,}" for found in committed(recipe.folder.checkpoints)) or "none"
+        )
+        return None, f"{folder}, which was exported, is gone (steps that are there: {there})"
+    if wrong := problems(folder, commit, checksums=True):
+        return None, f"{folder} is damaged: {wrong[0]}"
+    return Found(folder, int(commit["step"]), commit), ""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the trainer's model was, and what it said on the held-out records.
+
+    `compared`: its weights with those of the folder, and `unrounded` its logits before they were
+    rounded; None where there is no
+    checkpoint to know them from. `adapter`: what was trained of a run with LoRA.
+    """
+
+    logits: Tensor
+    """With its weights rounded to the export type."""
+    unrounded: Tensor | None
+    compared: Compared | None
+    adapter: dict[str, Tensor]
+    products: int
+    """Matrices among the weights."""
+
+
+def rebuild(export: Export) -> Trained:
+    """The trainer's model. Without its checkpoint: the architecture that the recipe means, with the
+    exported weights.
+
+    Raises:
+        WrongInput: the exported weights cannot be read, or are not those of this architecture.
+    """
+    plan, lora = export.plan, export.recipe.model.lora
+    if export.found is None:
+        drawing = replace(plan.drawing, folder=export.recipe.folder.model, random=False)
+        model = build_model(drawing, plan.recipe.seed, CPU, filled=True).eval()
+        return Trained(
+            ours(model, export.held),
+            None,
+            None,
+            {},
+            sum(parameter.ndim > 1 for parameter in model.parameters()),
+        )
+    # A checkpoint of an adapter holds no more than that.
+    model = build_model(plan.drawing, plan.recipe.seed, CPU, filled=lora is not None)
+    if lora is not None:
+        add_lora(model, lora, plan.recipe.seed)
+    load_checkpoint(export.found, Masters(model, alone_on_cpu()), None, alone_on_cpu())
+    unrounded = ours(model.eval(), export.held)
+    adapter = (
+        {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
+        if lora is not None
+        else {}
+    )
+    compared = compare_weights(model, export.recipe.folder.model, export.dtype)
+    round_weights(model, export.dtype)
+    return Trained(ours(model, export.held), unrounded, compared, adapter, compared.products)
+
+
+def base_of(plan: Plan) -> Model:
+    """The model that training began with, without an adapter."""
+    return build_model(plan.drawing, plan.recipe.seed, CPU, filled=True).eval()

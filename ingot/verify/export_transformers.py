@@ -1,0 +1,308 @@
+"""The exported folder as other tools read it: transformers opens model and tokenizer, PEFT the
+adapter. Both are imported here alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.data.chats import from_messages
+from ingot.data.columns import Column, column_prefix
+from ingot.data.manifest import Prepared
+from ingot.data.preferences import from_preference
+from ingot.data.texts import read_documents
+from ingot.models.kinds import Kind
+from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.verify.proof import Check
+
+CLASSES: dict[Kind, str] = {
+    "decoder": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "encoder": "AutoModelForSequenceClassification",
+}
+"""What transformers calls the way to open each kind of model."""
+NAMED = 3
+
+
+class NotOpened(Exception):
+    """transformers or PEFT does not open what lies in a folder, or not all of it; the message says
+    why.
+    """
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A model of transformers', in evaluation mode."""
+
+    kind: Kind
+    inner: Any
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Theirs:
+        return Theirs(self.kind, self.inner.to(device=device, dtype=dtype))
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int], targets: Sequence[int] = ()) -> Tensor:
+        """Float32, on the CPU: `[T, V]` of a decoder's `tokens` or of the `targets` behind a
+        source, `[1, C]` of a text to classify.
+        """
+        ids = torch.tensor([list(tokens)], device=self.inner.device)
+        # Nothing but ids: masks, positions and the shift of targets are left to transformers, as
+        # its users leave them.
+        labels = (
+            {"labels": torch.tensor([list(targets)], device=self.inner.device)}
+            if self.kind == "seq2seq"
+            else {}
+        )
+        logits: Tensor = self.inner(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **labels
+        ).logits
+        return (logits if self.kind == "encoder" else logits[0]).float().cpu()
+
+    @torch.no_grad()
+    def written(self, tokens: Sequence[int], most: int) -> list[int]:
+        """What a decoder writes behind `tokens`, or a sequence-to-sequence model to a source: the
+        likeliest token each time.
+        """
+        ids = torch.tensor([list(tokens)], device=self.inner.device)
+        made = self.inner.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=1,
+            max_length=None,
+            max_new_tokens=most,
+        )
+        # A decoder gives the prompt back, the other kind the token that it starts from.
+        found: list[int] = made[0, len(tokens) if self.kind == "decoder" else 1 :].tolist()
+        return found
+
+    @property
+    def stops(self) -> set[int]:
+        """The tokens that end what transformers generates."""
+        value = self.inner.generation_config.eos_token_id
+        return set(value if isinstance(value, list) else [] if value is None else [value])
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of a classifier's classes, by number."""
+        names: Mapping[int, str] = self.inner.config.id2label
+        return [names[number] for number in sorted(names)]
+
+
+def open_theirs(folder: Path, kind: Kind, *, labels: Sequence[str] = ()) -> Theirs:
+    """The model in `folder`, in float32 on the CPU, configured as it lies there. `labels`: classes
+    of a head that the folder need not have.
+
+    Raises:
+        NotOpened: transformers refuses it, or would fill what it does not find there with random
+            numbers.
+    """
+    library = _transformers()
+    # The base of a classifier's adapter brings no head for its classes: the adapter does.
+    asked: dict[str, Any] = (
+        {"num_labels": len(labels), "ignore_mismatched_sizes": True} if labels else {}
+    )
+    try:
+        opener = getattr(library, CLASSES[kind])
+        model, about = opener.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **asked
+        )
+    except Exception as error:  # each architecture refuses in its own way
+        raise NotOpened(f"transformers does not open {folder} ({_one_line(error)})") from None
+    wrong = [f"{name} is missing" for name in sorted(about["missing_keys"])] + [
+        f"{name} has no place" for name in sorted(about["unexpected_keys"])
+    ]
+    if wrong and not labels:
+        raise NotOpened(
+            f"transformers does not find in {folder} what its config.json describes:"
+            f" {'; '.join(wrong[:NAMED])}{_more(wrong)}"
+        )
+    return Theirs(kind, model.eval())
+
+
+def open_adapter(base: Theirs, adapter: Path) -> Theirs | None:
+    """The adapter in a folder, opened by PEFT beside its base, which then is used up; None where
+    PEFT is not installed.
+
+    Raises:
+        NotOpened: PEFT refuses it.
+    """
+    try:
+        import peft
+    except ImportError:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Theirs(
+                base.kind, peft.PeftModel.from_pretrained(base.inner, str(adapter)).eval()
+            )
+    except Exception as error:  # whatever is wrong with an adapter, PEFT has its own way to say it
+        raise NotOpened(f"PEFT does not open {adapter} ({_one_line(error)})") from None
+
+
+def chat_ids(folder: Path, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+    """The ids of chats by the tokenizer and the template in `folder`, as transformers makes them.
+
+    Raises:
+        NotOpened: transformers refuses the tokenizer, the template, or a chat.
+    """
+    library = _transformers()
+    try:
+        tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return [
+            list(
+                tokenizer.apply_chat_template(
+                    [dict(message) for message in chat], tokenize=True, return_dict=False
+                )
+            )
+            for chat in chats
+        ]
+    except Exception as error:  # Jinja's errors among them
+        raise NotOpened(
+            f"transformers does not write chats with {folder} ({_one_line(error)})"
+        ) from None
+
+
+def _transformers() -> Any:
+    import transformers
+
+    library: Any = transformers
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    return library
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _more(wrong: Sequence[str]) -> str:
+    return f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+
+
+WHAT = "chat template"
+CHATS = 16
+Chat = Sequence[Mapping[str, Any]]
+COLUMN_NAMES = {"chat": ("tokens",), "preference": ("chosen", "rejected")}
+"""The columns that hold whole chats."""
+
+
+def check_chats(recipe: Recipe, prepared: Prepared, tokenizer: Tokenizer) -> Check:
+    """transformers' ids of held-out chats against the stored ones. `tokenizer`: the one that they
+    were prepared with.
+
+    A chat whose text looks like a special token is passed over: by transformers it becomes that
+    token, here it stays text.
+    """
+    if recipe.documents not in COLUMN_NAMES:
+        return Check(
+            WHAT,
+            None,
+            f"the run is trained on {recipe.documents} documents, which no template writes",
+        )
+    names = COLUMN_NAMES[recipe.documents]
+    asked: list[tuple[str, Chat, list[int]]] = []
+    passed_over = 0
+    for doc_id, chats, stored in itertools.islice(
+        _stored(recipe, prepared, tokenizer, names), CHATS
+    ):
+        for name, chat, ids in zip(names, chats, stored, strict=True):
+            where = doc_id if len(names) == 1 else f"{doc_id} ({name})"
+            if any(token in str(message) for message in chat for token in tokenizer.spelled):
+                passed_over += 1
+            else:
+                asked.append((where, chat, ids))
+    if not asked:
+        return Check(
+            WHAT,
+            None,
+            f"{passed_over} held-out chats hold text that looks like special tokens, which"
+            " transformers takes for such",
+        )
+    try:
+        found = chat_ids(recipe.folder.model, [chat for _, chat, _ in asked])
+    except NotOpened as error:
+        return Check(
+            WHAT,
+            False,
+            f"{error}; put back the template and tokenizer that the run was trained with",
+        )
+    for (where, _, ids), theirs in zip(asked, found, strict=True):
+        if theirs != ids:
+            return Check(
+                WHAT,
+                False,
+                f"{where}: {_first_difference(theirs, ids, tokenizer)}; put back the template that"
+                " the run was trained with",
+            )
+    left = f"; {passed_over} that look like special tokens are passed over" if passed_over else ""
+    return Check(
+        WHAT,
+        True,
+        f"{len(asked)} held-out chats, {sum(len(ids) for _, _, ids in asked):,} ids, the same as"
+        f" prepared{left}",
+    )
+
+
+def _stored(
+    recipe: Recipe, prepared: Prepared, tokenizer: Tokenizer, names: Sequence[str]
+) -> Iterator[tuple[str, list[Chat], list[list[int]]]]:
+    """Held-out documents as chats, with the records that `prepare` made of them; those that the
+    template refused have none.
+    """
+    parts = [part for source in prepared.splits["validation"] for part in source.parts]
+    columns = [
+        [
+            Column(column_prefix(recipe.folder.columns, "validation", name, part.number))
+            for part in parts
+        ]
+        for name in names
+    ]
+    records = zip(
+        *(
+            (record for column in one for record in (column[index] for index in range(len(column))))
+            for one in columns
+        ),
+        strict=True,
+    )
+    for document in read_documents(recipe, "validation"):
+        chats: list[Chat] = (
+            [from_messages(document.text)]
+            if recipe.documents == "chat"
+            else list(from_preference(document.text).sides)
+        )
+        try:
+            encode_chats(tokenizer, chats, tokenizer.encode_batch)
+        except WrongInput:
+            continue
+        yield document.doc_id, chats, [[int(token) for token in record] for record in next(records)]
+
+
+def _first_difference(theirs: Sequence[int], stored: Sequence[int], tokenizer: Tokenizer) -> str:
+    at = next(
+        (
+            place
+            for place, (one, other) in enumerate(zip(theirs, stored, strict=False))
+            if one != other
+        ),
+        min(len(theirs), len(stored)),
+    )
+    one, other = (
+        repr(tokenizer.token(ids[at])) if at < len(ids) else "nothing" for ids in (theirs, stored)
+    )
+    return (
+        f"token {at} is {one} by transformers, {other} as prepared ({len(theirs)} ids for"
+        f" {len(stored)})"
+    )

@@ -1,0 +1,196 @@
+"""Tasks of lm-evaluation-harness on our model, against the harness on its own Hugging Face
+model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LMEvalTask
+from ingot.evaluate.subject import Measured
+from ingot.evaluate.tasks import check, measure
+from ingot.evaluate.tasks.lm_eval import sample_interval, windows
+from ingot.parallel.mesh import running_mesh
+from tests import tolerances
+from tests.evaluate.lm_eval_harness import evaluated, likelihoods, local_hellaswag
+from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
+from tests.ranks import run_ranks
+
+ROLLING = """
+task: local_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list:
+  - {{metric: word_perplexity}}
+  - {{metric: byte_perplexity}}
+  - {{metric: bits_per_byte}}
+"""
+WRITING = """
+task: local_writing
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{text[:20]}}}}"
+doc_to_target: "{{{{text[20:40]}}}}"
+generation_kwargs: {{until: ["a"], max_gen_toks: 12, do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def place_tasks(folder: Path) -> Path:
+    """Three tasks without the hub: choices, the likelihood of texts longer than the model's
+    positions, and writing.
+    """
+    folder.mkdir()
+    generator = random.Random(0)
+    texts = [
+        {"text": " ".join(generator.choices(["copper", "melts", "für", "the ingot"], k=size))}
+        for size in (3, 60, 200)
+    ]
+    path = write_lines(folder / "texts.jsonl", texts)
+    (folder / "local_text.yaml").write_text(ROLLING.format(path=path))
+    (folder / "local_writing.yaml").write_text(WRITING.format(path=path))
+    return local_hellaswag(folder, write_lines(folder / "items.jsonl", hellaswag_lines(10)))
+
+
+def measured(recipe: Recipe, folder: Path, *tasks: str, **knobs: Any) -> Measured:
+    with running_mesh() as mesh:
+        task = LMEvalTask(
+            kind="lm_eval", name="theirs", tasks=list(tasks), include=str(folder), **knobs
+        )
+        return measure(task, subject_in(recipe.folder.model, recipe, mesh))
+
+
+def test_choices_texts_and_writing_as_the_harness_has_them(root: Path, tmp_path: Path) -> None:
+    recipe, folder = with_model(root), place_tasks(tmp_path / "tasks")
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    found = measured(recipe, folder, "local_hellaswag", "local_text", "local_writing")
+    assert torch.equal(torch.get_rng_state(), before), "a training run draws from it"
+    keys = [
+        "local_hellaswag.acc",
+        "local_hellaswag.acc_norm",
+        "local_text.word_perplexity",
+        "local_text.byte_perplexity",
+        "local_text.bits_per_byte",
+        "local_writing.exact_match",
+    ]
+    assert set(found.metrics) == {f"theirs/{key}" for key in keys}
+    for name in ("local_hellaswag", "local_text", "local_writing"):
+        results = evaluated(recipe.folder.model, folder, name)
+        for key, value in results["results"][name].items():
+            metric = key.removesuffix(",none")
+            if f"theirs/{name}.{metric}" in found.metrics and key != metric:
+                ours = found.metrics[f"theirs/{name}.{metric}"]
+                assert ours.value == pytest.approx(value, rel=tolerances.NLL_FP32 * 10)
+                assert ours.ci_low <= ours.value <= ours.ci_high
+        if name == "local_writing":
+            theirs = [
+                sample["filtered_resps"]
+                for sample in sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+            ]
+            ours = [
+                example["answer"] for example in found.examples if example["id"].startswith(name)
+            ]
+            # A character whose last bytes were not written any more is none here.
+            assert [answer.replace("\ufffd", "") for answer in ours] == [
+                str(answer).replace("\ufffd", "") for answer in theirs
+            ]
+    assert found.metrics["theirs/local_hellaswag.acc"].direction == "higher"
+    assert found.metrics["theirs/local_text.bits_per_byte"].direction == "lower"
+    assert (
+        found.metrics["theirs/local_text.bits_per_byte"].ci_low
+        < found.metrics["theirs/local_text.bits_per_byte"].value
+    )
+    assert found.metrics["theirs/local_hellaswag.acc"].n == 10
+
+
+def test_likelihoods_of_single_requests(root: Path, tmp_path: Path) -> None:
+    """Not only who wins: the numbers, through the harness's own log of samples."""
+    recipe, folder = with_model(root), place_tasks(tmp_path / "tasks")
+    found = measured(recipe, folder, "local_hellaswag", limit=4, shots=2)
+    results = evaluated(recipe.folder.model, folder, "local_hellaswag", limit=4, num_fewshot=2)
+    theirs = likelihoods(results, "local_hellaswag")
+    ours = [
+        [float(number) for number in re.findall(r"\((-?[\d.]+)", example["answer"])]
+        for example in found.examples
+    ]
+    assert len(ours) == len(theirs) == 4
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32)
+
+
+def test_two_ranks_find_what_one_does(root: Path, tmp_path: Path) -> None:
+    recipe, folder = with_model(root), place_tasks(tmp_path / "tasks")
+    alone = measured(recipe, folder, "local_hellaswag", "local_writing")
+    for other in run_ranks(
+        2, measured, recipe, folder, "local_hellaswag", "local_writing", timeout_s=120
+    ):
+        assert other.metrics == alone.metrics
+        assert [example["id"] for example in other.examples] == [
+            example["id"] for example in alone.examples
+        ]
+
+
+def test_a_long_text_is_cut_into_windows_in_which_every_token_is_scored_once() -> None:
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    for length in (0, 1, 7, 8, 9, 16, 17, 30):
+        tokens = list(range(100, 100 + length))
+        theirs = [make_disjoint_window(pair) for pair in get_rolling_token_windows(tokens, 1, 8, 1)]
+        assert [(span.context, span.continuation) for span in windows(tokens, 1, 8)] == [
+            (list(context), list(rest)) for context, rest in theirs
+        ]
+
+
+def test_only_what_is_made_of_samples_has_an_interval() -> None:
+    low, high = sample_interval(0.5, [0.0, 1.0] * 20)
+    assert low < 0.5 < high
+    assert sample_interval(0.4, [0.0, 1.0] * 20) == (0.4, 0.4), "not their mean"
+    assert sample_interval(3.0, []) == (3.0, 3.0)
+    assert sample_interval(3.0, ["a", "b"]) == (3.0, 3.0)
+
+
+def test_unknown_tasks_and_missing_data_are_refused(root: Path, tmp_path: Path) -> None:
+    recipe, folder = with_model(root), place_tasks(tmp_path / "tasks")
+    with running_mesh() as mesh:
+        about = subject_in(recipe.folder.model, recipe, mesh).about
+        with pytest.raises(WrongInput, match="lm_eval knows no task no_such_task"):
+            check(LMEvalTask(kind="lm_eval", tasks=["no_such_task"]), about)
+        (folder / "texts.jsonl").unlink()
+        with pytest.raises(Failed, match="local_text cannot be loaded"):
+            check(LMEvalTask(kind="lm_eval", tasks=["local_text"], include=str(folder)), about)
+
+
+def test_without_the_package_the_way_to_get_it_is_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = with_model(root)
+    importlib.import_module("lm_eval")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with running_mesh() as mesh, pytest.raises(WrongInput, match=r"pip install 'ingot\[lm-eval\]'"):
+        check(
+            LMEvalTask(kind="lm_eval", tasks=["hellaswag"]),
+            subject_in(recipe.folder.model, recipe, mesh),
+        )

@@ -1,0 +1,224 @@
+"""The loss of preferences, pairs and labelled texts against transformers on each sample alone, and
+the same however the work is split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LossTask
+from ingot.data.rows import open_rows
+from ingot.data.samples import Samples
+from ingot.evaluate.subject import Measured
+from ingot.evaluate.tasks import check, measure, open_task
+from ingot.parallel.mesh import running_mesh
+from ingot.tokenizers.load import load_tokenizer
+from tests import tolerances
+from tests.evaluate.small_models import place_model, subject_in, with_model
+from tests.evaluate.small_runs import prepared, recipe_of
+from tests.ranks import run_ranks
+
+KINDS = ("preference", "pair", "labelled")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recipe]:
+    """One run of each kind for all tests, made when first asked for; read only."""
+    found: dict[str, Recipe] = {}
+
+    def of(documents: str) -> Recipe:
+        if documents not in found:
+            found[documents] = prepared(tmp_path_factory.mktemp(documents), documents)
+        return found[documents]
+
+    return of
+
+
+def measured(recipe: Recipe, folder: Path | None = None) -> Measured:
+    with running_mesh() as mesh:
+        return measure(LossTask(), subject_in(folder or recipe.folder.model, recipe, mesh))
+
+
+def samples(recipe: Recipe) -> Samples:
+    rows = open_rows(
+        recipe.folder.columns,
+        "validation",
+        recipe.data.seq_len,
+        pack="none",
+        pad_last=True,
+        target_len=recipe.data.target_len,
+    )
+    assert isinstance(rows, Samples)
+    return rows
+
+
+def nats(logits: Tensor, labels: Tensor) -> float:
+    return float(
+        torch.nn.functional.cross_entropy(
+            logits.double(), labels, reduction="sum", ignore_index=-100
+        )
+    )
+
+
+def close(values: Any) -> Any:
+    return pytest.approx(values, rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32)
+
+
+@torch.no_grad()
+def test_pairs_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
+    recipe = made("pair")
+    rows, tokenizer = samples(recipe), load_tokenizer(recipe.folder.model)
+    reference = AutoModelForSeq2SeqLM.from_pretrained(recipe.folder.model)
+    expected, targets, size = [], 0, 0
+    for number in range(len(rows)):
+        fields = rows.fields([number])
+        tokens, labels = (
+            torch.from_numpy(fields.tokens[fields.segments == 1])[None],
+            torch.from_numpy(fields.labels[fields.labels != -100])[None],
+        )
+        expected.append(nats(reference(input_ids=tokens, labels=labels).logits[0], labels[0]))
+        targets += labels.numel()
+        size += len(tokenizer.decode(labels[0].numpy()).encode())
+    found = measured(recipe)
+    assert [example["nats"] for example in found.examples] == close(expected)
+    loss = sum(expected) / targets
+    assert found.metrics["loss/loss"].value == pytest.approx(loss, rel=tolerances.LOSS_FP32)
+    assert found.metrics["loss/perplexity"].value == pytest.approx(
+        math.exp(loss), rel=tolerances.LOSS_FP32 * 10
+    )
+    assert found.metrics["loss/bits_per_byte"].value == pytest.approx(
+        sum(expected) / math.log(2) / size, rel=tolerances.LOSS_FP32
+    )
+    assert found.metrics["loss/loss"].n == len(rows)
+
+
+@torch.no_grad()
+def test_labelled_texts_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
+    recipe = made("labelled")
+    rows = samples(recipe)
+    reference = AutoModelForSequenceClassification.from_pretrained(recipe.folder.model)
+    expected = []
+    for number in range(len(rows)):
+        fields = rows.fields([number])
+        logits = reference(
+            input_ids=torch.from_numpy(fields.tokens[fields.segments == 1])[None]
+        ).logits
+        expected.append(nats(logits, torch.from_numpy(fields.labels)))
+    found = measured(recipe)
+    assert set(found.metrics) == {"loss/loss"}
+    assert [example["nats"] for example in found.examples] == close(expected)
+    assert found.metrics["loss/loss"].value == pytest.approx(
+        np.mean(expected), rel=tolerances.LOSS_FP32
+    )
+
+
+@torch.no_grad()
+def test_preferences_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
+    recipe = made("preference")
+    rows, reference = samples(recipe), AutoModelForCausalLM.from_pretrained(recipe.folder.model)
+    sides: list[tuple[float, float]] = []
+    for number in range(len(rows)):
+        fields = rows.fields([number])
+        one, other = (
+            nats(
+                reference(
+                    input_ids=torch.from_numpy(fields.tokens[side][fields.segments[side] == 1])[
+                        None
+                    ]
+                ).logits[0],
+                torch.from_numpy(fields.labels[side][fields.segments[side] == 1]),
+            )
+            for side in range(2)
+        )
+        sides.append((one, other))
+    chosen, rejected = np.array(sides).T
+    found = measured(recipe)
+    assert [example["nats"] for example in found.examples] == close(chosen.tolist())
+    assert [example["margin"] for example in found.examples] == pytest.approx(
+        (rejected - chosen).tolist(), rel=tolerances.NLL_FP32, abs=tolerances.LOGPROB
+    )
+    assert found.metrics["loss/accuracy"].value == pytest.approx(float((rejected > chosen).mean()))
+    assert 0 < found.metrics["loss/accuracy"].value < 1
+    assert found.metrics["loss/margin"].value == pytest.approx(
+        float((rejected - chosen).mean()), rel=tolerances.NLL_FP32, abs=tolerances.LOGPROB
+    )
+    assert [found.metrics[f"loss/{name}"].direction for name in ("loss", "accuracy", "margin")] == [
+        "lower",
+        "higher",
+        "higher",
+    ]
+    targets = sum(example["targets"] for example in found.examples)
+    assert found.metrics["loss/loss"].value == pytest.approx(
+        chosen.sum() / targets, rel=tolerances.LOSS_FP32
+    ), "of the chosen answers alone"
+
+
+@pytest.mark.parametrize("documents", KINDS)
+def test_no_split_of_the_work_shows(documents: str, made: Callable[[str], Recipe]) -> None:
+    recipe = made(documents)
+    alone = measured(recipe)
+    one, two = run_ranks(2, measured, recipe)
+    assert one == two
+    root = recipe.folder.root.parent.parent
+    for other in (
+        one,
+        measured(recipe_of(root, documents, evaluate__micro_batch=1)),
+        measured(recipe_of(root, documents, evaluate__micro_batch=64)),
+    ):
+        assert [example["document"] for example in other.examples] == list(
+            range(len(alone.examples))
+        )
+        assert [example["nats"] for example in other.examples] == close(
+            [example["nats"] for example in alone.examples]
+        )
+        for key, metric in alone.metrics.items():
+            assert other.metrics[key].set_fingerprint == metric.set_fingerprint
+            assert other.metrics[key].value == pytest.approx(
+                metric.value, rel=tolerances.SPLIT_LOSS, abs=tolerances.SPLIT_LOSS
+            )
+
+
+def test_the_first_rows_of_a_stream_are_measured_to_the_end_of_their_last_document(
+    root: Path,
+) -> None:
+    """Rows cut documents; what is left of one that was not read to its end does not count."""
+    recipe = with_model(root)
+    whole = measured(recipe)
+    with running_mesh() as mesh:
+        subject = subject_in(recipe.folder.model, recipe, mesh)
+        some = open_task(LossTask(), subject.about, 4).measure(subject)
+    count = len(some.examples)
+    assert 1 < count < len(whole.examples)
+    for one, other in zip(some.examples, whole.examples, strict=False):
+        assert one["nats"] == close(other["nats"])
+        assert (one["targets"], one["bytes"]) == (other["targets"], other["bytes"])
+    nll, targets = (
+        sum(example[name] for example in whole.examples[:count]) for name in ("nats", "targets")
+    )
+    assert some.metrics["loss/loss"].value == pytest.approx(nll / targets, rel=tolerances.LOSS_FP32)
+    assert some.metrics["loss/loss"].set_fingerprint != whole.metrics["loss/loss"].set_fingerprint
+
+
+def test_another_kind_of_model_is_refused(made: Callable[[str], Recipe], tmp_path: Path) -> None:
+    recipe = made("pair")
+    place_model(recipe, tmp_path / "decoder")
+    with (
+        running_mesh() as mesh,
+        pytest.raises(WrongInput, match="the loss of pair documents is for models of kind seq2seq"),
+    ):
+        check(LossTask(), subject_in(tmp_path / "decoder", recipe, mesh))

@@ -1,0 +1,216 @@
+"""What a model writes against transformers' own greedy and beam search; scores against rouge-score
+called directly.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import RougeTask
+from ingot.data.texts import read_documents
+from ingot.evaluate.subject import Measured
+from ingot.evaluate.tasks import check, measure
+from ingot.evaluate.tasks.rouge import first_line, scorer
+from ingot.parallel.mesh import running_mesh
+from ingot.tokenizers.load import load_tokenizer
+from tests import tolerances
+from tests.evaluate.small_models import subject_in, with_model, write_lines
+from tests.evaluate.small_runs import prepared, recipe_of
+from tests.ranks import run_ranks
+
+NAMES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recipe]:
+    found: dict[str, Recipe] = {}
+
+    def of(documents: str) -> Recipe:
+        if documents not in found:
+            found[documents] = prepared(tmp_path_factory.mktemp(documents), documents)
+        return found[documents]
+
+    return of
+
+
+def measured(recipe: Recipe, **knobs: Any) -> Measured:
+    with running_mesh() as mesh:
+        return measure(
+            RougeTask(kind="rouge", **{"max_tokens": 8, **knobs}),
+            subject_in(recipe.folder.model, recipe, mesh),
+        )
+
+
+def assert_scores(found: Measured, *, stemmer: bool = True) -> None:
+    """Each example's scores are the package's own, and the metrics are their means."""
+    package = RougeScorer(list(NAMES), use_stemmer=stemmer)
+    for example in found.examples:
+        theirs = package.score(example["reference"], example["prediction"])
+        assert {name: example[name] for name in NAMES} == {
+            name: theirs[name].fmeasure for name in NAMES
+        }
+    for name in NAMES:
+        metric = found.metrics[f"rouge/{name}"]
+        assert metric.value == pytest.approx(
+            sum(example[name] for example in found.examples) / len(found.examples),
+            rel=tolerances.EXACT,
+        )
+        assert (metric.direction, metric.n) == ("higher", len(found.examples))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@torch.no_grad()
+def test_pairs_as_transformers_writes_them(beams: int, made: Callable[[str], Recipe]) -> None:
+    recipe = made("pair")
+    tokenizer, reference = (
+        load_tokenizer(recipe.folder.model),
+        AutoModelForSeq2SeqLM.from_pretrained(recipe.folder.model),
+    )
+    found = measured(recipe, beams=beams)
+    pairs = [json.loads(document.text) for document in read_documents(recipe, "validation")]
+    assert [(example["source"], example["reference"]) for example in found.examples] == [
+        (pair["source"], pair["target"]) for pair in pairs
+    ]
+    for example in found.examples:
+        ids = tokenizer.encode_framed("short: " + example["source"])[-48:]
+        assert len(ids) < 48, "nothing is cut in this test"
+        written = reference.generate(
+            torch.tensor([ids]), max_new_tokens=8, num_beams=beams, do_sample=False
+        )
+        assert example["prediction"] == tokenizer.decode(written[0].numpy())
+    assert len({example["prediction"] for example in found.examples}) > 1
+    assert_scores(found)
+
+
+@torch.no_grad()
+def test_chats_are_answered_after_their_template(made: Callable[[str], Recipe]) -> None:
+    recipe = made("chat")
+    tokenizer, reference = (
+        load_tokenizer(recipe.folder.model),
+        AutoModelForCausalLM.from_pretrained(recipe.folder.model),
+    )
+    found = measured(recipe, limit=5)
+    chats = [
+        json.loads(document.text)["messages"] for document in read_documents(recipe, "validation")
+    ][:5]
+    for example, messages in zip(found.examples, chats, strict=True):
+        assert (example["source"], example["reference"]) == (
+            messages[-2]["content"],
+            messages[-1]["content"],
+        )
+        ids = torch.tensor([tokenizer.encode_chat(messages[:-1])])
+        written = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+        )
+        # A character whose last bytes were not written any more is none.
+        assert example["prediction"] == tokenizer.decode(written[0, ids.shape[1] :].numpy()).rstrip(
+            "\ufffd"
+        )
+    assert_scores(found)
+
+
+@pytest.mark.parametrize("documents", ["pair", "chat"])
+def test_two_ranks_write_what_one_does(documents: str, made: Callable[[str], Recipe]) -> None:
+    recipe = made(documents)
+    alone = measured(recipe)
+    assert run_ranks(2, measured, recipe) == [alone, alone]
+    assert (
+        measured(
+            recipe_of(recipe.folder.root.parent.parent, documents, evaluate__micro_batch=1)
+        ).examples
+        == alone.examples
+    )
+
+
+def test_records_of_its_own_and_words_that_are_not_stemmed(root: Path, tmp_path: Path) -> None:
+    recipe = with_model(root)
+    lines = [
+        {"body": "\n copper melts\nthe ingot", "subject": "copper melting"},
+        {"body": "a b", "subject": "c"},
+    ]
+    source = write_lines(tmp_path / "mails.jsonl", lines)
+    knobs = {"source": str(source), "columns": {"source": "body", "target": "subject"}}
+    stemmed, plain = measured(recipe, **knobs), measured(recipe, **knobs, stemmer=False)
+    assert [example["id"] for example in stemmed.examples] == ["mails.jsonl:1", "mails.jsonl:2"]
+    assert stemmed.baselines["rouge/rouge1/first_line"] == pytest.approx(1 / 2)
+    assert plain.baselines["rouge/rouge1/first_line"] == pytest.approx(1 / 4)
+    assert_scores(plain, stemmer=False)
+    assert (
+        stemmed.metrics["rouge/rouge1"].set_fingerprint
+        != plain.metrics["rouge/rouge1"].set_fingerprint
+    )
+
+
+def test_the_first_line_is_the_first_that_says_something() -> None:
+    assert first_line("\n  \n  copper \nmelts") == "copper"
+    assert first_line(" \n") == ""
+
+
+def test_sentences_of_lsum_are_lines() -> None:
+    """The same words in other lines: the longest common subsequence of the whole text suffers, that
+    of the sentences does not.
+    """
+    found = scorer(stemmer=True)("copper melts\nmould cools", "mould cools\ncopper melts")
+    assert found["rougeLsum"] == 1.0
+    assert found["rougeL"] == 0.5
+
+
+def test_without_the_package_the_way_to_get_it_is_told(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    recipe = with_model(root)
+    source = write_lines(tmp_path / "pairs.jsonl", [{"source": "a", "target": "b"}])
+    with running_mesh() as mesh, pytest.raises(WrongInput, match=r"pip install 'ingot\[rouge\]'"):
+        check(
+            RougeTask(kind="rouge", source=str(source)),
+            subject_in(recipe.folder.model, recipe, mesh),
+        )
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({}, "text documents have no text to write"),
+        ({"beams": 2}, "beams 2 is for a seq2seq"),
+        ({"max_tokens": 200}, "exceeds the 128 positions"),
+        ({"columns": {"body": "x"}}, "columns renames body"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    root: Path, tmp_path: Path, knobs: dict[str, Any], words: str
+) -> None:
+    recipe = with_model(root)
+    source = (
+        {"source": str(write_lines(tmp_path / "pairs.jsonl", [{"source": "a", "target": "b"}]))}
+        if knobs
+        else {}
+    )
+    with running_mesh() as mesh, pytest.raises(WrongInput, match=words):
+        check(
+            RougeTask(kind="rouge", **source, **knobs),
+            subject_in(recipe.folder.model, recipe, mesh),
+        )
+
+
+@pytest.mark.parametrize("documents", ["pair", "chat"])
+def test_numbers_that_are_not_finite_are_no_text(
+    documents: str, made: Callable[[str], Recipe]
+) -> None:
+    recipe = made(documents)
+    with running_mesh() as mesh:
+        subject = subject_in(recipe.folder.model, recipe, mesh)
+        next(subject.model.parameters()).data.fill_(float("nan"))
+        with pytest.raises(Failed, match="not finite"):
+            measure(RougeTask(kind="rouge", max_tokens=4), subject)

@@ -1,0 +1,196 @@
+"""The interval of a ratio of sums: right about as often as it says, the same every time, in bounded
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.evaluate import metrics as bootstrap
+from ingot.evaluate.loss import Stretches
+from ingot.evaluate.metrics import loss_metrics, ratio_interval
+from tests import tolerances
+
+
+def lengths_and_losses(generator: np.random.Generator, units: int) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of very unequal length, whose loss per token varies; the true ratio is E[length *
+    loss] / E[length].
+    """
+    length = np.ceil(generator.lognormal(4, 0.7, units))
+    loss = 3.0 + generator.normal(0, 0.5, units)
+    return length * loss, length
+
+
+def test_covers_the_truth_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    hits = 0
+    for trial in range(200):
+        low, high = ratio_interval(*lengths_and_losses(generator, 40), seed=trial)
+        assert low < high
+        hits += low <= 3.0 <= high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_widths_follow_the_number_of_units() -> None:
+    generator = np.random.default_rng(2)
+    above, below = lengths_and_losses(generator, 6400)
+    few = ratio_interval(above[:100], below[:100])
+    many = ratio_interval(above, below)
+    assert (few[1] - few[0]) / (many[1] - many[0]) == pytest.approx(8, rel=0.35)
+
+
+def test_same_seed_same_interval() -> None:
+    above, below = lengths_and_losses(np.random.default_rng(3), 50)
+    assert ratio_interval(above, below, seed=7) == ratio_interval(above, below, seed=7)
+    assert ratio_interval(above, below, seed=7) != ratio_interval(above, below, seed=8)
+
+
+def test_scaling_numbers_scales_the_interval() -> None:
+    above, below = lengths_and_losses(np.random.default_rng(4), 50)
+    low, high = ratio_interval(above, below)
+    assert ratio_interval(above * 4, below * 2) == pytest.approx(
+        (2 * low, 2 * high), rel=tolerances.EXACT
+    )
+
+
+@pytest.mark.parametrize(("above", "below"), [([6.0], [2.0]), ([6.0, 3.0, 9.0], [2.0, 1.0, 3.0])])
+def test_no_spread_is_no_width(above: list[float], below: list[float]) -> None:
+    assert ratio_interval(above, below) == pytest.approx((3.0, 3.0))
+
+
+def test_units_without_weight_are_borne() -> None:
+    low, high = ratio_interval([5.0, 0.0, 0.0, 4.0], [2.0, 0.0, 0.0, 2.0])
+    assert 2.0 <= low <= 2.25 <= high <= 2.5
+
+
+@pytest.mark.parametrize(("above", "below"), [([], []), ([1.0], [0.0])])
+def test_nothing_to_resample_is_an_error(above: list[float], below: list[float]) -> None:
+    with pytest.raises(ValueError, match="positive sum"):
+        ratio_interval(above, below)
+
+
+def test_very_many_units_keep_their_width_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    above, below = lengths_and_losses(np.random.default_rng(5), 40_000)
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 500)
+    tracemalloc.start()
+    grouped = ratio_interval(above, below)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6
+    monkeypatch.setattr(bootstrap, "MAX_UNITS", 40_000)
+    whole = ratio_interval(above, below)
+    assert grouped[1] - grouped[0] == pytest.approx(whole[1] - whole[0], rel=0.15)
+
+
+def stretches(documents: int, per_document: int = 3) -> Stretches:
+    """Each document goes over `per_document` rows of one stretch each, 10 tokens a stretch, the
+    last one ends it.
+    """
+    generator = np.random.default_rng(0)
+    count = documents * per_document
+    ends = np.arange(count) % per_document == per_document - 1
+    level = np.repeat(generator.uniform(1, 5, documents), per_document)
+    return Stretches(
+        level * (10 - ends),
+        10 - ends.astype(np.int64),
+        np.full(count, 10),
+        ends,
+        np.ones(count, np.bool_),
+    )
+
+
+def metrics(
+    losses: Stretches, sizes: np.ndarray, documents: str = "d", tokenizer: str = "t"
+) -> dict[str, object]:
+    return loss_metrics("held", losses, sizes, documents=documents, tokenizer=tokenizer)
+
+
+def test_values_are_the_ratios() -> None:
+    losses, sizes = stretches(40), np.linspace(50, 150, 40)
+    found = loss_metrics("held", losses, sizes, documents="d", tokenizer="t")
+    nll, targets = losses.nll.sum(), losses.targets.sum()
+    assert targets == 40 * 29
+    assert found["held/loss"].value == pytest.approx(nll / targets)
+    assert found["held/perplexity"].value == pytest.approx(math.exp(nll / targets))
+    assert found["held/bits_per_byte"].value == pytest.approx(nll / math.log(2) / sizes.sum())
+    for metric in found.values():
+        assert metric.ci_low < metric.value < metric.ci_high
+        assert (metric.direction, metric.n) == ("lower", 40)
+    assert found["held/perplexity"].ci_high == pytest.approx(math.exp(found["held/loss"].ci_high))
+
+
+def test_documents_are_the_units_not_their_rows() -> None:
+    """Rows of one document are alike here, so that resampling rows would claim too much."""
+    many = loss_metrics("x", stretches(40, 30), np.full(40, 100.0), documents="d", tokenizer="t")[
+        "x/loss"
+    ]
+    few = loss_metrics("x", stretches(40, 3), np.full(40, 100.0), documents="d", tokenizer="t")[
+        "x/loss"
+    ]
+    assert many.ci_high - many.ci_low == pytest.approx(few.ci_high - few.ci_low, rel=0.1)
+
+
+def test_few_documents_are_resampled_by_rows() -> None:
+    found = loss_metrics("x", stretches(3, 20), np.full(3, 100.0), documents="d", tokenizer="t")[
+        "x/loss"
+    ]
+    assert found.n == 60
+    assert found.ci_low < found.value < found.ci_high
+
+
+def test_bytes_can_be_compared_across_tokenizers_and_tokens_cannot() -> None:
+    def prints(documents: str, tokenizer: str) -> list[str]:
+        found = loss_metrics(
+            "x", stretches(12), np.full(12, 100.0), documents=documents, tokenizer=tokenizer
+        )
+        return [
+            found[f"x/{name}"].set_fingerprint for name in ("loss", "perplexity", "bits_per_byte")
+        ]
+
+    one, tokenizer, documents = prints("d", "t"), prints("d", "u"), prints("e", "t")
+    assert one[0] == one[1] != one[2]
+    assert tokenizer[2] == one[2]
+    assert tokenizer[0] != one[0]
+    assert not set(documents) & set(one)
+
+
+def test_rows_and_documents_must_be_of_one_data() -> None:
+    with pytest.raises(WrongInput, match="end 12 documents of 11"):
+        metrics(stretches(12), np.full(11, 100.0))
+
+
+def test_nothing_to_predict_is_not_a_loss_of_zero() -> None:
+    losses = stretches(12)
+    with pytest.raises(WrongInput, match="nothing to predict"):
+        metrics(
+            Stretches(
+                losses.nll * 0,
+                losses.targets * 0,
+                losses.tokens,
+                losses.ends_document,
+                losses.begins_row,
+            ),
+            np.full(12, 100.0),
+        )
+    with pytest.raises(WrongInput, match="nothing to predict"):
+        metrics(losses, np.zeros(12))
+
+
+def test_a_loss_beyond_numbers_stays_infinite() -> None:
+    losses = stretches(12)
+    huge = Stretches(
+        losses.nll * 1e6, losses.targets, losses.tokens, losses.ends_document, losses.begins_row
+    )
+    assert (
+        loss_metrics("x", huge, np.full(12, 100.0), documents="d", tokenizer="t")[
+            "x/perplexity"
+        ].value
+        == math.inf
+    )

@@ -1,0 +1,224 @@
+"""Tasks and the objective on a model in training: the same numbers as from a folder, on every rank,
+and nothing of the model changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.config.sections.layout import Parallel
+from ingot.config.sections.training import SGD
+from ingot.data.rows import open_rows
+from ingot.evaluate.generation import complete
+from ingot.evaluate.loss import mean_loss
+from ingot.evaluate.tasks import open_task
+from ingot.evaluate.validation import Found, Watch, held_out_objective
+from ingot.models.native.config import DecoderConfig
+from ingot.models.spec import Blueprint, draft_model, fill_model
+from ingot.objectives.cross_entropy import CrossEntropy
+from ingot.parallel.apply import Wrapping, apply_wrappers, evaluating, finish_wrapping, make_masters
+from ingot.parallel.mesh import running_mesh
+from ingot.train.optim import make_optimizer
+from ingot.train.step import train_step
+from tests import tolerances
+from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
+from tests.evaluate.small_runs import prepared
+from tests.parallel.wrapped_run import MODEL
+from tests.ranks import run_ranks
+from tests.small import small_recipe
+from tests.train.test_step import global_batch, rows_of
+
+
+def watched(recipe: Recipe, names: list[str]) -> Found:
+    """Measured twice, in the midst of training, where the model is wrapped."""
+    with running_mesh() as mesh:
+        subject = subject_in(recipe.folder.model, recipe, mesh)
+        subject.model.train()
+        finish_wrapping(subject.model, mesh)
+        watch = Watch(subject, names)
+        with evaluating(subject.model):
+            first, second = watch(), watch()
+        assert first == second
+        assert subject.model.training
+        assert all(parameter.grad is None for parameter in subject.model.parameters())
+        return first
+
+
+def test_named_tasks_on_the_first_rows(root: Path, tmp_path: Path) -> None:
+    items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(4))
+    tasks = (
+        f"[{{kind: loss, name: held}}, {{kind: hellaswag, source: {items}}}, {{kind: loss, name:"
+        " other}]"
+    )
+    recipe = with_model(
+        root,
+        evaluate__tasks=tasks,
+        train__evaluate_every=2,
+        train__evaluate_rows=4,
+        train__evaluate_tasks="[held, hellaswag]",
+    )
+    found = watched(recipe, recipe.train.evaluate_tasks)
+    assert set(found) == {
+        "held/loss",
+        "held/perplexity",
+        "held/bits_per_byte",
+        "hellaswag/accuracy",
+        "hellaswag/accuracy_norm",
+    }
+    assert found["held/bits_per_byte"][1] == "lower"
+    assert found["hellaswag/accuracy_norm"][1] == "higher"
+    with running_mesh() as mesh:
+        subject = subject_in(recipe.folder.model, recipe, mesh)
+        alone = open_task(recipe.tasks[0], subject.about, 4).measure(subject).metrics
+        everything = open_task(recipe.tasks[0], subject.about).measure(subject).metrics
+    assert found["held/loss"][0] == alone["held/loss"].value != everything["held/loss"].value
+    for other in run_ranks(2, watched, recipe, ["held", "hellaswag"]):
+        assert {key: value for key, (value, _) in other.items()} == pytest.approx(
+            {key: value for key, (value, _) in found.items()}, rel=tolerances.SPLIT_LOSS
+        )
+
+
+def test_what_cannot_be_measured_is_refused_before_the_first_step(
+    root: Path, tmp_path: Path
+) -> None:
+    recipe = with_model(
+        root,
+        evaluate__tasks=f"[{{kind: loss}}, {{kind: hellaswag, source: {tmp_path / 'none.jsonl'}}}]",
+    )
+    with pytest.raises(WrongInput, match="no such file"):
+        watched(recipe, ["hellaswag"])
+    assert "loss/loss" in watched(recipe, ["loss"])
+
+
+def objective_of(recipe: Recipe, count: int) -> dict[str, float]:
+    rows = open_rows(
+        recipe.folder.columns,
+        "validation",
+        recipe.data.seq_len,
+        pack=recipe.pack_held_out,
+        pad_last=True,
+        target_len=recipe.data.target_len,
+    )
+    with running_mesh() as mesh:
+        model = subject_in(recipe.folder.model, recipe, mesh).model
+        return held_out_objective(model, CrossEntropy(), rows, count, 2, "fp32", mesh)
+
+
+def test_the_objective_on_held_out_rows(root: Path) -> None:
+    recipe = with_model(root)
+    found = objective_of(recipe, 5)
+    with running_mesh() as mesh:
+        rows = open_rows(recipe.folder.columns, "validation", recipe.data.seq_len, pad_last=True)
+        expected = mean_loss(
+            subject_in(recipe.folder.model, recipe, mesh).model, rows, 5, 3, "fp32", mesh
+        )
+    assert found == {"loss": pytest.approx(expected, rel=tolerances.LOSS_FP32)}
+    for other in run_ranks(2, objective_of, recipe, 5):
+        assert other == pytest.approx(found, rel=tolerances.SPLIT_LOSS)
+    # Of two rows, one of three ranks has nothing, and adds nothing.
+    two = objective_of(recipe, 2)
+    assert (
+        run_ranks(3, objective_of, recipe, 2) == [pytest.approx(two, rel=tolerances.SPLIT_LOSS)] * 3
+    )
+
+
+@pytest.mark.parametrize("documents", ["chat", "pair"])
+def test_samples_of_a_model_in_training(documents: str, tmp_path: Path) -> None:
+    recipe = prepared(tmp_path, documents, evaluate__sample_tokens=4)
+    with (
+        running_mesh() as mesh,
+        evaluating((subject := subject_in(recipe.folder.model, recipe, mesh)).model),
+    ):
+        found: list[dict[str, Any]] = complete(subject, ["the ingot", "copper"])
+        with torch.no_grad():
+            assert complete(subject, []) == []
+    assert [sample["prompt"] for sample in found] == ["the ingot", "copper"]
+    assert all(isinstance(sample["completion"], str) for sample in found)
+    assert found[0]["completion"]
+
+
+def judged(recipe: Recipe, axes: dict[str, Any], count: int) -> list[float]:
+    """The loss on held-out rows before and after a step of training."""
+    parallel, config = Parallel(**axes), {**MODEL, "vocab_size": 320}
+    with running_mesh(parallel) as mesh:
+        drawing, how = (
+            Blueprint("decoder", DecoderConfig.from_hf(config), None, True),
+            Wrapping(parallel),
+        )
+        model = apply_wrappers(draft_model(drawing, 0), mesh, how)
+        fill_model(model, drawing, 0, mesh.device, filled=True)
+        masters = make_masters(model, mesh, how)
+        module, optimizer = (
+            finish_wrapping(model.train(), mesh),
+            make_optimizer(SGD(kind="sgd", lr=1.0), masters),
+        )
+        rows = open_rows(
+            recipe.folder.columns,
+            "validation",
+            recipe.data.seq_len,
+            pack=recipe.pack_held_out,
+            pad_last=True,
+        )
+        whole, share, losses = global_batch(0), 8 // mesh.data.world, []
+        for _ in range(2):
+            with evaluating(model):
+                losses.append(
+                    held_out_objective(model, CrossEntropy(), rows, count, 2, "fp32", mesh)["loss"]
+                )
+            batches = rows_of(whole, mesh.data.rank * share, share, 2)
+            targets = CrossEntropy().targets(whole)
+            train_step(
+                module,
+                CrossEntropy(),
+                batches,
+                masters,
+                optimizer,
+                targets=targets,
+                clip_norm=None,
+                compute="fp32",
+                mesh=mesh,
+            )
+        return losses
+
+
+def judged_in(recipe: Recipe, layouts: list[dict[str, Any]], count: int) -> list[list[float]]:
+    with running_mesh():
+        return [judged(recipe, axes, count) for axes in layouts]
+
+
+LOOPED = {"pipeline": 2, "virtual": 2}
+ZERO_BUBBLE = {**LOOPED, "schedule": "zero_bubble"}
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (2, [{"pipeline": 2}, LOOPED, ZERO_BUBBLE]),
+        (
+            4,
+            [
+                {"pipeline": 4},
+                {**ZERO_BUBBLE, "shard": 2, "reshard": False},
+                *({"pipeline": 2, axis: 2} for axis in ("shard", "tensor", "context")),
+            ],
+        ),
+    ],
+)
+def test_evaluation_goes_through_the_same_stages(
+    world: int, layouts: list[dict[str, Any]], root: Path
+) -> None:
+    """Of a few rows, which do not fill the pipeline, and of more than go through it at once."""
+    recipe = small_recipe(root)
+    for count in (5, 19) if world == 2 else (5,):
+        before, after = judged(recipe, {}, count)
+        assert abs(before - after) > 100 * tolerances.SPLIT_LOSS
+        for losses in run_ranks(world, judged_in, recipe, layouts, count):
+            assert losses == [pytest.approx([before, after], rel=tolerances.SPLIT_LOSS)] * len(
+                layouts
+            )
