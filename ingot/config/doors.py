@@ -56,9 +56,17 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "gate": {
         # filled by the room `registry`
     },
-    # Launchers; `launch.kind`.
+    # Launchers (ingot.launch.job.Launcher), called with the recipe; `launch.kind`. For `local`,
+    # what starts the processes of a job on this machine.
     "place": {
-        # filled by the room `launch`
+        "local": "ingot.launch.local:foreground",
+        "ssh": "ingot.launch.ssh:SshLauncher",
+        "slurm": "ingot.launch.slurm:SlurmLauncher",
+        "gce": "ingot.launch.gce:GceLauncher",
+        "vertex": "ingot.launch.vertex:VertexLauncher",
+        "tpu": "ingot.launch.tpu:TpuLauncher",
+        "dataproc": "ingot.launch.dataproc:DataprocLauncher",
+        "dataflow": "ingot.launch.dataflow:DataflowLauncher",
     },
 }
 """Door -> kind -> dotted path `module:attribute`."""

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.config.section import ByKind
+from ingot.config.section import ByKind, KindName
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ def knobs(
         path = f"{prefix}{name}"
         default = "required" if field.default is PydanticUndefined else _show(field.default)
         doc = " ".join((field.description or "").split())
-        yield Knob(path, _type_name(field.annotation), default, doc)
+        names = [each for each in field.metadata if isinstance(each, KindName)]
+        type_name = _type_name(field.annotation)
+        yield Knob(path, _kind_names(names[0]) if names else type_name, default, doc)
         by_kind = [each for each in field.metadata if isinstance(each, ByKind)]
         found = _of_kinds(by_kind[0], installed) if by_kind else None
         for suffix, inner in found or _sections(field.annotation, installed):
@@ -139,11 +141,16 @@ def _show(default: Any) -> str:
     return str(list(default)) if isinstance(default, tuple) else str(default)
 
 
+def _kind_names(names: KindName) -> str:
+    return " | ".join(names.door.built_in)
+
+
 def _type_name(annotation: Any) -> str:
     """A type as a person would write it in a recipe."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type_name(arguments[0])
+        names = [each for each in annotation.__metadata__ if isinstance(each, KindName)]
+        return _kind_names(names[0]) if names else _type_name(arguments[0])
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin in (typing.Union, types.UnionType):

@@ -124,6 +124,27 @@ class ByKind:
         return section.model_validate(value)
 
 
+@dataclass(frozen=True)
+class KindName:
+    """Annotation of a text that is the name of a kind behind a door:
+    `Annotated[str, KindName(PLACES)]`.
+    """
+
+    door: Door
+
+    def __get_pydantic_core_schema__(
+        self, source: type[str], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, kind: str) -> str:
+        if kind not in self.door.built_in and kind not in self.door.installed():
+            raise PydanticCustomError(
+                "unknown_name", "Input should be {expected}", {"expected": self.door.expected(kind)}
+            )
+        return kind
+
+
 def _types(annotation: Any) -> set[Any]:
     """The plain types inside a type."""
     arguments = typing.get_args(annotation)

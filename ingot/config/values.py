@@ -154,6 +154,8 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     elif kind == "union_tag_invalid":
         full, given = (*full, "kind"), detail["ctx"]["tag"]
         wanted = f"be one of {detail['ctx']['expected_tags']}"
+    elif kind == "unknown_name":
+        wanted = f"be {detail['ctx']['expected']}"
     elif kind == "string_type" and isinstance(given, int | float):
         wanted = "be text: put quotes around it"
     else:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
-from ingot.config.section import Positive, Section
+from ingot.config.doors import PLACES
+from ingot.config.section import KindName, Positive, Section
 
-Kind = Literal["local", "ssh", "slurm", "gce", "vertex", "tpu", "dataproc", "dataflow"]
+Kind = Annotated[str, KindName(PLACES)]
+"""A place: one of the table in `ingot.config.doors`, or one that an installed package brings."""
 Code = Literal["installed", "sync", "image"]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -167,6 +169,8 @@ class Launch(Section):
     """For `kind: slurm`."""
     tpu: Tpu = Tpu()
     """For `kind: tpu`."""
+    options: dict[str, JsonValue] = {}
+    """Settings of a launcher that another package brings, which checks them itself."""
 
     @property
     def variables(self) -> dict[str, str]:
