@@ -22,7 +22,7 @@ from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, working_type
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
 
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.generation")

@@ -37,7 +37,7 @@ PRELOADED = (
     "ingot.cli.verbs",
     "ingot.cli.model",
     "ingot.pipeline.local",
-    "ingot.train.run",
+    "ingot.train.trainer",
     "ingot.serve.server",
     "ingot.data.ingest",
     "ingot.data.prepare",

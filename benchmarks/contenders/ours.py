@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.contenders.turnstile import Turnstile, read_task
 from ingot.config.load import load_recipe
-from ingot.train import run
-from ingot.train.loop import Hook, LoopEnd, StepInfo, Work, run_loop
+from ingot.train import trainer as run
+from ingot.train.step import Hook, LoopEnd, StepInfo, Work, run_loop
 
 
 class Turns:

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
-from ingot.checkpoints.staging import Staged, Staging, unstaged
-from ingot.checkpoints.state import training_tensors
+from ingot.checkpoints.state import Staged, Staging, training_tensors, unstaged
 from ingot.checkpoints.store import BEFORE, retain, step_folder, sweep
 from ingot.checkpoints.together import in_words, together
 from ingot.parallel.masters import Masters

@@ -141,7 +141,7 @@ def _prepare(recipe: Recipe, again: bool) -> Outcome:
 
 
 def _train(recipe: Recipe, again: bool) -> Outcome:
-    from ingot.train.run import train
+    from ingot.train.trainer import train
 
     return train(recipe, fresh=again)
 

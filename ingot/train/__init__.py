@@ -1,1 +1,3 @@
-"""The loop: run builds, loop turns, step does the arithmetic, hooks have the side effects."""
+"""Training: `trainer` is the order of life, `step` what happens in an optimizer step, hooks have
+the side effects.
+"""

@@ -1,13 +1,16 @@
-"""The parts of a training run, made one by one from the plan; `run.py` says in which order."""
+"""Builds what is trained, in the order in which it must happen: model, adapter, wrappers, masters,
+optimizer, objective; and what a run writes to beside checkpoints.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ingot.base.runfolder import RunFolder
@@ -18,16 +21,27 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, draw_adapter
 from ingot.models.adapters.peft import load_adapter
-from ingot.models.hf.folder import model_hash
+from ingot.models.device import Compute
+from ingot.models.hf.folder import CONFIG, load_model, load_weights, model_config, model_hash
 from ingot.models.kinds import Model
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import give_memory
 from ingot.models.spec import Blueprint, draft_model, fill_model
-from ingot.parallel.apply import apply_wrappers, finish_wrapping, home_of_weights, make_masters
+from ingot.objectives.protocol import Objective, ObjectiveInputs, make_objective
+from ingot.parallel.apply import (
+    TYPES,
+    Wrapping,
+    apply_wrappers,
+    finish_wrapping,
+    home_of_weights,
+    make_masters,
+)
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.train.objective import Objectives, make_objectives
-from ingot.train.optim import make_optimizer
-from ingot.train.plan import Plan
+from ingot.train.optimizers import make_optimizer
 from ingot.train.reference import Tables
+from ingot.train.setup import Plan
 
 
 @dataclass(frozen=True)
@@ -126,3 +140,59 @@ def open_sinks(
             )
         )
     return sinks
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """The objective on the rows that are trained on, and the same on those held out."""
+
+    training: Objective
+    held_out: Objective
+
+
+def make_objectives(
+    recipe: Recipe,
+    teacher: Path | None,
+    tables: tuple[Tensor, Tensor] | None,
+    compute: Compute,
+    mesh: Mesh,
+) -> Objectives:
+    """The objective of the recipe. `teacher` is what `teacher_folder` gave, `tables` what
+    `reference_tables` did.
+    """
+    frozen = None if teacher is None else _frozen(teacher, recipe, compute, mesh)
+    if tables is None:
+        one = make_objective(recipe.objective, ObjectiveInputs(teacher=frozen))
+        return Objectives(one, one)
+    return Objectives(
+        *(
+            make_objective(recipe.objective, ObjectiveInputs(table.to(mesh.device), frozen))
+            for table in tables
+        )
+    )
+
+
+def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decoder:
+    """A model that is only read: in the type that is computed in, without gradients, spread as the
+    student is.
+
+    A pipeline's stages are the student's alone: the teacher's hidden states are wanted where its
+    last layers and the head are.
+    """
+    if mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
+        return load_model(folder, device=mesh.device, dtype=TYPES[compute]).requires_grad_(False)
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_hf(model_config(folder), str(folder / CONFIG))).to(
+            TYPES[compute]
+        )
+    model.requires_grad_(False).eval()
+    apply_wrappers(model, _stage_of(mesh), Wrapping(recipe.parallel, compute=compute))
+    give_memory(model, mesh.device)
+    load_weights(model, folder)
+    return model
+
+
+def _stage_of(mesh: Mesh) -> Mesh:
+    """The ranks that hold the same layers, as if there were no others."""
+    parts = {name: part for name, part in mesh.parts.items() if name not in ("pipeline", "ends")}
+    return replace(mesh, degrees=replace(mesh.degrees, pipeline=1), parts=parts)

@@ -29,7 +29,7 @@ from ingot.models.spec import draft_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import Trainee, lineage
-from ingot.train.plan import Plan
+from ingot.train.setup import Plan
 
 
 def take_best(plan: Plan, trainee: Trainee, best: int | None, reached: int, mesh: Mesh) -> int:

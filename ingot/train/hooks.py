@@ -25,10 +25,10 @@ from ingot.checkpoints.store import retain
 from ingot.config.sections.training import Checkpoint
 from ingot.models.device import Compute, gpu_usage, measured_peak, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
-from ingot.train.account import Account
 from ingot.train.build import Trainee
-from ingot.train.loop import StepInfo
-from ingot.train.watch import Measured, Tracker
+from ingot.train.evaluation import Measured, Tracker
+from ingot.train.goodput import Account
+from ingot.train.step import StepInfo
 
 
 @dataclass(frozen=True)

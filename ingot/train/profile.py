@@ -14,7 +14,7 @@ from ingot.base.progress import say
 from ingot.base.storage import disk_errors
 from ingot.config.sections.training import Profile
 from ingot.parallel.mesh import Mesh
-from ingot.train.loop import StepInfo
+from ingot.train.step import StepInfo
 
 VIEWER = "https://ui.perfetto.dev"
 

@@ -37,7 +37,7 @@ from ingot.parallel.apply import Wrapping, apply_wrappers
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.rows import row_sharing
-from ingot.train.plan import Plan
+from ingot.train.setup import Plan
 
 Floats = npt.NDArray[np.float32]
 

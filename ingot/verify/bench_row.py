@@ -29,10 +29,9 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token, parameter_count
 from ingot.models.device import device_name, gpu_usage, measured_peak, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.made_up import made_up_plan
-from ingot.train.plan import Plan, plan_run
-from ingot.train.room import forget_peak, host_memory, is_out_of_memory
-from ingot.train.trial import Trial, trying
+from ingot.train.micro_batch.memory import forget_peak, host_memory, is_out_of_memory
+from ingot.train.micro_batch.trial import Trial, made_up_plan, trying
+from ingot.train.setup import Plan, plan_run
 from ingot.verify.bench import WARM_UP
 
 PEAK_TIMES = 3

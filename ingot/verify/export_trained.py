@@ -27,7 +27,7 @@ from ingot.models.kinds import Model, exported_weights
 from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.train.plan import Plan, plan_run
+from ingot.train.setup import Plan, plan_run
 from ingot.verify.export_logits import HeldOut, held_out, ours
 
 FOLDED_FP32 = 2.0**-20

@@ -35,7 +35,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import initialise
 from ingot.models.spec import Blueprint
 from ingot.parallel.mesh import Mesh
-from ingot.train.plan import Plan, plan_run
+from ingot.train.setup import Plan, plan_run
 
 VOCABULARY = 61
 """Ids that there are; a prime, so that no number of ranks divides it."""

@@ -20,10 +20,9 @@ from ingot.models.adapters.lora import lora_layers
 from ingot.models.parameters import Box, box, fill_normal, local
 from ingot.parallel.mesh import Mesh, make_mesh
 from ingot.train.build import Trainee, build_trainee
-from ingot.train.dropout import seed_dropout
-from ingot.train.plan import Plan
 from ingot.train.reference import reference_tables
-from ingot.train.step import global_targets, train_step
+from ingot.train.setup import Plan
+from ingot.train.step import global_targets, seed_dropout, train_step
 from ingot.verify.layout_recipe import STEPS, Shrunk
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from ingot.data.prepare import prepare
 from ingot.models.hf.folder import hash_model, read_lineage
 from ingot.pipeline.incremental import perform
 from ingot.pipeline.steps import step_of
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.chaos.actions import Action, everything
 from tests.small import prepared, small_recipe, write_documents
 

@@ -14,7 +14,7 @@ from ingot.base.heartbeat import heartbeat_file, read_beats
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.report.goodput import goodput
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.small import copy_of, small_recipe
 from tests.train.test_run import metrics, stop_after, weights
 

@@ -18,8 +18,8 @@ from ingot.base.errors import Failed
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import committed, newest_valid, step_folder
 from ingot.parallel.mesh import running_mesh
-from ingot.train import run as train_run
-from ingot.train.run import train as whole_training
+from ingot.train import trainer as train_run
+from ingot.train.trainer import train as whole_training
 from tests.checkpoints.states import (
     ALONE,
     assert_equal,

@@ -23,7 +23,7 @@ from ingot.base.heartbeat import Beat, Phase, heartbeat_file, read_beats
 from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.cli.commands import clean_environment, command
 from tests.ranks import free_port
 from tests.small import copy_of, small_recipe

@@ -27,7 +27,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import initialise
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from tests.saving import save_checkpoint
 
 CONFIG = {

@@ -25,7 +25,7 @@ from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.parallel.apply import Wrapping, apply_wrappers, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from tests.ranks import run_ranks
 from tests.saving import save_checkpoint
 

@@ -19,8 +19,7 @@ from ingot.base.errors import Failed
 from ingot.checkpoints import saver as saving
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.saver import Saved, Saver
-from ingot.checkpoints.staging import Staged, Staging, unstaged
-from ingot.checkpoints.state import training_tensors
+from ingot.checkpoints.state import Staged, Staging, training_tensors, unstaged
 from ingot.checkpoints.store import COMMIT, committed, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream
 from ingot.config.sections.layout import Parallel
@@ -232,7 +231,7 @@ def test_room_can_be_made_before(tmp_path: Path) -> None:
     made: list[Staged] = []
     copy = Staging.copy
     with mock.patch(
-        "ingot.checkpoints.staging._room", side_effect=AssertionError("room is made again")
+        "ingot.checkpoints.state._room", side_effect=AssertionError("room is made again")
     ) as making:
         saver.wait()
         with mock.patch.object(

@@ -25,7 +25,7 @@ from ingot.checkpoints.store import (
 from ingot.config.sections.training import AdamW
 from ingot.parallel.masters import Master
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from tests.checkpoints.states import assert_equal, flip_bit, load, save, trained
 from tests.ranks import run_ranks
 

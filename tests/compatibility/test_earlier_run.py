@@ -52,7 +52,7 @@ def test_its_steps_count_as_done_and_its_model_answers(earlier: Path) -> None:
 
 def test_its_checkpoint_is_continued_to_the_same_model(earlier: Path) -> None:
     from ingot.config.load import load_recipe
-    from ingot.train.run import train
+    from ingot.train.trainer import train
 
     before, wanted = losses(), weights()
     shutil.rmtree(RUN / "checkpoints/step-00000006")

@@ -24,7 +24,7 @@ from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, apply_wrappers, evaluating, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from ingot.base.errors import Stopped
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
-from ingot.train import loop
-from ingot.train.run import train
+from ingot.train import step as loop
+from ingot.train.trainer import train
 from tests import tolerances
 from tests.objectives.ways import WAYS, make_ready, recipe_of
 from tests.ranks import run_ranks
@@ -125,7 +125,7 @@ def test_it_learns_and_resumes_bit_for_bit(
         raise Stopped("as if killed", signum=9, committed=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ingot.train.run.run_loop", stop_at)
+        patch.setattr("ingot.train.trainer.run_loop", stop_at)
         with pytest.raises(Stopped):
             train(broken)
     train(broken)

@@ -25,7 +25,7 @@ from ingot.objectives.protocol import AllSum
 from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
 from tests import tolerances
 from tests.parallel.wrapped_run import MODEL

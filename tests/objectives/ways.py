@@ -12,7 +12,7 @@ from typing import Any
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.small import TINY_MODEL, small_recipe, write_documents
 
 WORDS = [

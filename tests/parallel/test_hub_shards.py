@@ -20,7 +20,7 @@ from ingot.models.native.head import IGNORE
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
 from tests import tolerances
 from tests.models.hf.tiny import ALL, LABELS, VOCAB, drawn

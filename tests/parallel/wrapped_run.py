@@ -21,7 +21,7 @@ from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
 from tests.train.test_step import CONFIG, ROWS, global_batch, rows_of
 

@@ -16,7 +16,7 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.report.goodput import Goodput
 from ingot.report.run_view import read_run
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests import tolerances
 from tests.cli.commands import clean_environment
 from tests.small import small_recipe

@@ -15,15 +15,16 @@ import torch
 from ingot.base.environment import Ranks, ranks
 from ingot.base.errors import Failed, WrongInput
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train import fitting, trial
-from ingot.train.fitting import (
+from ingot.train.micro_batch import search as fitting
+from ingot.train.micro_batch import trial
+from ingot.train.micro_batch.search import (
     Tried,
     fitting_micro_batch,
     micro_batches,
     search,
     with_fitting_micro_batch,
 )
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.small import small_recipe

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, write_lines
 from tests.objectives.test_every_way import distance

@@ -21,9 +21,8 @@ from ingot.data.order import Order
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.made_up import made_up_plan, made_up_rows, with_made_up_rows
-from ingot.train.plan import plan_run
-from ingot.train.trial import trying
+from ingot.train.micro_batch.trial import made_up_plan, made_up_rows, trying, with_made_up_rows
+from ingot.train.setup import plan_run
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.small import TINY_MODEL, small_recipe

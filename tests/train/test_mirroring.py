@@ -22,9 +22,9 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
-from ingot.train import mirroring
-from ingot.train import run as train_run
-from ingot.train.run import train
+from ingot.train import resume as mirroring
+from ingot.train import trainer as train_run
+from ingot.train.trainer import train
 from tests import gcs
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
@@ -116,7 +116,7 @@ def test_a_bucket_that_stays_away_ends_training_and_it_goes_on(
     with monkeypatch.context() as patch:
         # From the first step on.
         patch.setattr(
-            "ingot.train.run._announce",
+            "ingot.train.trainer._announce",
             lambda *arguments, **knobs: server.fault("insert", 10**6, code=503),
         )
         with pytest.raises(

@@ -16,8 +16,8 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.models.hf.folder import read_lineage
-from ingot.train.run import train
-from ingot.train.watch import Measured, Tracker
+from ingot.train.evaluation import Measured, Tracker
+from ingot.train.trainer import train
 from tests.small import copy_of, small_recipe
 
 
@@ -129,7 +129,9 @@ def test_the_best_checkpoint_is_kept_and_exported(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curve = iter([3.0, 2.0, 2.5, 2.6, 2.7])
-    monkeypatch.setattr("ingot.train.measure.held_out_objective", lambda *_: {"loss": next(curve)})
+    monkeypatch.setattr(
+        "ingot.train.evaluation.held_out_objective", lambda *_: {"loss": next(curve)}
+    )
     knobs: dict[str, Any] = {
         "train__steps": 10,
         "train__evaluate_every": 2,

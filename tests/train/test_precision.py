@@ -24,11 +24,10 @@ from ingot.config.shape import BatchPlan, Degrees
 from ingot.models.hf.folder import stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train import stochastic
-from ingot.train.optim import make_optimizer, set_learning_rate
-from ingot.train.possible import check_formats, check_memory, computing_type
-from ingot.train.run import train
-from ingot.train.stochastic import Noise, round_to_bf16
+from ingot.train import optimizers as stochastic
+from ingot.train.optimizers import Noise, make_optimizer, round_to_bf16, set_learning_rate
+from ingot.train.setup import check_formats, check_memory, computing_type
+from ingot.train.trainer import train
 from tests import tolerances
 from tests.parallel import wrapped_run
 from tests.parallel.wrapped_run import MODEL, Case, run_case

@@ -16,9 +16,8 @@ from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Profile
 from ingot.parallel.mesh import Mesh
-from ingot.train.loop import Hook, StepInfo, Work, run_loop
 from ingot.train.profile import ProfileHook
-from ingot.train.step import StepOutcome
+from ingot.train.step import Hook, StepInfo, StepOutcome, Work, run_loop
 
 LAST = 6
 WIDTH = 16

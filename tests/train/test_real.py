@@ -20,7 +20,7 @@ from ingot.data.order import Order
 from ingot.data.prepare import prepare
 from ingot.data.rows import open_rows
 from ingot.models.native.head import IGNORE
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests import tolerances
 from tests.small import small_recipe
 

@@ -20,7 +20,7 @@ from ingot.data.prepare import prepare
 from ingot.evaluate.evaluate import evaluate
 from ingot.evaluate.tasks.rouge import first_line
 from ingot.serve.predict import predict
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.train.shipped import shipped
 
 FEW = {

@@ -16,7 +16,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.adapters.peft_config import is_adapter
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.train.shipped import shipped
 
 FEW = {

@@ -15,7 +15,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import reference
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests import tolerances
 from tests.models.tiny import make_reference
 from tests.ranks import run_ranks

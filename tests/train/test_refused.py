@@ -17,7 +17,7 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.markers import changed
 from tests.models.tiny import make_reference
 from tests.small import copy_of, small_recipe

@@ -16,7 +16,7 @@ from ingot.checkpoints.store import Found, committed
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.small import small_recipe
 from tests.train.test_run import stop_after
 

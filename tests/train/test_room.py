@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.train.room import (
+from ingot.train.micro_batch.memory import (
     HostMemory,
     forget_peak,
     host_memory,

@@ -22,7 +22,7 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.ranks import run_ranks
 from tests.small import small_recipe
 
@@ -114,7 +114,7 @@ def test_the_exported_model_opens_in_transformers_with_the_trained_logits(root: 
 
 def stop_after(recipe: Recipe, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Die without any farewell when `steps` steps are done and logged, as by kill -9."""
-    from ingot.train import run as train_run
+    from ingot.train import trainer as train_run
 
     original = train_run._step
 

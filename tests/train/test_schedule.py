@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from ingot.config.sections.training import Schedule
-from ingot.train.schedule import learning_rate
+from ingot.train.schedules import learning_rate
 
 
 def rates(total: int = 100, **knobs: object) -> list[float]:

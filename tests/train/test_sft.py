@@ -21,7 +21,7 @@ from ingot.evaluate.evaluate import evaluate
 from ingot.serve.native.model import load
 from ingot.serve.predict import predict
 from ingot.tokenizers.load import load_tokenizer
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.small import small_recipe
 
 

@@ -24,9 +24,8 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.train.notice import Notice
-from ingot.train.run import train
-from ingot.train.signals import Leave, StopSignals, stacks_on_demand
+from ingot.train.interrupts import Leave, Notice, StopSignals, stacks_on_demand
+from ingot.train.trainer import train
 from tests.ranks import run_ranks
 from tests.small import small_recipe
 from tests.train.test_run import start_training
@@ -112,7 +111,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     recipe = small_recipe(
         root, train__steps=4, chaos__kill_at=3, checkpoint__every=2, checkpoint__asynchronous=False
     )
-    slow = Slow(recipe, root, "ingot.train.run._announce", "pass")
+    slow = Slow(recipe, root, "ingot.train.trainer._announce", "pass")
     slow.process.communicate(timeout=60)
     (root / "reached").unlink()
     code, messages = Slow(recipe, root, "ingot.models.spec.draft_model").ended(signal.SIGTERM)
@@ -125,7 +124,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     [
         ("ingot.objectives.forward.forward", "first step"),
         ("ingot.evaluate.validation.held_out_objective", "evaluating"),
-        ("ingot.train.measure.sample_texts", "evaluating"),
+        ("ingot.train.evaluation.sample_texts", "evaluating"),
         ("ingot.checkpoints.writer.write_checkpoint", "saving"),
     ],
 )
@@ -218,7 +217,7 @@ def test_a_process_that_is_stuck_in_c_is_ended_and_says_where(root: Path) -> Non
 
 def test_a_second_signal_leaves_at_once_without_harm(root: Path) -> None:
     recipe = small_recipe(root, train__steps=100, checkpoint__every=1)
-    slow = Slow(recipe, root, "ingot.train.schedule.learning_rate", "time.sleep(20)")
+    slow = Slow(recipe, root, "ingot.train.schedules.learning_rate", "time.sleep(20)")
     slow.process.send_signal(signal.SIGTERM)
     time.sleep(2.2)
     code, _ = slow.ended(signal.SIGTERM, within_s=5)
@@ -242,7 +241,7 @@ LATE = """
 import atexit, os, signal, sys
 from ingot.base.errors import Stopped
 from ingot.cli import app
-from ingot.train.signals import StopSignals
+from ingot.train.interrupts import StopSignals
 class AtTheVeryEnd:
     def __del__(self, kill=os.kill, me=os.getpid(), number=signal.{name}):
         kill(me, number)  # Python has given its handlers back by now

@@ -16,10 +16,10 @@ from ingot.base.errors import Failed
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.data.order import Order
-from ingot.train import run as train_run
 from ingot.train import step as train_step
-from ingot.train.run import train
-from ingot.train.spikes import FIRST, Spikes
+from ingot.train import trainer as train_run
+from ingot.train.step import FIRST, Spikes
+from ingot.train.trainer import train
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 

@@ -16,8 +16,9 @@ from ingot.base.runfolder import RunFolder
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import running_mesh
-from ingot.train import loop, run
-from ingot.train.run import train
+from ingot.train import step as loop
+from ingot.train import trainer as run
+from ingot.train.trainer import train
 from tests import tolerances
 from tests.objectives.test_every_way import SGD, apart, distance, logged, weights
 from tests.objectives.ways import make_ready

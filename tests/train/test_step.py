@@ -22,7 +22,7 @@ from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train import step
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
 from tests import tolerances
 from tests.ranks import run_ranks

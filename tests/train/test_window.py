@@ -17,7 +17,7 @@ from ingot.base.remote.deferred import leave_for_later
 from ingot.base.remote.replica import pull, push
 from ingot.checkpoints.store import committed
 from ingot.data.ahead import Ahead
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests import gcs
 from tests.small import copy_of, small_recipe
 from tests.train.test_run import weights

@@ -18,8 +18,8 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import running_mesh
-from ingot.train.plan import plan_run
-from ingot.train.room import HostMemory
+from ingot.train.micro_batch.memory import HostMemory
+from ingot.train.setup import plan_run
 from ingot.verify import bench_row
 from ingot.verify.bench import (
     FORMULA,

@@ -29,7 +29,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.adapters.peft import load_adapter
 from ingot.serve.native import model as loaded
-from ingot.train.run import train
+from ingot.train.trainer import train
 from ingot.verify import export
 from ingot.verify import export_logits as logits
 from ingot.verify.export import verify_export

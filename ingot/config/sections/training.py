@@ -104,7 +104,7 @@ class OptimizerSettings(KindSettings):
 class AdamW(OptimizerSettings):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), the fused kernel."""
 
-    implementation = "ingot.train.optim:adamw"
+    implementation = "ingot.train.optimizers:adamw"
     kind: Literal["adamw"] = "adamw"
     """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
@@ -125,7 +125,7 @@ class SGD(OptimizerSettings):
     Adam hides.
     """
 
-    implementation = "ingot.train.optim:sgd"
+    implementation = "ingot.train.optimizers:sgd"
     kind: Literal["sgd"]
     """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 0.1

@@ -27,10 +27,15 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import BatchPlan, batch_plan, degrees_of
 from ingot.models.device import device_name
 from ingot.parallel.mesh import Mesh
-from ingot.train.made_up import with_made_up_rows
-from ingot.train.plan import plan_run
-from ingot.train.room import forget_peak, host_memory, is_out_of_memory, peak_bytes, room_bytes
-from ingot.train.trial import Trial, let_go, trying
+from ingot.train.micro_batch.memory import (
+    forget_peak,
+    host_memory,
+    is_out_of_memory,
+    peak_bytes,
+    room_bytes,
+)
+from ingot.train.micro_batch.trial import Trial, let_go, trying, with_made_up_rows
+from ingot.train.setup import plan_run
 
 MOST = {"cpu": 0.7}
 """Share of the memory that may be taken, by type of device. A CPU's is shared with whatever else

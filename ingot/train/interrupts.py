@@ -1,9 +1,10 @@
-"""Requests to stop: signals, and notices that this machine will be taken away.
+"""Requests to stop: signals, and preemption notices, which say that this machine will be taken
+away.
 
-While steps are done a request is only noted, and the loop ends at the next boundary. Where nothing
-is at stake (loading, exporting) it is
-followed at once. A second one leaves at once, wherever it comes. A small process watches that the
-first is followed in time: it does not depend on this one's interpreter, which may be stuck in C.
+Between two steps a request is only noted, and the loop ends at the next boundary. Where nothing is
+at stake (loading, exporting) it is followed at once, and a second request ends the process wherever
+it comes. A watchdog process sees to it that the first is followed in time: it does not depend on
+the interpreter of this one, which may be stuck in C.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -32,8 +36,10 @@ STACKS = signal.SIGUSR2
 # Reads the numbers of signals that have come to its parent, and ends when its parent does.
 _WATCHDOG = """
 import os, select, signal, sys, time
-parent, grace, asking, stacks = int(sys.argv[1]), float(sys.argv[2]), set(map(int, sys.argv[3].split(","))), int(sys.argv[4])
-[signal.signal(number, signal.SIG_IGN) for number in asking]  # Slurm and service managers send them to all processes of a job
+parent, grace, stacks = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[4])
+asking = set(map(int, sys.argv[3].split(",")))
+for number in asking:  # Slurm and service managers send these to all processes of a job
+    signal.signal(number, signal.SIG_IGN)
 end = None
 while True:
     left = None if end is None else max(end - time.monotonic(), 0)
@@ -44,7 +50,10 @@ while True:
         if end is None and asking & set(numbers):
             end = time.monotonic() + grace
     elif end is not None and time.monotonic() >= end:
-        sys.stderr.write(f"process {parent} did not follow the signal within {grace:g} s (checkpoint.grace_s) and is killed\\n")
+        sys.stderr.write(
+            f"process {parent} did not follow the signal within {grace:g} s"
+            " (checkpoint.grace_s) and is killed\\n"
+        )
         sys.stderr.flush()
         os.kill(parent, stacks)
         time.sleep(0.5)
@@ -156,3 +165,87 @@ class StopSignals:
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.close()
         self._watchdog.wait()
+
+
+POLL_S = 1.0
+WAIT_S = 60.0
+"""How long the metadata server is asked to wait for a change before it answers; other failures are
+tried again as seldom.
+"""
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+
+
+class Notice:
+    """While entered, a thread looks for the notice; it never stops a run by failing itself."""
+
+    def __init__(self, where: str | None) -> None:
+        self._where = where
+        self._over = threading.Event()
+
+    def __enter__(self) -> Notice:
+        if self._where is not None:
+            threading.Thread(target=self._look, name="notice", daemon=True).start()
+        return self
+
+    def _look(self) -> None:
+        assert self._where is not None
+        comes = (
+            _told_by_server
+            if self._where == "gce"
+            else lambda over: _appears(Path(str(self._where)), over)
+        )
+        if comes(self._over) and not self._over.is_set():
+            say(
+                f"notice: this machine will be taken away, as {self._where} says"
+                " (checkpoint.notice)"
+            )
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+
+
+def _appears(path: Path, over: threading.Event) -> bool:
+    """Waits until `path` is there."""
+    while not path.exists():
+        if over.wait(POLL_S):
+            return False
+    return True
+
+
+def _told_by_server(over: threading.Event) -> bool:
+    """Waits until the metadata server of Google Compute Engine says that the machine is being
+    pre-empted.
+
+    https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption;
+    $GCE_METADATA_HOST is its address elsewhere.
+    """
+    url = f"http://{os.environ.get('GCE_METADATA_HOST', 'metadata.google.internal')}{PREEMPTED}"
+    straight = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # no proxy knows this machine's own server
+    request = urllib.request.Request(
+        f"{url}?wait_for_change=true&timeout_sec={int(WAIT_S)}",
+        headers={"Metadata-Flavor": "Google"},
+    )
+    warned = False
+    while not over.is_set():
+        began = time.monotonic()
+        try:
+            with straight.open(request, timeout=WAIT_S + 10) as answer:
+                if answer.read().strip() == b"TRUE":
+                    return True
+            failed = ""
+        except (OSError, HTTPException) as error:
+            failed = str(error) or type(error).__name__
+        if failed and not warned:
+            warned = True
+            say(f"warning: no notices of pre-emption from {url} ({failed}); trying on")
+        # An answer that came at once, whatever it was, is not asked for again and again.
+        over.wait(max(POLL_S - (time.monotonic() - began), WAIT_S if failed else 0.0))
+    return False

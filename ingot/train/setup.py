@@ -1,5 +1,5 @@
-"""All that is settled about a training before anything is loaded; making the plan checks everything
-against everything.
+"""Everything about a training that is settled before anything large is loaded: making a setup
+checks recipe, data, tokenizer, model, teacher, device and ranks against each other.
 """
 
 from __future__ import annotations
@@ -8,23 +8,96 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import Found, checkpoint_in
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
-from ingot.config.shape import BatchPlan, batch_plan, check_layout, check_pipeline, total_steps
+from ingot.config.shape import (
+    BatchPlan,
+    Degrees,
+    batch_plan,
+    check_layout,
+    check_pipeline,
+    total_steps,
+)
 from ingot.data.manifest import prepared_for
 from ingot.data.order import Order
 from ingot.data.rows import Rows, open_rows
 from ingot.data.samples import Samples
-from ingot.models.device import Compute
-from ingot.models.spec import Blueprint, blueprint
+from ingot.models.device import Compute, resolve_compute
+from ingot.models.hf.folder import model_config
+from ingot.models.kinds import Kind
+from ingot.models.native.config import DecoderConfig
+from ingot.models.spec import Blueprint, blueprint, named_folder
 from ingot.parallel.apply import Wrapping
+from ingot.parallel.float8 import check_float8
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.recompute import check_runs
+from ingot.tokenizers.chat_templates import with_template
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.train.objective import check_teacher, teacher_folder, teacher_vocabulary
-from ingot.train.possible import check_formats, check_memory, computing_type
+
+
+def computing_type(recipe: Recipe, device: torch.device) -> Compute:
+    """The format of matrix products. Raises WrongInput where weights are of another."""
+    knobs = recipe.precision
+    asked = "bf16" if knobs.compute == "auto" and knobs.master == "stochastic" else knobs.compute
+    compute = resolve_compute(asked, device)
+    if knobs.master == "stochastic" and compute != "bf16":
+        raise WrongInput(
+            "precision.master stochastic holds weights in bf16, and precision.compute is"
+            f" {compute}; set compute to bf16, or master to fp32"
+        )
+    return compute
+
+
+def check_memory(recipe: Recipe, kind: Kind, degrees: Degrees) -> None:
+    """Raises WrongInput where activations or weights cannot be kept, or layers not be compiled, as
+    asked.
+    """
+    memory = recipe.memory
+    if recipe.train.compile and degrees.tensor > 1:
+        raise WrongInput(
+            f"train.compile gives wrong types of gradients where parallel.tensor, {degrees.tensor},"
+            " shares matrices (torch 2.13); set train.compile to false, or parallel.tensor to 1"
+        )
+    check_runs(kind, memory.recompute)
+    if memory.offload.weights and degrees.shard == 1:
+        raise WrongInput(
+            "memory.offload.weights keeps a rank's share of sharded weights on the host, and"
+            " parallel.shard is 1; set shard to 2 or more, or take memory.offload.optimizer=1.0"
+        )
+
+
+def check_formats(
+    recipe: Recipe,
+    kind: Kind,
+    batch: BatchPlan,
+    degrees: Degrees,
+    compute: Compute,
+    device: torch.device,
+) -> None:
+    """Raises WrongInput where float8 is asked for and cannot be had."""
+    if recipe.precision.float8 == "none":
+        return
+    sides = 2 if recipe.documents == "preference" else 1
+    tokens = {
+        "data.seq_len": recipe.data.seq_len,
+        **({"data.target_len": recipe.data.target_len} if kind == "seq2seq" else {}),
+    }
+    lengths = {
+        knob: sides * batch.micro_batch * length // degrees.context
+        for knob, length in tokens.items()
+    }
+    check_float8(
+        recipe.precision.float8,
+        device,
+        compute,
+        adapted=recipe.model.lora is not None,
+        lengths=lengths,
+    )
 
 
 @dataclass(frozen=True)
@@ -195,3 +268,46 @@ def _origin(recipe: Recipe) -> tuple[Found | None, int]:
     if knobs.start_step is not None:
         return found, knobs.start_step
     return found, 0 if knobs.reset_optimizer else found.step
+
+
+def teacher_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
+    """The folder of the teacher; None unless the objective needs one.
+
+    Raises:
+        WrongInput: there is none, or its tokenizer gives other ids than the student's.
+    """
+    teacher = recipe.objective.teacher_source
+    if teacher is None:
+        return None
+    folder = named_folder(teacher, "objective.teacher")
+    own, theirs = (with_template(one, "").identity() for one in (tokenizer, load_tokenizer(folder)))
+    if own != theirs:
+        raise WrongInput(
+            f"the tokenizer of objective.teacher {teacher} is not the student's, so their"
+            f" distributions are over other tokens; set tokenizer.source to {teacher}, or choose"
+            " another teacher"
+        )
+    return folder
+
+
+def teacher_vocabulary(folder: Path) -> int:
+    """The width of a teacher's logits, which a student that starts from nothing takes over."""
+    return DecoderConfig.from_hf(model_config(folder), str(folder)).vocab_size
+
+
+def check_teacher(folder: Path, student: Blueprint, recipe: Recipe) -> None:
+    """Raises WrongInput where teacher and student have vocabularies of other sizes, or the teacher
+    fewer positions than a row has tokens.
+    """
+    config = DecoderConfig.from_hf(model_config(folder), str(folder))
+    if config.vocab_size != student.config.vocab_size:
+        raise WrongInput(
+            f"the teacher {folder} has a vocabulary of {config.vocab_size:,} tokens, the student"
+            f" {recipe.model.source} one of {student.config.vocab_size:,}; distillation compares"
+            " them token by token: choose two of the same vocabulary"
+        )
+    if config.max_position_embeddings < recipe.data.seq_len:
+        raise WrongInput(
+            f"data.seq_len {recipe.data.seq_len} exceeds the {config.max_position_embeddings}"
+            f" positions of the teacher {folder}; lower it"
+        )

@@ -29,24 +29,25 @@ from ingot.models.hf.folder import model_hash
 from ingot.models.parameters import is_spread
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import whole_size
-from ingot.train.account import Account, Tell, next_attempt, note_lost, since_created, teller
 from ingot.train.build import Trainee, build_trainee, open_sinks
-from ingot.train.dropout import seed_dropout
+from ingot.train.evaluation import Tracker, measuring, sample_texts
 from ingot.train.finish import export_run, exported_files, take_best
-from ingot.train.fitting import with_fitting_micro_batch
+from ingot.train.goodput import Account, Tell, next_attempt, note_lost, since_created, teller
 from ingot.train.hooks import CheckpointHook, EvaluateHook, KillHook, LogHook, SampleHook, Workload
-from ingot.train.loop import Hook, StepInfo, Work, run_loop
-from ingot.train.measure import measuring, sample_texts
-from ingot.train.mirroring import complete, fetch_missing, open_mirror, refuse_others, send_missing
-from ingot.train.notice import Notice
-from ingot.train.optim import set_learning_rate
-from ingot.train.plan import Plan, plan_run
+from ingot.train.interrupts import Leave, Notice, StopSignals, stacks_on_demand
+from ingot.train.micro_batch.search import with_fitting_micro_batch
+from ingot.train.optimizers import set_learning_rate
 from ingot.train.profile import ProfileHook
 from ingot.train.reference import reference_tables
-from ingot.train.resume import find_start
-from ingot.train.schedule import learning_rate
-from ingot.train.signals import Leave, StopSignals, stacks_on_demand
-from ingot.train.skipping import (
+from ingot.train.resume import (
+    complete,
+    fetch_missing,
+    find_start,
+    open_mirror,
+    refuse_others,
+    send_missing,
+)
+from ingot.train.rollback import (
     RolledBack,
     Skips,
     TooManySkipped,
@@ -54,9 +55,18 @@ from ingot.train.skipping import (
     roll_back,
     with_left_out,
 )
-from ingot.train.spikes import Spikes
-from ingot.train.step import global_targets, train_step
-from ingot.train.watch import Tracker
+from ingot.train.schedules import learning_rate
+from ingot.train.setup import Plan, plan_run
+from ingot.train.step import (
+    Hook,
+    Spikes,
+    StepInfo,
+    Work,
+    global_targets,
+    run_loop,
+    seed_dropout,
+    train_step,
+)
 
 
 def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:

@@ -1,10 +1,10 @@
-"""Optimizers of bf16 weights without a float32 copy: an update is rounded up or down at random, in
-proportion to where it lies between.
+"""Optimizers over the masters of a model: which weights decay, fused kernels for float32 masters,
+and stochastic rounding for bf16 weights without a float32 copy.
 
-So the mean of many roundings is the number itself, and updates far smaller than the distance of two
-bf16 numbers add up instead of being lost (Gupta et al. 2015, arXiv 1502.02551). The random bits are
-a hash of (seed, parameter name, optimizer step, row, column): a resumed run repeats them, and so
-does any layout, whichever rank has a number.
+Stochastic rounding rounds an update up or down at random, in proportion to where it lies between
+two bf16 numbers, so that updates far smaller than their distance add up instead of being lost
+(Gupta et al. 2015, arXiv 1502.02551). The random bits are a hash of (seed, parameter name,
+optimizer step, row, column): they do not depend on resuming or on the layout.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from ingot.config.sections.training import SGD, AdamW, OptimizerSettings
 from ingot.models.parameters import box
 from ingot.parallel.masters import Masters
 
@@ -215,3 +216,47 @@ def _slices(matrix: Tensor) -> Iterator[slice]:
     size = max(1, SLICE // max(1, columns))
     for first in range(0, rows, size):
         yield slice(first, min(first + size, rows))
+
+
+def make_optimizer(settings: OptimizerSettings, masters: Masters, seed: int = 0) -> optim.Optimizer:
+    """The optimizer that the settings name as their implementation. Matrices decay, vectors (norms,
+    biases) do not.
+    """
+    trained = [master.tensor for master in masters]
+    matrices = [tensor for tensor in trained if tensor.ndim >= 2]
+    vectors = [tensor for tensor in trained if tensor.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.matrix_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    # A stage whose layers are all kept as they are has one empty group.
+    groups = [group for group in groups if group["params"]] or groups[:1]
+    optimizer: optim.Optimizer = settings.load_implementation()(settings, groups, masters, seed)
+    return optimizer
+
+
+def adamw(
+    settings: AdamW, groups: list[dict[str, Any]], masters: Masters, seed: int
+) -> optim.Optimizer:
+    """Fused, so that a non-finite step can be skipped on the device. Masters that are bf16 are
+    rounded stochastically, by `seed`.
+    """
+    lr, betas, eps = settings.lr, settings.betas, settings.eps
+    if masters.stochastic:
+        return StochasticAdamW(groups, {"lr": lr, "betas": betas, "eps": eps}, masters, seed)
+    return optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def sgd(
+    settings: SGD, groups: list[dict[str, Any]], masters: Masters, seed: int
+) -> optim.Optimizer:
+    """Fused, and rounded, as `adamw` is."""
+    lr, momentum = settings.lr, settings.momentum
+    if masters.stochastic:
+        return StochasticSGD(groups, {"lr": lr, "momentum": momentum}, masters, seed)
+    return optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
+
+
+def set_learning_rate(optimizer: optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -19,7 +19,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines, record_event
 from ingot.checkpoints.saver import Saved
 from ingot.checkpoints.store import committed
-from ingot.train.loop import StepInfo
+from ingot.train.step import StepInfo
 
 WINDOW = 32
 """Steps whose median duration is the usual one."""

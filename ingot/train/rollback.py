@@ -21,10 +21,10 @@ from ingot.checkpoints.store import committed
 from ingot.config.identity import MAY_CHANGE
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import Mesh
-from ingot.train.account import Tell
+from ingot.train.goodput import Tell
 from ingot.train.hooks import CheckpointHook
-from ingot.train.plan import Plan
 from ingot.train.resume import LEFT_OUT
+from ingot.train.setup import Plan
 from ingot.train.step import StepOutcome
 
 Span = tuple[int, int]
