@@ -1,0 +1,1 @@
+"""Extensions of ingot, found by the entry points in pyproject.toml."""

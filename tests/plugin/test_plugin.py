@@ -1,0 +1,167 @@
+"""A package beside ingot, installed as pip installs it, adds kinds behind the doors; the project's
+own proofs run on them unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.config.doors import OBJECTIVES, OPTIMIZERS
+from ingot.config.knobs import knobs
+from ingot.config.load import dump_recipe, load_recipe
+from ingot.config.recipe import Recipe
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
+from ingot.train.trainer import train
+from ingot.verify.layout import verify_layout
+from tests import tolerances
+from tests.objectives.test_every_way import distance, logged, weights
+from tests.objectives.ways import recipe_of, write_all
+
+PACKAGE = Path(__file__).parent / "package"
+SIMPO = {"kind": "simpo", "beta": 2.0, "margin": 0.5}
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder that pip has installed the package into, found by this process and by those that
+    it starts.
+    """
+    folder = tmp_path_factory.mktemp("plugin")
+    source, site = folder / "source", folder / "site"
+    shutil.copytree(PACKAGE, source)  # pip builds inside it
+    command = (
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
+        *("--no-build-isolation", "--no-compile", "--target", str(site), str(source)),
+    )
+    subprocess.run(command, check=True, timeout=120)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(site), str(Path.cwd()))))
+        yield site
+
+
+@pytest.fixture(scope="module")
+def prepared(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("prepared")
+    write_all(root)
+    recipe = recipe_of(root, "dpo", objective=SIMPO)
+    ingest(recipe)
+    prepare(recipe)
+    return root
+
+
+def apart(prepared: Path, target: Path, **given: Any) -> Recipe:
+    """A recipe of SimPO in a folder of its own, over the prepared preferences."""
+    recipe = recipe_of(prepared, "dpo", objective=SIMPO, output=str(target / "runs"), **given)
+    if not recipe.folder.data.exists():
+        shutil.copytree(prepared / "runs" / "dpo" / "data", recipe.folder.data)
+    return recipe
+
+
+def test_its_kinds_are_understood_listed_and_explained(prepared: Path) -> None:
+    recipe = apart(prepared, prepared, train__optimizer={"kind": "lion"})
+    assert (recipe.objective.kind, recipe.documents) == ("simpo", "preference")
+    file = prepared / "again.yaml"
+    file.write_text(dump_recipe(recipe))
+    assert load_recipe([file], environ={}, dotenv=None) == recipe
+    assert OBJECTIVES.package_of("simpo") == "ingot-extras 0.1"
+    listed = {knob.path for knob in knobs(installed=True)} - {knob.path for knob in knobs()}
+    assert {"objective[simpo].margin", "train.optimizer[lion].betas"} <= listed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "simp0"}, r"objective\.kind.*did you mean 'simpo'"),
+        ({**SIMPO, "margen": 1}, r"unknown knob `objective\.margen`"),
+        ({**SIMPO, "beta": -1}, r"`objective\.beta` is -1; it should be greater than 0"),
+    ],
+)
+def test_what_is_wrong_is_said_as_of_built_in_kinds(
+    prepared: Path, wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WrongInput, match=message):
+        recipe_of(prepared, "dpo", objective=wrong)
+
+
+def test_without_the_package_its_kinds_are_unknown(
+    plugin: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(plugin)])
+    assert OBJECTIVES.find("simpo") is OPTIMIZERS.find("lion") is None
+    with pytest.raises(WrongInput, match=r"`objective\.kind` is 'simpo'; it should be one of"):
+        recipe_of(prepared, "dpo", objective=SIMPO)
+
+
+def test_a_pipeline_is_refused_by_what_the_objective_says(prepared: Path) -> None:
+    with pytest.raises(WrongInput, match=r"objective\.kind simpo needs all of a row at once"):
+        apart(prepared, prepared, parallel__pipeline=2)
+
+
+def test_its_settings_import_no_torch(plugin: Path) -> None:
+    code = "import sys, ingot_extras.simpo, ingot_extras.lion; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_it_learns_and_any_split_gives_the_same_numbers(prepared: Path, tmp_path: Path) -> None:
+    given = {"train__optimizer": "{kind: sgd, lr: 0.2}", "train__steps": 3}
+    given |= {"train__clip_norm": 0.5, "precision__export": "fp32"}
+    whole = apart(prepared, tmp_path / "whole", train__micro_batch=4, **given)
+    train(whole)
+    parted = apart(prepared, tmp_path / "parted", train__micro_batch=1, **given)
+    train(parted)
+    losses = logged(whole)
+    assert losses[-1] < losses[0]
+    assert logged(parted) == pytest.approx(losses, rel=tolerances.SPLIT_LOSS)
+    assert distance(weights(parted), weights(whole)) < tolerances.SPLIT_WEIGHTS
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    ["replicate=2, context=2", pytest.param(None, id="all", marks=pytest.mark.slow)],
+)
+def test_its_layouts_hold(prepared: Path, layouts: str | None) -> None:
+    """Two ranks that share the pairs, and two that have a part of each answer."""
+    proof = verify_layout(apart(prepared, prepared), layouts)
+    assert proof.holds, [one.told for one in proof.findings]
+    assert layouts is None or all(one.holds for one in proof.findings)
+
+
+def test_it_resumes_bit_for_bit_with_its_optimizer(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"train__optimizer": "{kind: lion, lr: 0.003}", "train__steps": 6}
+    given |= {"checkpoint__every": 2}
+    whole = apart(prepared, tmp_path / "whole", **given)
+    train(whole)
+    broken = apart(prepared, tmp_path / "broken", **given)
+    with monkeypatch.context() as patch:
+        patch.setattr("ingot.train.trainer.run_loop", _stop_after(3))
+        with pytest.raises(KeyboardInterrupt):
+            train(broken)
+    train(broken)
+    assert logged(broken) == logged(whole)
+    found, expected = weights(broken), weights(whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _stop_after(step: int) -> Any:
+    from ingot.train.step import run_loop
+
+    def stop(first: int, last: int, fetch: Any, do_step: Any, hooks: Any, **more: Any) -> None:
+        run_loop(first, step, fetch, do_step, hooks, **more)
+        raise KeyboardInterrupt
+
+    return stop
