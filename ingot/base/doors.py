@@ -1,4 +1,4 @@
-"""Doors: named kinds of things (objectives, optimizers, places, ...) that are opened by dotted path.
+"""Doors: named kinds of things (objectives, optimizers, places, ...), imported by dotted path.
 
 A door knows its built-in kinds from a table; kinds of other packages come from entry points in the
 group `ingot.plugins`, which are read only when a kind is not built in or when kinds are listed.

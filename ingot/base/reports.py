@@ -1,5 +1,5 @@
-"""The JSON files under `reports/`: the record that a finished pipeline step leaves, by which the next
-`run` knows that nothing changed, and the report of an evaluation.
+"""The JSON files under `reports/`: the record that a finished pipeline step leaves, by which the
+next `run` knows that nothing changed, and the report of an evaluation.
 """
 
 from __future__ import annotations

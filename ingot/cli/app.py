@@ -52,6 +52,9 @@ Target = Annotated[
         show_default=False,
     ),
 ]
+Destination = Annotated[
+    str, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST where it exists.")]
 Again = Annotated[bool, typer.Option("--again", help="Do it although nothing changed.")]
 
@@ -320,9 +323,7 @@ def export_(
             metavar="RUN_OR_FOLDER", help="A run folder or a model folder.", show_default=False
         ),
     ],
-    target: Annotated[
-        str, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)
-    ],
+    target: Destination,
     layout: Annotated[
         str,
         typer.Option(
@@ -349,9 +350,7 @@ def import_(
             metavar="SRC", help="hf:ORG/NAME or a Hugging Face folder.", show_default=False
         ),
     ],
-    target: Annotated[
-        str, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)
-    ],
+    target: Destination,
     overwrite: Overwrite = False,
 ) -> int:
     """Check every tensor of somebody's model and write it as a folder of our own."""

@@ -232,7 +232,7 @@ instance_group [ {{ count: 1 kind: {kind} }} ]
 """
 _PARAMETER = 'parameters {{ key: "{key}" value {{ string_value: {value} }} }}'
 _MODEL_PY = '''\
-"""Answers by the server of ingot, which has to be installed in the environment of Triton's Python backend."""
+"""Answers by the server of ingot, which must be installed where Triton's Python backend runs."""
 
 import triton_python_backend_utils
 

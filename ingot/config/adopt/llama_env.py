@@ -6,130 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingot.config.adopt.read import Given
+from ingot.config.adopt.llama_env_keys import ROWS, STAGES, stage_rows
 from ingot.config.adopt.table import (
     Draft,
     Project,
-    Row,
     Sheet,
     hub_source,
-    number,
     ratio,
     run_name,
-    texts,
-    truth,
-    whole,
-)
-
-STAGES = ("PRETRAIN", "INSTRUCT", "DPO")
-LAYERS = {
-    "wq": "q_proj",
-    "wk": "k_proj",
-    "wv": "v_proj",
-    "wo": "o_proj",
-    "w1": "gate_proj",
-    "w2": "down_proj",
-    "w3": "up_proj",
-}
-"""Meta's names of the linear layers and Hugging Face's."""
-STORED = "prepared data lie in the run folder"
-OWN_FORMAT = (
-    "its checkpoints have a format of their own; give a Hugging Face folder, hf:ORG/NAME, or what"
-    " `ingot import` makes of Meta's files as model.source"
-)
-
-
-def positive(given: Given) -> int:
-    if (found := whole(given)) < 1:
-        raise ValueError("a whole number above 0")
-    return found
-
-
-def targets(given: Given) -> list[str]:
-    return [LAYERS.get(name, name) for name in texts(given)]
-
-
-def _stage_rows(stage: str) -> tuple[Row, ...]:
-    return (
-        Row(f"HF_{stage}_DATASET"),
-        Row(f"HF_{stage}_DATASET_NAME"),
-        Row(f"HF_{stage}_DATASET_SPLIT", default="train"),
-        *(
-            Row(f"HF_{stage}_DATASET_{what}", lost=STORED, also=(f"HF_{stage}_{what}",))
-            for what in ("TARGET_PATH", "SHARD_PREFIX")
-        ),
-        Row(f"{stage}_DATALOADER_ROOT_PATH", lost=f"{STORED}; they are made anew from the source"),
-        Row(f"{stage}_LOAD_CHECKPOINTS_PATH", lost=OWN_FORMAT),
-        Row(f"{stage}_SAVE_CHECKPOINTS_PATH"),
-    )
-
-
-ROWS = (
-    *(row for stage in STAGES for row in _stage_rows(stage)),
-    Row("HF_INSTRUCT_DATASET_SELECTOR_KEY"),
-    Row("NUMBER_OF_CPU_PROCESSES", "data.engine.workers", positive),
-    Row("HELLASWAG_PATH"),
-    Row(
-        "SAVE_CHECKPOINTS",
-        lost=(
-            "a checkpoint is always kept, so that nothing is lost; raise checkpoint.every for fewer"
-        ),
-        idle=("true", "1", "yes"),
-    ),
-    Row("WNB_ENABLED", read=truth),
-    Row("WNB_PROJECT_NAME"),
-    Row("TOKENIZER_CHECKPOINT_PATH"),
-    Row("HUGGINGFACE_TOKENIZER"),
-    Row("TOTAL_BATCH_SIZE", read=positive),
-    Row("MAX_BATCH_SIZE", "train.micro_batch", positive),
-    Row("MAX_SEQ_LEN", "data.seq_len", positive),
-    Row("MAX_LR", "train.optimizer.lr", number),
-    Row("MIN_LR", read=number),
-    Row("WARMUP_STEPS", "train.schedule.warmup", whole),
-    Row("WEIGHT_DECAY", "train.optimizer.weight_decay", number),
-    Row("MAX_STEPS", read=whole, default="-1"),
-    Row("EARLY_STOPPING_PATIENCE", read=whole),
-    Row(
-        "EARLY_STOPPING_PATIENCE_SKIP_STEPS",
-        lost="patience counts from the first evaluation on",
-        idle=("0", "-1"),
-    ),
-    Row("IS_INSTRUCT_TRAINING", read=truth),
-    Row("IS_DPO_TRAINING", read=truth),
-    Row("DPO_BETA", read=number, default="0.1"),
-    Row("IS_MODEL_DISTILLATION", read=truth),
-    Row("DISTILLATION_TEMPERATURE", read=number),
-    Row("TEACHER_MODEL_CHECKPOINT"),
-    Row("LORA_ENABLED", read=truth),
-    Row("LORA_RANK", read=positive, default="16"),
-    Row("LORA_ALPHA", read=number, default="8"),
-    Row("LORA_DROPOUT", read=number, default="0.05"),
-    Row("LORA_TARGET_MODULES", read=targets, default="wq,wk,wv,wo,w1,w3"),
-    Row("VALIDATE_EVERY_X_STEPS", read=whole),
-    Row("VAL_STEPS", read=positive),
-    Row("HELLASWAG_EVERY_X_STEPS", read=whole),
-    Row("HELLASWAG_NUMBER_OF_EXAMPLES", read=whole),
-    Row("GENERATE_EVERY_X_STEPS", read=whole),
-    Row("MAX_TEST_GEN_LEN", "evaluate.sample_tokens", positive),
-    Row("TEST_PRETRAIN_GENERATION_PROMPTS", read=texts),
-    Row("TEST_INSTRUCT_GENERATION_PROMPTS", read=texts),
-    Row("DIM", read=positive),
-    Row("N_LAYERS", read=positive),
-    Row("N_HEADS", read=positive),
-    Row("N_KV_HEADS", read=positive),
-    Row("MULTIPLE_OF", read=positive, default="256"),
-    Row("FFN_DIM_MULTIPLIER", read=number),
-    Row("NORM_EPS", read=number),
-    Row("ROPE_THETA", read=number),
-    *(
-        Row(flag, lost=OWN_FORMAT)
-        for flag in ("--pretrain-checkpoint", "--instruct-checkpoint", "--dpo-checkpoint")
-    ),
-    Row(
-        "--reset-optimizer",
-        lost="nothing to do: a run that starts from model.source has a new optimizer",
-    ),
-    Row("--start-step", "train.start_step", whole),
 )
 
 
@@ -188,7 +72,7 @@ def _objective(sheet: Sheet, draft: Draft) -> str:
         stage = "PRETRAIN"
     elif asked[0] == "IS_DPO_TRAINING":
         draft.put("objective.kind", "dpo", asked[0], where)
-        draft.put("objective.beta", sheet.get("DPO_BETA"), "DPO_BETA", sheet.where("DPO_BETA"))
+        draft.put_from(sheet, "DPO_BETA", "objective.beta")
         stage = "DPO"
     elif asked[0] == "IS_MODEL_DISTILLATION":
         stage = "INSTRUCT" if len(asked) > 1 else "PRETRAIN"
@@ -200,9 +84,7 @@ def _objective(sheet: Sheet, draft: Draft) -> str:
 
 
 def _distill(sheet: Sheet, draft: Draft, stage: str) -> None:
-    draft.put(
-        "objective.kind", "distill", "IS_MODEL_DISTILLATION", sheet.where("IS_MODEL_DISTILLATION")
-    )
+    draft.put_from(sheet, "IS_MODEL_DISTILLATION", "objective.kind", "distill")
     teacher = sheet.get("TEACHER_MODEL_CHECKPOINT")
     draft.put(
         "objective.teacher",
@@ -217,12 +99,7 @@ def _distill(sheet: Sheet, draft: Draft, stage: str) -> None:
         " project are neither",
     )
     if (temperature := sheet.get("DISTILLATION_TEMPERATURE")) is not None:
-        draft.put(
-            "objective.temperature",
-            temperature,
-            "DISTILLATION_TEMPERATURE",
-            sheet.where("DISTILLATION_TEMPERATURE"),
-        )
+        draft.put_from(sheet, "DISTILLATION_TEMPERATURE", "objective.temperature", temperature)
     draft.put(
         "objective.documents", "chat" if stage == "INSTRUCT" else "text", "IS_INSTRUCT_TRAINING"
     )
@@ -258,7 +135,7 @@ def _data(sheet: Sheet, draft: Draft, stage: str) -> None:
         }
         draft.note("fill", "data.train", f"no file has {key}; {source['source']} stands for it")
     draft.put("data.train", [source], f"{key} and its _NAME, _SPLIT", sheet.where(key))
-    rows = {row.key for other in STAGES if other != stage for row in _stage_rows(other)} | {
+    rows = {row.key for other in STAGES if other != stage for row in stage_rows(other)} | {
         "HF_INSTRUCT_DATASET_SELECTOR_KEY"
     }
     for other in sorted(rows & set(sheet.given)):
@@ -290,7 +167,7 @@ def _model(sheet: Sheet, draft: Draft) -> None:
     }
     for name, (key, value) in sizes.items():
         if value is not None:
-            draft.put(f"model.config.{name}", value, key, sheet.where(key))
+            draft.put_from(sheet, key, f"model.config.{name}", value)
     if dim is not None:
         width = feed_forward(dim, sheet.get("MULTIPLE_OF"), sheet.get("FFN_DIM_MULTIPLIER"))
         draft.put(
@@ -337,12 +214,7 @@ def _tokenizer(sheet: Sheet, draft: Draft) -> None:
     if hub and hub.lower() in ("true", "false", "1", "0"):
         hub = path if hub.lower() in ("true", "1") else None  # a switch that says what the path is
     if hub:
-        draft.put(
-            "tokenizer.source",
-            hub_source(hub).source,
-            "HUGGINGFACE_TOKENIZER",
-            sheet.where("HUGGINGFACE_TOKENIZER"),
-        )
+        draft.put_from(sheet, "HUGGINGFACE_TOKENIZER", "tokenizer.source", hub_source(hub).source)
         if path and path != hub:
             draft.note(
                 "clash",
@@ -350,12 +222,7 @@ def _tokenizer(sheet: Sheet, draft: Draft) -> None:
                 "both name a tokenizer; the second is taken",
             )
     elif path:
-        draft.put(
-            "tokenizer.source",
-            path,
-            "TOKENIZER_CHECKPOINT_PATH",
-            sheet.where("TOKENIZER_CHECKPOINT_PATH"),
-        )
+        draft.put_from(sheet, "TOKENIZER_CHECKPOINT_PATH", "tokenizer.source", path)
     else:
         draft.put("tokenizer.source", "hf:unsloth/Llama-3.2-1B", "Llama 3's, no file names one")
     if draft.values.tree["objective"]["kind"] in ("sft", "dpo"):
@@ -402,7 +269,7 @@ def _training(sheet: Sheet, draft: Draft) -> None:
         )
     steps = sheet.get("MAX_STEPS")
     if steps > 0:
-        draft.put("train.steps", steps, "MAX_STEPS", sheet.where("MAX_STEPS"))
+        draft.put_from(sheet, "MAX_STEPS", "train.steps", steps)
     else:
         draft.put(
             "train.epochs",
@@ -456,12 +323,7 @@ def _watching(sheet: Sheet, draft: Draft) -> None:
             sheet.where("HELLASWAG_PATH", "HELLASWAG_EVERY_X_STEPS"),
         )
     if every > 0:
-        draft.put(
-            "train.evaluate_every",
-            every,
-            "VALIDATE_EVERY_X_STEPS",
-            sheet.where("VALIDATE_EVERY_X_STEPS"),
-        )
+        draft.put_from(sheet, "VALIDATE_EVERY_X_STEPS", "train.evaluate_every", every)
         draft.fixed(checkpoint__best="loss")
         draft.note(
             "changed",
@@ -470,12 +332,7 @@ def _watching(sheet: Sheet, draft: Draft) -> None:
             " (checkpoint.every)",
         )
         if hellaswag:
-            draft.put(
-                "train.evaluate_tasks",
-                ["hellaswag"],
-                "HELLASWAG_EVERY_X_STEPS",
-                sheet.where("HELLASWAG_EVERY_X_STEPS"),
-            )
+            draft.put_from(sheet, "HELLASWAG_EVERY_X_STEPS", "train.evaluate_tasks", ["hellaswag"])
             if sheet.get("HELLASWAG_EVERY_X_STEPS") != every:
                 draft.note(
                     "changed",
@@ -484,11 +341,8 @@ def _watching(sheet: Sheet, draft: Draft) -> None:
                     " it cheaper",
                 )
         if patience > 0:
-            draft.put(
-                "train.early_stop",
-                {"patience": patience},
-                "EARLY_STOPPING_PATIENCE",
-                sheet.where("EARLY_STOPPING_PATIENCE"),
+            draft.put_from(
+                sheet, "EARLY_STOPPING_PATIENCE", "train.early_stop", {"patience": patience}
             )
     elif patience > 0 or hellaswag:
         draft.note(
@@ -513,21 +367,11 @@ def _prompts(sheet: Sheet, draft: Draft, stage: str) -> None:
     key, other = ("PRETRAIN", "INSTRUCT") if stage == "PRETRAIN" else ("INSTRUCT", "PRETRAIN")
     prompts = sheet.get(f"TEST_{key}_GENERATION_PROMPTS")
     if prompts:
-        draft.put(
-            "evaluate.prompts",
-            prompts,
-            f"TEST_{key}_GENERATION_PROMPTS",
-            sheet.where(f"TEST_{key}_GENERATION_PROMPTS"),
-        )
+        draft.put_from(sheet, f"TEST_{key}_GENERATION_PROMPTS", "evaluate.prompts", prompts)
     if sheet.has(f"TEST_{other}_GENERATION_PROMPTS"):
         draft.note("lost", f"TEST_{other}_GENERATION_PROMPTS", "are the prompts of another stage")
     if (every := sheet.get("GENERATE_EVERY_X_STEPS") or 0) > 0:
-        draft.put(
-            "train.sample_every",
-            every,
-            "GENERATE_EVERY_X_STEPS",
-            sheet.where("GENERATE_EVERY_X_STEPS"),
-        )
+        draft.put_from(sheet, "GENERATE_EVERY_X_STEPS", "train.sample_every", every)
 
 
 PROJECT = Project(

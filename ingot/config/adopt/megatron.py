@@ -174,7 +174,7 @@ def _model(sheet: Sheet, draft: Draft) -> None:
     if not given:
         draft.note("fill", "model.source", "no file has --hf-model-id; Llama 3.1 8B stands for it")
     if sheet.has("--nemo-model"):
-        draft.put("model.init", "weights", "--nemo-model", sheet.where("--nemo-model"))
+        draft.put_from(sheet, "--nemo-model", "model.init", "weights")
         draft.note(
             "changed",
             "--nemo-model",
@@ -243,7 +243,9 @@ def _data(sheet: Sheet, draft: Draft) -> None:
                 f"{made} is written there and {folder} is read; {folder} is taken",
             )
     else:
-        draft.put(
+        draft.put_from(
+            sheet,
+            "--input-dir",
             "data.train",
             [
                 {
@@ -251,8 +253,6 @@ def _data(sheet: Sheet, draft: Draft) -> None:
                     "text": "text",
                 }
             ],
-            "--input-dir",
-            sheet.where("--input-dir"),
         )
         if not texts:
             draft.note(
@@ -304,12 +304,7 @@ def _memory(sheet: Sheet, draft: Draft) -> None:
         sheet.get(f"--recompute-{what}") for what in ("granularity", "method", "num-layers")
     )
     if kind:
-        draft.put(
-            "memory.recompute.kind",
-            kind,
-            "--recompute-granularity",
-            sheet.where("--recompute-granularity"),
-        )
+        draft.put_from(sheet, "--recompute-granularity", "memory.recompute.kind", kind)
     if kind == "full":
         if not (method and layers):
             draft.note(
@@ -390,12 +385,7 @@ def _optimizer(sheet: Sheet, draft: Draft) -> None:
         )
     if least > most:
         draft.note("clash", "--min-lr and --lr", "the learning rate would rise; it stays at --lr")
-    draft.put(
-        "train.clip_norm",
-        sheet.get("--clip-grad") or None,
-        "--clip-grad",
-        sheet.where("--clip-grad"),
-    )
+    draft.put_from(sheet, "--clip-grad", "train.clip_norm", sheet.get("--clip-grad") or None)
 
 
 PROJECT = Project(

@@ -99,26 +99,21 @@ ROWS = (
 
 def _build(sheet: Sheet, draft: Draft) -> None:
     name = sheet.get("model_display_name")
-    draft.put("name", run_name(name, "t5"), "model_display_name", sheet.where("model_display_name"))
+    draft.put_from(sheet, "model_display_name", "name", run_name(name, "t5"))
     draft.put("registry.kind", "vertex", "fixed there")
     if name:
-        draft.put(
-            "registry.name", run_name(name), "model_display_name", sheet.where("model_display_name")
-        )
+        draft.put_from(sheet, "model_display_name", "registry.name", run_name(name))
     _model(sheet, draft)
     _data(sheet, draft)
     _machines(sheet, draft)
     _fixed(draft)
     if sheet.has("zone"):
-        draft.put("cloud.region", sheet.get("zone").rpartition("-")[0], "zone", sheet.where("zone"))
+        draft.put_from(sheet, "zone", "cloud.region", sheet.get("zone").rpartition("-")[0])
     root = sheet.get("pipeline_root")
     if root:
-        draft.put("pipeline.root", root, "pipeline_root", sheet.where("pipeline_root"))
-        draft.put(
-            "cloud.bucket",
-            root.removeprefix("gs://").partition("/")[0],
-            "pipeline_root",
-            sheet.where("pipeline_root"),
+        draft.put_from(sheet, "pipeline_root", "pipeline.root", root)
+        draft.put_from(
+            sheet, "pipeline_root", "cloud.bucket", root.removeprefix("gs://").partition("/")[0]
         )
     if missing := [
         f"cloud.{key}"
@@ -138,7 +133,7 @@ def _build(sheet: Sheet, draft: Draft) -> None:
 def _model(sheet: Sheet, draft: Draft) -> None:
     given = sheet.get("model_checkpoint")
     source, moved = hub_source(given or "google-t5/t5-small")
-    draft.put("model.source", source, "model_checkpoint", sheet.where("model_checkpoint"))
+    draft.put_from(sheet, "model_checkpoint", "model.source", source)
     if not given:
         draft.note("fill", "model.source", "no file has model_checkpoint; T5 small stands for it")
     if moved:
@@ -191,7 +186,7 @@ def _machines(sheet: Sheet, draft: Draft) -> None:
         sheet.get("batch_size"),
     )
     draft.put("launch.kind", "gce", "a cluster of virtual machines there")
-    draft.put("launch.processes", devices, "gpu_count", sheet.where("gpu_count"))
+    draft.put_from(sheet, "gpu_count", "launch.processes", devices)
     draft.put(
         "train.global_batch",
         rows * nodes * devices,
@@ -250,8 +245,8 @@ def _accelerator(
             )
         return
     if accelerator and number:
-        draft.put(f"{section}.machine.accelerator", accelerator, type_key, sheet.where(type_key))
-        draft.put(f"{section}.machine.accelerators", number, count_key, sheet.where(count_key))
+        draft.put_from(sheet, type_key, f"{section}.machine.accelerator", accelerator)
+        draft.put_from(sheet, count_key, f"{section}.machine.accelerators", number)
 
 
 def _fixed(draft: Draft) -> None:

@@ -156,6 +156,10 @@ class Draft:
         assign(self.values, path, value, where or remark)
         self.remarks[path] = remark
 
+    def put_from(self, sheet: Sheet, key: str, knob: str, *value: Any) -> None:
+        """Set a knob from one key: to `value`, or to what the key says."""
+        self.put(knob, value[0] if value else sheet.get(key), key, sheet.where(key))
+
     def fixed(self, **knobs: Any) -> None:
         """Values that were fixed inside the project; dots in the names of knobs are written
         `__`.

@@ -1,5 +1,5 @@
-"""The knobs of what comes after training: gate, registry, server; of Google Cloud and the steps as a
-pipeline there; and of failures on purpose.
+"""The knobs of what comes after training (gate, registry, server), of Google Cloud with the steps
+as a pipeline there, and of failures on purpose.
 """
 
 from __future__ import annotations

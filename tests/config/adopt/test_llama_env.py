@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.adopt.llama_env import LAYERS, feed_forward
+from ingot.config.adopt.llama_env import feed_forward
+from ingot.config.adopt.llama_env_keys import LAYERS
 from ingot.models.adapters.lora import META_NAMES
 from tests.config.adopt.stand_ins import LLAMA, recipe_of
 

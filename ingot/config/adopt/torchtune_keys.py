@@ -1,0 +1,214 @@
+"""The keys of cloud resources, pipelines and torchtune, with the knob of each that has one."""
+
+from __future__ import annotations
+
+import re
+
+from ingot.config.adopt.read import Given
+from ingot.config.adopt.table import (
+    Row,
+    number,
+    text,
+    truth,
+    whole,
+)
+
+MODELS = {
+    "llama3_2_1b": "meta-llama/Llama-3.2-1B",
+    "llama3_2_3b": "meta-llama/Llama-3.2-3B",
+    "llama3_1_8b": "meta-llama/Llama-3.1-8B",
+    "llama3_1_70b": "meta-llama/Llama-3.1-70B",
+    "llama3_8b": "meta-llama/Meta-Llama-3-8B",
+    "llama3_70b": "meta-llama/Meta-Llama-3-70B",
+    "llama2_7b": "meta-llama/Llama-2-7b-hf",
+    "llama2_13b": "meta-llama/Llama-2-13b-hf",
+    "llama2_70b": "meta-llama/Llama-2-70b-hf",
+    "mistral_7b": "mistralai/Mistral-7B-v0.1",
+    "qwen2_5_0_5b": "Qwen/Qwen2.5-0.5B",
+    "qwen2_5_1_5b_base": "Qwen/Qwen2.5-1.5B",
+    "qwen2_5_7b_base": "Qwen/Qwen2.5-7B",
+}
+"""torchtune's builders and the models of the hub that they build."""
+IMAGES = (
+    "holds that project's code; build ingot's own with `ingot images build`, or name one in"
+    " cloud.images"
+)
+BY_ITSELF = "not needed: "
+FEWEST, MOST = 16, 1024  # permutations that data.clean.fuzzy takes
+
+
+def last_part(given: Given) -> str:
+    """The id at the end of `projects/P/locations/R/tensorboards/ID`, or the id itself."""
+    return text(given).rstrip("/").rpartition("/")[2]
+
+
+def secret_reference(given: Given) -> str:
+    """`secret:NAME` of a name, or of `projects/P/secrets/NAME/versions/V`."""
+    found = re.fullmatch(
+        r"(?:projects/[^/]+/secrets/)?([A-Za-z0-9_-]+)(?:/versions/(?:latest|(\d+)))?", text(given)
+    )
+    if found is None:
+        raise ValueError("the name of a secret in Secret Manager")
+    return f"secret:{found[1]}" + (f"/{found[2]}" if found[2] else "")
+
+
+def bucket_name(given: Given) -> str:
+    return text(given).removeprefix("gs://").partition("/")[0]
+
+
+def similarity(given: Given) -> float:
+    distance = number(given)
+    if not 0 <= distance < 1:
+        raise ValueError("a distance from 0 to below 1")
+    return round(1 - distance, 12)
+
+
+def normal_form(given: Given) -> str:
+    form = text(given).lower()
+    if form not in ("nfc", "nfd", "nfkc", "nfkd"):
+        raise ValueError("NFC, NFD, NFKC or NFKD")
+    return form.replace("d", "c")
+
+
+def dtype(given: Given) -> str:
+    known = {"bf16": "bf16", "fp32": "fp32", "fp16": "bf16", "bfloat16": "bf16", "float32": "fp32"}
+    if text(given).lower() not in known:
+        raise ValueError("bf16 or fp32")
+    return known[text(given).lower()]
+
+
+CLOUD = (
+    Row("PROJECT_ID", "cloud.project"),
+    Row("PROJECT_NUMBER", lost=f"{BY_ITSELF}the project's id says which one it is"),
+    Row("REGION", "cloud.region"),
+    Row("REPOSITORY", "cloud.repository", last_part),
+    Row("SERVICE_ACCOUNT", "cloud.service_account"),
+    Row("SUBNETWORK", "cloud.subnetwork", last_part),
+    Row("HF_SECRET_NAME", "cloud.secrets.HF_TOKEN", secret_reference),
+    Row("TENSORBOARD", "cloud.tensorboard", last_part),
+    Row("BUCKET_NAME", "cloud.bucket", bucket_name),
+    Row("SPARK_RUNTIME_VERSION", "pipeline.spark.version"),
+    Row("PYTHON_VERSION", lost=f"{BY_ITSELF}ingot's images have their own Python"),
+    Row("CUDA_VERSION", lost=f"{BY_ITSELF}ingot's training image has its own CUDA"),
+    Row(
+        "PYTHON_IMAGE", lost=IMAGES, also=("PYTHON_IMAGE_NAME", "PYTHON_IMAGE_URI", "IMAGE_PYTHON")
+    ),
+    Row("CUDA_IMAGE", lost=IMAGES, also=("CUDA_IMAGE_NAME", "CUDA_IMAGE_URI", "IMAGE_CUDA")),
+    Row("SPARK_IMAGE", lost=IMAGES, also=("SPARK_IMAGE_NAME", "SPARK_IMAGE_URI", "IMAGE_SPARK")),
+)
+PIPELINE = (
+    Row("pretrained_hf_model"),
+    Row("source_query"),
+    Row("normal_form", "data.clean.normalize", normal_form),
+    Row("ngram_len", "data.clean.fuzzy.ngram", whole, default="5"),
+    Row("minhash_perm", read=whole, default="2"),
+    Row("sim_threshold", read=similarity, default="0.2"),
+    Row("train_config"),
+)
+SHUFFLED = "ingot always shuffles, the same way in every run of a seed"
+TRAINING = (
+    Row("output_dir"),
+    Row("tokenizer._component_", lost=f"{BY_ITSELF}the model's own tokenizer is taken"),
+    Row("tokenizer.path"),
+    Row("tokenizer.max_seq_len", "data.seq_len", whole, default="4096"),
+    Row("dataset._component_", lost=f"{BY_ITSELF}what is read is told by data.train"),
+    Row(
+        "dataset.packed",
+        "data.pack",
+        lambda given: "best_fit" if truth(given) else "none",
+        changed=(
+            "rows are packed by best_fit, whole documents that do not see each other; data.pack=cut"
+            " cuts one stream instead"
+        ),
+        idle=("false",),
+    ),
+    Row("seed", "seed", whole),
+    Row("shuffle", lost=SHUFFLED, idle=("true",)),
+    Row("model._component_"),
+    *(
+        Row(
+            f"checkpointer.{key}",
+            lost=f"{BY_ITSELF}weights come from model.source, checkpoints lie in the run folder",
+        )
+        for key in (
+            "_component_",
+            "checkpoint_dir",
+            "checkpoint_files",
+            "recipe_checkpoint",
+            "output_dir",
+            "model_type",
+            "safe_serialization",
+        )
+    ),
+    Row(
+        "checkpointer",
+        lost=f"{BY_ITSELF}weights come from model.source, checkpoints lie in the run folder",
+    ),
+    Row(
+        "resume_from_checkpoint",
+        lost=f"{BY_ITSELF}the same command goes on from the newest checkpoint; --fresh begins anew",
+        idle=("false",),
+    ),
+    Row("batch_size", "train.micro_batch", whole, default="8"),
+    Row("gradient_accumulation_steps", read=whole, default="8"),
+    Row("epochs", read=whole, default="2"),
+    Row("max_steps_per_epoch", read=whole),
+    Row("optimizer._component_", default="torch.optim.AdamW"),
+    Row("optimizer.lr", "train.optimizer.lr", number, default="2e-5"),
+    Row(
+        "optimizer.weight_decay",
+        "train.optimizer.weight_decay",
+        number,
+        default="0.01",
+        changed="matrices only decay here, never norms and biases",
+        idle=("0", "0.0"),
+    ),
+    Row("optimizer.betas"),
+    Row("optimizer.eps", "train.optimizer.eps", number),
+    Row("optimizer.fused", lost="ingot's AdamW is always the fused one", idle=("true",)),
+    Row("lr_scheduler._component_"),
+    Row("lr_scheduler.num_warmup_steps", read=whole),
+    Row("clip_grad_norm", read=number),
+    Row("loss", lost=f"{BY_ITSELF}cross-entropy, computed in chunks"),
+    Row("loss._component_", lost=f"{BY_ITSELF}cross-entropy, computed in chunks"),
+    Row("enable_activation_checkpointing", read=truth),
+    Row("enable_activation_offloading", read=truth),
+    Row("compile", "train.compile", truth),
+    Row(
+        "optimizer_in_bwd",
+        lost=(
+            "the step follows the whole backward pass here; memory.offload.optimizer saves memory"
+            " instead"
+        ),
+        idle=("false",),
+    ),
+    Row(
+        "dtype",
+        "precision.compute",
+        dtype,
+        default="bf16",
+        changed=(
+            "there the weights had this format too; here the optimizer changes fp32 weights"
+            " (precision.master=stochastic for less memory)"
+        ),
+        idle=("fp32",),
+    ),
+    Row("metric_logger._component_"),
+    Row("metric_logger.project"),
+    Row("metric_logger.log_dir", lost="metrics lie in the run folder"),
+    Row("log_every_n_steps", "track.every", whole),
+    Row("log_peak_memory_stats", "track.gpu", truth),
+    Row("profiler._component_", lost="torch's profiler, by train.profile"),
+    Row("profiler.enabled", read=truth),
+    Row("profiler.wait_steps", read=whole),
+    Row("profiler.warmup_steps", read=whole),
+    Row("profiler.active_steps", read=whole),
+    Row(
+        "fsdp_cpu_offload",
+        "memory.offload.weights",
+        truth,
+        changed="runs on more than one GPU only",
+        idle=("false",),
+    ),
+    Row("device", lost=f"{BY_ITSELF}the machine's own is taken"),
+)
