@@ -27,7 +27,7 @@ from benchmarks.peers import RESULTS, Contender, Player
 from ingot.config.presets import preset
 from ingot.config.sections.training import AdamW
 from ingot.config.shape import flops_per_token
-from ingot.verify.bench import Case, run_case
+from ingot.verify.bench import BenchCase, run_case
 
 FORMULA = (
     "share of peak = tokens/s x flops per token / peak; flops per token = 6 (with LoRA 4, as kept"
@@ -157,9 +157,9 @@ def ours(row: Row, steps: int, folder: Path) -> dict[str, Any]:
         **({"model.lora": {}} if row.lora else {}),
     }
     knobs = [f"{name}={json.dumps(value)}" for name, value in given.items()]
-    case = Case(1, row.micro_batch, "recipe")
+    case = BenchCase(1, row.micro_batch, "recipe")
 
-    def start(case: Case, into: Path) -> tuple[list[str], dict[str, str]]:
+    def start(case: BenchCase, into: Path) -> tuple[list[str], dict[str, str]]:
         options = ["--synthetic", "--steps", str(steps), "--into", str(into)]
         return [sys.executable, "-m", "ingot", "bench", *knobs, *case.overrides, *options], dict(
             os.environ

@@ -16,7 +16,7 @@ from ingot.base.errors import EXIT_DONE, EXIT_FAILED
 from ingot.base.progress import say
 
 if TYPE_CHECKING:
-    from ingot.verify.layout import Finding, LayoutProof
+    from ingot.verify.layout import LayoutProof, LayoutResult
     from ingot.verify.proof import Proof
 
 verify = typer.Typer(
@@ -135,13 +135,13 @@ def _compared(proof: LayoutProof) -> int:
     console().print(table)
     for one in proof.findings:
         if one.holds is None:
-            print(f"no case: {one.told}")
+            print(f"no case: {one.summary}")
     failed = [one for one in proof.findings if one.holds is False]
     tried = sum(one.holds is not None for one in proof.findings)
     if failed:
         print(
             f"{proof.title}: {len(failed)} of {tried} layouts differ from one process; the first is"
-            f" {failed[0].told}"
+            f" {failed[0].summary}"
         )
     else:
         print(
@@ -155,7 +155,7 @@ def _compared(proof: LayoutProof) -> int:
     return EXIT_DONE if proof.holds else EXIT_FAILED
 
 
-def _differences(one: Finding) -> list[str]:
+def _differences(one: LayoutResult) -> list[str]:
     """The differences to one process: of the loss in nats, the others relative; and what a rank
     holds of all weights.
     """
@@ -200,7 +200,7 @@ MARKS = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]no ca
 
 
 if TYPE_CHECKING:
-    from ingot.verify.bench import Case
+    from ingot.verify.bench import BenchCase
 
 Arguments = Annotated[
     list[str],
@@ -300,7 +300,7 @@ def bench(
 
 
 def _child(
-    case: Case, row: Path, arguments: Sequence[str], options: Sequence[str]
+    case: BenchCase, row: Path, arguments: Sequence[str], options: Sequence[str]
 ) -> tuple[list[str], Mapping[str, str]]:
     """The command that measures one row, through a launcher where it has several processes, and its
     environment.

@@ -26,7 +26,7 @@ from ingot.data.ranges import Range, read_range
 from ingot.data.records import Records, encode_records, identity
 from ingot.data.sources import Split
 from ingot.data.taken import taken_records
-from ingot.tokenizers.encoders import REFERENCE, Encoder, open_encoder
+from ingot.tokenizers.encoders import REFERENCE, BatchEncoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ class Tokenise:
         self,
         task: Range,
         tokenizer: Tokenizer,
-        encoder: Encoder,
+        encoder: BatchEncoder,
         advance: Advance,
         redone: str | None = None,
     ) -> Made:
@@ -143,7 +143,7 @@ class Tokenise:
         self,
         task: Range,
         tokenizer: Tokenizer,
-        encoder: Encoder,
+        encoder: BatchEncoder,
         advance: Advance,
         refused: list[str],
     ) -> Iterator[tuple[Split, Records]]:
@@ -170,7 +170,7 @@ class Tokenise:
             yield split, records
             advance(sum(map(len, texts)))
 
-    def _encode(self, tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> Records:
+    def _encode(self, tokenizer: Tokenizer, encoder: BatchEncoder, texts: Sequence[str]) -> Records:
         return encode_records(self.documents, tokenizer, encoder.encode_batch, texts, self.prefix)
 
     def _batches(self, task: Range) -> Iterator[tuple[Split, list[str], list[str]]]:

@@ -20,7 +20,7 @@ from ingot.data.texts import read_documents
 from ingot.evaluate.bigram import bigram_nll
 from ingot.evaluate.corpus import open_columns, pairs
 
-Name = Literal["gzip", "xz"]
+CompressorName = Literal["gzip", "xz"]
 
 
 class _Compressor(Protocol):
@@ -30,13 +30,15 @@ class _Compressor(Protocol):
     def flush(self) -> bytes: ...
 
 
-_COMPRESSORS: dict[Name, tuple[str, Callable[[], _Compressor]]] = {
+_COMPRESSORS: dict[CompressorName, tuple[str, Callable[[], _Compressor]]] = {
     "gzip": ("gzip -9", lambda: zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)),
     "xz": ("xz -9", lambda: lzma.LZMACompressor(lzma.FORMAT_XZ, preset=9)),
 }
 
 
-def compressed_bytes(texts: Iterable[str], names: Sequence[Name]) -> tuple[int, dict[str, int]]:
+def compressed_bytes(
+    texts: Iterable[str], names: Sequence[CompressorName]
+) -> tuple[int, dict[str, int]]:
     """Bytes of all texts one after the other, and what `gzip -9` and `xz -9` make of them.
 
     One pass, as a stream: memory does not grow with the texts. The containers count too, as they do
@@ -67,11 +69,11 @@ def check_baselines(recipe: Recipe, names: Sequence[Baseline]) -> None:
             f"evaluate.tasks: the baselines {', '.join(names)} are for objective.kind pretrain, or"
             f" distill on texts; remove them for {recipe.objective.kind}"
         )
-    if _programs(names):
+    if _compressor_names(names):
         open_raw(recipe)
 
 
-def _programs(names: Sequence[Baseline]) -> list[Name]:
+def _compressor_names(names: Sequence[Baseline]) -> list[CompressorName]:
     return [name for name in ("gzip", "xz") if name in names]
 
 
@@ -87,7 +89,7 @@ def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> 
     """
     found: dict[str, float] = {}
     total = prepared.total("validation", "bytes")
-    if programs := _programs(names):
+    if programs := _compressor_names(names):
         size, compressed = _compressed(recipe, programs, total)
         if size != total:
             raise WrongInput(
@@ -105,22 +107,26 @@ def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> 
     return found
 
 
-def _compressed(recipe: Recipe, names: Sequence[Name], total: int) -> tuple[int, dict[str, int]]:
+def _compressed(
+    recipe: Recipe, names: Sequence[CompressorName], total: int
+) -> tuple[int, dict[str, int]]:
     texts = (document.text for document in read_documents(recipe, "validation"))
     with Progress(" and ".join(names), total // 10**6, "MB") as progress:
-        return compressed_bytes(_told(texts, progress, lambda text: len(text), 10**6), names)
+        return compressed_bytes(
+            _with_progress(texts, progress, lambda text: len(text), 10**6), names
+        )
 
 
 def _bigram(training: Sequence[Column], held_out: Sequence[Column], vocab_size: int) -> float:
     with Progress("bigram", None, "tokens") as progress:
         return bigram_nll(
-            lambda: _told(pairs(training), progress, lambda pair: len(pair[0]), 1),
+            lambda: _with_progress(pairs(training), progress, lambda pair: len(pair[0]), 1),
             pairs(held_out),
             vocab_size,
         )
 
 
-def _told(
+def _with_progress(
     items: Iterable[Item], progress: Progress, size: Callable[[Item], int], unit: int
 ) -> Iterator[Item]:
     """The items, with the progress told after each."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Pairs = tuple[Ints, Ints]
+TokenPairs = tuple[Ints, Ints]
 """Tokens and the tokens that follow them, of equal length; both within one document."""
 
 MAX_PAIRS = 2**24  # about 1 GiB while two tables are merged
@@ -65,7 +65,7 @@ class PairTable:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class PairStatistics:
     """What Kneser-Ney needs to know of the training pairs; V is the size of the vocabulary."""
 
     totals: Ints
@@ -79,8 +79,8 @@ class Statistics:
 
 
 def bigram_nll(
-    training: Callable[[], Iterable[Pairs]],
-    held_out: Iterable[Pairs],
+    training: Callable[[], Iterable[TokenPairs]],
+    held_out: Iterable[TokenPairs],
     vocab_size: int,
     *,
     max_pairs: int = MAX_PAIRS,
@@ -105,11 +105,11 @@ def bigram_nll(
 
 
 def count_pairs(
-    training: Callable[[], Iterable[Pairs]],
+    training: Callable[[], Iterable[TokenPairs]],
     asked: Ints,
     vocab_size: int,
     max_pairs: int = MAX_PAIRS,
-) -> tuple[Statistics, Ints]:
+) -> tuple[PairStatistics, Ints]:
     """The statistics of the training pairs, and how often each of the `asked` keys (ascending)
     occurred, [len(asked)].
     """
@@ -135,7 +135,7 @@ def count_pairs(
         histogram += np.bincount(np.minimum(table.counts, 5), minlength=6)[1:5]
         here = slice(*np.searchsorted(asked, (first * vocab_size, last * vocab_size)))
         counts[here] = table.look_up(asked[here])
-    return Statistics(totals, types, continuations, histogram), counts
+    return PairStatistics(totals, types, continuations, histogram), counts
 
 
 def _ranges(sizes: Ints, limit: int) -> Iterator[tuple[int, int]]:
@@ -151,7 +151,9 @@ def _ranges(sizes: Ints, limit: int) -> Iterator[tuple[int, int]]:
     yield first, len(sizes)
 
 
-def probabilities(statistics: Statistics, tokens: Ints, following: Ints, counts: Ints) -> Floats:
+def probabilities(
+    statistics: PairStatistics, tokens: Ints, following: Ints, counts: Ints
+) -> Floats:
     """P(following | token) for pairs that occurred `counts` times in training, all [N]."""
     lower = unigrams(statistics)[following]
     discounts = discounts_of(statistics.histogram)
@@ -164,7 +166,7 @@ def probabilities(statistics: Statistics, tokens: Ints, following: Ints, counts:
     return np.where(totals > 0, (kept + freed * lower) / seen, lower)
 
 
-def unigrams(statistics: Statistics) -> Floats:
+def unigrams(statistics: PairStatistics) -> Floats:
     """How likely each token is to follow a token that it has not been seen with, [V]: by how many
     different ones it followed.
     """

@@ -16,7 +16,7 @@ from ingot.data.manifest import Prepared
 from ingot.data.opened import Parts, opening
 from ingot.data.rows import IGNORE, Rows
 from ingot.data.sources import Split
-from ingot.evaluate.bigram import Pairs
+from ingot.evaluate.bigram import TokenPairs
 from ingot.tokenizers.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 2**20
@@ -32,7 +32,7 @@ def open_columns(folder: Path, prepared: Prepared, split: Split) -> list[Column]
     ]
 
 
-def pairs(columns: Iterable[Column]) -> Iterator[Pairs]:
+def pairs(columns: Iterable[Column]) -> Iterator[TokenPairs]:
     """Tokens with the token after each, where both are of one document: the very pairs that rows
     have as input and label.
     """

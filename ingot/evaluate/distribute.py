@@ -29,12 +29,12 @@ def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
     return [order[first : first + size] for first in range(0, len(order), size)]
 
 
-def share(groups: Sequence[Item], mesh: Mesh) -> Sequence[Item]:
+def rank_share(groups: Sequence[Item], mesh: Mesh) -> Sequence[Item]:
     """This rank's groups."""
     return groups[mesh.rank :: mesh.world]
 
 
-def together(table: Floats, mesh: Mesh) -> Floats:
+def sum_over_ranks(table: Floats, mesh: Mesh) -> Floats:
     """One table of what the ranks filled in, each rows of its own, the others' left 0."""
     if mesh.world == 1:
         return table
@@ -42,7 +42,7 @@ def together(table: Floats, mesh: Mesh) -> Floats:
     return whole
 
 
-def all_texts(mine: Mapping[int, str], count: int, mesh: Mesh) -> list[str]:
+def gather_texts(mine: Mapping[int, str], count: int, mesh: Mesh) -> list[str]:
     """The texts of all ranks, `count` in all, in their order; `mine` are this rank's, by their
     place in it.
     """
@@ -52,7 +52,7 @@ def all_texts(mine: Mapping[int, str], count: int, mesh: Mesh) -> list[str]:
     lengths = np.zeros(count, np.float64)
     for number, text in data.items():
         lengths[number] = len(text)
-    ends = np.cumsum(together(lengths, mesh)).astype(np.int64)
+    ends = np.cumsum(sum_over_ranks(lengths, mesh)).astype(np.int64)
     room = np.zeros(int(ends[-1]) if count else 0, np.uint8)
     for number, text in data.items():
         room[ends[number] - len(text) : ends[number]] = np.frombuffer(text, np.uint8)

@@ -20,9 +20,9 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
 from ingot.data.manifest import prepared_for
 from ingot.evaluate.baselines import Baseline, baselines, check_baselines
-from ingot.evaluate.generation import check_prompts, complete
-from ingot.evaluate.report import ENDING, show_report, write_examples
-from ingot.evaluate.subject import Measured, Subject
+from ingot.evaluate.generation import check_prompts, complete_prompts
+from ingot.evaluate.report import EXAMPLES_SUFFIX, show_report, write_examples
+from ingot.evaluate.subject import EvalModel, TaskResult
 from ingot.evaluate.tasks import needs_rows, open_task
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import device_name, resolve_compute
@@ -41,12 +41,12 @@ REPORT, EXAMPLES = "evaluate.json", "examples"
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationResults:
     """What came of all tasks, by their names, and what stands beside."""
 
     folder: Path
-    tasks: dict[str, Measured]
-    base: dict[str, Measured]
+    tasks: dict[str, TaskResult]
+    base: dict[str, TaskResult]
     samples: list[dict[str, str]]
 
 
@@ -70,25 +70,27 @@ def evaluate(recipe: Recipe) -> Outcome:
         ends_turn = stop_tokens(tokenizer) if recipe.documents in ("chat", "preference") else []
         eos = eos_ids(home, tokenizer.special.eos).union(ends_turn)
         base = _base_folder(recipe, folder, mesh)
-        if other := _other_labels(recipe, home):
+        if other := _label_mismatch(recipe, home):
             raise WrongInput(other)
-        tasks, samples = _measure(recipe, folder, tokenizer, eos, recipe.evaluate.prompts, mesh)
+        tasks, samples = _measure_model(
+            recipe, folder, tokenizer, eos, recipe.evaluate.prompts, mesh
+        )
         # With the tuned model's tokenizer: training began so.
         beside, _ = (
-            _measure(recipe, base, tokenizer, eos, [], mesh) if base is not None else ({}, [])
+            _measure_model(recipe, base, tokenizer, eos, [], mesh) if base is not None else ({}, [])
         )
-        found = Found(folder, tasks, beside, samples)
+        found = EvaluationResults(folder, tasks, beside, samples)
         return mesh.from_main(lambda: _write(recipe, found, _report(recipe, found, tokenizer)))
 
 
-def _measure(
+def _measure_model(
     recipe: Recipe,
     folder: Path,
     tokenizer: Tokenizer,
     eos: frozenset[int],
     prompts: Sequence[str],
     mesh: Mesh,
-) -> tuple[dict[str, Measured], list[dict[str, str]]]:
+) -> tuple[dict[str, TaskResult], list[dict[str, str]]]:
     """All tasks on the model in `folder`, by their names, and what it makes of the prompts. All is
     checked before anything is measured.
     """
@@ -99,11 +101,11 @@ def _measure(
             f" {model.config.vocab_size}; use the tokenizer that it was made with"
         )
     compute = resolve_compute(recipe.precision.compute, mesh.device)
-    subject = Subject(
+    subject = EvalModel(
         recipe, model, kind_of_folder(folder), tokenizer, eos, compute, mesh, str(folder)
     )
-    check_prompts(prompts, recipe.evaluate.sample_tokens, subject.about, model.config)
-    opened = {task.name: open_task(task, subject.about) for task in recipe.tasks}
+    check_prompts(prompts, recipe.evaluate.sample_tokens, subject.info, model.config)
+    opened = {task.name: open_task(task, subject.info) for task in recipe.tasks}
     if mesh.is_main:
         ranks = f"{mesh.world} x " if mesh.world > 1 else ""
         say(
@@ -111,7 +113,7 @@ def _measure(
             f" {ranks}{device_name(mesh.device)}"
         )
     tasks = {name: item.measure(subject) for name, item in opened.items()}
-    return tasks, mesh.from_main(lambda: complete(subject, prompts))
+    return tasks, mesh.from_main(lambda: complete_prompts(subject, prompts))
 
 
 def model_folder(recipe: Recipe) -> Path:
@@ -138,7 +140,7 @@ def _check_belongs(recipe: Recipe, folder: Path, tokenizer: Tokenizer) -> None:
     """The model's tokenizer must be that of the prepared rows, where a task goes by these."""
     if not recipe.evaluate.any_template:
         check_template(folder, tokenizer.template_identity, "evaluate.any_template")
-    check_baselines(recipe, _yardsticks(recipe))
+    check_baselines(recipe, _requested_baselines(recipe))
     if not any(needs_rows(task) for task in recipe.tasks):
         return
     prepared, columns = prepared_for(recipe), recipe.folder.columns
@@ -157,13 +159,13 @@ def _same_but_for_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
     return with_template(own, "").identity() == with_template(tokenizer, "").identity()
 
 
-def _yardsticks(recipe: Recipe) -> list[Baseline]:
+def _requested_baselines(recipe: Recipe) -> list[Baseline]:
     return sorted(
         {name for task in recipe.tasks if isinstance(task, LossTask) for name in task.baselines}
     )
 
 
-def _other_labels(recipe: Recipe, folder: Path) -> str:
+def _label_mismatch(recipe: Recipe, folder: Path) -> str:
     """Why the classes of a classifier are not those of the recipe, which would be taken for one
     another; empty where they are, or have no names.
     """
@@ -198,28 +200,28 @@ def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
             f" {kind_of_folder(folder)} does"
         )
     else:
-        why = _other_labels(recipe, base)
+        why = _label_mismatch(recipe, base)
     if why and mesh.is_main:
         say(f"evaluate: no base model beside: {why}")
     return None if why else base
 
 
-def _report(recipe: Recipe, found: Found, tokenizer: Tokenizer) -> EvaluationReport:
+def _report(recipe: Recipe, found: EvaluationResults, tokenizer: Tokenizer) -> EvaluationReport:
     beside = {
         key: value for measured in found.tasks.values() for key, value in measured.baselines.items()
     }
-    if names := _yardsticks(recipe):
+    if names := _requested_baselines(recipe):
         beside = {**baselines(recipe, prepared_for(recipe), names), **beside}
     metrics, base = (
         {key: metric for measured in tasks.values() for key, metric in measured.metrics.items()}
         for tasks in (found.tasks, found.base)
     )
     return EvaluationReport(
-        _hash(found.folder), tokenizer.identity(), metrics, beside, found.samples, base
+        _model_identity(found.folder), tokenizer.identity(), metrics, beside, found.samples, base
     )
 
 
-def _hash(folder: Path) -> str:
+def _model_identity(folder: Path) -> str:
     """Identity of the model; of an adapter, that of its base and of its files together."""
     if not is_adapter(folder):
         return model_hash(folder)
@@ -227,7 +229,7 @@ def _hash(folder: Path) -> str:
     return fingerprint({"base": model_hash(base_folder(folder)), "adapter": files})
 
 
-def _write(recipe: Recipe, found: Found, report: EvaluationReport) -> Outcome:
+def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -> Outcome:
     """The report into the run folder, and beside the model where the model is this run's own; the
     examples beside the report.
     """
@@ -236,20 +238,21 @@ def _write(recipe: Recipe, found: Found, report: EvaluationReport) -> Outcome:
     for path in reports:
         write_report(path, report)
     examples = [
-        run.reports / EXAMPLES / f"{name.replace('/', '_')}{ENDING}" for name in found.tasks
+        run.reports / EXAMPLES / f"{name.replace('/', '_')}{EXAMPLES_SUFFIX}"
+        for name in found.tasks
     ]
     for path, (name, measured) in zip(examples, found.tasks.items(), strict=True):
         write_examples(path, measured.examples, found.base[name].examples if found.base else ())
     show_report(report, Console(file=sys.stdout, highlight=False))
     return Outcome(
-        _phrase(report, recipe),
+        _summary(report, recipe),
         str(reports[0]),
         fingerprint(asdict(report)),
         sizes(run.root, [*reports, *examples]),
     )
 
 
-def _phrase(report: EvaluationReport, recipe: Recipe) -> str:
+def _summary(report: EvaluationReport, recipe: Recipe) -> str:
     """The result in a few words: of the first loss of a text its usual two figures, and what is
     gated on, or what came first.
     """

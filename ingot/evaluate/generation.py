@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
-from ingot.evaluate.distribute import all_texts, by_length, share
-from ingot.evaluate.subject import About, Subject
+from ingot.evaluate.distribute import by_length, gather_texts, rank_share
+from ingot.evaluate.subject import EvalModel, EvalModelInfo
 from ingot.models.device import computing_in
 from ingot.models.generation.generator import Generator, Request, check
 from ingot.models.generation.seq2seq import Summary, check_summary, write
@@ -18,7 +18,7 @@ from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.tokenizers.tokenizer import Tokenizer
 
-GROUPS = 4
+MICRO_BATCHES_AT_ONCE = 4
 """Micro-batches of prompts that a decoder is given at once: requests join as others leave, and
 progress still shows.
 """
@@ -37,8 +37,12 @@ def encode_source(tokenizer: Tokenizer, text: str, recipe: Recipe) -> list[int]:
     ]
 
 
-def written(
-    subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int, title: str, beams: int = 1
+def generate_texts(
+    subject: EvalModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    title: str,
+    beams: int = 1,
 ) -> list[str]:
     """The text that follows each prompt (a decoder's) or belongs to each source (of a model with an
     encoder). Collective.
@@ -47,42 +51,44 @@ def written(
         Failed: the model gives numbers that are not finite.
     """
     if subject.kind == "decoder":
-        return answers(subject, [Request(prompt, max_tokens) for prompt in prompts], title)
+        return generate_answers(subject, [Request(prompt, max_tokens) for prompt in prompts], title)
     lengths = [len(prompt) for prompt in prompts]
-    return _dealt(
+    return _generate_distributed(
         subject,
         lengths,
         1,
         title,
-        lambda group: write_here(subject, [prompts[number] for number in group], max_tokens, beams),
+        lambda group: generate_on_this_rank(
+            subject, [prompts[number] for number in group], max_tokens, beams
+        ),
     )
 
 
-def answers(subject: Subject, requests: Sequence[Request], title: str) -> list[str]:
+def generate_answers(subject: EvalModel, requests: Sequence[Request], title: str) -> list[str]:
     """What a decoder answers to each request. Collective; raises Failed as `written` does."""
     lengths = [len(request.prompt) for request in requests]
-    return _dealt(
+    return _generate_distributed(
         subject,
         lengths,
-        GROUPS,
+        MICRO_BATCHES_AT_ONCE,
         title,
-        lambda group: _answers(subject, [requests[number] for number in group]),
+        lambda group: _decoder_answers(subject, [requests[number] for number in group]),
     )
 
 
-def _dealt(
-    subject: Subject,
+def _generate_distributed(
+    subject: EvalModel,
     lengths: Sequence[int],
     micro_batches: int,
     title: str,
     make: Callable[[list[int]], list[str | None]],
 ) -> list[str]:
-    groups = share(
+    groups = rank_share(
         by_length(lengths, subject.recipe.evaluate.micro_batch * micro_batches), subject.mesh
     )
     mine, broken, done = dict[int, str](), 0, 0
     with subject.progress(title, len(lengths), "texts") as progress:
-        for group in subject.pieces(groups):
+        for group in subject.until_stopped(groups):
             for number, text in zip(group, make(group), strict=True):
                 mine[number] = text or ""
                 broken += text is None
@@ -95,16 +101,16 @@ def _dealt(
             f"{title}: {subject.where} gives numbers that are not finite; train it again with a"
             " lower train.optimizer.lr"
         )
-    return all_texts(mine, len(lengths), subject.mesh)
+    return gather_texts(mine, len(lengths), subject.mesh)
 
 
-def write_here(
-    subject: Subject, prompts: Sequence[Sequence[int]], max_tokens: int, beams: int = 1
+def generate_on_this_rank(
+    subject: EvalModel, prompts: Sequence[Sequence[int]], max_tokens: int, beams: int = 1
 ) -> list[str | None]:
     """`written` for one batch on this rank alone; None where the model's numbers are not finite."""
     model = subject.model
     if isinstance(model, Decoder):
-        return _answers(subject, [Request(prompt, max_tokens) for prompt in prompts])
+        return _decoder_answers(subject, [Request(prompt, max_tokens) for prompt in prompts])
     if isinstance(model, Encoder):
         raise WrongInput(
             f"{subject.where} is an encoder, which writes nothing; remove what asks it to"
@@ -119,7 +125,7 @@ def write_here(
     ]
 
 
-def _answers(subject: Subject, requests: Sequence[Request]) -> list[str | None]:
+def _decoder_answers(subject: EvalModel, requests: Sequence[Request]) -> list[str | None]:
     generator = Generator(
         subject.decoder,
         eos=subject.eos,
@@ -132,13 +138,13 @@ def _answers(subject: Subject, requests: Sequence[Request]) -> list[str | None]:
 
 
 def check_prompts(
-    prompts: Sequence[str], max_tokens: int, about: About, config: DecoderConfig | HubConfig
+    prompts: Sequence[str], max_tokens: int, about: EvalModelInfo, config: DecoderConfig | HubConfig
 ) -> None:
     """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the
     model for an answer, or the model writes nothing.
     """
     if prompts:
-        about.must_be("evaluate.prompts", "decoder", "seq2seq")
+        about.require_kind("evaluate.prompts", "decoder", "seq2seq")
     for prompt in prompts:
         try:
             if isinstance(config, DecoderConfig):
@@ -152,7 +158,7 @@ def check_prompts(
             raise WrongInput(f"evaluate.prompts, {prompt[:40]!r}: {error}") from None
 
 
-def complete(subject: Subject, prompts: Sequence[str]) -> list[dict[str, str]]:
+def complete_prompts(subject: EvalModel, prompts: Sequence[str]) -> list[dict[str, str]]:
     """`{"prompt": ..., "completion": ...}` for each prompt, of `evaluate.sample_tokens` at most; on
     this rank alone.
     """
@@ -165,5 +171,7 @@ def complete(subject: Subject, prompts: Sequence[str]) -> list[dict[str, str]]:
         encoded = [encode_source(subject.tokenizer, prompt, subject.recipe) for prompt in prompts]
     return [
         {"prompt": prompt, "completion": text or ""}
-        for prompt, text in zip(prompts, write_here(subject, encoded, max_tokens), strict=True)
+        for prompt, text in zip(
+            prompts, generate_on_this_rank(subject, encoded, max_tokens), strict=True
+        )
     ]

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import Failed
-from ingot.evaluate.distribute import Floats, by_length, share, together
-from ingot.evaluate.subject import Subject
+from ingot.evaluate.distribute import Floats, by_length, rank_share, sum_over_ranks
+from ingot.evaluate.subject import EvalModel
 from ingot.models.device import computing_in
 from ingot.models.native.head import IGNORE, View, Vocabulary, apply_head
 from ingot.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Span:
+class ScoredSpan:
     """Tokens to score, after others that are given."""
 
     context: list[int]
@@ -34,7 +34,7 @@ class Span:
         return len(self.context) + len(self.continuation) - 1
 
 
-def encode_spans(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Span]:
+def encode_spans(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[ScoredSpan]:
     """(context, continuation) as tokens.
 
     Spaces at the end of a context go over to the continuation; then both are encoded as one text,
@@ -42,7 +42,7 @@ def encode_spans(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
     tokenizer puts one. An empty context is BOS, or EOS where there is none. Unlike the harness,
     text that looks like a special token stays text.
     """
-    moved = [_moved(*pair) for pair in pairs]
+    moved = [_move_trailing_spaces(*pair) for pair in pairs]
     flat, offsets = tokenizer.encode_batch(
         [text for context, whole in moved for text in (context, whole)]
     )
@@ -52,25 +52,25 @@ def encode_spans(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
         head, whole = flat[begin:middle].tolist(), flat[middle:end].tolist()
         before = tokenizer.before
         if context and (head or before):
-            spans.append(Span([*before, *head], whole[len(head) :]))
+            spans.append(ScoredSpan([*before, *head], whole[len(head) :]))
         else:
-            spans.append(_from_start(tokenizer, whole))
+            spans.append(_span_without_context(tokenizer, whole))
     return spans
 
 
-def _moved(context: str, continuation: str) -> tuple[str, str]:
+def _move_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:
     """The context without the spaces at its end, and the whole text."""
     return context.rstrip(), context + continuation
 
 
-def _from_start(tokenizer: Tokenizer, whole: list[int]) -> Span:
+def _span_without_context(tokenizer: Tokenizer, whole: list[int]) -> ScoredSpan:
     start = tokenizer.special.bos if tokenizer.special.bos is not None else tokenizer.special.eos
     if start is None or whole[:1] == [start]:
-        return Span(whole[:1], whole[1:])
-    return Span([start], whole)
+        return ScoredSpan(whole[:1], whole[1:])
+    return ScoredSpan([start], whole)
 
 
-class _Judge:
+class _TokenScorer:
     """log p(label) of each token and, when asked, whether the label is the likeliest token."""
 
     def __init__(self, vocabulary: Vocabulary, *, greedy: bool) -> None:
@@ -84,7 +84,7 @@ class _Judge:
 
 
 def log_likelihoods(
-    subject: Subject, spans: Sequence[Span], title: str, *, greedy: bool = False
+    subject: EvalModel, spans: Sequence[ScoredSpan], title: str, *, greedy: bool = False
 ) -> Floats:
     """For each span the sum of its continuation's log-probabilities, nats, and 1 where greedy
     decoding would write it (0 unless asked), [N, 2].
@@ -95,7 +95,7 @@ def log_likelihoods(
         Failed: the model gives numbers that are not finite, which no choice could be told from.
     """
     found = np.zeros((len(spans), 2), np.float64)
-    groups = share(
+    groups = rank_share(
         by_length([len(span) for span in spans], subject.recipe.evaluate.micro_batch), subject.mesh
     )
     done, waiting = 0, list[tuple[list[int], Tensor]]()
@@ -104,18 +104,18 @@ def log_likelihoods(
         torch.no_grad(),
         computing_in(subject.compute, subject.device),
     ):
-        for group in subject.pieces(groups):
+        for group in subject.until_stopped(groups):
             waiting.append(
-                (group, _sums(subject, [spans[number] for number in group], greedy=greedy))
+                (group, _token_scores(subject, [spans[number] for number in group], greedy=greedy))
             )
             # Read one batch late, so that the device is at the next one meanwhile.
             if len(waiting) > 1:
-                _read(*waiting.pop(0), found)
+                _store_sums(*waiting.pop(0), found)
             done += len(group)
             progress.update(min(done * subject.mesh.world, len(spans)))
     for pending in waiting:
-        _read(*pending, found)
-    whole = together(found, subject.mesh)
+        _store_sums(*pending, found)
+    whole = sum_over_ranks(found, subject.mesh)
     if np.isnan(whole).any():
         raise Failed(
             f"{title}: {subject.where} gives numbers that are not finite; train it again with a"
@@ -124,13 +124,13 @@ def log_likelihoods(
     return whole
 
 
-def _read(group: list[int], values: Tensor, found: Floats) -> None:
+def _store_sums(group: list[int], values: Tensor, found: Floats) -> None:
     there = values.cpu().double().numpy()  # [2, B, T]
     found[group, 0] = there[0].sum(axis=1)
     found[group, 1] = there[1].min(axis=1)
 
 
-def _sums(subject: Subject, spans: Sequence[Span], *, greedy: bool) -> Tensor:
+def _token_scores(subject: EvalModel, spans: Sequence[ScoredSpan], *, greedy: bool) -> Tensor:
     """Log-probabilities, and whether greedy decoding agrees, of each token `[2, B, T]`; 0 and 1
     where nothing is scored.
     """
@@ -145,7 +145,7 @@ def _sums(subject: Subject, spans: Sequence[Span], *, greedy: bool) -> Tensor:
     tokens, labels = tokens.to(subject.device), labels.to(subject.device)
     positions = torch.arange(time, device=subject.device).expand_as(tokens)
     decoder, scored = subject.decoder, labels != IGNORE
-    judge, vocabulary = _Judge(decoder.vocabulary, greedy=greedy), decoder.vocabulary
+    judge, vocabulary = _TokenScorer(decoder.vocabulary, greedy=greedy), decoder.vocabulary
     # The vocabulary is looked at for the continuation's tokens alone: contexts are the longer part.
     hidden = vocabulary.enter(decoder.hidden(tokens, positions))[scored]
     found = torch.stack(

@@ -19,8 +19,8 @@ from ingot.base.errors import WrongInput
 from ingot.data.loader import Batch, fixed_batches
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples
-from ingot.evaluate.distribute import Floats, together
-from ingot.evaluate.subject import Subject
+from ingot.evaluate.distribute import Floats, sum_over_ranks
+from ingot.evaluate.subject import EvalModel
 from ingot.models.device import Compute, computing_in
 from ingot.models.kinds import Model
 from ingot.models.native.head import IGNORE, TokenFunction
@@ -30,7 +30,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Stretches:
+class SegmentLosses:
     """Sums over stretches of tokens in the order of rows; a stretch is the part of one row that is
     one document's. All [N].
     """
@@ -49,10 +49,12 @@ class Stretches:
         """The number of each stretch's document, from 0."""
         return np.cumsum(self.ends_document) - self.ends_document
 
-    def whole(self) -> Stretches:
+    def whole(self) -> SegmentLosses:
         """Without those of a last document that goes on where nothing was scored any more."""
         count = int(np.flatnonzero(self.ends_document)[-1]) + 1 if self.ends_document.any() else 0
-        return Stretches(*(getattr(self, field.name)[:count] for field in fields(Stretches)))
+        return SegmentLosses(
+            *(getattr(self, field.name)[:count] for field in fields(SegmentLosses))
+        )
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
@@ -60,12 +62,12 @@ class Stretches:
         return np.cumsum(self.begins_row) - 1
 
 
-def row_losses(model: Model, batches: Iterable[Batch], compute: Compute = "fp32") -> Stretches:
+def row_losses(model: Model, batches: Iterable[Batch], compute: Compute = "fp32") -> SegmentLosses:
     """The loss of all tokens of `batches`, as sums over stretches. Padding (segment 0) is left
     out.
     """
     device = next(model.parameters()).device
-    parts: list[Stretches] = []
+    parts: list[SegmentLosses] = []
     before: tuple[Tensor, Batch] | None = None
     with torch.no_grad(), computing_in(compute, device):
         for batch in batches:
@@ -81,15 +83,15 @@ def row_losses(model: Model, batches: Iterable[Batch], compute: Compute = "fp32"
                 CrossEntropy().token,
             )
             if before is not None:
-                parts.append(_stretches(*before))
+                parts.append(_segment_losses(*before))
             # Read one batch late, so that the device is at the next one meanwhile.
             before = values, batch
     if before is not None:
-        parts.append(_stretches(*before))
+        parts.append(_segment_losses(*before))
     return _joined(parts)
 
 
-def _stretches(values: Tensor, batch: Batch) -> Stretches:
+def _segment_losses(values: Tensor, batch: Batch) -> SegmentLosses:
     time = batch.tokens.shape[1]
     segments, labels = batch.segments.numpy().ravel(), batch.labels.numpy().ravel()
     begins = np.diff(segments, prepend=-1) != 0
@@ -101,24 +103,26 @@ def _stretches(values: Tensor, batch: Batch) -> Stretches:
     live = segments[starts] > 0
     # The label of a document's last token would be another document's first one, and is left out.
     ends = labels[starts + tokens - 1] == IGNORE
-    return Stretches(nll[live], targets[live], tokens[live], ends[live], (starts % time == 0)[live])
+    return SegmentLosses(
+        nll[live], targets[live], tokens[live], ends[live], (starts % time == 0)[live]
+    )
 
 
-def _joined(parts: list[Stretches]) -> Stretches:
+def _joined(parts: list[SegmentLosses]) -> SegmentLosses:
     if not parts:
         none = np.zeros(0, np.int64)
-        return Stretches(
+        return SegmentLosses(
             none.astype(np.float64), none, none, none.astype(np.bool_), none.astype(np.bool_)
         )
-    return Stretches(
+    return SegmentLosses(
         *(
             np.concatenate([getattr(part, field.name) for part in parts])
-            for field in fields(Stretches)
+            for field in fields(SegmentLosses)
         )
     )
 
 
-def score(
+def score_rows(
     model: Model,
     rows: Rows,
     count: int,
@@ -127,7 +131,7 @@ def score(
     mesh: Mesh,
     tell: Callable[[int], None] = lambda rows: None,
     pieces: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
-) -> Stretches:
+) -> SegmentLosses:
     """The loss of the first `count` rows, each rank scoring its share; this rank's stretches.
 
     `tell` hears how many rows are done; `pieces` may break off between batches.
@@ -142,19 +146,21 @@ def score(
     return row_losses(model, told(), compute)
 
 
-def gathered(mine: Stretches, mesh: Mesh) -> Stretches:
+def gather_segments(mine: SegmentLosses, mesh: Mesh) -> SegmentLosses:
     """The stretches of all ranks in the order of rows, on every rank."""
     if mesh.world == 1:
         return mine
     counts = [int(count) for (count,) in mesh.gather([float(len(mine.nll))])]
-    everyone = torch.zeros(len(fields(Stretches)), sum(counts), dtype=torch.float64)
+    everyone = torch.zeros(len(fields(SegmentLosses)), sum(counts), dtype=torch.float64)
     begin = sum(counts[: mesh.rank])
-    for number, field in enumerate(fields(Stretches)):
+    for number, field in enumerate(fields(SegmentLosses)):
         everyone[number, begin : begin + len(mine.nll)] = torch.from_numpy(
             getattr(mine, field.name).astype(np.float64)
         )
     nll, targets, tokens, ends, begins = mesh.all_sum(everyone).numpy()
-    return Stretches(nll, targets.astype(np.int64), tokens.astype(np.int64), ends > 0, begins > 0)
+    return SegmentLosses(
+        nll, targets.astype(np.int64), tokens.astype(np.int64), ends > 0, begins > 0
+    )
 
 
 def mean_loss(
@@ -165,7 +171,7 @@ def mean_loss(
     Raises:
         WrongInput: the rows have no target at all.
     """
-    mine = score(model, rows, min(count, len(rows)), micro_batch, compute, mesh)
+    mine = score_rows(model, rows, min(count, len(rows)), micro_batch, compute, mesh)
     nll, targets = mesh.agree(float(mine.nll.sum()), float(mine.targets.sum()))
     if not targets:
         raise WrongInput(
@@ -175,7 +181,7 @@ def mean_loss(
 
 
 @dataclass(frozen=True)
-class SampleSums:
+class SampleLosses:
     """One of each for each sample, in the order of the rows, all [N]. Of a preference, the chosen
     answer, and the rejected one beside.
     """
@@ -194,7 +200,7 @@ class SampleSums:
         return self.rejected_nats - self.nats
 
 
-def sample_sums(subject: Subject, rows: Samples, count: int, title: str) -> SampleSums:
+def sample_losses(subject: EvalModel, rows: Samples, count: int, title: str) -> SampleLosses:
     """The sums of the first `count` samples; the same on every rank. Collective.
 
     Raises:
@@ -205,7 +211,7 @@ def sample_sums(subject: Subject, rows: Samples, count: int, title: str) -> Samp
         subject.recipe.documents != "labelled",
     )
     table = np.zeros((count, 5), np.float64)
-    for batch, values in over_samples(subject, rows, count, title, CrossEntropy().token):
+    for batch, values in score_samples(subject, rows, count, title, CrossEntropy().token):
         live = batch.rows >= 0
         nats = values.reshape(len(batch.labels), -1).cpu().double().sum(dim=1)
         targets = (batch.labels.reshape(len(batch.labels), -1) != IGNORE).sum(dim=1).double()
@@ -216,7 +222,7 @@ def sample_sums(subject: Subject, rows: Samples, count: int, title: str) -> Samp
             nats[first],
             targets[first],
             (
-                _bytes(batch.labels[first], subject.tokenizer)
+                _target_bytes(batch.labels[first], subject.tokenizer)
                 if text
                 else torch.zeros(len(live)).double()
             ),
@@ -225,7 +231,7 @@ def sample_sums(subject: Subject, rows: Samples, count: int, title: str) -> Samp
             [nats[second], targets[second]] if preference else [torch.zeros(len(live)).double()] * 2
         )
         table[batch.rows[live].numpy()] = torch.stack(columns, dim=1)[live].numpy()
-    sums = SampleSums(*together(table, subject.mesh).T)
+    sums = SampleLosses(*sum_over_ranks(table, subject.mesh).T)
     empty = (
         np.flatnonzero((sums.targets == 0) | (sums.rejected_targets == 0))
         if preference
@@ -240,8 +246,8 @@ def sample_sums(subject: Subject, rows: Samples, count: int, title: str) -> Samp
     return sums
 
 
-def over_samples(
-    subject: Subject, rows: Samples, count: int, title: str, token: TokenFunction
+def score_samples(
+    subject: EvalModel, rows: Samples, count: int, title: str, token: TokenFunction
 ) -> Iterator[tuple[Batch, Tensor]]:
     """This rank's batches of the first `count` samples, on the host, with the values of `token` for
     each label.
@@ -250,7 +256,7 @@ def over_samples(
     mine = range(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
     with subject.progress(title, count, "samples") as progress:
         for number, batch in enumerate(
-            subject.pieces(fixed_batches(rows, mine, micro_batch)), start=1
+            subject.until_stopped(fixed_batches(rows, mine, micro_batch)), start=1
         ):
             there = batch.to(subject.device, non_blocking=True)
             # A row that is one document needs no mask; decided on the host, where the batch still
@@ -262,7 +268,7 @@ def over_samples(
             progress.update(min(number * micro_batch * mesh.world, count))
 
 
-def _bytes(labels: Tensor, tokenizer: Tokenizer) -> Tensor:
+def _target_bytes(labels: Tensor, tokenizer: Tokenizer) -> Tensor:
     return torch.tensor(
         [len(tokenizer.decode(row[row != IGNORE].numpy()).encode()) for row in labels],
         dtype=torch.float64,

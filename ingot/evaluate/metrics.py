@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.reports import Metric
-from ingot.evaluate.loss import Stretches
+from ingot.evaluate.loss import SegmentLosses
 
 Floats = npt.NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
@@ -45,7 +45,7 @@ def ratio_interval(
             f"an interval needs units with a positive sum below, not {len(above)} with"
             f" {below.sum()}"
         )
-    return interval(np.stack((above, below), axis=1), _ratio, level=level, seed=seed)
+    return bootstrap_interval(np.stack((above, below), axis=1), _ratio, level=level, seed=seed)
 
 
 def _ratio(sums: Floats) -> Floats:
@@ -53,7 +53,7 @@ def _ratio(sums: Floats) -> Floats:
     return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
 
 
-def interval(
+def bootstrap_interval(
     units: Floats, statistic: Statistic, *, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
     """The interval of `statistic(units.sum(axis=0))` when the units `[N, K]` are a sample of many.
@@ -76,7 +76,7 @@ def interval(
         return value, value
     acceleration = _acceleration(units, statistic)
     low, high = (
-        _corrected(share, drawn, value, acceleration)
+        _corrected_quantile(share, drawn, value, acceleration)
         for share in ((1 - level) / 2, (1 + level) / 2)
     )
     return float(np.quantile(drawn, low)), float(np.quantile(drawn, high))
@@ -114,7 +114,7 @@ def _acceleration(units: Floats, statistic: Statistic) -> float:
     return float((deviation**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
 
 
-def _corrected(share: float, ratios: Floats, value: float, acceleration: float) -> float:
+def _corrected_quantile(share: float, ratios: Floats, value: float, acceleration: float) -> float:
     """The quantile of the resampled ratios at which an unbiased one with this acceleration would
     have its `share`.
     """
@@ -130,7 +130,7 @@ FEW_DOCUMENTS = 10
 
 
 def loss_metrics(
-    task: str, losses: Stretches, document_bytes: Floats, *, documents: str, tokenizer: str
+    task: str, losses: SegmentLosses, document_bytes: Floats, *, documents: str, tokenizer: str
 ) -> dict[str, Metric]:
     """`TASK/loss` (nats per token), `TASK/perplexity`, `TASK/bits_per_byte`, with intervals of 95
     %.
@@ -187,7 +187,7 @@ def sum_metrics(
     return {
         f"{task}/loss": metric(loss, interval, same_tokens),
         f"{task}/perplexity": metric(
-            _exp(loss), (_exp(interval[0]), _exp(interval[1])), same_tokens
+            _exp_or_inf(loss), (_exp_or_inf(interval[0]), _exp_or_inf(interval[1])), same_tokens
         ),
         f"{task}/bits_per_byte": metric(
             float(bits.sum() / size.sum()), ratio_interval(bits, size), documents
@@ -209,6 +209,6 @@ def mean_metric(
     )
 
 
-def _exp(loss: float) -> float:
+def _exp_or_inf(loss: float) -> float:
     """Infinite rather than an error for a loss beyond float64: the report refuses it in words."""
     return math.exp(loss) if loss < 709 else math.inf

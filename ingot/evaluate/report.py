@@ -31,8 +31,8 @@ def show_report(report: EvaluationReport, console: Console) -> None:
             f"{metric.ci_low:.4f} to {metric.ci_high:.4f}",
             f"{metric.n:,}",
         ]
-        table.add_row(*row, *([_beside(report.base.get(key))] if report.base else []))
-    for place, (name, value) in enumerate(_others(report)):
+        table.add_row(*row, *([_base_cell(report.base.get(key))] if report.base else []))
+    for place, (name, value) in enumerate(_baseline_rows(report)):
         if not place:
             table.add_section()
         table.add_row(name, "", f"{value:.4f}")
@@ -43,11 +43,11 @@ def show_report(report: EvaluationReport, console: Console) -> None:
         )
 
 
-def _beside(metric: Metric | None) -> str:
+def _base_cell(metric: Metric | None) -> str:
     return "" if metric is None else f"{metric.value:.4f}"
 
 
-def _others(report: EvaluationReport) -> list[tuple[str, float]]:
+def _baseline_rows(report: EvaluationReport) -> list[tuple[str, float]]:
     """Bits per byte of others, the best first; then what something simple reaches in other
     metrics.
     """
@@ -62,7 +62,7 @@ def _others(report: EvaluationReport) -> list[tuple[str, float]]:
     ]
 
 
-GIVEN = {
+INPUT_COLUMNS = {
     "id",
     "document",
     "context",
@@ -78,7 +78,7 @@ GIVEN = {
     "target",
 }
 """Columns that say what an item is; the rest says what a model made of it."""
-ENDING = ".parquet"
+EXAMPLES_SUFFIX = ".parquet"
 
 
 def write_examples(
@@ -87,13 +87,15 @@ def write_examples(
     """One row for each item, in the order of the items; what the base model made of it in columns
     `base_...`.
     """
-    columns = {name: [example.get(name) for example in examples] for name in _names(examples)}
-    for name in _names(base):
-        if name not in GIVEN:
+    columns = {
+        name: [example.get(name) for example in examples] for name in _column_names(examples)
+    }
+    for name in _column_names(base):
+        if name not in INPUT_COLUMNS:
             columns[f"base_{name}"] = [example.get(name) for example in base]
     with atomic_file(path) as stream:
         pq.write_table(pa.table(columns), stream, compression="zstd")
 
 
-def _names(examples: Sequence[dict[str, Any]]) -> list[str]:
+def _column_names(examples: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for example in examples for name in example))

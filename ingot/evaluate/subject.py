@@ -23,12 +23,12 @@ from ingot.tokenizers.tokenizer import Tokenizer
 Item = TypeVar("Item")
 
 
-class Interrupted(Exception):
+class EvaluationInterrupted(Exception):
     """Measuring was broken off, on every rank: one of them was asked to stop."""
 
 
 @dataclass(frozen=True)
-class About:
+class EvalModelInfo:
     """What is known of a model before its weights are there: enough to refuse what cannot be
     measured.
     """
@@ -41,7 +41,7 @@ class About:
     where: str
     """What to call it in messages."""
 
-    def must_be(self, what: str, *kinds: Kind) -> None:
+    def require_kind(self, what: str, *kinds: Kind) -> None:
         """Raises WrongInput when `what` is for other kinds of models."""
         if self.kind not in kinds:
             raise WrongInput(
@@ -51,7 +51,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalModel:
     """A model with all that measuring it needs. `model` is in evaluation mode, and is left as it
     is.
     """
@@ -68,14 +68,14 @@ class Subject:
     """What to call it in messages."""
     quiet: bool = False
     """Show no progress: something else does."""
-    asked: Callable[[], bool] | None = None
+    should_stop: Callable[[], bool] | None = None
     """Whether to break off, asked before each piece of work; None: never. Where all ranks do the
     same work in lockstep, all must hear the same.
     """
 
     @property
-    def about(self) -> About:
-        return About(
+    def info(self) -> EvalModelInfo:
+        return EvalModelInfo(
             self.recipe,
             self.kind,
             self.tokenizer,
@@ -93,7 +93,7 @@ class Subject:
         assert isinstance(self.model, Decoder)
         return self.model
 
-    def pieces(self, items: Iterable[Item]) -> Iterator[Item]:
+    def until_stopped(self, items: Iterable[Item]) -> Iterator[Item]:
         """`items`, as long as nobody is asked to stop. Every rank goes through its own to their
         end, where all of them meet.
 
@@ -101,16 +101,16 @@ class Subject:
             Interrupted: some rank was asked; on all of them, so that none waits for the others'
                 results.
         """
-        if self.asked is None:
+        if self.should_stop is None:
             yield from items
             return
         cut = False
         for item in items:
-            if cut := self.asked():
+            if cut := self.should_stop():
                 break
             yield item
         if any(self.mesh.agree(float(cut))):
-            raise Interrupted
+            raise EvaluationInterrupted
 
     def progress(self, title: str, total: int, unit: str) -> Progress:
         """Told by rank 0 for all, since shares are about equal."""
@@ -118,7 +118,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TaskResult:
     """What a task found."""
 
     metrics: dict[str, Metric]
@@ -131,9 +131,9 @@ class Measured:
     """
 
 
-class Opened(Protocol):
+class OpenTask(Protocol):
     """A task whose items have been read and checked; it may be measured again and again."""
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: EvalModel) -> TaskResult:
         """Collective: every rank calls it, and all get the same."""
         ...

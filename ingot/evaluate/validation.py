@@ -18,7 +18,7 @@ from ingot.base.errors import WrongInput
 from ingot.data.loader import Batch, fixed_batches
 from ingot.data.rows import IGNORE, Rows
 from ingot.data.samples import Samples
-from ingot.evaluate.subject import Interrupted, Subject
+from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
 from ingot.evaluate.tasks import open_task
 from ingot.models.device import Compute
 from ingot.objectives.forward import StagedBatches, forward
@@ -27,13 +27,13 @@ from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.rows import row_sharing
 
-GROUP = 2
+MICRO_BATCHES_PER_STAGE = 2
 """Micro-batches for each rank of a pipeline that go through it together. It keeps room for what
 arrives of all of them.
 """
 
 
-def held_out_objective(
+def validation_losses(
     model: nn.Module,
     objective: Objective,
     rows: Rows | Samples,
@@ -58,14 +58,15 @@ def held_out_objective(
     with torch.no_grad():
         # All ranks look equally often: a model that is spread over them is gathered for each look,
         # and a pipeline is filled by several.
-        size = GROUP * mesh.pipeline.world if isinstance(model, Pipeline) else 1
+        size = MICRO_BATCHES_PER_STAGE * mesh.pipeline.world if isinstance(model, Pipeline) else 1
         looks = math.ceil(math.ceil(count / data.world) / (micro_batch * size))
         batches = itertools.chain(
-            fixed_batches(rows, mine, micro_batch), itertools.repeat(_nothing(rows, micro_batch))
+            fixed_batches(rows, mine, micro_batch),
+            itertools.repeat(_batch_without_targets(rows, micro_batch)),
         )
         for _ in range(looks):
             if asked():
-                raise Interrupted
+                raise EvaluationInterrupted
             look = list(itertools.islice(batches, size))
             if isinstance(model, Pipeline):
                 work = StagedBatches(objective, look, compute, device, sharing)
@@ -88,7 +89,7 @@ def held_out_objective(
     return {name: value / whole for name, value in zip(names, found, strict=True)}
 
 
-def _nothing(rows: Rows | Samples, micro_batch: int) -> Batch:
+def _batch_without_targets(rows: Rows | Samples, micro_batch: int) -> Batch:
     """A batch of the usual shape without a target."""
     batch = next(fixed_batches(rows, [0], micro_batch))
     return replace(
@@ -96,11 +97,11 @@ def _nothing(rows: Rows | Samples, micro_batch: int) -> Batch:
     )
 
 
-Found = dict[str, tuple[float, Literal["lower", "higher"]]]
+MetricValues = dict[str, tuple[float, Literal["lower", "higher"]]]
 """Metric key -> value, and which is better."""
 
 
-class Watch:
+class TaskEvaluator:
     """The tasks `names` of a subject in training.
 
     What goes by the validation documents takes the first `train.evaluate_rows` of them, always the
@@ -110,18 +111,18 @@ class Watch:
         WrongInput: as `open_task`: whatever can be refused is refused here, before the first step.
     """
 
-    def __init__(self, subject: Subject, names: Sequence[str]) -> None:
+    def __init__(self, subject: EvalModel, names: Sequence[str]) -> None:
         self._subject = subject
         wanted = [task for task in subject.recipe.tasks if task.name in names]
         self._opened = [
-            open_task(task, subject.about, subject.recipe.train.evaluate_rows) for task in wanted
+            open_task(task, subject.info, subject.recipe.train.evaluate_rows) for task in wanted
         ]
 
-    def __call__(self) -> Found:
+    def __call__(self) -> MetricValues:
         """What the model reaches now; it must be in evaluation mode. Collective: every rank calls
         it, and all get the same.
         """
-        found: Found = {}
+        found: MetricValues = {}
         for opened in self._opened:
             for key, metric in opened.measure(self._subject).metrics.items():
                 found[key] = metric.value, metric.direction

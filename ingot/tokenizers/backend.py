@@ -18,11 +18,11 @@ import tokenizers
 
 from ingot.base.errors import WrongInput
 
-Batch = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
+TokenBatch = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
 """All ids one after the other, and where each text begins, [texts + 1]."""
 
 
-def flatten(lists: Sequence[Sequence[int]]) -> Batch:
+def flatten(lists: Sequence[Sequence[int]]) -> TokenBatch:
     """Lists of ids as one flat array."""
     offsets = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(ids) for ids in lists], out=offsets[1:])
@@ -32,7 +32,7 @@ def flatten(lists: Sequence[Sequence[int]]) -> Batch:
     return flat, offsets
 
 
-def split(batch: Batch) -> Iterator[list[int]]:
+def split_batch(batch: TokenBatch) -> Iterator[list[int]]:
     """The ids of each text of a batch."""
     flat, offsets = batch
     return (flat[begin:end].tolist() for begin, end in itertools.pairwise(offsets.tolist()))
@@ -43,20 +43,20 @@ def split(batch: Batch) -> Iterator[list[int]]:
 UNREACHABLE = " \U0010ffff"
 
 
-class Ids(Protocol):
+class HasIds(Protocol):
     """What holds ids."""
 
     @property
     def ids(self) -> list[int]: ...
 
 
-class Control(Protocol):
+class ControlEncoder(Protocol):
     """Encodes text in which special tokens are special: a rendered chat."""
 
-    def encode(self, sequence: str, *, add_special_tokens: bool) -> Ids: ...
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> HasIds: ...
 
 
-class Reference(Protocol):
+class TokenizerBackend(Protocol):
     """A library on one tokenizer: what it says is right. Text never becomes a special token, but
     through `control`.
     """
@@ -77,7 +77,7 @@ class Reference(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch: ...
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch: ...
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str: ...
 
@@ -88,20 +88,20 @@ class Reference(Protocol):
     def state(self) -> dict[str, Any]:
         """What decides about ids."""
 
-    def text_json(self) -> str | None:
+    def plain_json(self) -> str | None:
         """A tokenizer.json that encodes text as this does and knows no special token; None where
         there is none.
         """
 
     @property
-    def changes(self) -> str | None:
+    def lossy_reason(self) -> str | None:
         """Why by its design a text may not come back as it was; None where every text does."""
 
     @property
-    def control(self) -> Control: ...
+    def control(self) -> ControlEncoder: ...
 
 
-class JsonReference:
+class JsonBackend:
     """The `tokenizers` library on a tokenizer.json.
 
     Raises:
@@ -118,11 +118,11 @@ class JsonReference:
         ]
         self.special = [token.content for token in known if token.special]
         self.added = [token.content for token in known if not token.special]
-        self._text = without_leaks(self._reference, self.special)
+        self._text = sealed(self._reference, self.special)
         self.vocab_size = (
             max(self._reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
-        self.before, self.after = tokens_around(self._reference)
+        self.before, self.after = framing_tokens(self._reference)
         self.named = (
             {"bos_token": str(self._reference.id_to_token(self.before[0]))}
             if len(self.before) == 1
@@ -132,7 +132,7 @@ class JsonReference:
     def encode(self, text: str) -> list[int]:
         return self._text.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch:
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
         return flatten([encoding.ids for encoding in encodings])
 
@@ -146,21 +146,21 @@ class JsonReference:
         return self._reference.token_to_id(text)
 
     def state(self) -> dict[str, Any]:
-        return state_of(self._reference)
+        return id_state(self._reference)
 
-    def text_json(self) -> str:
+    def plain_json(self) -> str:
         return without_special(self._json if self._text is self._reference else self._text.to_str())
 
     @property
-    def changes(self) -> str | None:
-        return _changes(json.loads(self._json))
+    def lossy_reason(self) -> str | None:
+        return _lossy_reason(json.loads(self._json))
 
     @functools.cached_property
     def control(self) -> tokenizers.Tokenizer:
         return parse(self._json, self._where)
 
 
-def _changes(state: dict[str, Any]) -> str | None:
+def _lossy_reason(state: dict[str, Any]) -> str | None:
     normalizer, cutting = state.get("normalizer"), json.dumps(state.get("pre_tokenizer"))
     if normalizer is not None:
         return f"its normalizer ({normalizer['type']}) changes texts"
@@ -195,7 +195,7 @@ def parse(text: str, where: str) -> tokenizers.Tokenizer:
     return reference
 
 
-def without_leaks(reference: tokenizers.Tokenizer, special: Sequence[str]) -> tokenizers.Tokenizer:
+def sealed(reference: tokenizers.Tokenizer, special: Sequence[str]) -> tokenizers.Tokenizer:
     """The reference, such that no text becomes a special token.
 
     The library's own switch keeps added tokens from matching, but where a special token is also a
@@ -229,7 +229,7 @@ def without_leaks(reference: tokenizers.Tokenizer, special: Sequence[str]) -> to
     return sealed
 
 
-def tokens_around(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+def framing_tokens(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """Ids that the reference by itself puts before and after a text, found by looking."""
     bare, framed = (
         reference.encode("a", add_special_tokens=framed).ids for framed in (False, True)
@@ -240,35 +240,35 @@ def tokens_around(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]
     return [], []
 
 
-def state_of(reference: tokenizers.Tokenizer) -> dict[str, Any]:
+def id_state(reference: tokenizers.Tokenizer) -> dict[str, Any]:
     """What decides about ids, without what is empty or decides about character offsets only: the
     same after re-saving.
     """
     state = json.loads(reference.to_str())
     return {
-        name: _bare(state.get(name))
+        name: _without_defaults(state.get(name))
         for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")
     }
 
 
-def _bare(value: Any) -> Any:
+def _without_defaults(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: _bare(item)
+            key: _without_defaults(item)
             for key, item in value.items()
             if key != "trim_offsets" and item is not None and item != "" and item is not False
         }
-    return [_bare(item) for item in value] if isinstance(value, list) else value
+    return [_without_defaults(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
-class Pieces:
+class EncodedIds:
     """Ids of a text."""
 
     ids: list[int]
 
 
-class Cutter:
+class SpecialTokenSplitter:
     """Gives each special token its id and hands what stands between them to `encode`, piece by
     piece.
     """
@@ -282,7 +282,7 @@ class Cutter:
             else r"((?!))"
         )
 
-    def encode(self, sequence: str, *, add_special_tokens: bool) -> Pieces:
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> EncodedIds:
         """Nothing is put around the text, whatever `add_special_tokens` says: the template has it
         already.
         """
@@ -290,4 +290,4 @@ class Cutter:
         for number, piece in enumerate(self._pattern.split(sequence)):
             if piece:
                 ids += [self._special[piece]] if number % 2 else self._encode(piece)
-        return Pieces(ids)
+        return EncodedIds(ids)

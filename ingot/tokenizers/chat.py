@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.backend import Batch
-from ingot.tokenizers.chat_render import ChatForm, any_of, mask, restored
-from ingot.tokenizers.chat_spans import manner, written
+from ingot.tokenizers.backend import TokenBatch
+from ingot.tokenizers.chat_render import ChatFormat, any_of_pattern, mask_look_alikes, unmask
+from ingot.tokenizers.chat_spans import render_with_spans, turn_format
 from ingot.tokenizers.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-EncodeBatch = Callable[[Sequence[str]], Batch]
+EncodeBatch = Callable[[Sequence[str]], TokenBatch]
 Ids = npt.NDArray[np.int32]
 PROBE = [
     {"role": "user", "content": "a b"},
@@ -52,9 +52,9 @@ def encode_chats(
         WrongInput: there is no template, it refuses a chat, or it cannot be told what of the text
             the assistant said.
     """
-    form = tokenizer.chat_form
-    whole = not _cuts(tokenizer, form)
-    plan = _Plan(tokenizer, form)
+    form = tokenizer.chat_format
+    whole = not _is_split_exact(tokenizer, form)
+    plan = _EncodingPlan(tokenizer, form)
     firsts = [0] * len(chats) if trained_from is None else trained_from
     layouts = [
         plan.add(chat, first, whole=whole) for chat, first in zip(chats, firsts, strict=True)
@@ -73,7 +73,7 @@ def end_of_turn(tokenizer: Tokenizer) -> str | None:
     """The special token that the template writes right after what the assistant says; None where
     there is none.
     """
-    return manner(tokenizer.chat_form).end
+    return turn_format(tokenizer.chat_format).end
 
 
 def stop_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -86,7 +86,7 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _EncodedPiece:
     """A special token, or a text with the places in it where training begins and ends. Texts are by
     number in the plan.
     """
@@ -99,21 +99,21 @@ class _Piece:
     """The texts before each place at which that changes."""
 
 
-class _Plan:
+class _EncodingPlan:
     """The texts of a batch of chats, each different one once, and how chats are made of them."""
 
-    def __init__(self, tokenizer: Tokenizer, form: ChatForm) -> None:
+    def __init__(self, tokenizer: Tokenizer, form: ChatFormat) -> None:
         self._tokenizer, self._form = tokenizer, form
-        self._special = any_of(tuple(form.special)) if form.special else None
+        self._special = any_of_pattern(tuple(form.special)) if form.special else None
         self._numbers: dict[tuple[bool, str], int] = {}
         self._ids: list[Ids] = []
 
-    def add(self, chat: Messages, first: int, *, whole: bool) -> list[_Piece]:
+    def add(self, chat: Messages, first: int, *, whole: bool) -> list[_EncodedPiece]:
         """Render a chat, trained from message `first` on. `whole`: its text is encoded in one go by
         the reference, as long as it has no look-alikes.
         """
-        masked, originals = mask(_checked(chat), list(self._form.special))
-        found = written(self._form, masked, first)
+        masked, originals = mask_look_alikes(_checked(chat), list(self._form.special))
+        found = render_with_spans(self._form, masked, first)
         edges = [edge for span in found.spans for edge in span]
         if whole and not originals:
             return [self._text(found.text, 0, edges, {}, control=True)]
@@ -122,7 +122,9 @@ class _Plan:
             self._special.split(found.text) if self._special else [found.text]
         ):
             if number % 2:
-                pieces.append(_Piece(self._form.special[piece], -1, _inside(place, edges), []))
+                pieces.append(
+                    _EncodedPiece(self._form.special[piece], -1, _is_inside(place, edges), [])
+                )
             elif piece:
                 pieces.append(self._text(piece, place, edges, originals, control=False))
             place += len(piece)
@@ -136,11 +138,11 @@ class _Plan:
         originals: Mapping[str, str],
         *,
         control: bool,
-    ) -> _Piece:
+    ) -> _EncodedPiece:
         within = [edge - place for edge in edges if place < edge < place + len(text)]
-        prefixes = [self._number(restored(text[:edge], originals), control) for edge in within]
-        return _Piece(
-            None, self._number(restored(text, originals), control), _inside(place, edges), prefixes
+        prefixes = [self._number(unmask(text[:edge], originals), control) for edge in within]
+        return _EncodedPiece(
+            None, self._number(unmask(text, originals), control), _is_inside(place, edges), prefixes
         )
 
     def _number(self, text: str, control: bool) -> int:
@@ -163,7 +165,7 @@ class _Plan:
                 begin, end = next(bounds)
                 self._ids.append(flat[begin:end])
 
-    def chat(self, pieces: list[_Piece]) -> tuple[Ids, npt.NDArray[np.uint8]]:
+    def chat(self, pieces: list[_EncodedPiece]) -> tuple[Ids, npt.NDArray[np.uint8]]:
         """Ids of one chat, and which are trained."""
         ids = [
             np.array([piece.token], np.int32) if piece.token is not None else self._ids[piece.text]
@@ -176,7 +178,7 @@ class _Plan:
             np.concatenate(trained) if trained else np.empty(0, np.uint8)
         )
 
-    def _trained(self, piece: _Piece, count: int) -> npt.NDArray[np.uint8]:
+    def _trained(self, piece: _EncodedPiece, count: int) -> npt.NDArray[np.uint8]:
         trained, now, place = np.zeros(count, np.uint8), piece.trained, 0
         for switch in [
             *(self._first_after(piece.text, prefix) for prefix in piece.switches),
@@ -206,7 +208,7 @@ class _Plan:
         return self._tokenizer.decode(ids, skip_special=False)
 
 
-def _inside(place: int, edges: list[int]) -> bool:
+def _is_inside(place: int, edges: list[int]) -> bool:
     """Whether a place lies in one of the spans, whose edges are ascending."""
     return sum(edge <= place for edge in edges) % 2 == 1
 
@@ -219,7 +221,7 @@ def _checked(chat: Messages) -> Messages:
     return chat
 
 
-def _cuts(tokenizer: Tokenizer, form: ChatForm) -> bool:
+def _is_split_exact(tokenizer: Tokenizer, form: ChatFormat) -> bool:
     """Whether a chat may be cut at its special tokens: not where these swallow space, or where only
     a text's start gets a prefix.
     """
@@ -227,7 +229,7 @@ def _cuts(tokenizer: Tokenizer, form: ChatForm) -> bool:
         text = form.render(PROBE)
     except WrongInput:
         return True
-    pieces = any_of(tuple(form.special)).split(text) if form.special else [text]
+    pieces = any_of_pattern(tuple(form.special)).split(text) if form.special else [text]
     cut = [
         token
         for number, piece in enumerate(pieces)

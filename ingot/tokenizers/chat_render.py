@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.backend import Control
+from ingot.tokenizers.backend import ControlEncoder
 
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 MARKS = re.compile("[\U00100000-\U0010fffd]")
@@ -33,7 +33,7 @@ FIRST_MARK = 0x100010
 
 
 @dataclass(frozen=True)
-class ChatForm:
+class ChatFormat:
     """What of a tokenizer decides how a chat is written down. `special` -> id are the tokens that
     only a template makes.
     """
@@ -42,7 +42,7 @@ class ChatForm:
     template: str
     special: Mapping[str, int]
     named: Mapping[str, str]
-    control: Control
+    control: ControlEncoder
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False
@@ -139,12 +139,12 @@ def _now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def mask(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
+def mask_look_alikes(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
     """A copy of `messages` in which each look-alike of a special token or mark is one private
     character, and what each stands for.
     """
     texts = list(_strings(messages))
-    looks, present = any_of(tuple(special)), set[str]()
+    looks, present = any_of_pattern(tuple(special)), set[str]()
     for text in texts:
         if special:
             present.update(looks.findall(text))
@@ -155,7 +155,7 @@ def mask(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
     used = {character for text in texts for character in text}
     free = (character for character in map(chr, PRIVATE_USE) if character not in used)
     masks = dict(zip(sorted(present), free, strict=False))
-    pattern = any_of(tuple(present))
+    pattern = any_of_pattern(tuple(present))
 
     def masked(value: Any) -> Any:
         if isinstance(value, str):
@@ -167,26 +167,26 @@ def mask(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
     return masked(messages), {character: token for token, character in masks.items()}
 
 
-def pieces(
+def split_at_special(
     text: str, special: Sequence[str], originals: Mapping[str, str]
 ) -> Iterator[tuple[bool, str]]:
     """A rendered chat cut at its special tokens: (is it a special token, its text), masked
     look-alikes as they were.
     """
-    cut = any_of(tuple(special)).split(text)
+    cut = any_of_pattern(tuple(special)).split(text)
     for index, piece in enumerate(cut):
         # The pattern has one group, so every second piece is a special token.
         if piece:
-            yield index % 2 == 1, piece if index % 2 else restored(piece, originals)
+            yield index % 2 == 1, piece if index % 2 else unmask(piece, originals)
 
 
-def restored(text: str, originals: Mapping[str, str]) -> str:
+def unmask(text: str, originals: Mapping[str, str]) -> str:
     """A text with the look-alikes that `mask` took out."""
     return "".join(originals.get(character, character) for character in text) if originals else text
 
 
 @functools.lru_cache(maxsize=64)
-def any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+def any_of_pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
     """Finds any of some texts, the longest that fits, as its one group."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
 

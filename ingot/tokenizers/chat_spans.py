@@ -22,8 +22,8 @@ from ingot.tokenizers.chat_render import (
     BEGIN,
     END,
     FIRST_MARK,
-    ChatForm,
-    any_of,
+    ChatFormat,
+    any_of_pattern,
     render,
     render_marked,
 )
@@ -33,7 +33,7 @@ QUESTION, ANSWER = "\U0010fff0", "\U0010fff1"
 
 
 @dataclass(frozen=True)
-class Written:
+class RenderedChat:
     """A chat as text, with [begin, end) of each assistant turn in it. `ended`: whether that turn
     has its end-of-turn token.
     """
@@ -44,7 +44,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Manner:
+class TurnFormat:
     """How a template frames what the assistant says: the prompt before it, the special token right
     after it.
     """
@@ -53,13 +53,15 @@ class Manner:
     end: str | None
 
 
-def manner(form: ChatForm) -> Manner:
+def turn_format(form: ChatFormat) -> TurnFormat:
     """The template's manner, seen on a chat of one question and one answer."""
-    return _manner(form.template, tuple(form.special), tuple(sorted(form.named.items())))
+    return _turn_format(form.template, tuple(form.special), tuple(sorted(form.named.items())))
 
 
 @functools.lru_cache(maxsize=16)
-def _manner(template: str, special: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Manner:
+def _turn_format(
+    template: str, special: tuple[str, ...], named: tuple[tuple[str, str], ...]
+) -> TurnFormat:
     question: Messages = [{"role": "user", "content": QUESTION}]
     try:
         bare, asked = (
@@ -73,16 +75,18 @@ def _manner(template: str, special: tuple[str, ...], named: tuple[tuple[str, str
             generation_prompt=False,
         )
     except WrongInput:
-        return Manner("", None)
+        return TurnFormat("", None)
     after = (
-        re.match(rf"\s*{any_of(special).pattern}", whole.partition(ANSWER)[2]) if special else None
+        re.match(rf"\s*{any_of_pattern(special).pattern}", whole.partition(ANSWER)[2])
+        if special
+        else None
     )
-    return Manner(
+    return TurnFormat(
         asked.removeprefix(bare) if asked.startswith(bare) else "", after[1] if after else None
     )
 
 
-def written(form: ChatForm, messages: Messages, first: int = 0) -> Written:
+def render_with_spans(form: ChatFormat, messages: Messages, first: int = 0) -> RenderedChat:
     """Render a chat, look-alikes masked already, and find the assistant's turns from message
     `first` on.
 
@@ -91,44 +95,44 @@ def written(form: ChatForm, messages: Messages, first: int = 0) -> Written:
             message became.
     """
     marked = render_marked(form.template, messages, form.named)
-    how = manner(form)
+    how = turn_format(form)
     if BEGIN in marked:
-        text, found = _unmarked(marked, (BEGIN, END))
+        text, found = _strip_marks(marked, (BEGIN, END))
         edges = [place for _, place in found]
         spans = [
-            _in_block(text, begin, end, how)
+            _block_span(text, begin, end, how)
             for begin, end in zip(edges[::2], edges[1::2], strict=True)
         ]
         spans = spans[_blocks_before(form, messages, first, len(spans)) :]
     else:
         text = marked
-        spans = _Search(form, messages, text, how).spans()[_turns(messages[:first]) :]
+        spans = _SpanFinder(form, messages, text, how).spans()[_count_turns(messages[:first]) :]
     spans = [(begin, end) for begin, end in spans if begin < end]
-    return Written(
+    return RenderedChat(
         text,
         spans,
         [how.end is not None and text.endswith(how.end, begin, end) for begin, end in spans],
     )
 
 
-def _turns(messages: Messages) -> int:
+def _count_turns(messages: Messages) -> int:
     """How often the assistant speaks."""
     return sum(message["role"] == "assistant" for message in messages)
 
 
-def _blocks_before(form: ChatForm, messages: Messages, first: int, blocks: int) -> int:
+def _blocks_before(form: ChatFormat, messages: Messages, first: int, blocks: int) -> int:
     """How many of a chat's `{% generation %}` blocks are of messages before `first`.
 
     Raises:
         WrongInput: there is not one for each of the assistant's turns, and the template does not
             take the first messages alone.
     """
-    if not first or blocks == _turns(messages):
-        return _turns(messages[:first])
+    if not first or blocks == _count_turns(messages):
+        return _count_turns(messages[:first])
     return render_marked(form.template, messages[:first], form.named).count(BEGIN)
 
 
-def _in_block(text: str, begin: int, end: int, how: Manner) -> tuple[int, int]:
+def _block_span(text: str, begin: int, end: int, how: TurnFormat) -> tuple[int, int]:
     """A `{% generation %}` block, without space after the end-of-turn token in it, or with that
     token behind it.
     """
@@ -141,9 +145,9 @@ def _in_block(text: str, begin: int, end: int, how: Manner) -> tuple[int, int]:
     return begin, behind.end() if behind else end
 
 
-def _unmarked(text: str, marks: Iterable[str]) -> tuple[str, list[tuple[str, int]]]:
+def _strip_marks(text: str, marks: Iterable[str]) -> tuple[str, list[tuple[str, int]]]:
     """The text without the marks, and each of them with the place where it stood."""
-    cut = any_of(tuple(marks)).split(text)
+    cut = any_of_pattern(tuple(marks)).split(text)
     places, length = [], 0
     for piece, mark in itertools.zip_longest(cut[::2], cut[1::2]):
         length += len(piece)
@@ -151,12 +155,12 @@ def _unmarked(text: str, marks: Iterable[str]) -> tuple[str, list[tuple[str, int
     return "".join(cut[::2]), places[:-1]
 
 
-class _Search:
+class _SpanFinder:
     """Looks for each assistant message of one chat in its text."""
 
-    def __init__(self, form: ChatForm, messages: Messages, text: str, how: Manner) -> None:
+    def __init__(self, form: ChatFormat, messages: Messages, text: str, how: TurnFormat) -> None:
         self._form, self._messages, self._text, self._how = form, messages, text, how
-        self._special = any_of(tuple(form.special)) if form.special else None
+        self._special = any_of_pattern(tuple(form.special)) if form.special else None
         self._turns = [
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
@@ -196,7 +200,7 @@ class _Search:
         if not closed:
             return {}
         try:
-            text, places = _unmarked(
+            text, places = _strip_marks(
                 render_marked(self._form.template, chat, self._form.named), {**opened, **closed}
             )
         except WrongInput:

@@ -11,8 +11,8 @@ from ingot.tokenizers.settings import CONFIG, text_of
 from ingot.tokenizers.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "templates"
-FILE, MAP = "chat_template.jinja", "special_tokens_map.json"
-TOKENS = {
+TEMPLATE_FILE, SPECIAL_MAP_FILE = "chat_template.jinja", "special_tokens_map.json"
+REQUIRED_TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "llama2": (),
@@ -23,14 +23,14 @@ TOKENS = {
 """What each built-in template writes that must be one token of the vocabulary, beside the
 tokenizer's own BOS and EOS.
 """
-NAMED = {
+REQUIRED_NAMED = {
     "llama3": ("bos_token",),
     "llama2": ("bos_token", "eos_token"),
     "mistral": ("bos_token", "eos_token"),
     "zephyr": ("eos_token",),
 }
 """The named tokens that a built-in template cannot do without."""
-ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+END_OF_TURN = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
 """The token that ends a turn where it is not the tokenizer's EOS; it becomes that, so that
 generation stops there.
 """
@@ -42,7 +42,7 @@ def find_template(name_or_path: str) -> str:
     Raises:
         WrongInput: there is neither, or the file is not text.
     """
-    if name_or_path in TOKENS:
+    if name_or_path in REQUIRED_TOKENS:
         return _built_in(name_or_path)
     try:
         return Path(name_or_path).read_text(encoding="utf-8")
@@ -53,7 +53,7 @@ def find_template(name_or_path: str) -> str:
     except OSError:
         raise WrongInput(
             f"tokenizer.template {name_or_path} is neither a file nor a built-in template; those"
-            f" are {', '.join(TOKENS)}"
+            f" are {', '.join(REQUIRED_TOKENS)}"
         ) from None
 
 
@@ -71,28 +71,28 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     config.pop("chat_template", None)
     if (name := _name_of(template)) is not None:
         _check_tokens(tokenizer, name)
-        if name in ENDS:
-            config["eos_token"] = ENDS[name]
-            if (mapped := text_of(files, MAP)) is not None:
-                files[MAP] = (
+        if name in END_OF_TURN:
+            config["eos_token"] = END_OF_TURN[name]
+            if (mapped := text_of(files, SPECIAL_MAP_FILE)) is not None:
+                files[SPECIAL_MAP_FILE] = (
                     json.dumps(
-                        {**json.loads(mapped), "eos_token": ENDS[name]},
+                        {**json.loads(mapped), "eos_token": END_OF_TURN[name]},
                         indent=1,
                         ensure_ascii=False,
                     )
                     + "\n"
                 )
-        if tokenizer.adds_bos and "bos_token" not in NAMED.get(name, ()):
+        if tokenizer.adds_bos and "bos_token" not in REQUIRED_NAMED.get(name, ()):
             template = "{{- bos_token -}}\n" + template
     files[CONFIG] = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
-    return Tokenizer({**files, FILE: template}, tokenizer.where)
+    return Tokenizer({**files, TEMPLATE_FILE: template}, tokenizer.where)
 
 
 def _check_tokens(tokenizer: Tokenizer, name: str) -> None:
-    missing = [token for token in TOKENS[name] if token not in tokenizer.special_ids]
+    missing = [token for token in REQUIRED_TOKENS[name] if token not in tokenizer.special_ids]
     missing += [
         token
-        for token in NAMED.get(name, ())
+        for token in REQUIRED_NAMED.get(name, ())
         if tokenizer.named.get(token) not in tokenizer.special_ids
     ]
     if missing:
@@ -104,7 +104,7 @@ def _check_tokens(tokenizer: Tokenizer, name: str) -> None:
 
 
 def _name_of(template: str) -> str | None:
-    return next((name for name in TOKENS if template == _built_in(name)), None)
+    return next((name for name in REQUIRED_TOKENS if template == _built_in(name)), None)
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.backend import JsonReference
-from ingot.tokenizers.edge_cases import first_difference, nasty_texts
+from ingot.tokenizers.backend import JsonBackend
+from ingot.tokenizers.edge_cases import edge_case_texts, first_difference
 from ingot.tokenizers.sentencepiece_backend import (
     BPE,
     BYTE,
@@ -23,40 +23,40 @@ from ingot.tokenizers.sentencepiece_backend import (
     UNIGRAM,
     UNKNOWN,
     USER_DEFINED,
-    PieceModel,
-    PiecesReference,
+    SentencePieceBackend,
+    SentencePieceModel,
 )
-from ingot.tokenizers.settings import EXACT, Added, added_tokens
-from ingot.tokenizers.tiktoken_backend import SPLIT, RanksReference, spell
+from ingot.tokenizers.settings import EXACT, AddedVocabulary, added_tokens
+from ingot.tokenizers.tiktoken_backend import SPLIT, TiktokenBackend, spell
 
 GPT2, GPT2_CLASSES = "<|endoftext|>", ("GPT2Tokenizer", "GPT2TokenizerFast")
 SPACE = "▁"
 
 
-def conversion(reference: RanksReference | PiecesReference) -> tuple[str, str] | None:
+def convert_model(reference: TiktokenBackend | SentencePieceBackend) -> tuple[str, str] | None:
     """A tokenizer.json of a model, and how far it can be trusted: `EXACT` on every nasty text, or
     the first difference in words.
 
     None for a model that no tokenizer.json can say.
     """
     made = (
-        ranks_json(reference) if isinstance(reference, RanksReference) else pieces_json(reference)
+        ranks_json(reference) if isinstance(reference, TiktokenBackend) else pieces_json(reference)
     )
     if made is None:
         return None
-    texts = nasty_texts([*reference.special, *reference.added])
+    texts = edge_case_texts([*reference.special, *reference.added])
     return (
         made,
         first_difference(
             texts,
             reference.encode_batch(texts),
-            JsonReference(made, "the conversion").encode_batch(texts),
+            JsonBackend(made, "the conversion").encode_batch(texts),
         )
         or EXACT,
     )
 
 
-def ranks_json(reference: RanksReference) -> str:
+def ranks_json(reference: TiktokenBackend) -> str:
     """Tiktoken ranks: every pair of tokens that makes a token is a merge, in the order of what they
     make.
     """
@@ -77,7 +77,7 @@ def ranks_json(reference: RanksReference) -> str:
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
     return _tokenizer_json(
         model,
-        _specials(reference.ids),
+        _special_tokens(reference.ids),
         (reference.before, reference.after),
         pre_tokenizer={"type": "Sequence", "pretokenizers": [split, _byte_level(use_regex=False)]},
         decoder=_byte_level(use_regex=True),
@@ -120,7 +120,9 @@ def gpt2_json(
         raise WrongInput(
             f"{where}: vocab.json and merges.txt do not fit together ({error}); fetch both again"
         ) from None
-    added = added_tokens(config) or ([Added(ids[GPT2], GPT2, True)] if GPT2 in ids else [])
+    added = added_tokens(config) or (
+        [AddedVocabulary(ids[GPT2], GPT2, True)] if GPT2 in ids else []
+    )
     prefix = bool(config.get("add_prefix_space"))
     text = _tokenizer_json(
         {"type": "BPE", "vocab": ids, "merges": pairs},
@@ -138,7 +140,7 @@ def gpt2_json(
     }
 
 
-def pieces_json(reference: PiecesReference) -> str | None:
+def pieces_json(reference: SentencePieceBackend) -> str | None:
     """A SentencePiece model; None for one that splits text in ways of its own."""
     model = reference.model
     if (
@@ -151,9 +153,9 @@ def pieces_json(reference: PiecesReference) -> str | None:
     unknown = next(
         (index for index, piece in enumerate(model.pieces) if piece.kind == UNKNOWN), None
     )
-    added = [Added(index, text, True) for text, index in reference.ids.items()]
+    added = [AddedVocabulary(index, text, True) for text, index in reference.ids.items()]
     added += [
-        Added(index, piece.text, False)
+        AddedVocabulary(index, piece.text, False)
         for index, piece in enumerate(model.pieces)
         if piece.kind == USER_DEFINED
     ]
@@ -195,7 +197,7 @@ def pieces_json(reference: PiecesReference) -> str | None:
     )
 
 
-def _merges(model: PieceModel, vocabulary: Mapping[str, int]) -> list[list[str]]:
+def _merges(model: SentencePieceModel, vocabulary: Mapping[str, int]) -> list[list[str]]:
     """SentencePiece merges the pair whose whole has the best score, and only into pieces of
     text.
     """
@@ -210,7 +212,7 @@ def _merges(model: PieceModel, vocabulary: Mapping[str, int]) -> list[list[str]]
     return [[text[:cut], text[cut:]] for _, _, _, text, cut in sorted(found)]
 
 
-def _normalizer(model: PieceModel) -> dict[str, Any]:
+def _normalizer(model: SentencePieceModel) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     if model.charsmap:
         steps.append(
@@ -242,11 +244,13 @@ def _byte_level(*, use_regex: bool, prefix: bool = False) -> dict[str, Any]:
     }
 
 
-def _specials(ids: Mapping[str, int]) -> list[Added]:
-    return [Added(index, text, True) for text, index in ids.items()]
+def _special_tokens(ids: Mapping[str, int]) -> list[AddedVocabulary]:
+    return [AddedVocabulary(index, text, True) for text, index in ids.items()]
 
 
-def _around(before: Sequence[Added], after: Sequence[Added]) -> dict[str, Any] | None:
+def _framing(
+    before: Sequence[AddedVocabulary], after: Sequence[AddedVocabulary]
+) -> dict[str, Any] | None:
     """The post-processor that puts these special tokens around a text, and around each of two."""
     if not before and not after:
         return None
@@ -272,7 +276,7 @@ def _around(before: Sequence[Added], after: Sequence[Added]) -> dict[str, Any] |
 
 def _tokenizer_json(
     model: Mapping[str, Any],
-    added: Iterable[Added],
+    added: Iterable[AddedVocabulary],
     around: tuple[Sequence[int], Sequence[int]],
     **parts: Any,
 ) -> str:
@@ -286,7 +290,7 @@ def _tokenizer_json(
         "normalizer": None,
         "pre_tokenizer": None,
         **parts,
-        "post_processor": _around(before, after),
+        "post_processor": _framing(before, after),
         "model": model,
         "added_tokens": [
             {

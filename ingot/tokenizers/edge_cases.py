@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ingot.tokenizers.backend import Batch, split
+from ingot.tokenizers.backend import TokenBatch, split_batch
 
 # Long enough to leave every fast path for short words, short enough for a tokenizer that takes
 # quadratic time.
@@ -62,7 +62,7 @@ FIXED = (
 )
 
 
-def nasty_texts(spelled: Iterable[str]) -> list[str]:
+def edge_case_texts(spelled: Iterable[str]) -> list[str]:
     """The set, with look-alikes of the tokens that this tokenizer spells as in `spelled`: its
     special and its added ones.
     """
@@ -94,7 +94,7 @@ def nasty_texts(spelled: Iterable[str]) -> list[str]:
     return [*FIXED, *long, *alike]
 
 
-def difference(text: str, wanted: Sequence[int], found: Sequence[int]) -> str:
+def describe_difference(text: str, wanted: Sequence[int], found: Sequence[int]) -> str:
     """Where the ids of one text begin to differ."""
     at = next(
         (
@@ -111,13 +111,13 @@ def difference(text: str, wanted: Sequence[int], found: Sequence[int]) -> str:
     )
 
 
-def first_difference(texts: Sequence[str], wanted: Batch, found: Batch) -> str | None:
+def first_difference(texts: Sequence[str], wanted: TokenBatch, found: TokenBatch) -> str | None:
     """The first difference in words; None where there is none."""
     if np.array_equal(found[0], wanted[0]) and np.array_equal(found[1], wanted[1]):
         return None
     if len(found[1]) != len(wanted[1]):
         return f"gives {len(found[1]) - 1} results for {len(texts)} texts"
-    for text, one, other in zip(texts, split(wanted), split(found), strict=True):
+    for text, one, other in zip(texts, split_batch(wanted), split_batch(found), strict=True):
         if one != other:
-            return difference(text, one, other)
+            return describe_difference(text, one, other)
     return "gives ids that belong to no text"

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.backend import Batch
-from ingot.tokenizers.edge_cases import FIXED, first_difference, nasty_texts
+from ingot.tokenizers.backend import TokenBatch
+from ingot.tokenizers.edge_cases import FIXED, edge_case_texts, first_difference
 from ingot.tokenizers.tokenizer import Tokenizer
 
-EncodeBatch = Callable[[Sequence[str]], Batch]
+EncodeBatch = Callable[[Sequence[str]], TokenBatch]
 
 
 @dataclass(frozen=True)
-class Library:
+class EncoderLibrary:
     """A fast library. `open` takes a tokenizer.json without special tokens, and raises whatever the
     library raises.
     """
@@ -52,7 +52,7 @@ def _open_gigatoken(text: str) -> EncodeBatch:
 
     tokenizer = load_hf_json(text)
 
-    def encode_batch(texts: Sequence[str]) -> Batch:
+    def encode_batch(texts: Sequence[str]) -> TokenBatch:
         # An awkward array is two flat ones, of which nothing is copied.
         layout: Any = tokenizer.encode_batch(list(texts), parallel=False).layout
         return np.asarray(layout.content.data).view(np.int32), np.asarray(
@@ -71,7 +71,7 @@ def _open_fastokens(text: str) -> EncodeBatch:
 
     tokenizer = Tokenizer.from_json_str(text)
 
-    def encode_batch(texts: Sequence[str]) -> Batch:
+    def encode_batch(texts: Sequence[str]) -> TokenBatch:
         flat, offsets = tokenizer.encode_batch_flat(
             list(texts), add_special_tokens=False, split_special_tokens=True
         )
@@ -80,7 +80,10 @@ def _open_fastokens(text: str) -> EncodeBatch:
     return encode_batch
 
 
-LIBRARIES = (Library("gigatoken", _open_gigatoken), Library("fastokens", _open_fastokens))
+LIBRARIES = (
+    EncoderLibrary("gigatoken", _open_gigatoken),
+    EncoderLibrary("fastokens", _open_fastokens),
+)
 
 
 REFERENCE = "reference"
@@ -91,17 +94,17 @@ LONGEST = 200_000
 LEAD = 1.5
 
 
-class Encoder(Protocol):
+class BatchEncoder(Protocol):
     """Something that gives the ids of `Tokenizer.encode_batch`. Not for several threads at once."""
 
     @property
     def name(self) -> str: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch: ...
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch: ...
 
 
 @dataclass(frozen=True)
-class Choice:
+class EncoderChoice:
     """The encoder to take, and for each that was tried why it was taken or not."""
 
     name: str
@@ -112,33 +115,33 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class _Encoder:
+class _LibraryEncoder:
     name: str
     fast: EncodeBatch
     tokenizer: Tokenizer
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch:
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         """A batch that the library fails on, as a text far outside what it was made for may make
         it, goes to the reference.
         """
         try:
             return self.fast(texts)
         except BaseException as error:
-            if not _is_of_the_library(error):
+            if not _is_library_error(error):
                 raise
             return self.tokenizer.encode_batch(texts)
 
 
 @dataclass(frozen=True)
-class _Reference:
+class _ReferenceEncoder:
     tokenizer: Tokenizer
     name: str = REFERENCE
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch:
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         return self.tokenizer.encode_batch(texts)
 
 
-def open_encoder(tokenizer: Tokenizer, name: str) -> Encoder:
+def open_encoder(tokenizer: Tokenizer, name: str) -> BatchEncoder:
     """The encoder that `choose_encoder` named, on this machine: one thread, in any process.
 
     Raises:
@@ -146,7 +149,7 @@ def open_encoder(tokenizer: Tokenizer, name: str) -> Encoder:
             tokenizer.
     """
     if name == REFERENCE:
-        return _Reference(tokenizer)
+        return _ReferenceEncoder(tokenizer)
     package, _, version = name.partition(" ")
     library = next((library for library in LIBRARIES if library.package == package), None)
     if library is None:
@@ -160,18 +163,18 @@ def open_encoder(tokenizer: Tokenizer, name: str) -> Encoder:
             f"the encoder {name} was chosen and {here} installed here; pip install"
             f" {package}=={version}, or set tokenizer.encoder=reference"
         )
-    opened = _open(library, tokenizer.text_json(), tokenizer.library)
+    opened = _open(library, tokenizer.plain_json(), tokenizer.library)
     if isinstance(opened, str):
         raise WrongInput(
             f"the encoder {name} was chosen and fails here: {opened}; set"
             " tokenizer.encoder=reference"
         )
-    return _Encoder(name, opened, tokenizer)
+    return _LibraryEncoder(name, opened, tokenizer)
 
 
 def choose_encoder(
-    tokenizer: Tokenizer, sample: Sequence[str], libraries: Sequence[Library] = LIBRARIES
-) -> Choice:
+    tokenizer: Tokenizer, sample: Sequence[str], libraries: Sequence[EncoderLibrary] = LIBRARIES
+) -> EncoderChoice:
     """Try each library against the reference on `sample`, the first 2 MB of it, and on the nasty
     texts of this tokenizer.
     """
@@ -179,12 +182,13 @@ def choose_encoder(
     # What is timed is new to the library, as all of a corpus is, but not its first text.
     parts = (texts[::2], texts[1::2]) if len(texts) > 1 else (list(FIXED), texts or list(FIXED))
     trials = [
-        (part, tokenizer.encode_batch(part)) for part in (nasty_texts(tokenizer.spelled), parts[0])
+        (part, tokenizer.encode_batch(part))
+        for part in (edge_case_texts(tokenizer.special_texts), parts[0])
     ]
     began = time.process_time()
     trials.append((parts[1], tokenizer.encode_batch(parts[1])))
     speeds = {REFERENCE: _megabytes(parts[1]) / max(time.process_time() - began, 1e-9)}
-    best, reasons, text = REFERENCE, list[tuple[str, str]](), tokenizer.text_json()
+    best, reasons, text = REFERENCE, list[tuple[str, str]](), tokenizer.plain_json()
     for library in libraries:
         opened = _open(library, text, tokenizer.library)
         found = opened if isinstance(opened, str) else _measure(opened, trials)
@@ -207,7 +211,7 @@ def choose_encoder(
             ),
         )
     )
-    return Choice(best, tried, speeds)
+    return EncoderChoice(best, tried, speeds)
 
 
 def _verdict(name: str, why: str, best: str, speeds: dict[str, float]) -> str:
@@ -216,7 +220,7 @@ def _verdict(name: str, why: str, best: str, speeds: dict[str, float]) -> str:
     return f"not taken: {why}" + (f"; {best} has {speeds[best]:,.0f}" if name in speeds else "")
 
 
-def _open(library: Library, text: str | None, reference: str) -> EncodeBatch | str:
+def _open(library: EncoderLibrary, text: str | None, reference: str) -> EncodeBatch | str:
     """The library on a tokenizer.json, or why not."""
     if library.version is None:
         return f"not installed; pip install {library.package}"
@@ -228,12 +232,12 @@ def _open(library: Library, text: str | None, reference: str) -> EncodeBatch | s
     try:
         return library.open(text)
     except BaseException as error:
-        if not _is_of_the_library(error):
+        if not _is_library_error(error):
             raise
         return f"does not support this tokenizer ({_one_line(error)})"
 
 
-def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], Batch]]) -> float | str:
+def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], TokenBatch]]) -> float | str:
     """MB per CPU second of the last trial; or the first difference from the wanted ids in words."""
     speed = 0.0
     for texts, wanted in trials:
@@ -241,7 +245,7 @@ def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], Batch]]) -
         try:
             found = fast(texts)
         except BaseException as error:
-            if not _is_of_the_library(error):
+            if not _is_library_error(error):
                 raise
             return f"fails on the texts it was tried on ({_one_line(error)})"
         speed = _megabytes(texts) / max(time.process_time() - began, 1e-9)
@@ -267,7 +271,7 @@ def _megabytes(texts: Sequence[str]) -> float:
     return sum(len(text.encode()) for text in texts) / 1e6
 
 
-def _is_of_the_library(error: BaseException) -> bool:
+def _is_library_error(error: BaseException) -> bool:
     """A panic inside a library written in Rust arrives as a BaseException of its own kind."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 

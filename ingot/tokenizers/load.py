@@ -10,11 +10,19 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.config.recipe import Recipe
-from ingot.tokenizers.convert import conversion, gpt2_json
-from ingot.tokenizers.settings import CONFIG, CONVERSION, MARK, MODELS, Files, read_config, text_of
-from ingot.tokenizers.tokenizer import Tokenizer, open_model
+from ingot.tokenizers.convert import convert_model, gpt2_json
+from ingot.tokenizers.settings import (
+    CONFIG,
+    CONVERSION_KEY,
+    MODEL_FILES,
+    REFERENCE_KEY,
+    Files,
+    read_config,
+    text_of,
+)
+from ingot.tokenizers.tokenizer import Tokenizer, open_model_backend
 
-SETTINGS = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
+CONFIG_FILES = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
 JSON, GPT2 = "tokenizer.json", ("vocab.json", "merges.txt")
 
 
@@ -34,40 +42,43 @@ def load_tokenizer(source: Path) -> Tokenizer:
     """
     folder, name = (source.parent, source.name) if source.is_file() else (source, None)
     files: dict[str, str | bytes] = {
-        name: text for name in SETTINGS if (text := _text(folder / name)) is not None
+        name: text for name in CONFIG_FILES if (text := _read_text(folder / name)) is not None
     }
     config = read_config(files, str(folder))
-    name = name or _found(folder, config)
+    name = name or _authoritative_file(folder, config)
     if name in GPT2:
         files[JSON], settings = gpt2_json(
-            _needed(folder, "vocab.json"), _needed(folder, "merges.txt"), config, str(folder)
+            _require_text(folder, "vocab.json"),
+            _require_text(folder, "merges.txt"),
+            config,
+            str(folder),
         )
-        files[CONFIG] = _changed(files, settings)
+        files[CONFIG] = _updated_config(files, settings)
     elif name.endswith(".json"):
-        files[JSON] = _needed(folder, name)
+        files[JSON] = _require_text(folder, name)
     else:
         files |= _model_files(folder, name, files, config)
     tokenizer = Tokenizer(files, str(source))
-    missing = _from_model(folder, tokenizer)
+    missing = _tokens_from_model(folder, tokenizer)
     return (
         tokenizer
         if not missing
-        else Tokenizer(files | {CONFIG: _changed(files, missing)}, str(source))
+        else Tokenizer(files | {CONFIG: _updated_config(files, missing)}, str(source))
     )
 
 
-def _found(folder: Path, config: Mapping[str, Any]) -> str:
+def _authoritative_file(folder: Path, config: Mapping[str, Any]) -> str:
     """The file of the folder that says what is right."""
-    marked = config.get(MARK)
+    marked = config.get(REFERENCE_KEY)
     names = [
         *([marked] if isinstance(marked, str) and Path(marked).name == marked else []),
         JSON,
-        *MODELS,
+        *MODEL_FILES,
         "vocab.json",
     ]
     name = next((name for name in names if (folder / name).is_file()), None)
     if name is None:
-        raise WrongInput(_why_not(folder))
+        raise WrongInput(_missing_message(folder))
     return name
 
 
@@ -77,27 +88,31 @@ def _model_files(
     """A model, the tokenizer.json made of it where that is exact, and a configuration that says
     so.
     """
-    data, kept = (folder / name).read_bytes(), name if name in MODELS else MODELS[0]
-    if config.get(MARK) == name:
-        return {kept: data} if (made := _text(folder / JSON)) is None else {kept: data, JSON: made}
-    reference = open_model(data, config, str(folder / name))
-    made, trust = conversion(reference) or (None, "none")
+    data, kept = (folder / name).read_bytes(), name if name in MODEL_FILES else MODEL_FILES[0]
+    if config.get(REFERENCE_KEY) == name:
+        return (
+            {kept: data}
+            if (made := _read_text(folder / JSON)) is None
+            else {kept: data, JSON: made}
+        )
+    reference = open_model_backend(data, config, str(folder / name))
+    made, trust = convert_model(reference) or (None, "none")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **reference.named,
         **config,
     }
-    text = _changed(files, {**settings, MARK: kept, CONVERSION: trust})
+    text = _updated_config(files, {**settings, REFERENCE_KEY: kept, CONVERSION_KEY: trust})
     return {kept: data, CONFIG: text} if made is None else {kept: data, CONFIG: text, JSON: made}
 
 
-def _changed(files: Files, values: Mapping[str, Any]) -> str:
+def _updated_config(files: Files, values: Mapping[str, Any]) -> str:
     config = json.loads(text_of(files, CONFIG) or "{}") | dict(values)
     return json.dumps(config, indent=1, ensure_ascii=False) + "\n"
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else None
     except UnicodeDecodeError as error:
@@ -106,8 +121,8 @@ def _text(path: Path) -> str | None:
         ) from None
 
 
-def _needed(folder: Path, name: str) -> str:
-    text = _text(folder / name)
+def _require_text(folder: Path, name: str) -> str:
+    text = _read_text(folder / name)
     if text is None:
         raise WrongInput(f"{folder} has no {name}; copy the tokenizer's files there")
     return text
@@ -137,7 +152,7 @@ def resolve_tokenizer(recipe: Recipe) -> Path:
     return folder
 
 
-def _why_not(folder: Path) -> str:
+def _missing_message(folder: Path) -> str:
     if not folder.is_dir():
         return f"tokenizer {folder} does not exist; check the path"
     if (folder / "vocab.txt").is_file():
@@ -151,7 +166,7 @@ def _why_not(folder: Path) -> str:
     )
 
 
-def _from_model(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
+def _tokens_from_model(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
     """`eos_token` and `pad_token` that the tokenizer's own files leave open and the model's name by
     id.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import canonical_json
-from ingot.tokenizers.backend import Batch, Cutter, flatten, without_special
+from ingot.tokenizers.backend import SpecialTokenSplitter, TokenBatch, flatten, without_special
 from ingot.tokenizers.settings import added_tokens
 
 UNIGRAM, BPE = 1, 2
@@ -21,7 +21,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabularyPiece:
     """One entry of the vocabulary; its id is its place."""
 
     text: str
@@ -30,10 +30,10 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class PieceModel:
+class SentencePieceModel:
     """What decides about ids."""
 
-    pieces: list[Piece]
+    pieces: list[VocabularyPiece]
     kind: int
     charsmap: bytes
     add_dummy_prefix: bool
@@ -42,7 +42,7 @@ class PieceModel:
     whitespace_as_suffix: bool
 
 
-def read_model(data: bytes, where: str) -> PieceModel:
+def read_model(data: bytes, where: str) -> SentencePieceModel:
     """The model in a file.
 
     Raises:
@@ -57,8 +57,12 @@ def read_model(data: bytes, where: str) -> PieceModel:
         ) from None
 
 
-def _model(data: bytes) -> PieceModel:
-    pieces, trainer, normalizer = list[Piece](), dict[int, int | bytes](), dict[int, int | bytes]()
+def _model(data: bytes) -> SentencePieceModel:
+    pieces, trainer, normalizer = (
+        list[VocabularyPiece](),
+        dict[int, int | bytes](),
+        dict[int, int | bytes](),
+    )
     for field, value in _fields(data):
         if field in (1, 2, 3) and not isinstance(value, bytes):
             raise ValueError(f"field {field} is no message")
@@ -66,7 +70,7 @@ def _model(data: bytes) -> PieceModel:
             entry = dict(_fields(value))
             score = entry.get(2, b"\0\0\0\0")
             pieces.append(
-                Piece(
+                VocabularyPiece(
                     _bytes(entry.get(1, b"")).decode(),
                     struct.unpack("<f", _bytes(score))[0],
                     _number(entry.get(3, NORMAL)),
@@ -79,7 +83,7 @@ def _model(data: bytes) -> PieceModel:
     if not pieces:
         raise ValueError("no pieces")
     prefix, extra, escape = (bool(_number(normalizer.get(field, 1))) for field in (3, 4, 5))
-    return PieceModel(
+    return SentencePieceModel(
         pieces,
         _number(trainer.get(3, UNIGRAM)),
         _bytes(normalizer.get(2, b"")),
@@ -137,7 +141,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
             raise ValueError(f"byte {place} is in no number")
 
 
-class PiecesReference:
+class SentencePieceBackend:
     """The `sentencepiece` library on one of its models. Control symbols in a text are ordinary
     characters to it.
 
@@ -163,13 +167,13 @@ class PiecesReference:
             for index, piece in enumerate(pieces)
             if piece.kind in (CONTROL, UNKNOWN)
         }
-        self.ids |= _more(
+        self.ids |= _configured_tokens(
             config,
             len(pieces),
             {piece.text for piece in pieces if piece.kind == USER_DEFINED},
             where,
         )
-        self.special, self.changes = (
+        self.special, self.lossy_reason = (
             list(self.ids),
             "in SentencePiece a space is the character ▁, and its normalizer may change texts",
         )
@@ -187,13 +191,13 @@ class PiecesReference:
         }
         self.before = [ids["bos"]] if ids["bos"] >= 0 else []
         self.after = [ids["eos"]] if ids["bos"] < 0 <= min(ids["eos"], ids["pad"]) else []
-        self.control = Cutter(self.ids, self.encode)
+        self.control = SpecialTokenSplitter(self.ids, self.encode)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch:
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         return flatten([self._processor.encode(text) for text in texts])
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
@@ -219,7 +223,7 @@ class PiecesReference:
     def token_id(self, text: str) -> int | None:
         return self._index.get(text)
 
-    def text_json(self) -> str | None:
+    def plain_json(self) -> str | None:
         return None if self.converted is None else without_special(self.converted)
 
     def state(self) -> dict[str, Any]:
@@ -236,7 +240,9 @@ class PiecesReference:
         return {"sentencepiece": digest, "special": self.ids}
 
 
-def _more(config: Mapping[str, Any], begin: int, matched: set[str], where: str) -> dict[str, int]:
+def _configured_tokens(
+    config: Mapping[str, Any], begin: int, matched: set[str], where: str
+) -> dict[str, int]:
     tokens = added_tokens(config)
     new = [token for token in tokens if token.id >= begin]
     wrong = [token.content for token in new if not token.special] + [

@@ -11,14 +11,14 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 
-MODELS = ("tokenizer.model", "spiece.model")
+MODEL_FILES = ("tokenizer.model", "spiece.model")
 
-MARK = "ingot_reference"
+REFERENCE_KEY = "ingot_reference"
 """The key of tokenizer_config.json that names the file which is right, where a tokenizer.json made
 of it lies beside it.
 """
 
-CONVERSION, EXACT = "ingot_conversion", "exact"
+CONVERSION_KEY, EXACT = "ingot_conversion", "exact"
 """The key that says how far that tokenizer.json can be trusted, and what it says where the ids were
 the same throughout.
 """
@@ -90,7 +90,7 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedVocabulary:
     """A token beside the model's own vocabulary."""
 
     id: int
@@ -98,13 +98,13 @@ class Added:
     special: bool
 
 
-def added_tokens(config: Mapping[str, Any]) -> list[Added]:
+def added_tokens(config: Mapping[str, Any]) -> list[AddedVocabulary]:
     """`added_tokens_decoder` of a tokenizer_config.json, by id; [] where there is none."""
     found = config.get("added_tokens_decoder")
     if not isinstance(found, Mapping):
         return []
     tokens = [
-        Added(int(index), token["content"], bool(token.get("special")))
+        AddedVocabulary(int(index), token["content"], bool(token.get("special")))
         for index, token in found.items()
     ]
     return sorted(tokens, key=lambda token: token.id)

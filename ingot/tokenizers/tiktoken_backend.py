@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.backend import Batch, Cutter, flatten, without_special
+from ingot.tokenizers.backend import SpecialTokenSplitter, TokenBatch, flatten, without_special
 from ingot.tokenizers.settings import added_tokens
 
 # How Llama 3 cuts text before merging: words with their leading space, up to three digits, runs of
@@ -89,7 +89,7 @@ def read_ranks(data: bytes, where: str) -> dict[bytes, int]:
     return ranks
 
 
-class RanksReference:
+class TiktokenBackend:
     """The `tiktoken` library on a file of ranks, as Llama 3 uses it.
 
     Raises:
@@ -97,7 +97,7 @@ class RanksReference:
             tiktoken is not installed.
     """
 
-    changes: str | None = None
+    lossy_reason: str | None = None
     converted: str | None = None
     """A tokenizer.json that says the same."""
 
@@ -120,7 +120,7 @@ class RanksReference:
             if token in self.ids
         }
         self.before, self.after = [self.ids[BOS]] if BOS in self.ids else [], list[int]()
-        self.control = Cutter(self.ids, self.encode)
+        self.control = SpecialTokenSplitter(self.ids, self.encode)
         self._spelled = {index: text for text, index in self.ids.items()} | {
             rank: spell(token) for token, rank in self.ranks.items()
         }
@@ -129,7 +129,7 @@ class RanksReference:
         ids: list[int] = self._encode(text).tolist()
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch:
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         return flatten([self._encode(text) for text in texts])
 
     def _encode(self, text: str) -> Any:
@@ -157,7 +157,7 @@ class RanksReference:
     def token_id(self, text: str) -> int | None:
         return self.ids.get(text, self.ranks.get(unspell(text)))
 
-    def text_json(self) -> str | None:
+    def plain_json(self) -> str | None:
         return None if self.converted is None else without_special(self.converted)
 
     def state(self) -> dict[str, Any]:

@@ -19,65 +19,69 @@ import numpy.typing as npt
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
-from ingot.tokenizers.backend import Batch, JsonReference, Reference
-from ingot.tokenizers.chat_render import ChatForm, mask, pieces
-from ingot.tokenizers.sentencepiece_backend import PiecesReference
+from ingot.tokenizers.backend import JsonBackend, TokenBatch, TokenizerBackend
+from ingot.tokenizers.chat_render import ChatFormat, mask_look_alikes, split_at_special
+from ingot.tokenizers.sentencepiece_backend import SentencePieceBackend
 from ingot.tokenizers.settings import (
-    CONVERSION,
+    CONVERSION_KEY,
     EXACT,
-    MARK,
-    MODELS,
+    MODEL_FILES,
+    REFERENCE_KEY,
     Files,
     chat_template,
     named_tokens,
     read_config,
     text_of,
 )
-from ingot.tokenizers.tiktoken_backend import RanksReference, is_ranks
+from ingot.tokenizers.tiktoken_backend import TiktokenBackend, is_ranks
 
 
-def open_reference(files: Files, config: Mapping[str, Any], where: str) -> Reference:
+def open_backend(files: Files, config: Mapping[str, Any], where: str) -> TokenizerBackend:
     """The reference of these files: the one that the configuration names, else `tokenizer.json`,
     else a model.
 
     Raises:
         WrongInput: there is none, or its file cannot be read.
     """
-    names = [str(config[MARK])] if config.get(MARK) in files else ["tokenizer.json", *MODELS]
+    names = (
+        [str(config[REFERENCE_KEY])]
+        if config.get(REFERENCE_KEY) in files
+        else ["tokenizer.json", *MODEL_FILES]
+    )
     name = next((name for name in names if name in files), None)
     if name is None:
         raise WrongInput(
             f"{where} has none of {', '.join(names)}; copy the tokenizer's files there"
         )
     if name == "tokenizer.json":
-        return JsonReference(str(text_of(files, name)), where)
+        return JsonBackend(str(text_of(files, name)), where)
     data = files[name]
     data = data if isinstance(data, bytes) else data.encode()
-    return open_model(
+    return open_model_backend(
         data,
         config,
         f"{where}/{name}",
-        text_of(files, "tokenizer.json") if config.get(CONVERSION) == EXACT else None,
+        text_of(files, "tokenizer.json") if config.get(CONVERSION_KEY) == EXACT else None,
     )
 
 
-def open_model(
+def open_model_backend(
     data: bytes, config: Mapping[str, Any], where: str, converted: str | None = None
-) -> RanksReference | PiecesReference:
+) -> TiktokenBackend | SentencePieceBackend:
     """The reference of a model's bytes, whichever of the two kinds it is. `converted` is a
     tokenizer.json that says the same.
     """
     reference = (
-        RanksReference(data, config, where)
+        TiktokenBackend(data, config, where)
         if is_ranks(data)
-        else PiecesReference(data, config, where)
+        else SentencePieceBackend(data, config, where)
     )
     reference.converted = converted
     return reference
 
 
 @dataclass(frozen=True)
-class Special:
+class SpecialIds:
     """Ids of the tokens that frame a text; None where the tokenizer has none."""
 
     bos: int | None
@@ -100,7 +104,7 @@ class Tokenizer:
 
     vocab_size: int
     """Largest id + 1, added tokens included."""
-    special: Special
+    special: SpecialIds
     adds_bos: bool
     """Whether the reference itself puts BOS before a text."""
     template: str | None
@@ -118,7 +122,7 @@ class Tokenizer:
     """The files by name: texts, and models as bytes."""
     library: str
     """The library whose ids these are, with its version."""
-    spelled: list[str]
+    special_texts: list[str]
     """Special and added tokens as they are spelled: what text may look like."""
     special_ids: dict[str, int]
     """Every special token and its id."""
@@ -128,9 +132,9 @@ class Tokenizer:
     def __init__(self, files: Files, where: str = "tokenizer") -> None:
         self.files, self._where = dict(files), where
         config = read_config(files, where)
-        self._reference = open_reference(files, config, where)
+        self._reference = open_backend(files, config, where)
         self._special, self.library = self._reference.special, self._reference.library
-        self.spelled = [*self._special, *self._reference.added]
+        self.special_texts = [*self._special, *self._reference.added]
         self.named = self._reference.named | named_tokens(config)
         self.special_ids = {
             text: index
@@ -140,7 +144,7 @@ class Tokenizer:
         self.template = chat_template(files, config)
         self.vocab_size, before = self._reference.vocab_size, self._reference.before
         ids = {name: self._reference.token_id(text) for name, text in self.named.items()}
-        self.special = Special(ids.get("bos_token"), ids.get("eos_token"), ids.get("pad_token"))
+        self.special = SpecialIds(ids.get("bos_token"), ids.get("eos_token"), ids.get("pad_token"))
         # transformers rebuilds what stands around a text where the configuration says so in so many
         # words.
         asked = config.get("add_bos_token")
@@ -160,7 +164,7 @@ class Tokenizer:
         """Ids of a text, nothing added. What looks like a special token stays text."""
         return self._reference.encode(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch:
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         """`encode` of many texts: all ids one after the other, and where each text begins,
         [len(texts) + 1].
         """
@@ -193,22 +197,22 @@ class Tokenizer:
         Raises:
             WrongInput: there is no template, or it refuses these messages.
         """
-        form = self.chat_form
+        form = self.chat_format
         if not messages or any(not isinstance(message.get("role"), str) for message in messages):
             raise WrongInput(
                 "a chat is a list of one or more messages, each with a `role`; give at least one"
             )
-        masked, originals = mask(messages, self._special)
+        masked, originals = mask_look_alikes(messages, self._special)
         text = form.render(masked, generation_prompt=True)
         if not originals:
             return form.control.encode(text, add_special_tokens=False).ids
         ids: list[int] = []
-        for is_special, piece in pieces(text, self._special, originals):
+        for is_special, piece in split_at_special(text, self._special, originals):
             ids += [self.special_ids[piece]] if is_special else self.encode(piece)
         return ids
 
     @property
-    def chat_form(self) -> ChatForm:
+    def chat_format(self) -> ChatFormat:
         """How chats are written down.
 
         Raises:
@@ -219,7 +223,7 @@ class Tokenizer:
                 f"{self._where} has no chat template; set tokenizer.template, or take a tokenizer"
                 " that was made for chats"
             )
-        return ChatForm(
+        return ChatFormat(
             self._where, self.template, self.special_ids, self.named, self._reference.control
         )
 
@@ -240,16 +244,16 @@ class Tokenizer:
         """The id of the token that the vocabulary spells so; None where there is none."""
         return self._reference.token_id(text)
 
-    def text_json(self) -> str | None:
+    def plain_json(self) -> str | None:
         """A `tokenizer.json` for other libraries, without special tokens; None where none says the
         same as the reference.
         """
-        return self._reference.text_json()
+        return self._reference.plain_json()
 
     @property
-    def changes(self) -> str | None:
+    def lossy_reason(self) -> str | None:
         """Why by design a text may not come back as it was; None where every text does."""
-        return self._reference.changes
+        return self._reference.lossy_reason
 
     def identity(self) -> str:
         """Fingerprint of what decides about ids: vocabulary, merges, normalisation, special tokens,

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.evaluate.generation import complete
-from ingot.evaluate.subject import Interrupted, Subject
-from ingot.evaluate.validation import Watch, held_out_objective
+from ingot.evaluate.generation import complete_prompts
+from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
+from ingot.evaluate.validation import TaskEvaluator, validation_losses
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.shard import is_fsdp
@@ -82,11 +82,11 @@ class Tracker:
         )
 
 
-def subject_of(plan: Plan, trainee: Trainee, mesh: Mesh) -> Subject:
+def subject_of(plan: Plan, trainee: Trainee, mesh: Mesh) -> EvalModel:
     """The model in training as evaluation sees it."""
     eos = frozenset(stop_tokens(plan.tokenizer))
     dealt = _dealt_over(trainee, mesh)
-    return Subject(
+    return EvalModel(
         plan.recipe,
         trainee.model,
         plan.drawing.kind,
@@ -125,13 +125,15 @@ def measuring(
     knobs, micro_batch = plan.recipe.train, plan.batch.micro_batch
     subject = subject_of(plan, trainee, mesh)
     in_step = subject.mesh.world < mesh.data.world
-    watch = Watch(replace(subject, asked=all_asked if in_step else asked), knobs.evaluate_tasks)
+    watch = TaskEvaluator(
+        replace(subject, should_stop=all_asked if in_step else asked), knobs.evaluate_tasks
+    )
     held_out = trainee.objectives.held_out
 
     def measure() -> dict[str, Measured] | None:
         try:
             with evaluating(trainee.model):
-                found = held_out_objective(
+                found = validation_losses(
                     trainee.model,
                     held_out,
                     plan.held_out,
@@ -142,7 +144,7 @@ def measuring(
                     all_asked,
                 )
                 tasks = watch()
-        except Interrupted:
+        except EvaluationInterrupted:
             return None
         of_objective = {
             name: Measured(value, "lower" if name == "loss" else "higher")
@@ -158,4 +160,4 @@ def measuring(
 def sample_texts(plan: Plan, trainee: Trainee, mesh: Mesh) -> list[dict[str, str]]:
     """Completions of `evaluate.prompts` by the model as it is now."""
     with evaluating(trainee.model):
-        return complete(subject_of(plan, trainee, mesh), plan.recipe.evaluate.prompts)
+        return complete_prompts(subject_of(plan, trainee, mesh), plan.recipe.evaluate.prompts)

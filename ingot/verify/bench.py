@@ -30,10 +30,10 @@ from ingot.data.manifest import read_prepared
 
 WARM_UP = 2
 """Steps that are not counted: memory is taken, kernels are chosen, models compiled."""
-OWN = "recipe"
+RECIPE_PRECISION = "recipe"
 """The number format that the recipe asks for."""
 PRECISIONS: dict[str, Mapping[str, str]] = {
-    OWN: {},
+    RECIPE_PRECISION: {},
     "fp32": {"precision.compute": "fp32", "precision.float8": "none"},
     "bf16": {"precision.compute": "bf16", "precision.float8": "none"},
     "float8": {"precision.compute": "bf16", "precision.float8": "tensorwise"},
@@ -43,7 +43,7 @@ PRECISIONS: dict[str, Mapping[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One row: so many processes, rows at once, number format."""
 
     devices: int
@@ -60,8 +60,8 @@ class Case:
         }
         return [f"{knob}={value}" for knob, value in knobs.items()]
 
-    def told(self) -> str:
-        form = "" if self.precision == OWN else f", {self.precision}"
+    def describe(self) -> str:
+        form = "" if self.precision == RECIPE_PRECISION else f", {self.precision}"
         return (
             f"{self.devices} {'process' if self.devices == 1 else 'processes'}, micro-batch"
             f" {self.micro_batch}{form}"
@@ -70,7 +70,7 @@ class Case:
 
 def cases_of(
     recipe: Recipe, devices: str | None, micro_batches: str | None, precisions: str | None
-) -> list[Case]:
+) -> list[BenchCase]:
     """The rows that lists such as `1,2,4` ask for; None: what the recipe would run, micro-batches
     in powers of two.
 
@@ -78,7 +78,7 @@ def cases_of(
         WrongInput: a list holds what is no positive number, or no known format.
     """
     counts = _numbers("--devices", devices) if devices else [recipe.launch.processes]
-    formats = [part.strip() for part in precisions.split(",")] if precisions else [OWN]
+    formats = [part.strip() for part in precisions.split(",")] if precisions else [RECIPE_PRECISION]
     if unknown := [name for name in formats if name not in PRECISIONS]:
         raise WrongInput(
             f"--precision {unknown[0]} is not known; choose among {', '.join(PRECISIONS)}"
@@ -86,9 +86,11 @@ def cases_of(
     found = []
     for count in counts:
         sizes = (
-            _numbers("--micro-batch", micro_batches) if micro_batches else _powers(recipe, count)
+            _numbers("--micro-batch", micro_batches)
+            if micro_batches
+            else _powers_of_two(recipe, count)
         )
-        found += [Case(count, size, name) for name in formats for size in sizes]
+        found += [BenchCase(count, size, name) for name in formats for size in sizes]
     return list(dict.fromkeys(found))
 
 
@@ -101,25 +103,27 @@ def _numbers(option: str, text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _powers(recipe: Recipe, devices: int) -> list[int]:
+def _powers_of_two(recipe: Recipe, devices: int) -> list[int]:
     """Powers of two up to the rows of one process; all its rows where they are none."""
     try:
-        most = batch_plan(_with(recipe, 1), recipe.parallel, devices).per_rank
+        most = batch_plan(_with_micro_batch(recipe, 1), recipe.parallel, devices).per_rank
     except WrongInput:
         most = recipe.train.global_batch  # each row will say why it cannot be
     return sorted({2**power for power in range(most.bit_length())} | {most})
 
 
-def _with(recipe: Recipe, micro_batch: int) -> Train:
+def _with_micro_batch(recipe: Recipe, micro_batch: int) -> Train:
     return recipe.train.model_copy(update={"micro_batch": micro_batch})
 
 
-def refusal(recipe: Recipe, case: Case) -> str:
+def refusal_reason(recipe: Recipe, case: BenchCase) -> str:
     """Why a row cannot be measured, by the arithmetic of the recipe alone; empty where it can be
     tried.
     """
     try:
-        plan = batch_plan(_with(recipe, case.micro_batch), recipe.parallel, case.devices)
+        plan = batch_plan(
+            _with_micro_batch(recipe, case.micro_batch), recipe.parallel, case.devices
+        )
     except WrongInput as error:
         return str(error)
     if case.micro_batch > plan.per_rank:
@@ -130,7 +134,7 @@ def refusal(recipe: Recipe, case: Case) -> str:
     return ""
 
 
-def hopeless(case: Case, ran_out: Sequence[Case]) -> str:
+def skip_reason(case: BenchCase, ran_out: Sequence[BenchCase]) -> str:
     """Why a row need not be tried: a smaller one, else alike, ran out of memory already."""
     smaller = [
         one.micro_batch
@@ -149,7 +153,7 @@ FORMULA = (
     " matrix products in the same format and the same processes, summed over them."
 )
 KILLED = 128 + signal.SIGKILL
-Start = Callable[[Case, Path], tuple[list[str], Mapping[str, str]]]
+StartCommand = Callable[[BenchCase, Path], tuple[list[str], Mapping[str, str]]]
 """The command that measures a case into a file, and its environment."""
 
 
@@ -162,7 +166,7 @@ def check_data(recipe: Recipe) -> None:
 
 
 def bench(
-    recipe: Recipe, cases: Sequence[Case], start: Start, *, steps: int, synthetic: bool
+    recipe: Recipe, cases: Sequence[BenchCase], start: StartCommand, *, steps: int, synthetic: bool
 ) -> dict[str, Any]:
     """Measure all cases and write `reports/bench.json`; what is in it.
 
@@ -171,18 +175,18 @@ def bench(
     """
     if not synthetic:
         check_data(recipe)
-    tried = sum(not refusal(recipe, case) for case in cases)
+    tried = sum(not refusal_reason(recipe, case) for case in cases)
     say(
         f"bench: {tried} {'row' if tried == 1 else 'rows'} to measure, {WARM_UP} + {steps} steps"
         " each"
     )
     rows: list[dict[str, Any]] = []
-    ran_out: list[Case] = []
+    ran_out: list[BenchCase] = []
     began = time.time()
     with Progress("bench", len(cases), "rows") as progress:
         for done, case in enumerate(cases):
-            progress.update(done, now=case.told())
-            row = _without_trying(recipe, case, ran_out) or run_case(case, start)
+            progress.update(done, now=case.describe())
+            row = _untried_row(recipe, case, ran_out) or run_case(case, start)
             if row["status"] == "out of memory":
                 ran_out.append(case)
             rows.append(
@@ -215,11 +219,13 @@ def bench(
     return report
 
 
-def _without_trying(recipe: Recipe, case: Case, ran_out: Sequence[Case]) -> dict[str, Any] | None:
+def _untried_row(
+    recipe: Recipe, case: BenchCase, ran_out: Sequence[BenchCase]
+) -> dict[str, Any] | None:
     """The row of a case that needs no measurement."""
-    if reason := refusal(recipe, case):
+    if reason := refusal_reason(recipe, case):
         return {"status": "refused", "reason": reason}
-    if reason := hopeless(case, ran_out):
+    if reason := skip_reason(case, ran_out):
         return {"status": "out of memory", "reason": reason}
     return None
 
@@ -227,14 +233,19 @@ def _without_trying(recipe: Recipe, case: Case, ran_out: Sequence[Case]) -> dict
 def _name_formats(rows: Sequence[dict[str, Any]]) -> None:
     """Say what the recipe's own format is, which only those know that computed in it."""
     own = next(
-        (row["compute"] for row in rows if row["precision"] == OWN and "compute" in row), OWN
+        (
+            row["compute"]
+            for row in rows
+            if row["precision"] == RECIPE_PRECISION and "compute" in row
+        ),
+        RECIPE_PRECISION,
     )
     for row in rows:
-        if row["precision"] == OWN:
+        if row["precision"] == RECIPE_PRECISION:
             row["precision"] = own
 
 
-def run_case(case: Case, start: Start) -> dict[str, Any]:
+def run_case(case: BenchCase, start: StartCommand) -> dict[str, Any]:
     """The row that processes of its own make of a case, or how they ended."""
     with tempfile.TemporaryDirectory(prefix="ingot-bench-") as folder:
         into = Path(folder) / "row.json"
@@ -257,13 +268,13 @@ def run_case(case: Case, start: Start) -> dict[str, Any]:
         try:
             row: dict[str, Any] = json.loads(into.read_bytes())
         except (FileNotFoundError, ValueError):
-            return _ended(child.returncode, said.decode(errors="replace"))
+            return _row_of_exit(child.returncode, said.decode(errors="replace"))
         if row["status"] == "measured" and child.returncode:
-            return _ended(child.returncode, said.decode(errors="replace"))
+            return _row_of_exit(child.returncode, said.decode(errors="replace"))
         return row
 
 
-def _ended(code: int, said: str) -> dict[str, Any]:
+def _row_of_exit(code: int, said: str) -> dict[str, Any]:
     """The row of processes that ended without one."""
     code = 128 - code if code < 0 else code
     if code == KILLED:
@@ -282,7 +293,7 @@ def _ended(code: int, said: str) -> dict[str, Any]:
     }
 
 
-def best_of(cases: Sequence[Case], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def best_of(cases: Sequence[BenchCase], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The row with the most tokens a second, and the knobs that make a recipe run like it; None
     where nothing was measured.
     """
@@ -296,7 +307,7 @@ def best_of(cases: Sequence[Case], rows: Sequence[Mapping[str, Any]]) -> dict[st
     _, index = max(measured, key=lambda one: (one[0], -one[1]))
     return {
         "row": index,
-        "told": cases[index].told(),
+        "told": cases[index].describe(),
         "knobs": cases[index].overrides,
         "tokens_per_s": rows[index]["tokens_per_s"],
     }

@@ -39,8 +39,8 @@ PEAK_TIMES = 3
 is shared is slow now and then.
 """
 SAMPLE_EVERY_S = 0.2
-MOST_WORDS = 200
-KILL_FIRST = Path("/proc/self/oom_score_adj")
+MAX_REASON_CHARS = 200
+OOM_SCORE_FILE = Path("/proc/self/oom_score_adj")
 
 
 def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> None:
@@ -62,7 +62,7 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
             f" for --devices {there}"
         )
     try:
-        with running_mesh(recipe.parallel) as mesh, _bounded(mesh):
+        with running_mesh(recipe.parallel) as mesh, _memory_limited(mesh):
             row = _measure(
                 made_up_plan(recipe, mesh) if synthetic else plan_run(recipe, mesh), mesh, steps
             )
@@ -73,7 +73,7 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
             raise
         # torch puts the place in its own source first.
         reason = (
-            str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2][:MOST_WORDS]
+            str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2][:MAX_REASON_CHARS]
             or "the system has no more"
         )
         write_atomic(into, json.dumps({"status": "out of memory", "reason": reason}))
@@ -81,7 +81,7 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
 
 
 @contextlib.contextmanager
-def _bounded(mesh: Mesh) -> Iterator[None]:
+def _memory_limited(mesh: Mesh) -> Iterator[None]:
     """On a CPU: an allocation beyond what is free is refused, rather than granted and paid with
     swapping or somebody's life; ours comes first.
     """
@@ -89,7 +89,7 @@ def _bounded(mesh: Mesh) -> Iterator[None]:
         yield
         return
     with contextlib.suppress(OSError):
-        KILL_FIRST.write_text("1000")
+        OOM_SCORE_FILE.write_text("1000")
     before = resource.getrlimit(resource.RLIMIT_DATA)
     most = int(psutil.Process().memory_info().data) + host_memory().free // mesh.ranks.local_world
     limits = [most, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
@@ -106,7 +106,7 @@ def _measure(plan: Plan, mesh: Mesh, steps: int) -> dict[str, Any]:
     """
     with trying(plan, mesh) as trial:
         best = _peak(mesh, plan)
-        with Samples(mesh.device) as samples:
+        with UsageSampler(mesh.device) as samples:
             seconds, cores = _steps(trial, steps)
         mine = [
             samples.mean("util"),
@@ -171,10 +171,10 @@ def _steps(trial: Trial, steps: int) -> tuple[float, float]:
         float(before.skipped)
         ended = time.perf_counter()
     times[-1] += ended - began
-    return _typical(times, trial.mesh.device), (time.process_time() - busy) / (ended - first)
+    return _typical_step_s(times, trial.mesh.device), (time.process_time() - busy) / (ended - first)
 
 
-def _typical(times: Sequence[float], device: torch.device) -> float:
+def _typical_step_s(times: Sequence[float], device: torch.device) -> float:
     """On an accelerator the mean, as the host hands out steps before they are done; on a CPU the
     median, which passing guests disturb less.
     """
@@ -194,7 +194,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Samples:
+class UsageSampler:
     """Shares of 1 seen now and then by a thread: `host`, the host's memory; `util` and `memory`,
     those of this rank's GPU.
     """
@@ -204,7 +204,7 @@ class Samples:
         self._seen: list[dict[str, float]] = []
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
 
-    def __enter__(self) -> Samples:
+    def __enter__(self) -> UsageSampler:
         self._thread.start()
         return self
 

@@ -20,7 +20,7 @@ from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.data_columns import check_columns, check_rows
-from ingot.verify.proof import Check, Proof, judged
+from ingot.verify.proof import Check, Proof, check_of_faults
 
 
 def verify_data(recipe: Recipe) -> Proof:
@@ -37,24 +37,26 @@ def verify_data(recipe: Recipe) -> Proof:
         int(entry["bytes"]) for _, where, name, _ in groups for entry in _entries(where, name)
     )
     with Progress("verify", total=-(-2 * size // 10**6), unit="MB") as progress:
-        seen = _Seen(progress)
-        checks = [_files(*group, seen) for group in groups]
-        checks.append(_sources(recipe))
+        seen = _BytesDone(progress)
+        checks = [_check_files(*group, seen) for group in groups]
+        checks.append(_check_sources(recipe))
         try:
             prepared = prepared_for(recipe)
         except WrongInput as error:
             return Proof("data", [*checks, Check("manifest of the columns", False, str(error))])
-        here, of_tokenizer = _tokenizer(recipe, prepared)
+        here, of_tokenizer = _check_tokenizer(recipe, prepared)
         checks += [*of_tokenizer, *check_columns(recipe, prepared, here, seen)]
         for name in markers_of(folder.columns, prepared):
             checks += [
-                _files(name.removesuffix(".json"), folder.columns, name, "ingot prepare", seen),
+                _check_files(
+                    name.removesuffix(".json"), folder.columns, name, "ingot prepare", seen
+                ),
                 check_rows(folder.columns, prepared, name, seen),
             ]
     return Proof("data", checks)
 
 
-class _Seen:
+class _BytesDone:
     """Bytes that were looked at so far."""
 
     def __init__(self, progress: Progress) -> None:
@@ -70,7 +72,9 @@ def _entries(folder: Path, name: str) -> list[Mapping[str, Any]]:
     return entries
 
 
-def _files(what: str, folder: Path, name: str, again: str, seen: Callable[[int], None]) -> Check:
+def _check_files(
+    what: str, folder: Path, name: str, again: str, seen: Callable[[int], None]
+) -> Check:
     """Every file that the marker vouches for: there, of its size, with its SHA-256."""
     if read_marker(folder, name) is None:
         return Check(f"files: {what}", False, f"{folder / name} is missing or torn; run `{again}`")
@@ -79,7 +83,7 @@ def _files(what: str, folder: Path, name: str, again: str, seen: Callable[[int],
         found += problems(folder, {"files": [entry]}, checksums=True)
         seen(int(entry["bytes"]))
     size = sum(int(entry["bytes"]) for entry in entries)
-    return judged(
+    return check_of_faults(
         f"files: {what}",
         found,
         f"{len(entries):,} files, {size / 1e6:,.1f} MB, all checksums right",
@@ -87,7 +91,7 @@ def _files(what: str, folder: Path, name: str, again: str, seen: Callable[[int],
     )
 
 
-def _sources(recipe: Recipe) -> Check:
+def _check_sources(recipe: Recipe) -> Check:
     what = "sources since they were ingested"
     try:
         ingested = open_raw(recipe, unchanged=True)
@@ -102,7 +106,7 @@ def _sources(recipe: Recipe) -> Check:
     )
 
 
-def _tokenizer(recipe: Recipe, prepared: Prepared) -> tuple[Tokenizer | None, list[Check]]:
+def _check_tokenizer(recipe: Recipe, prepared: Prepared) -> tuple[Tokenizer | None, list[Check]]:
     """That ids and templates are those of the tokenizer that lies here, and that this is the
     recipe's. And the tokenizer, if it can be read.
     """
@@ -122,11 +126,11 @@ def _tokenizer(recipe: Recipe, prepared: Prepared) -> tuple[Tokenizer | None, li
     )
     return here, [
         Check("tokenizer of the columns", same, detail if same else other),
-        _of_recipe(recipe, here),
+        _check_recipe_tokenizer(recipe, here),
     ]
 
 
-def _of_recipe(recipe: Recipe, here: Tokenizer) -> Check:
+def _check_recipe_tokenizer(recipe: Recipe, here: Tokenizer) -> Check:
     what = "tokenizer of the recipe"
     try:
         template = (

@@ -23,7 +23,7 @@ from ingot.data.packing import PICKED, read_packed, table_name
 from ingot.data.picking import limits
 from ingot.data.sources import Split, recipe_sources
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.verify.proof import NAMED, Check, judged
+from ingot.verify.proof import NAMED, Check, check_of_faults
 
 CHUNK = 1 << 22
 """Elements that are looked at together."""
@@ -35,7 +35,7 @@ Ids = npt.NDArray[np.int64]
 
 
 @dataclass
-class _Found:
+class _ColumnFaults:
     """What is wrong with the parts, by check."""
 
     index: list[str] = field(default_factory=list)
@@ -50,17 +50,17 @@ def check_columns(
     recipe: Recipe, prepared: Prepared, here: Tokenizer | None, seen: Callable[[int], None]
 ) -> list[Check]:
     """Look at every element of every part."""
-    found, names = _Found(), prepared.names
+    found, names = _ColumnFaults(), prepared.names
     parts = [
         (split, source, part)
         for split, sources in prepared.splits.items()
         for source, one in enumerate(sources)
         for part in one.parts
     ]
-    ends = _ends(recipe, here)
+    ends = _record_ends(recipe, here)
     for split, _, part in parts:
         try:
-            _part(recipe.folder.columns, split, part, prepared, ends, found, seen)
+            _check_part(recipe.folder.columns, split, part, prepared, ends, found, seen)
         except WrongInput as error:
             found.index.append(str(error))
     documents, tokens = (
@@ -77,20 +77,26 @@ def check_columns(
     if any(total != counted for total, counted in totals):
         found.counts.append("the totals of manifest.json are not the sums of its parts")
     checks = [
-        judged("columns: indexes", found.index, f"{len(parts):,} parts of {len(names)} columns"),
-        judged("columns: counts", found.counts, f"{documents:,} documents, {tokens:,} tokens"),
-        judged("columns: ids", found.ids, f"all below {prepared.vocab_size:,}"),
+        check_of_faults(
+            "columns: indexes", found.index, f"{len(parts):,} parts of {len(names)} columns"
+        ),
+        check_of_faults(
+            "columns: counts", found.counts, f"{documents:,} documents, {tokens:,} tokens"
+        ),
+        check_of_faults("columns: ids", found.ids, f"all below {prepared.vocab_size:,}"),
     ]
     if any(map(is_mask, names)):
-        checks.append(judged("columns: masks", found.masks, "0 or 1, one for each token"))
+        checks.append(check_of_faults("columns: masks", found.masks, "0 or 1, one for each token"))
     if LABEL in names:
         checks.append(
-            judged("columns: labels", found.labels, f"one of {len(prepared.labels)} for each text")
+            check_of_faults(
+                "columns: labels", found.labels, f"one of {len(prepared.labels)} for each text"
+            )
         )
-    return [*checks, _ends_check(recipe, ends, found.ends)]
+    return [*checks, _check_record_ends(recipe, ends, found.ends)]
 
 
-def _ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
+def _record_ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
     """The tokens that every record ends with; [] where none are promised."""
     sources = [source for sources in recipe_sources(recipe).values() for source in sources]
     if (
@@ -102,10 +108,10 @@ def _ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
     return here.after if recipe.documents == "text" else here.frame[1]
 
 
-def _ends_check(recipe: Recipe, ends: Sequence[int], found: Sequence[str]) -> Check:
+def _check_record_ends(recipe: Recipe, ends: Sequence[int], found: Sequence[str]) -> Check:
     what = "columns: end of each record"
     if ends:
-        return judged(what, found, f"token {', '.join(map(str, ends))}")
+        return check_of_faults(what, found, f"token {', '.join(map(str, ends))}")
     if recipe.documents in TEMPLATED:
         return Check(
             what, None, "a chat ends as its template says; look at it with `ingot show mask`"
@@ -118,13 +124,13 @@ def _ends_check(recipe: Recipe, ends: Sequence[int], found: Sequence[str]) -> Ch
     )
 
 
-def _part(
+def _check_part(
     folder: Path,
     split: Split,
     part: Part,
     prepared: Prepared,
     ends: Sequence[int],
-    found: _Found,
+    found: _ColumnFaults,
     seen: Callable[[int], None],
 ) -> None:
     """Add what is wrong with one part to `found`. Raises WrongInput where an index is damaged."""
@@ -160,16 +166,16 @@ def _part(
                 f"{path} has {int((lengths != 1).sum()):,} records that are not one label"
             )
         if is_mask(name) and not np.array_equal(
-            lengths, _masked(columns, name).lengths(0, len(_masked(columns, name)))
+            lengths, _masked_column(columns, name).lengths(0, len(_masked_column(columns, name)))
         ):
             wrongs.append(
                 f"{path} has records of other lengths than"
-                f" {bin_path(_masked(columns, name).prefix).name}"
+                f" {bin_path(_masked_column(columns, name).prefix).name}"
             )
         if (
             ends
             and name in token_columns(prepared.names)
-            and (missing := _unended(column, lengths, ends))
+            and (missing := _count_unended(column, lengths, ends))
         ):
             found.ends.append(
                 f"{path} has {missing:,} records that do not end with token"
@@ -177,12 +183,12 @@ def _part(
             )
 
 
-def _masked(columns: Mapping[str, Column], mask: str) -> Column:
+def _masked_column(columns: Mapping[str, Column], mask: str) -> Column:
     """The column of ids that a mask is of."""
     return columns[mask.removesuffix(MASK).removesuffix("_") or "tokens"]
 
 
-def _unended(column: Column, lengths: Ids, ends: Sequence[int]) -> int:
+def _count_unended(column: Column, lengths: Ids, ends: Sequence[int]) -> int:
     """How many records do not end with these tokens."""
     behind, values, wrong = (
         np.cumsum(lengths),
@@ -225,7 +231,7 @@ def check_rows(folder: Path, prepared: Prepared, name: str, seen: Callable[[int]
                     column_prefix(folder, split, table_name(how, seq_len, target_len), number)
                 )
                 table.prove()
-                if wrong := _rows_of(
+                if wrong := _row_fault(
                     table,
                     Column(column_prefix(folder, split, first, number)),
                     seq_len,
@@ -236,7 +242,9 @@ def check_rows(folder: Path, prepared: Prepared, name: str, seen: Callable[[int]
                 rows, tokens = (
                     rows + len(table),
                     tokens
-                    + _tokens_of(folder, split, number, prepared, table, seq_len, target_len),
+                    + _count_row_tokens(
+                        folder, split, number, prepared, table, seq_len, target_len
+                    ),
                 )
                 seen(2 * table.elements * table.dtype.itemsize)
         if not found and (rows, tokens) != (packed.total.rows, packed.total.tokens):
@@ -250,7 +258,7 @@ def check_rows(folder: Path, prepared: Prepared, name: str, seen: Callable[[int]
     return Check(what, not found, "; ".join(found[:NAMED]) if found else str(packed))
 
 
-def _tokens_of(
+def _count_row_tokens(
     folder: Path,
     split: Split,
     number: int,
@@ -270,7 +278,7 @@ def _tokens_of(
     return total
 
 
-def _rows_of(
+def _row_fault(
     table: Column, tokens: Column, seq_len: int, count: int, *, picked: bool
 ) -> str | None:
     """What is wrong with the rows of a part. `picked`: each row is one record, and some may be left

@@ -25,47 +25,47 @@ from ingot.models.hf.folder import hash_model
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export_logits import (
-    LOGPROB,
-    beginnings,
-    bound,
+    LOGPROB_TOLERANCE,
     computed_bound,
-    difference,
+    logit_bound,
+    logit_difference,
     merged_bound,
-    ours,
-    theirs,
+    prompt_prefixes,
+    training_logits,
+    transformers_logits,
 )
 from ingot.verify.export_server import (
     NEW_TOKENS,
-    served_decoder,
-    served_encoder,
-    served_seq2seq,
+    check_decoder,
+    check_encoder,
+    check_seq2seq,
     server,
 )
-from ingot.verify.export_server import WHAT as SERVER
+from ingot.verify.export_server import SERVER as SERVER
 from ingot.verify.export_trained import (
-    AGAIN,
-    Export,
-    Trained,
-    base_of,
+    TRAIN_AGAIN,
+    ExportedRun,
+    RebuiltModel,
+    base_model,
     compare_weights,
-    differing,
+    differing_tensors,
     open_export,
     rebuild,
 )
-from ingot.verify.export_transformers import WHAT as CHATS
+from ingot.verify.export_transformers import CHAT_TEMPLATE as CHATS
 from ingot.verify.export_transformers import (
-    NotOpened,
-    Theirs,
+    CannotOpen,
+    TransformersModel,
     check_chats,
     open_adapter,
-    open_theirs,
+    open_transformers,
 )
 from ingot.verify.proof import Check, Proof
 
-ASKED = 4
+SERVER_DOCUMENTS = 4
 """Held-out documents that the server is asked about."""
 LONGEST_PROMPT = 64
-BACK = "put back what was exported, or " + AGAIN
+REPAIR = "put back what was exported, or " + TRAIN_AGAIN
 
 
 def verify_export(recipe: Recipe) -> Proof:
@@ -83,19 +83,19 @@ def verify_export(recipe: Recipe) -> Proof:
             found.extend(checks)
             progress.update(len(found), now=following)
 
-        add("weights", _hash(export), _tokenizer(export))
-        trained, why = _trained(export)
-        add("logits", _weights(export, trained, why))
-        read, check = _logits(export, trained, why)
+        add("weights", _check_hash(export), _check_tokenizer(export))
+        trained, why = _rebuild_or_reason(export)
+        add("logits", _check_weights(export, trained, why))
+        read, check = _check_logits(export, trained, why)
         add("adapter" if recipe.model.lora is not None else "server", check)
         if recipe.model.lora is not None:
-            add("server", *_adapter(export, trained, read))
-        add("chats", _served(export, trained, read))
-        add("done", _chats(export))
+            add("server", *_check_adapter(export, trained, read))
+        add("chats", _check_server(export, trained, read))
+        add("done", _check_chat_template(export))
     return Proof(f"Export of {recipe.name}, step {export.step:,}, {export.type}", found)
 
 
-def _hash(export: Export) -> Check:
+def _check_hash(export: ExportedRun) -> Check:
     """Whether config.json and weights are those that were written."""
     what, told = "files: weights and configuration", export.lineage["model_hash"]
     try:
@@ -107,12 +107,12 @@ def _hash(export: Export) -> Check:
             what,
             False,
             f"config.json or the weights changed since they were exported: their hash is {now},"
-            f" ingot.json says {told}; {BACK}",
+            f" ingot.json says {told}; {REPAIR}",
         )
     return Check(what, True, f"hash {now}, as in ingot.json")
 
 
-def _tokenizer(export: Export) -> Check:
+def _check_tokenizer(export: ExportedRun) -> Check:
     what, lineage = "files: tokenizer and template", export.lineage
     try:
         tokenizer = load_tokenizer(export.recipe.folder.model)
@@ -124,7 +124,7 @@ def _tokenizer(export: Export) -> Check:
             what,
             False,
             f"the chat template is {template or 'none'}, ingot.json says"
-            f" {lineage.get('template') or 'none'}; {BACK}",
+            f" {lineage.get('template') or 'none'}; {REPAIR}",
         )
     told = {"ingot.json": lineage["tokenizer"]} | (
         {}
@@ -137,7 +137,7 @@ def _tokenizer(export: Export) -> Check:
                 what,
                 False,
                 f"the tokenizer is {identity}, {where} says {other}: other vocabulary, merges or"
-                f" special tokens; {BACK}",
+                f" special tokens; {REPAIR}",
             )
     return Check(
         what,
@@ -146,15 +146,15 @@ def _tokenizer(export: Export) -> Check:
     )
 
 
-def _trained(export: Export) -> tuple[Trained | None, str]:
+def _rebuild_or_reason(export: ExportedRun) -> tuple[RebuiltModel | None, str]:
     """The trainer's model, or why there is none."""
     try:
-        return rebuild(export), export.gone
+        return rebuild(export), export.missing_reason
     except WrongInput as error:
         return None, str(error)
 
 
-def _weights(export: Export, trained: Trained | None, why: str) -> Check:
+def _check_weights(export: ExportedRun, trained: RebuiltModel | None, why: str) -> Check:
     what = "weights"
     if trained is None:
         return Check(what, False, why)
@@ -162,7 +162,7 @@ def _weights(export: Export, trained: Trained | None, why: str) -> Check:
     if compared is None:
         return Check(what, None, f"{why}; keep more with checkpoint.keep")
     if compared.wrong:
-        return Check(what, False, f"{compared.told}; {BACK}")
+        return Check(what, False, f"{compared.summary}; {REPAIR}")
     last = (
         f"; {compared.folded:,} of folded-in layers are off by their last bit, as sums on another"
         " device are"
@@ -178,21 +178,23 @@ def _weights(export: Export, trained: Trained | None, why: str) -> Check:
 
 
 @dataclass(frozen=True)
-class _Read:
+class _TransformersLogits:
     """The exported folder as transformers reads it, and its logits on the held-out records."""
 
-    model: Theirs
+    model: TransformersModel
     logits: torch.Tensor
 
 
-def _logits(export: Export, trained: Trained | None, why: str) -> tuple[_Read | None, Check]:
+def _check_logits(
+    export: ExportedRun, trained: RebuiltModel | None, why: str
+) -> tuple[_TransformersLogits | None, Check]:
     """What transformers makes of the folder, if it opens it, against the trainer's logits."""
-    what, held = "logits: trainer and transformers", export.held
+    what, held = "logits: trainer and transformers", export.held_out
     try:
-        model = open_theirs(export.recipe.folder.model, export.plan.drawing.kind)
-        read = _Read(model, theirs(model, held))
-    except NotOpened as error:
-        return None, Check(what, False, f"{error}; {BACK}")
+        model = open_transformers(export.recipe.folder.model, export.plan.drawing.kind)
+        read = _TransformersLogits(model, transformers_logits(model, held))
+    except CannotOpen as error:
+        return None, Check(what, False, f"{error}; {REPAIR}")
     said = read.logits
     if trained is None:
         return read, Check(what, False, why)
@@ -201,10 +203,10 @@ def _logits(export: Export, trained: Trained | None, why: str) -> tuple[_Read | 
             what,
             False,
             f"transformers has {said.shape[1]:,} logits for each token, the trainer"
-            f" {trained.logits.shape[1]:,}; {BACK}",
+            f" {trained.logits.shape[1]:,}; {REPAIR}",
         )
-    gap = difference(trained.logits, said)
-    most = bound(gap.size)
+    gap = logit_difference(trained.logits, said)
+    most = logit_bound(gap.size)
     places = f"{len(said):,} places of {len(held.records)} held-out records"
     detail = (
         f"{places}: largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to"
@@ -212,37 +214,43 @@ def _logits(export: Export, trained: Trained | None, why: str) -> tuple[_Read | 
     )
     if gap.largest > most:
         return read, Check(
-            what, False, f"{detail}, at {held.place(gap.at, export.plan.tokenizer)}; {BACK}"
+            what, False, f"{detail}, at {held.place(gap.at, export.plan.tokenizer)}; {REPAIR}"
         )
     rounding = (
         ""
         if trained.unrounded is None
         else (
             f"; rounding to {export.type} moves them by up to"
-            f" {difference(trained.unrounded, said).largest:.1e}"
+            f" {logit_difference(trained.unrounded, said).largest:.1e}"
         )
     )
     own = "; weights as exported, since the checkpoint is gone" if trained.compared is None else ""
     return read, Check(what, True, f"{detail}{rounding}{own}")
 
 
-def _adapter(export: Export, trained: Trained | None, read: _Read | None) -> list[Check]:
+def _check_adapter(
+    export: ExportedRun, trained: RebuiltModel | None, read: _TransformersLogits | None
+) -> list[Check]:
     """The adapter's folder on its base: its matrices, what they make of the base, and the same by
     PEFT.
     """
     what, folder = "adapter", export.recipe.folder.adapter
     if trained is None or read is None:
         return [Check(what, False, f"there is no merged model to compare {folder} with; see above")]
-    beside = base_of(export.plan)
+    beside = base_model(export.plan)
     try:
         load_adapter(beside, folder)
     except WrongInput as error:
         return [Check(what, False, str(error))]
     matrices = dict(adapter_parameters(beside))
-    wrong = differing(matrices, trained.adapter, sorted(trained.adapter)) if trained.adapter else []
-    apart = ours(beside, export.held)
-    peft = _peft(export, apart)
-    gap, most = difference(apart, read.logits), merged_bound(export.type, trained.products)
+    wrong = (
+        differing_tensors(matrices, trained.adapter, sorted(trained.adapter))
+        if trained.adapter
+        else []
+    )
+    apart = training_logits(beside, export.held_out)
+    peft = _check_peft(export, apart)
+    gap, most = logit_difference(apart, read.logits), merged_bound(export.type, trained.products)
     merged = compare_weights(beside, export.recipe.folder.model, export.dtype)
     detail = (
         f"{len(matrices)} matrices; beside the base and folded into it their logits differ by"
@@ -252,7 +260,9 @@ def _adapter(export: Export, trained: Trained | None, read: _Read | None) -> lis
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return [
             Check(
-                what, False, f"{', '.join(wrong[:3])}{more} in {folder} are not as trained; {BACK}"
+                what,
+                False,
+                f"{', '.join(wrong[:3])}{more} in {folder} are not as trained; {REPAIR}",
             ),
             peft,
         ]
@@ -262,14 +272,14 @@ def _adapter(export: Export, trained: Trained | None, read: _Read | None) -> lis
                 what,
                 False,
                 f"{folder} folded into its base is not {export.recipe.folder.model}:"
-                f" {merged.told or detail}; {BACK}",
+                f" {merged.summary or detail}; {REPAIR}",
             ),
             peft,
         ]
     return [Check(what, True, detail), peft]
 
 
-def _peft(export: Export, apart: torch.Tensor) -> Check:
+def _check_peft(export: ExportedRun, apart: torch.Tensor) -> Check:
     what, drawing = "adapter in PEFT", export.plan.drawing
     if drawing.folder is None or drawing.random:
         return Check(
@@ -279,26 +289,28 @@ def _peft(export: Export, apart: torch.Tensor) -> Check:
         )
     try:
         model = open_adapter(
-            open_theirs(drawing.folder, drawing.kind, labels=export.recipe.labels),
+            open_transformers(drawing.folder, drawing.kind, labels=export.recipe.labels),
             export.recipe.folder.adapter,
         )
-    except NotOpened as error:
-        return Check(what, False, f"{error}; {BACK}")
+    except CannotOpen as error:
+        return Check(what, False, f"{error}; {REPAIR}")
     if model is None:
         return Check(what, None, "PEFT is not installed; `pip install peft` to have it compared")
-    gap = difference(apart, theirs(model, export.held))
-    most, where = bound(gap.size), export.held.place(gap.at, export.plan.tokenizer)
+    gap = logit_difference(apart, transformers_logits(model, export.held_out))
+    most, where = logit_bound(gap.size), export.held_out.place(gap.at, export.plan.tokenizer)
     detail = (
         f"largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to {gap.size:.1f}"
     )
     return Check(
         what,
         gap.largest <= most,
-        detail if gap.largest <= most else f"{detail}, at {where}; {BACK}",
+        detail if gap.largest <= most else f"{detail}, at {where}; {REPAIR}",
     )
 
 
-def _served(export: Export, trained: Trained | None, read: _Read | None) -> Check:
+def _check_server(
+    export: ExportedRun, trained: RebuiltModel | None, read: _TransformersLogits | None
+) -> Check:
     """The server's answers against transformers', in the type that the server computes in here."""
     if read is None or trained is None:
         return Check(SERVER, None, "there is nothing to compare its answers with; see above")
@@ -307,23 +319,27 @@ def _served(export: Export, trained: Trained | None, read: _Read | None) -> Chec
         model = model.to(device, torch.bfloat16)
         most = computed_bound(trained.products, float(trained.logits.square().mean().sqrt()))
     else:
-        most = LOGPROB + bound(float(trained.logits.abs().max()))
+        most = LOGPROB_TOLERANCE + logit_bound(float(trained.logits.abs().max()))
     try:
         with server(export.recipe.folder.model) as url:
-            return _answers(export, url, model, most)
+            return _compare_answers(export, url, model, most)
     except Failed as error:
-        return Check(SERVER, False, f"{error}; {BACK}")
+        return Check(SERVER, False, f"{error}; {REPAIR}")
 
 
-def _answers(export: Export, url: str, model: Theirs, most: float) -> Check:
+def _compare_answers(export: ExportedRun, url: str, model: TransformersModel, most: float) -> Check:
     recipe, tokenizer = export.recipe, export.plan.tokenizer
     if model.kind == "decoder":
         room = min(LONGEST_PROMPT, export.plan.drawing.config.max_position_embeddings - NEW_TOKENS)
-        return served_decoder(
-            url, model, tokenizer, beginnings(export.held, ASKED, max(1, room)), most
+        return check_decoder(
+            url,
+            model,
+            tokenizer,
+            prompt_prefixes(export.held_out, SERVER_DOCUMENTS, max(1, room)),
+            most,
         )
     try:
-        texts = _texts(recipe, tokenizer)
+        texts = _held_out_texts(recipe, tokenizer)
     except WrongInput as error:
         return Check(SERVER, None, f"there are no held-out texts to ask about: {error}")
     if not texts:
@@ -331,18 +347,18 @@ def _answers(export: Export, url: str, model: Theirs, most: float) -> Check:
             SERVER, None, f"no held-out document fits into data.seq_len={recipe.data.seq_len}"
         )
     if model.kind == "seq2seq":
-        return served_seq2seq(url, model, tokenizer, texts, prefix_of(recipe))
-    return served_encoder(url, model, tokenizer, texts, most)
+        return check_seq2seq(url, model, tokenizer, texts, prefix_of(recipe))
+    return check_encoder(url, model, tokenizer, texts, most)
 
 
-def _chats(export: Export) -> Check:
+def _check_chat_template(export: ExportedRun) -> Check:
     try:
         return check_chats(export.recipe, prepared_for(export.recipe), export.plan.tokenizer)
     except WrongInput as error:
         return Check(CHATS, None, f"there are no held-out chats to write: {error}")
 
 
-def _texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+def _held_out_texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
     """Some held-out sources of pairs, or labelled texts, that need not be cut."""
     documents = (document.text for document in read_documents(recipe, "validation"))
     found = (
@@ -352,6 +368,7 @@ def _texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
     prefix, most = prefix_of(recipe), recipe.data.seq_len
     return list(
         itertools.islice(
-            (text for text in found if len(tokenizer.encode_framed(prefix + text)) <= most), ASKED
+            (text for text in found if len(tokenizer.encode_framed(prefix + text)) <= most),
+            SERVER_DOCUMENTS,
         )
     )

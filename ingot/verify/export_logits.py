@@ -16,39 +16,39 @@ from ingot.data.rows import IGNORE, Rows, Samples
 from ingot.models.kinds import Kind, Model
 from ingot.models.native.head import View
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.verify.export_transformers import Theirs
+from ingot.verify.export_transformers import TransformersModel
 
 TOKENS = 256
 """Rows are taken until they have so many tokens, and logits are looked at of about so many."""
-MOST_ROWS = 64
+MAX_ROWS = 64
 MICRO_BATCH = 4
 
-LOGITS = 1e-4
+LOGIT_TOLERANCE = 1e-4
 """Largest difference of a logit between two implementations with the same float32 weights, as a
 share of the largest logit. Sums in another order stay some hundred times below it; another rotary
 base, another epsilon, another mask do not.
 """
-LOGPROB = 1e-4
+LOGPROB_TOLERANCE = 1e-4
 """What a log-probability may differ by beside its logits, nats: the sum over the vocabulary, and
 how servers write numbers.
 """
-ROUNDED = {"bf16": 2.0**-8, "fp32": 2.0**-24}
+ROUNDING = {"bf16": 2.0**-8, "fp32": 2.0**-24}
 """By how much of itself a weight moves at most when it is rounded to an export type."""
-MEAN_ROUNDED = 0.4
+MEAN_ROUNDING = 0.4
 """The mean square of those moves, as a share of the largest."""
 MERGED_FP32 = 1e-5
 """Difference in norm, relative, between an adapter folded into its weights and beside them where
 both are float32.
 """
-COMPUTED = 6
+ROUNDINGS_PER_PRODUCT = 6
 """Roundings on the way through one product where not only the weight but inputs and outputs are
 bf16 too, in both of two computations.
 """
 
 
-def bound(size: float) -> float:
+def logit_bound(size: float) -> float:
     """The largest difference that logits of up to `size` may have."""
-    return LOGITS * size
+    return LOGIT_TOLERANCE * size
 
 
 def merged_bound(export_type: str, products: int) -> float:
@@ -59,18 +59,18 @@ def merged_bound(export_type: str, products: int) -> float:
     are independent, so that they add up to sqrt(n) times that. Twice as much is let pass, for what
     the parts between them add.
     """
-    return MERGED_FP32 + 2 * MEAN_ROUNDED * ROUNDED[export_type] * math.sqrt(products)
+    return MERGED_FP32 + 2 * MEAN_ROUNDING * ROUNDING[export_type] * math.sqrt(products)
 
 
 def computed_bound(products: int, size: float) -> float:
     """The same for log-probabilities, in nats, of two computations in bf16 of logits whose root
     mean square is `size`.
     """
-    return merged_bound("bf16", COMPUTED * products) * max(1.0, size)
+    return merged_bound("bf16", ROUNDINGS_PER_PRODUCT * products) * max(1.0, size)
 
 
 @dataclass(frozen=True)
-class Record:
+class HeldOutRecord:
     """What transformers reads at once: a document of a row, one side of a preference, a pair, a
     text to classify.
     """
@@ -87,7 +87,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutRows:
     """The first held-out rows as training batches them, which positions are compared, and the same
     as single records in the same order.
     """
@@ -95,7 +95,7 @@ class HeldOut:
     batches: list[Batch]
     keep: list[Tensor]
     """For each batch, shaped like its labels: bool."""
-    records: list[Record]
+    records: list[HeldOutRecord]
 
     @property
     def count(self) -> int:
@@ -115,37 +115,37 @@ class HeldOut:
         raise IndexError(index)
 
 
-def held_out(rows: Rows | Samples, kind: Kind) -> HeldOut:
+def held_out(rows: Rows | Samples, kind: Kind) -> HeldOutRows:
     """The first rows, about `TOKENS` tokens of them, at least one row."""
     counts: list[int] = []
-    for batch in fixed_batches(rows, range(min(len(rows), MOST_ROWS)), 1):
-        counts.append(int(_live(batch, kind).sum()))
+    for batch in fixed_batches(rows, range(min(len(rows), MAX_ROWS)), 1):
+        counts.append(int(_has_logits(batch, kind).sum()))
         if sum(counts) >= TOKENS:
             break
     step = max(1, sum(counts) // TOKENS)
     batches = list(fixed_batches(rows, range(len(counts)), MICRO_BATCH))
-    keep = [_kept(_live(batch, kind), step) for batch in batches]
+    keep = [_compared_positions(_has_logits(batch, kind), step) for batch in batches]
     records = [
         record
         for batch, mask in zip(batches, keep, strict=True)
         for record in _records(batch, mask, kind)
     ]
-    return HeldOut(batches, keep, records)
+    return HeldOutRows(batches, keep, records)
 
 
-def _live(batch: Batch, kind: Kind) -> Tensor:
+def _has_logits(batch: Batch, kind: Kind) -> Tensor:
     """Where there are logits to compare, shaped like the labels."""
     return batch.segments != 0 if kind == "decoder" else batch.labels != IGNORE
 
 
-def _kept(live: Tensor, step: int) -> Tensor:
+def _compared_positions(live: Tensor, step: int) -> Tensor:
     """Every `step`-th place, so that of a long row its end is looked at, too."""
     if live.ndim == 1:
         return live
     return live & (torch.arange(live.shape[1]) % step == step - 1)
 
 
-def _records(batch: Batch, keep: Tensor, kind: Kind) -> list[Record]:
+def _records(batch: Batch, keep: Tensor, kind: Kind) -> list[HeldOutRecord]:
     found = []
     per_row = batch.tokens.shape[0] // batch.rows.shape[0]
     for row, (tokens, segments) in enumerate(zip(batch.tokens, batch.segments, strict=True)):
@@ -160,11 +160,11 @@ def _records(batch: Batch, keep: Tensor, kind: Kind) -> list[Record]:
                 kept = keep[row].nonzero()[:, 0].tolist()
             else:
                 kept = [0] if keep[row] else []
-            found.append(Record(number, int(places[0]), ids, targets, kept))
+            found.append(HeldOutRecord(number, int(places[0]), ids, targets, kept))
     return found
 
 
-class _Collected:
+class _LogitCollector:
     """An objective's per-token function that keeps the logits of the tokens it is told to; `extras`
     tells.
     """
@@ -179,11 +179,11 @@ class _Collected:
 
 
 @torch.no_grad()
-def ours(model: Model, held: HeldOut) -> Tensor:
+def training_logits(model: Model, held: HeldOutRows) -> Tensor:
     """Float32 `[N, V]`: the logits of the compared positions by the way that training goes, several
     documents in one row.
     """
-    collected = _Collected()
+    collected = _LogitCollector()
     for batch, keep in zip(held.batches, held.keep, strict=True):
         plain = bool((batch.segments == batch.segments[:, :1]).all())
         model(
@@ -197,7 +197,7 @@ def ours(model: Model, held: HeldOut) -> Tensor:
     return torch.cat(collected.parts)
 
 
-def theirs(model: Theirs, held: HeldOut) -> Tensor:
+def transformers_logits(model: TransformersModel, held: HeldOutRows) -> Tensor:
     """The same positions by transformers, each record alone."""
     return torch.cat(
         [
@@ -209,7 +209,7 @@ def theirs(model: Theirs, held: HeldOut) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogitDifference:
     """How two sets of logits `[N, V]` differ."""
 
     largest: float
@@ -221,16 +221,16 @@ class Difference:
     """Norm of the difference, relative to the second's."""
 
 
-def difference(one: Tensor, other: Tensor) -> Difference:
+def logit_difference(one: Tensor, other: Tensor) -> LogitDifference:
     """What is not a number differs infinitely."""
     gap = (one - other).abs().nan_to_num(nan=math.inf)
     per_token = gap.amax(dim=1)
     at = int(per_token.argmax())
     relative = float(gap.double().norm() / other.double().norm().clamp_min(1e-30))
-    return Difference(float(per_token[at]), at, float(other.abs().max()), relative)
+    return LogitDifference(float(per_token[at]), at, float(other.abs().max()), relative)
 
 
-def beginnings(held: HeldOut, count: int, longest: int) -> list[Sequence[int]]:
+def prompt_prefixes(held: HeldOutRows, count: int, longest: int) -> list[Sequence[int]]:
     """The first halves of some held-out documents, as prompts; at most `longest` tokens each."""
     long_enough = [record.tokens for record in held.records if len(record.tokens) > 1] or [
         record.tokens for record in held.records

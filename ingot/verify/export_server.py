@@ -16,10 +16,10 @@ from ingot.base.server import ask, running_server
 from ingot.models.generation.request import Token
 from ingot.serve.http.openai import LogprobWriter
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.verify.export_transformers import Theirs
+from ingot.verify.export_transformers import TransformersModel
 from ingot.verify.proof import Check
 
-WHAT = "server"
+SERVER = "server"
 NEW_TOKENS = 16
 CANDIDATES = 32
 """Likeliest tokens among which the one that the server wrote is looked for by its text."""
@@ -34,7 +34,7 @@ def server(folder: Path) -> AbstractContextManager[str]:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _ServedToken:
     """A token that the server wrote: how far its log-probability is from transformers' own, and
     what it would be called.
     """
@@ -45,8 +45,12 @@ class _Step:
     place: str
 
 
-def served_decoder(
-    url: str, model: Theirs, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], bound: float
+def check_decoder(
+    url: str,
+    model: TransformersModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    bound: float,
 ) -> Check:
     """Completions of `prompts`, greedy: each token's log-probability against transformers'
     log-softmax at that place.
@@ -58,31 +62,31 @@ def served_decoder(
         "logprobs": 0,
     }
     choices = ask(url, "/v1/completions", body)["choices"]
-    steps: list[_Step] = []
+    steps: list[_ServedToken] = []
     for number, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
         spelled, given = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
         if len(spelled) < NEW_TOKENS and choice["finish_reason"] == "length":
             return Check(
-                WHAT,
+                SERVER,
                 False,
                 f"completion {number} ends after {len(spelled)} of {NEW_TOKENS} tokens and says"
                 " that this is its length",
             )
-        ids, after = list(prompt), _After(model, prompt)
+        ids, after = list(prompt), _NextTokenLogprobs(model, prompt)
         for text, logprob in zip(spelled, given, strict=True):
             likely = after(ids)
-            found = _named(text, likely, tokenizer, ids)
+            found = _find_token(text, likely, tokenizer, ids)
             place = f"completion {number}, token {len(ids) - len(prompt)}"
             if found is None:
                 wanted = tokenizer.token(int(likely.argmax()))
                 return Check(
-                    WHAT,
+                    SERVER,
                     False,
                     f"{place} is {text!r}, and {wanted!r} is transformers' likeliest; serve this"
                     " very folder, or export it again",
                 )
             steps.append(
-                _Step(
+                _ServedToken(
                     abs(float(likely[found]) - float(logprob)),
                     float(likely.max() - likely[found]),
                     f"{place}, {text!r}",
@@ -95,18 +99,18 @@ def served_decoder(
                 (float(likely[token]) for token in model.stops), default=-torch.inf
             )
             steps.append(
-                _Step(
+                _ServedToken(
                     0.0,
                     behind,
                     f"completion {number}, the end after {len(ids) - len(prompt)} tokens",
                 )
             )
-    return _judged(steps, len(prompts), bound)
+    return _decoder_check(steps, len(prompts), bound)
 
 
-def _judged(steps: Sequence[_Step], prompts: int, bound: float) -> Check:
+def _decoder_check(steps: Sequence[_ServedToken], prompts: int, bound: float) -> Check:
     if not steps:
-        return Check(WHAT, False, f"the server wrote nothing to {prompts} prompts")
+        return Check(SERVER, False, f"the server wrote nothing to {prompts} prompts")
     worst = max(steps, key=lambda step: max(step.gap, step.behind / 2))
     # Of two tokens that are equally likely but for rounding either may be written.
     fits = worst.gap <= bound and worst.behind <= 2 * bound
@@ -115,21 +119,21 @@ def _judged(steps: Sequence[_Step], prompts: int, bound: float) -> Check:
         f" {worst.gap:.1e} (bound {bound:.1e})"
     )
     if fits:
-        return Check(WHAT, True, what)
+        return Check(SERVER, True, what)
     other = (
         f", and transformers finds another token likelier by {worst.behind:.1e}"
         if worst.behind > 2 * bound
         else ""
     )
-    return Check(WHAT, False, f"{what} at {worst.place}{other}")
+    return Check(SERVER, False, f"{what} at {worst.place}{other}")
 
 
-class _After:
+class _NextTokenLogprobs:
     """transformers' log-probabilities `[V]` of the token after some ids; one pass for a whole
     completion, as long as it is the one expected.
     """
 
-    def __init__(self, model: Theirs, prompt: Sequence[int]) -> None:
+    def __init__(self, model: TransformersModel, prompt: Sequence[int]) -> None:
         self._model, self._end = model, len(prompt) + NEW_TOKENS
         self._read: list[int] = []
 
@@ -140,7 +144,7 @@ class _After:
         return self._values[len(ids) - 1]
 
 
-def _named(
+def _find_token(
     text: str, likely: torch.Tensor, tokenizer: Tokenizer, before: Sequence[int]
 ) -> int | None:
     """The likeliest token that the server would spell as `text` behind `before`: answers name
@@ -152,8 +156,8 @@ def _named(
     return None
 
 
-def served_seq2seq(
-    url: str, model: Theirs, tokenizer: Tokenizer, sources: Sequence[str], prefix: str
+def check_seq2seq(
+    url: str, model: TransformersModel, tokenizer: Tokenizer, sources: Sequence[str], prefix: str
 ) -> Check:
     """Texts written to `sources`, greedy, against what transformers generates."""
     body = {
@@ -167,19 +171,19 @@ def served_seq2seq(
         )
         if answer != wanted:
             return Check(
-                WHAT,
+                SERVER,
                 False,
                 f"to {source[:40]!r} it writes {answer[:60]!r}, transformers {wanted[:60]!r}",
             )
     return Check(
-        WHAT,
+        SERVER,
         True,
         f"{len(answers)} texts of up to {NEW_TOKENS} tokens, the same as transformers generates",
     )
 
 
-def served_encoder(
-    url: str, model: Theirs, tokenizer: Tokenizer, texts: Sequence[str], bound: float
+def check_encoder(
+    url: str, model: TransformersModel, tokenizer: Tokenizer, texts: Sequence[str], bound: float
 ) -> Check:
     """Labels and their probabilities against transformers'."""
     answers = ask(url, "/predict", {"instances": list(texts)})["predictions"]
@@ -194,14 +198,14 @@ def served_encoder(
         )
         if answer["scores"].keys() != wanted.keys():
             return Check(
-                WHAT,
+                SERVER,
                 False,
                 f"its labels are {', '.join(answer['scores'])}, transformers' {', '.join(wanted)}",
             )
         gap = max(abs(score - wanted[label]) for label, score in answer["scores"].items())
         if wanted[answer["label"]] < max(wanted.values()) - 2 * bound:
             return Check(
-                WHAT,
+                SERVER,
                 False,
                 f"it calls {text[:40]!r} {answer['label']}, transformers"
                 f" {max(wanted, key=lambda label: wanted[label])}",
@@ -212,5 +216,5 @@ def served_encoder(
         f"{len(answers)} texts: probabilities differ by up to {largest:.1e} (bound {bound:.1e})"
     )
     return Check(
-        WHAT, largest <= bound, detail if largest <= bound else f"{detail} at {where[:40]!r}"
+        SERVER, largest <= bound, detail if largest <= bound else f"{detail} at {where[:40]!r}"
     )

@@ -28,18 +28,18 @@ from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.setup import Plan, plan_run
-from ingot.verify.export_logits import HeldOut, held_out, ours
+from ingot.verify.export_logits import HeldOutRows, held_out, training_logits
 
-FOLDED_FP32 = 2.0**-20
+FOLD_TOLERANCE = 2.0**-20
 """What a weight that an adapter was folded into may differ by, as a share of its tensor's largest:
 that sum is taken in another order by another device. Beside it one step of the export type is let
 pass, and told; it is nothing where the run was trained on this kind of device.
 """
-NAMED = 3
+MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Compared:
+class WeightComparison:
     """Stored tensors against those of a model."""
 
     tensors: int
@@ -52,14 +52,14 @@ class Compared:
     """Weights of folded-in layers whose last bit differs."""
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The first of what differs."""
-        more = f"; and {len(self.wrong) - NAMED:,} more" if len(self.wrong) > NAMED else ""
-        return "; ".join(self.wrong[:NAMED]) + more
+        more = f"; and {len(self.wrong) - MAX_NAMED:,} more" if len(self.wrong) > MAX_NAMED else ""
+        return "; ".join(self.wrong[:MAX_NAMED]) + more
 
 
 @torch.no_grad()
-def compare_weights(model: Model, folder: Path, dtype: torch.dtype) -> Compared:
+def compare_weights(model: Model, folder: Path, dtype: torch.dtype) -> WeightComparison:
     """Fold a model's adapter into its weights, in place, and compare all of them, rounded to
     `dtype`, with those in `folder`.
     """
@@ -73,16 +73,16 @@ def compare_weights(model: Model, folder: Path, dtype: torch.dtype) -> Compared:
             wrong.append(f"{name} is not part of the model")
         elif stored.dtype != dtype or stored.shape != wanted[name].shape:
             wrong.append(
-                f"{name} is {_form(stored)}, {list(wanted[name].shape)} of {_plain(dtype)} is"
-                " wanted"
+                f"{name} is {_describe_tensor(stored)}, {list(wanted[name].shape)} of"
+                f" {_dtype_name(dtype)} is wanted"
             )
-        elif count := int((_bits(stored) != _bits(wanted[name].to(dtype))).sum()):
-            if name in adapted and _one_step(stored, wanted[name], dtype):
+        elif count := int((_bit_patterns(stored) != _bit_patterns(wanted[name].to(dtype))).sum()):
+            if name in adapted and _within_one_step(stored, wanted[name], dtype):
                 folded += count
             else:
-                wrong.append(_differing(name, stored, wanted[name].to(dtype), count))
+                wrong.append(_describe_difference(name, stored, wanted[name].to(dtype), count))
     wrong += [f"{name} is missing" for name in wanted if name not in seen]
-    return Compared(
+    return WeightComparison(
         len(seen),
         sum(tensor.numel() for tensor in wanted.values()),
         sum(tensor.ndim > 1 for tensor in wanted.values()),
@@ -100,7 +100,7 @@ def round_weights(model: Model, dtype: torch.dtype) -> None:
         tensor.copy_(tensor.to(dtype))
 
 
-def differing(
+def differing_tensors(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], which: Collection[str]
 ) -> list[str]:
     """Which of the tensors named are not the same bit for bit."""
@@ -108,11 +108,11 @@ def differing(
         name
         for name in which
         if one[name].shape != other[name].shape
-        or bool((_bits(one[name]) != _bits(other[name])).any())
+        or bool((_bit_patterns(one[name]) != _bit_patterns(other[name])).any())
     ]
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _bit_patterns(tensor: Tensor) -> Tensor:
     """As whole numbers: 0.0 is not -0.0 here, and what is not a number equals itself."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(
@@ -120,14 +120,14 @@ def _bits(tensor: Tensor) -> Tensor:
     )
 
 
-def _one_step(stored: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+def _within_one_step(stored: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     gap = (stored.float() - wanted.float()).abs()
     return bool(
-        (gap <= torch.finfo(dtype).eps * wanted.abs() + FOLDED_FP32 * wanted.abs().max()).all()
+        (gap <= torch.finfo(dtype).eps * wanted.abs() + FOLD_TOLERANCE * wanted.abs().max()).all()
     )
 
 
-def _differing(name: str, stored: Tensor, wanted: Tensor, count: int) -> str:
+def _describe_difference(name: str, stored: Tensor, wanted: Tensor, count: int) -> str:
     gap = (stored.double() - wanted.double()).abs().nan_to_num(nan=torch.inf).flatten()
     at = int(gap.argmax())
     return (
@@ -136,33 +136,33 @@ def _differing(name: str, stored: Tensor, wanted: Tensor, count: int) -> str:
     )
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} of {_plain(tensor.dtype)}"
+def _describe_tensor(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {_dtype_name(tensor.dtype)}"
 
 
-def _plain(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 CPU = torch.device("cpu")
-AGAIN = "run `ingot train` again"
-TOLD = ("run", "step", "export_type", "model_hash", "tokenizer")
+TRAIN_AGAIN = "run `ingot train` again"
+LINEAGE_KEYS = ("run", "step", "export_type", "model_hash", "tokenizer")
 """What training writes into `ingot.json`, and is needed here."""
-ANYWHERE = ("precision.compute",)
+MACHINE_DEPENDENT = ("precision.compute",)
 """What may differ where a run is verified on another machine than it was trained on."""
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportedRun:
     """A trained run and what it says of its export."""
 
     plan: Plan
     lineage: Mapping[str, Any]
     found: Found | None
     """The checkpoint that was exported."""
-    gone: str
+    missing_reason: str
     """Why there is none."""
-    held: HeldOut
+    held_out: HeldOutRows
 
     @property
     def recipe(self) -> Recipe:
@@ -181,7 +181,7 @@ class Export:
         return DTYPES["fp32" if self.type == "fp32" else "bf16"]
 
 
-def open_export(recipe: Recipe) -> Export:
+def open_export(recipe: Recipe) -> ExportedRun:
     """Raises WrongInput when the run was not trained, or with another recipe."""
     run = recipe.folder
     lineage = read_lineage(run.model)
@@ -190,18 +190,18 @@ def open_export(recipe: Recipe) -> Export:
             f"{run.root} holds no model that was trained here (no {LINEAGE} in {run.model}); run"
             " `ingot train` first"
         )
-    if missing := [key for key in TOLD if key not in lineage]:
+    if missing := [key for key in LINEAGE_KEYS if key not in lineage]:
         raise WrongInput(
             f"{run.model / LINEAGE} lacks {', '.join(missing)}, so it is not what training wrote;"
-            f" {AGAIN}"
+            f" {TRAIN_AGAIN}"
         )
     # One process rebuilds it, however many trained it.
     alone = recipe.model_copy(update={"parallel": Parallel()})
     plan = plan_run(alone, alone_on_cpu())
-    found, gone = _checkpoint(recipe, int(lineage["step"]))
+    found, gone = _exported_checkpoint(recipe, int(lineage["step"]))
     if found is not None:
         before, now = (
-            {key: value for key, value in identity.items() if key not in ANYWHERE}
+            {key: value for key, value in identity.items() if key not in MACHINE_DEPENDENT}
             for identity in (found.commit["identity"], plan.identity)
         )
         if changed := changes(before, now):
@@ -209,14 +209,14 @@ def open_export(recipe: Recipe) -> Export:
                 f"{found.folder} is of another recipe: {'; '.join(changed)}; give the recipe that"
                 " was trained, or run `ingot train`"
             )
-    return Export(plan, lineage, found, gone, held_out(plan.held_out, plan.drawing.kind))
+    return ExportedRun(plan, lineage, found, gone, held_out(plan.held_out, plan.drawing.kind))
 
 
 def alone_on_cpu() -> Mesh:
     return Mesh(Ranks(), CPU)
 
 
-def _checkpoint(recipe: Recipe, step: int) -> tuple[Found | None, str]:
+def _exported_checkpoint(recipe: Recipe, step: int) -> tuple[Found | None, str]:
     """The checkpoint of what was exported, or why there is none."""
     folder = step_folder(recipe.folder.checkpoints, step)
     commit = read_marker(folder, COMMIT)
@@ -231,7 +231,7 @@ def _checkpoint(recipe: Recipe, step: int) -> tuple[Found | None, str]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class RebuiltModel:
     """What the trainer's model was, and what it said on the held-out records.
 
     `compared`: its weights with those of the folder, and `unrounded` its logits before they were
@@ -242,13 +242,13 @@ class Trained:
     logits: Tensor
     """With its weights rounded to the export type."""
     unrounded: Tensor | None
-    compared: Compared | None
+    compared: WeightComparison | None
     adapter: dict[str, Tensor]
     products: int
     """Matrices among the weights."""
 
 
-def rebuild(export: Export) -> Trained:
+def rebuild(export: ExportedRun) -> RebuiltModel:
     """The trainer's model. Without its checkpoint: the architecture that the recipe means, with the
     exported weights.
 
@@ -259,8 +259,8 @@ def rebuild(export: Export) -> Trained:
     if export.found is None:
         drawing = replace(plan.drawing, folder=export.recipe.folder.model, random=False)
         model = build_model(drawing, plan.recipe.seed, CPU, filled=True).eval()
-        return Trained(
-            ours(model, export.held),
+        return RebuiltModel(
+            training_logits(model, export.held_out),
             None,
             None,
             {},
@@ -271,7 +271,7 @@ def rebuild(export: Export) -> Trained:
     if lora is not None:
         add_lora(model, lora, plan.recipe.seed)
     load_checkpoint(export.found, Masters(model, alone_on_cpu()), None, alone_on_cpu())
-    unrounded = ours(model.eval(), export.held)
+    unrounded = training_logits(model.eval(), export.held_out)
     adapter = (
         {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
         if lora is not None
@@ -279,9 +279,11 @@ def rebuild(export: Export) -> Trained:
     )
     compared = compare_weights(model, export.recipe.folder.model, export.dtype)
     round_weights(model, export.dtype)
-    return Trained(ours(model, export.held), unrounded, compared, adapter, compared.products)
+    return RebuiltModel(
+        training_logits(model, export.held_out), unrounded, compared, adapter, compared.products
+    )
 
 
-def base_of(plan: Plan) -> Model:
+def base_model(plan: Plan) -> Model:
     """The model that training began with, without an adapter."""
     return build_model(plan.drawing, plan.recipe.seed, CPU, filled=True).eval()

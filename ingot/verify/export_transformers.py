@@ -32,24 +32,24 @@ CLASSES: dict[Kind, str] = {
     "encoder": "AutoModelForSequenceClassification",
 }
 """What transformers calls the way to open each kind of model."""
-NAMED = 3
+MAX_NAMED = 3
 
 
-class NotOpened(Exception):
+class CannotOpen(Exception):
     """transformers or PEFT does not open what lies in a folder, or not all of it; the message says
     why.
     """
 
 
 @dataclass(frozen=True)
-class Theirs:
+class TransformersModel:
     """A model of transformers', in evaluation mode."""
 
     kind: Kind
     inner: Any
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Theirs:
-        return Theirs(self.kind, self.inner.to(device=device, dtype=dtype))
+    def to(self, device: torch.device, dtype: torch.dtype) -> TransformersModel:
+        return TransformersModel(self.kind, self.inner.to(device=device, dtype=dtype))
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], targets: Sequence[int] = ()) -> Tensor:
@@ -100,7 +100,7 @@ class Theirs:
         return [names[number] for number in sorted(names)]
 
 
-def open_theirs(folder: Path, kind: Kind, *, labels: Sequence[str] = ()) -> Theirs:
+def open_transformers(folder: Path, kind: Kind, *, labels: Sequence[str] = ()) -> TransformersModel:
     """The model in `folder`, in float32 on the CPU, configured as it lies there. `labels`: classes
     of a head that the folder need not have.
 
@@ -119,19 +119,19 @@ def open_theirs(folder: Path, kind: Kind, *, labels: Sequence[str] = ()) -> Thei
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **asked
         )
     except Exception as error:  # each architecture refuses in its own way
-        raise NotOpened(f"transformers does not open {folder} ({_one_line(error)})") from None
+        raise CannotOpen(f"transformers does not open {folder} ({_one_line(error)})") from None
     wrong = [f"{name} is missing" for name in sorted(about["missing_keys"])] + [
         f"{name} has no place" for name in sorted(about["unexpected_keys"])
     ]
     if wrong and not labels:
-        raise NotOpened(
+        raise CannotOpen(
             f"transformers does not find in {folder} what its config.json describes:"
-            f" {'; '.join(wrong[:NAMED])}{_more(wrong)}"
+            f" {'; '.join(wrong[:MAX_NAMED])}{_more(wrong)}"
         )
-    return Theirs(kind, model.eval())
+    return TransformersModel(kind, model.eval())
 
 
-def open_adapter(base: Theirs, adapter: Path) -> Theirs | None:
+def open_adapter(base: TransformersModel, adapter: Path) -> TransformersModel | None:
     """The adapter in a folder, opened by PEFT beside its base, which then is used up; None where
     PEFT is not installed.
 
@@ -145,11 +145,11 @@ def open_adapter(base: Theirs, adapter: Path) -> Theirs | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Theirs(
+            return TransformersModel(
                 base.kind, peft.PeftModel.from_pretrained(base.inner, str(adapter)).eval()
             )
     except Exception as error:  # whatever is wrong with an adapter, PEFT has its own way to say it
-        raise NotOpened(f"PEFT does not open {adapter} ({_one_line(error)})") from None
+        raise CannotOpen(f"PEFT does not open {adapter} ({_one_line(error)})") from None
 
 
 def chat_ids(folder: Path, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
@@ -170,7 +170,7 @@ def chat_ids(folder: Path, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list
             for chat in chats
         ]
     except Exception as error:  # Jinja's errors among them
-        raise NotOpened(
+        raise CannotOpen(
             f"transformers does not write chats with {folder} ({_one_line(error)})"
         ) from None
 
@@ -189,13 +189,13 @@ def _one_line(error: Exception) -> str:
 
 
 def _more(wrong: Sequence[str]) -> str:
-    return f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+    return f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
 
 
-WHAT = "chat template"
-CHATS = 16
+CHAT_TEMPLATE = "chat template"
+MAX_CHATS = 16
 Chat = Sequence[Mapping[str, Any]]
-COLUMN_NAMES = {"chat": ("tokens",), "preference": ("chosen", "rejected")}
+CHAT_COLUMNS = {"chat": ("tokens",), "preference": ("chosen", "rejected")}
 """The columns that hold whole chats."""
 
 
@@ -206,57 +206,57 @@ def check_chats(recipe: Recipe, prepared: Prepared, tokenizer: Tokenizer) -> Che
     A chat whose text looks like a special token is passed over: by transformers it becomes that
     token, here it stays text.
     """
-    if recipe.documents not in COLUMN_NAMES:
+    if recipe.documents not in CHAT_COLUMNS:
         return Check(
-            WHAT,
+            CHAT_TEMPLATE,
             None,
             f"the run is trained on {recipe.documents} documents, which no template writes",
         )
-    names = COLUMN_NAMES[recipe.documents]
+    names = CHAT_COLUMNS[recipe.documents]
     asked: list[tuple[str, Chat, list[int]]] = []
     passed_over = 0
     for doc_id, chats, stored in itertools.islice(
-        _stored(recipe, prepared, tokenizer, names), CHATS
+        _stored_chats(recipe, prepared, tokenizer, names), MAX_CHATS
     ):
         for name, chat, ids in zip(names, chats, stored, strict=True):
             where = doc_id if len(names) == 1 else f"{doc_id} ({name})"
-            if any(token in str(message) for message in chat for token in tokenizer.spelled):
+            if any(token in str(message) for message in chat for token in tokenizer.special_texts):
                 passed_over += 1
             else:
                 asked.append((where, chat, ids))
     if not asked:
         return Check(
-            WHAT,
+            CHAT_TEMPLATE,
             None,
             f"{passed_over} held-out chats hold text that looks like special tokens, which"
             " transformers takes for such",
         )
     try:
         found = chat_ids(recipe.folder.model, [chat for _, chat, _ in asked])
-    except NotOpened as error:
+    except CannotOpen as error:
         return Check(
-            WHAT,
+            CHAT_TEMPLATE,
             False,
             f"{error}; put back the template and tokenizer that the run was trained with",
         )
     for (where, _, ids), theirs in zip(asked, found, strict=True):
         if theirs != ids:
             return Check(
-                WHAT,
+                CHAT_TEMPLATE,
                 False,
                 f"{where}: {_first_difference(theirs, ids, tokenizer)}; put back the template that"
                 " the run was trained with",
             )
     left = f"; {passed_over} that look like special tokens are passed over" if passed_over else ""
     return Check(
-        WHAT,
+        CHAT_TEMPLATE,
         True,
         f"{len(asked)} held-out chats, {sum(len(ids) for _, _, ids in asked):,} ids, the same as"
         f" prepared{left}",
     )
 
 
-def _stored(
+def _stored_chats(
     recipe: Recipe, prepared: Prepared, tokenizer: Tokenizer, names: Sequence[str]
 ) -> Iterator[tuple[str, list[Chat], list[list[int]]]]:
     """Held-out documents as chats, with the records that `prepare` made of them; those that the

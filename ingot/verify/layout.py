@@ -24,10 +24,10 @@ from ingot.config.sections.training import SGD
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees_of
 from ingot.data.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
-from ingot.verify.layout_modes import AXES, Layout, for_recipe, parsed
+from ingot.verify.layout_modes import AXES, Layout, layouts_for, parse_layouts
 from ingot.verify.layout_ranks import LocalRanks, RankFailed
-from ingot.verify.layout_recipe import BATCH, STEPS, Shrunk, shrunk
-from ingot.verify.layout_steps import Difference, Measured, compare, measure, measure_alone
+from ingot.verify.layout_recipe import BATCH, STEPS, SmallRun, make_small
+from ingot.verify.layout_steps import LayoutDifference, RankResult, compare, train_alone, train_rank
 
 PRELOAD = (
     "torch",
@@ -37,17 +37,17 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "ingot.verify.layout_steps",
 )
-CASE_S = 120.0
+LAYOUT_TIMEOUT_S = 120.0
 """A layout that takes longer hangs: each is a few steps of a model of a few thousand weights."""
-START_S = 300.0
-MOVE = 0.3
+START_TIMEOUT_S = 300.0
+STEP_SIZE = 0.3
 """How far a step may move the weights, in norm: enough to see, too little to make rounding grow
 (1.0 is not, for an adapter under DPO).
 """
 
 
 @dataclass(frozen=True)
-class Bounds:
+class LayoutBounds:
     """What two orders of adding the same float32 numbers may differ by, and no fault stays
     within.
     """
@@ -61,19 +61,19 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LayoutResult:
     """One layout and what it gave. Without a difference there is a reason: it failed, or
     (`possible` false) cannot be.
     """
 
     layout: Layout
-    difference: Difference | None = None
+    difference: LayoutDifference | None = None
     reason: str = ""
     trace: str = ""
     """Where the ranks stood when it failed."""
     possible: bool = True
     seconds: float = 0.0
-    bounds: Bounds = Bounds()
+    bounds: LayoutBounds = LayoutBounds()
 
     @property
     def holds(self) -> bool | None:
@@ -101,7 +101,7 @@ class Finding:
         ]
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line: where the first difference lies, or why there is none."""
         if self.difference is None:
             return (
@@ -112,20 +112,23 @@ class Finding:
         return f"{self.layout.name}: {', '.join(self.beyond)}; {self.difference.where}"
 
 
-class Prover:
+class LayoutProver:
     """Compares layouts with one process. The ranks live from case to case; one that fails ends
     those of its number only.
     """
 
     def __init__(
-        self, preload: Sequence[str] = PRELOAD, case_s: float = CASE_S, bounds: Bounds = Bounds()
+        self,
+        preload: Sequence[str] = PRELOAD,
+        case_s: float = LAYOUT_TIMEOUT_S,
+        bounds: LayoutBounds = LayoutBounds(),
     ) -> None:
         self._crews: dict[int, LocalRanks] = {}
         self._preload, self._case_s, self._bounds = tuple(preload), case_s, bounds
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-layouts-")
         self._cases = 0
 
-    def __enter__(self) -> Prover:
+    def __enter__(self) -> LayoutProver:
         return self
 
     def __exit__(
@@ -138,11 +141,11 @@ class Prover:
             crew.close()
         self._folder.cleanup()
 
-    def reference(self, recipe: Recipe) -> Reference:
+    def reference(self, recipe: Recipe) -> LayoutReference:
         """The recipe made small, and what one process makes of it. Raises WrongInput where recipe
         and prepared data do not fit together.
         """
-        small = shrunk(recipe, self._next_folder())
+        small = make_small(recipe, self._next_folder())
         if small.drawing.kind != "decoder":
             name = small.drawing.config.to_hf()["model_type"].replace("-", "_")
             self._preload = (*self._preload, f"transformers.models.{name}.modeling_{name}")
@@ -151,7 +154,7 @@ class Prover:
         laid_out = small.laid_out(alone.parallel, alone.memory, self._next_folder()).with_train(
             micro_batch=BATCH
         )
-        still = measure_alone(laid_out.with_train(optimizer=SGD(kind="sgd", lr=1e-6)))
+        still = train_alone(laid_out.with_train(optimizer=SGD(kind="sgd", lr=1e-6)))
         if not all(math.isfinite(number) and number > 0 for number in still.norms):
             raise WrongInput(
                 f"the small model of {recipe.name} has gradients of norm {still.norms} on one"
@@ -160,10 +163,10 @@ class Prover:
         # No momentum and no second moment: an update is the gradient times a number, and shows a
         # wrong scale.
         knobs = {
-            "optimizer": SGD(kind="sgd", lr=min(1.0, MOVE / max(still.norms))),
+            "optimizer": SGD(kind="sgd", lr=min(1.0, STEP_SIZE / max(still.norms))),
             "clip_norm": min(still.norms) / 2,
         }
-        return Reference(small.with_train(**knobs), measure_alone(laid_out.with_train(**knobs)))
+        return LayoutReference(small.with_train(**knobs), train_alone(laid_out.with_train(**knobs)))
 
     def start(self, layouts: Sequence[Layout]) -> None:
         """Start the processes that these layouts need. Otherwise they start with the first that
@@ -171,31 +174,31 @@ class Prover:
         """
         for processes in sorted({layout.processes for layout in layouts}):
             self._crew(processes).run_named(
-                "starting the processes", START_S, torch.get_num_threads
+                "starting the processes", START_TIMEOUT_S, torch.get_num_threads
             )
 
     def finding(
         self,
-        reference: Reference,
+        reference: LayoutReference,
         layout: Layout,
-        how: Callable[..., Measured] = measure,
+        how: Callable[..., RankResult] = train_rank,
         *arguments: Any,
-    ) -> Finding:
+    ) -> LayoutResult:
         """One layout beside one process. `how` is called on each rank with the recipe in this
         layout and `arguments`.
         """
         began = time.monotonic()
         try:
-            laid_out = reference.shrunk.laid_out(
+            laid_out = reference.small_run.laid_out(
                 layout.parallel, layout.memory, self._next_folder()
             )
-            _check(laid_out, layout)
+            _check_layout(laid_out, layout)
         except (WrongInput, ValueError) as error:
-            return Finding(layout, reason=_one_line(error), possible=False)
+            return LayoutResult(layout, reason=_one_line(error), possible=False)
         try:
             found = self._measured(laid_out, layout, how, *arguments)
         except RankFailed as error:
-            return Finding(
+            return LayoutResult(
                 layout,
                 reason=str(error),
                 trace=error.trace,
@@ -203,12 +206,14 @@ class Prover:
                 bounds=self._bounds,
             )
         degrees = degrees_of(layout.parallel, layout.processes)
-        difference = compare(found, reference.alone, degrees, layout.parallel.virtual)
-        return Finding(layout, difference, seconds=time.monotonic() - began, bounds=self._bounds)
+        difference = compare(found, reference.single_process, degrees, layout.parallel.virtual)
+        return LayoutResult(
+            layout, difference, seconds=time.monotonic() - began, bounds=self._bounds
+        )
 
     def _measured(
-        self, laid_out: Shrunk, layout: Layout, how: Callable[..., Measured], *arguments: Any
-    ) -> list[Measured]:
+        self, laid_out: SmallRun, layout: Layout, how: Callable[..., RankResult], *arguments: Any
+    ) -> list[RankResult]:
         return self._crew(layout.processes).run_named(
             layout.name, self._case_s, how, laid_out, *arguments
         )
@@ -222,14 +227,14 @@ class Prover:
 
 
 @dataclass(frozen=True)
-class Reference:
+class LayoutReference:
     """What layouts are compared with."""
 
-    shrunk: Shrunk
-    alone: Measured
+    small_run: SmallRun
+    single_process: RankResult
 
 
-def _check(laid_out: Shrunk, layout: Layout) -> None:
+def _check_layout(laid_out: SmallRun, layout: Layout) -> None:
     """Raises WrongInput where this layout cannot be."""
     check_pipeline(layout.parallel, layout.memory, compiled=False, dropout=0.0)
     batch_plan(laid_out.small.train, layout.parallel, layout.processes)
@@ -258,7 +263,7 @@ class LayoutProof:
     """What `ingot verify layout` found, in the order in which it was tried."""
 
     title: str
-    findings: list[Finding]
+    findings: list[LayoutResult]
     path: Path
 
     @property
@@ -275,17 +280,17 @@ def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
     Raises:
         WrongInput: recipe, prepared data and model do not fit together, or an unknown layout.
     """
-    tried = for_recipe(recipe) if layouts is None else parsed(layouts)
+    tried = layouts_for(recipe) if layouts is None else parse_layouts(layouts)
     prepared_for(recipe)
     if layouts is None and tried[0].name != "one process":
         say(
             f"verify layout: the recipe's own layout is tried as {tried[0].name} on"
             f" {tried[0].processes} processes"
         )
-    findings: list[Finding] = []
-    with Prover() as prover:
+    findings: list[LayoutResult] = []
+    with LayoutProver() as prover:
         reference = prover.reference(recipe)
-        weights = sum(reference.alone.holds.values())
+        weights = sum(reference.single_process.local_sizes.values())
         say(
             f"verify layout: {len(tried)} layouts of a model of {weights:,} weights, {STEPS} steps"
             " each; starting the processes first"
@@ -300,13 +305,13 @@ def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
     return LayoutProof(f"verify layout {recipe.name}", findings, path)
 
 
-def _report(recipe: Recipe, findings: Sequence[Finding]) -> dict[str, Any]:
+def _report(recipe: Recipe, findings: Sequence[LayoutResult]) -> dict[str, Any]:
     return {
         "recipe": recipe.name,
         "objective": recipe.objective.kind,
         "steps": STEPS,
         "global_batch": BATCH,
-        "bounds": asdict(Bounds()),
+        "bounds": asdict(LayoutBounds()),
         "layouts": [
             {
                 "layout": one.layout.name,

@@ -18,7 +18,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Memory, Parallel, Recompute
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-MOST = 8
+MAX_PROCESSES = 8
 """Processes of one layout, at most: more do not show more, and each takes memory."""
 
 MODES: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ PRODUCTS: tuple[dict[str, Any], ...] = (
 )
 """More than two ranks along one axis, and three or four modes together."""
 
-OF_TRANSFORMERS = ("replicate", "shard", "kept", "hybrid")
+HUB_MODES = ("replicate", "shard", "kept", "hybrid")
 """The modes that models of transformers have."""
 
 
@@ -136,7 +136,7 @@ def layout(**knobs: Any) -> Layout:
     )
 
 
-def pairs(modes: Sequence[str] = PAIRED) -> list[Layout]:
+def mode_pairs(modes: Sequence[str] = PAIRED) -> list[Layout]:
     """Every two of these modes together."""
     together = [
         (MODES[one], MODES[other])
@@ -146,28 +146,28 @@ def pairs(modes: Sequence[str] = PAIRED) -> list[Layout]:
     return unique(layout(**one, **other) for one, other in together)
 
 
-def table() -> list[Layout]:
+def all_layouts() -> list[Layout]:
     """All of them."""
     return unique(
         [
             *(layout(**knobs) for knobs in MODES.values()),
-            *pairs(),
+            *mode_pairs(),
             *(layout(**knobs) for knobs in PRODUCTS),
         ]
     )
 
 
-def for_recipe(recipe: Recipe) -> list[Layout]:
+def layouts_for(recipe: Recipe) -> list[Layout]:
     """The recipe's own layout, scaled down; then each mode alone, and the pairs of those that the
     recipe uses.
     """
     native = recipe.documents not in ("pair", "labelled")
-    own = scaled(recipe)
-    modes = tuple(MODES) if native else OF_TRANSFORMERS
-    return unique([own, *(layout(**MODES[name]) for name in modes), *pairs(used(own))])
+    own = scaled_layout(recipe)
+    modes = tuple(MODES) if native else HUB_MODES
+    return unique([own, *(layout(**MODES[name]) for name in modes), *mode_pairs(used_modes(own))])
 
 
-def scaled(recipe: Recipe) -> Layout:
+def scaled_layout(recipe: Recipe) -> Layout:
     """The recipe's layout on at most `MOST` processes: `auto` is 2 where there is room; then the
     largest degree is divided until it fits, and where all are 2 the outermost ones become 1. `auto`
     alone means copies.
@@ -176,24 +176,24 @@ def scaled(recipe: Recipe) -> Layout:
     degrees = {
         axis: 1 if value == "auto" else value for axis in AXES if (value := getattr(asked, axis))
     }
-    while math.prod(degrees.values()) > MOST:
+    while math.prod(degrees.values()) > MAX_PROCESSES:
         largest = max(degrees, key=lambda axis: degrees[axis])  # the outermost of equals
         degrees[largest] //= next(
             factor for factor in range(2, degrees[largest] + 1) if degrees[largest] % factor == 0
         )
     for axis in ("shard", "replicate"):
         if getattr(asked, axis) == "auto" and math.prod(degrees.values()) * 2 <= (
-            MOST if axis == "shard" else 2
+            MAX_PROCESSES if axis == "shard" else 2
         ):
             degrees[axis] = 2
     gone = {"virtual": 1, "schedule": "auto"} if degrees["pipeline"] == 1 else {}
     return Layout(
         Parallel.model_validate({**asked.model_dump(), **degrees, **gone}),
-        _possible(recipe.memory, degrees),
+        _possible_memory(recipe.memory, degrees),
     )
 
 
-def _possible(memory: Memory, degrees: Mapping[str, int]) -> Memory:
+def _possible_memory(memory: Memory, degrees: Mapping[str, int]) -> Memory:
     if memory.offload.weights and degrees["shard"] == 1:
         return memory.model_copy(
             update={"offload": memory.offload.model_copy(update={"weights": False})}
@@ -201,7 +201,7 @@ def _possible(memory: Memory, degrees: Mapping[str, int]) -> Memory:
     return memory
 
 
-def used(own: Layout) -> list[str]:
+def used_modes(own: Layout) -> list[str]:
     """The modes that a layout uses, one for each of its axes."""
     parallel, recompute = own.parallel, own.memory.recompute.kind
     staged = (
@@ -223,7 +223,7 @@ def used(own: Layout) -> list[str]:
     )
 
 
-def parsed(text: str) -> list[Layout]:
+def parse_layouts(text: str) -> list[Layout]:
     """`shard=2,tensor=2;pipeline=2,virtual=2`: layouts apart by `;`, knobs of `parallel` (and
     `recompute`) by `,`.
 
@@ -251,10 +251,10 @@ def parsed(text: str) -> list[Layout]:
             ) from None
         if not all(isinstance(getattr(found[-1].parallel, axis), int) for axis in AXES):
             raise WrongInput(f"--layouts: `{part.strip()}` says auto; give numbers")
-        if found[-1].processes > MOST:
+        if found[-1].processes > MAX_PROCESSES:
             raise WrongInput(
-                f"--layouts: `{part.strip()}` takes {found[-1].processes} processes, {MOST} at most"
-                " are tried; lower a degree"
+                f"--layouts: `{part.strip()}` takes {found[-1].processes} processes,"
+                f" {MAX_PROCESSES} at most are tried; lower a degree"
             )
     return unique(found)
 

@@ -34,11 +34,11 @@ from ingot.base.processes import without_main
 
 P = ParamSpec("P")
 T = TypeVar("T")
-GRACE_S = 3.0
+REPORT_GRACE_S = 3.0
 """How long the other ranks may take to tell what they think of it when one has failed."""
-SLACK_S = 15.0
+HANG_SLACK_S = 15.0
 """A rank that hangs ends itself, and says where it stood; so much later it is ended from here."""
-NAMED = 5
+MAX_FRAMES = 5
 """Frames of a stack that an error names."""
 
 
@@ -101,7 +101,7 @@ class LocalRanks:
         return [answers[rank] for rank in range(self.world)]
 
     def _listen(self, what: str, timeout_s: float, answers: dict[int, Any]) -> None:
-        deadline, failed = time.monotonic() + timeout_s + SLACK_S, dict[int, str]()
+        deadline, failed = time.monotonic() + timeout_s + HANG_SLACK_S, dict[int, str]()
         silent = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while silent and time.monotonic() < deadline:
             for ready in wait(list(silent), timeout=0.5):
@@ -115,13 +115,13 @@ class LocalRanks:
                     answers[rank] = value
                     continue
                 if not failed:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + REPORT_GRACE_S)
                 failed[rank] = value
         if not failed:
             failed = {rank: self._last_words(rank) for rank in silent.values()}
         if failed:
             told = [
-                f"rank {rank} of {self.world} {_told(trace, timeout_s)}"
+                f"rank {rank} of {self.world} {_failure_line(trace, timeout_s)}"
                 for rank, trace in failed.items()
             ]
             raise RankFailed(
@@ -171,14 +171,16 @@ class LocalRanks:
             self._folder = None
 
 
-def _told(trace: str, timeout_s: float) -> str:
+def _failure_line(trace: str, timeout_s: float) -> str:
     """One line on why a rank gave no result: the last line of a traceback, or the innermost frames
     where it hung.
     """
     if not trace.startswith("Timeout"):
         return f"failed: {trace.strip().splitlines()[-1]}"
     # faulthandler names the thread that called for help last.
-    frames = [line.strip() for line in trace.rpartition("Thread ")[2].splitlines()[1 : 1 + NAMED]]
+    frames = [
+        line.strip() for line in trace.rpartition("Thread ")[2].splitlines()[1 : 1 + MAX_FRAMES]
+    ]
     return f"was not done in {timeout_s:g} s; it stood in {' < '.join(frames)}"
 
 

@@ -84,23 +84,23 @@ _NARROW: dict[str, int | float] = {
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class SmallRun:
     """A recipe, and what is trained in its place in every layout; goes to other processes as it
     is.
     """
 
-    asked: Recipe
+    original: Recipe
     """As the user wrote it, but for one process."""
     small: Recipe
     drawing: Blueprint
     teacher: Path | None
     seq_len: int
 
-    def laid_out(self, parallel: Parallel, memory: Memory, folder: Path) -> Shrunk:
+    def laid_out(self, parallel: Parallel, memory: Memory, folder: Path) -> SmallRun:
         """The same in another layout; what it writes goes into `folder`. Raises ValueError for a
         layout that the recipe rules out.
         """
-        values = as_given(self.small)
+        values = set_knobs(self.small)
         data = degrees_of(parallel, _world(parallel)).data
         # Several micro-batches, the last one with dead rows in it, which no pipeline takes.
         size = BATCH // data // 4 or 1 if parallel.pipeline > 1 else {1: 5, 2: 3}.get(data, 1)
@@ -113,7 +113,7 @@ class Shrunk:
         values["train"] |= {"micro_batch": size}
         return replace(self, small=Recipe.model_validate(values))
 
-    def with_train(self, **knobs: Any) -> Shrunk:
+    def with_train(self, **knobs: Any) -> SmallRun:
         """The same with other knobs of `train`."""
         return replace(
             self,
@@ -124,7 +124,7 @@ class Shrunk:
 
     def plan(self, mesh: Mesh) -> Plan:
         """What this rank trains."""
-        plan = _planned(json.dumps(as_given(self.asked)))
+        plan = _plan_of(json.dumps(set_knobs(self.original)))
         rows, held_out = (_small_rows(rows, self.seq_len) for rows in (plan.rows, plan.held_out))
         return replace(
             plan,
@@ -141,34 +141,34 @@ class Shrunk:
         )
 
 
-def shrunk(recipe: Recipe, folder: Path) -> Shrunk:
+def make_small(recipe: Recipe, folder: Path) -> SmallRun:
     """Raises WrongInput where recipe, prepared data and model do not fit together. A small teacher
     is written into `folder`.
     """
     asked = recipe.model_copy(update={"parallel": Parallel(), "memory": Memory()})
-    plan = _planned(json.dumps(as_given(asked)))
+    plan = _plan_of(json.dumps(set_knobs(asked)))
     seq_len = min(SEQ_LEN, recipe.data.seq_len // 16 * 16 or recipe.data.seq_len)
     teacher = (
         None if plan.teacher is None else _small_teacher(plan.teacher, folder / "teacher", seq_len)
     )
-    return Shrunk(
+    return SmallRun(
         asked,
         _small_recipe(asked, seq_len, teacher),
-        _small_drawing(plan.drawing, seq_len),
+        _small_spec(plan.drawing, seq_len),
         teacher,
         seq_len,
     )
 
 
 @cache
-def _planned(recipe: str) -> Plan:
+def _plan_of(recipe: str) -> Plan:
     """The plan of the recipe as it is; made once in each process, since a large tokenizer takes a
     second to read.
     """
     return plan_run(Recipe.model_validate_json(recipe), Mesh(Ranks(), torch.device("cpu")))
 
 
-def as_given(recipe: Recipe) -> dict[str, Any]:
+def set_knobs(recipe: Recipe) -> dict[str, Any]:
     """The knobs that are set, those of the sections as they are: whether one was given decides
     whether some recipes are right.
     """
@@ -186,7 +186,7 @@ def _world(parallel: Parallel) -> int:
 
 def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     """Float32, plain gradient descent (Adam would hide a wrong scale), no dropout."""
-    values = as_given(recipe)
+    values = set_knobs(recipe)
     values["train"] |= {
         "steps": STEPS,
         "epochs": None,
@@ -217,7 +217,7 @@ def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def _small_drawing(drawing: Blueprint, seq_len: int) -> Blueprint:
+def _small_spec(drawing: Blueprint, seq_len: int) -> Blueprint:
     values = drawing.config.to_hf()
     if isinstance(drawing.config, DecoderConfig):
         return Blueprint(

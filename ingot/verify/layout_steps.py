@@ -23,47 +23,47 @@ from ingot.train.build import Trainee, build_trainee
 from ingot.train.reference import reference_tables
 from ingot.train.setup import Plan
 from ingot.train.step import global_targets, seed_dropout, train_step
-from ingot.verify.layout_recipe import STEPS, Shrunk
+from ingot.verify.layout_recipe import STEPS, SmallRun
 
 CPU = torch.device("cpu")
 ADAPTED_STD = 0.1
 """Of the adapter's second matrix, which begins as 0 and would hide the first one's gradient."""
 
 
-class Piece(NamedTuple):
+class ParameterShard(NamedTuple):
     """What a rank has of a parameter, and where that lies in the whole."""
 
     shape: tuple[int, ...]
-    box: Box
+    slices: Box
     values: Tensor
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankResult:
     """What one rank saw."""
 
     losses: list[float]
     norms: list[float]
-    weights: list[dict[str, Piece]]
+    weights: list[dict[str, ParameterShard]]
     """This rank's part of what is trained, after each step."""
-    holds: dict[str, int]
+    local_sizes: dict[str, int]
     """Numbers of each parameter, trained or not, that lie on this rank."""
     targets: list[int]
     """This rank's own, in each step."""
 
 
-def measure(shrunk: Shrunk) -> Measured:
+def train_rank(shrunk: SmallRun) -> RankResult:
     """Train as `ingot train` does: the real trainee, loader and step. Every rank calls it, with the
     recipe in the layout of these ranks.
     """
     here = ranks()
     mesh = _mesh(here, degrees_of(shrunk.small.parallel, here.world))
-    return _steps(shrunk.plan(mesh), mesh)
+    return _train_steps(shrunk.plan(mesh), mesh)
 
 
-def measure_alone(shrunk: Shrunk) -> Measured:
+def train_alone(shrunk: SmallRun) -> RankResult:
     """The same in this process alone, all rows at once."""
-    return _steps(shrunk.plan(Mesh(Ranks(), CPU)), Mesh(Ranks(), CPU))
+    return _train_steps(shrunk.plan(Mesh(Ranks(), CPU)), Mesh(Ranks(), CPU))
 
 
 @cache
@@ -72,15 +72,15 @@ def _mesh(here: Ranks, degrees: Degrees) -> Mesh:
     return make_mesh(here, CPU, degrees)
 
 
-def _steps(plan: Plan, mesh: Mesh) -> Measured:
+def _train_steps(plan: Plan, mesh: Mesh) -> RankResult:
     trainee = build_trainee(plan, None, reference_tables(plan, mesh), mesh)
-    _wake_adapter(trainee, plan.recipe.seed)
+    _fill_adapter(trainee, plan.recipe.seed)
     loader = UnevenLoader(plan.rows, plan.order, plan.batch, mesh.data.rank)
     objective = trainee.objectives.training
     losses, norms, weights, targets = (
         list[float](),
         list[float](),
-        list[dict[str, Piece]](),
+        list[dict[str, ParameterShard]](),
         list[int](),
     )
     try:
@@ -99,32 +99,34 @@ def _steps(plan: Plan, mesh: Mesh) -> Measured:
                 clip_norm=plan.recipe.train.clip_norm if step % 2 else None,
                 compute=plan.compute,
                 mesh=mesh,
-                before=_seeding(trainee, plan, step, mesh),
+                before=_seed_dropout_before(trainee, plan, step, mesh),
             )
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
-            weights.append(_pieces(trainee))
+            weights.append(_parameter_shards(trainee))
     finally:
         loader.close()
     held = {name: local(parameter).numel() for name, parameter in trainee.model.named_parameters()}
-    return Measured(losses, norms, weights, held, targets)
+    return RankResult(losses, norms, weights, held, targets)
 
 
-def _seeding(trainee: Trainee, plan: Plan, step: int, mesh: Mesh) -> Any:
+def _seed_dropout_before(trainee: Trainee, plan: Plan, step: int, mesh: Mesh) -> Any:
     return lambda index, batch: seed_dropout(
         trainee.model, plan.recipe.seed, step, index, batch, mesh
     )
 
 
 @torch.no_grad()
-def _wake_adapter(trainee: Trainee, seed: int) -> None:
+def _fill_adapter(trainee: Trainee, seed: int) -> None:
     for name, layer in lora_layers(trainee.model).items():
         fill_normal(layer.lora_B, seed, f"{name}.lora_B", ADAPTED_STD)
 
 
-def _pieces(trainee: Trainee) -> dict[str, Piece]:
+def _parameter_shards(trainee: Trainee) -> dict[str, ParameterShard]:
     return {
-        one.name: Piece(tuple(one.parameter.shape), box(one.parameter), one.tensor.detach().clone())
+        one.name: ParameterShard(
+            tuple(one.parameter.shape), box(one.parameter), one.tensor.detach().clone()
+        )
         for one in trainee.masters
     }
 
@@ -143,7 +145,7 @@ class UnevenLoader(Loader):
         for batch in batches:
             places = [first + place for place in range(self._plan.micro_batch)]
             made.append(
-                thinned(
+                drop_targets(
                     batch,
                     [
                         0.0 if i % 2 and place < most // 2 else place / (most - 1)
@@ -155,7 +157,7 @@ class UnevenLoader(Loader):
         return made
 
 
-def thinned(batch: Batch, shares: Sequence[float]) -> Batch:
+def drop_targets(batch: Batch, shares: Sequence[float]) -> Batch:
     """A copy of the batch with a share of each sample's targets, the first ones; of samples that
     have but one target, that or none.
     """
@@ -181,15 +183,15 @@ def thinned(batch: Batch, shares: Sequence[float]) -> Batch:
     )
 
 
-SLACK = 0.02
+SHARE_SLACK = 0.02
 """What a rank may hold beyond its share: sizes that do not divide."""
-NOISE = 1e-6
+ROUNDING_NOISE = 1e-6
 """Relative difference of all weights up to which a step is not the first that differs."""
 INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
-class Difference:
+class LayoutDifference:
     """The largest differences of any rank and step."""
 
     loss: float
@@ -206,41 +208,47 @@ class Difference:
 
 
 def compare(
-    found: Sequence[Measured], alone: Measured, degrees: Degrees, virtual: int
-) -> Difference:
+    found: Sequence[RankResult], alone: RankResult, degrees: Degrees, virtual: int
+) -> LayoutDifference:
     """The ranks of a layout with one process; `virtual` counts the stages of a rank."""
-    loss = max(_far(a, b) for one in found for a, b in zip(one.losses, alone.losses, strict=True))
-    norm = max(_far(a, b) / b for one in found for a, b in zip(one.norms, alone.norms, strict=True))
+    loss = max(
+        _distance(a, b) for one in found for a, b in zip(one.losses, alone.losses, strict=True)
+    )
+    norm = max(
+        _distance(a, b) / b for one in found for a, b in zip(one.norms, alone.norms, strict=True)
+    )
     whole = [{name: piece.values for name, piece in weights.items()} for weights in alone.weights]
     steps = [
-        _squares([one.weights[step] for one in found], weights)
+        _squared_distances([one.weights[step] for one in found], weights)
         for step, weights in enumerate(whole)
     ]
     totals = [
-        (sum(squares.values()) / _square(weights.values())) ** 0.5
+        (sum(squares.values()) / _squared_norm(weights.values())) ** 0.5
         for squares, weights in zip(steps, whole, strict=True)
     ]
-    share = max(sum(one.holds.values()) for one in found) / sum(alone.holds.values())
-    return Difference(
+    share = max(sum(one.local_sizes.values()) for one in found) / sum(alone.local_sizes.values())
+    return LayoutDifference(
         loss,
         norm,
         max(totals),
         share,
         share_bound(alone, degrees, virtual),
-        _where(steps, totals, whole),
+        _describe_first_difference(steps, totals, whole),
     )
 
 
-def _far(one: float, other: float) -> float:
+def _distance(one: float, other: float) -> float:
     """Their distance; what is no number is infinitely far."""
     return abs(one - other) if one == one else INFINITE
 
 
-def _square(tensors: Iterable[Tensor]) -> float:
+def _squared_norm(tensors: Iterable[Tensor]) -> float:
     return sum(float(tensor.double().square().sum()) for tensor in tensors)
 
 
-def _squares(found: Sequence[Mapping[str, Piece]], alone: Mapping[str, Tensor]) -> dict[str, float]:
+def _squared_distances(
+    found: Sequence[Mapping[str, ParameterShard]], alone: Mapping[str, Tensor]
+) -> dict[str, float]:
     """The square of each parameter's distance, each of its numbers taken from the rank where it is
     farthest off.
 
@@ -253,21 +261,22 @@ def _squares(found: Sequence[Mapping[str, Piece]], alone: Mapping[str, Tensor]) 
             if piece.shape != tensor.shape:
                 return {**squares, name: INFINITE}
             distance = (
-                (piece.values - tensor[piece.box]).double().abs().nan_to_num(INFINITE, INFINITE)
+                (piece.values - tensor[piece.slices]).double().abs().nan_to_num(INFINITE, INFINITE)
             )
-            farthest[piece.box] = torch.maximum(farthest[piece.box], distance)
+            farthest[piece.slices] = torch.maximum(farthest[piece.slices], distance)
         squares[name] = float(farthest.square().sum()) if bool((farthest >= 0).all()) else INFINITE
     return squares
 
 
-def _where(
+def _describe_first_difference(
     steps: Sequence[Mapping[str, float]],
     totals: Sequence[float],
     whole: Sequence[Mapping[str, Tensor]],
 ) -> str:
     """The first step that differs, and the parameter that differs most in it."""
     step = next(
-        (number for number, total in enumerate(totals) if not total <= NOISE), len(totals) - 1
+        (number for number, total in enumerate(totals) if not total <= ROUNDING_NOISE),
+        len(totals) - 1,
     )
     name = max(steps[step], key=lambda key: steps[step][key])
     if steps[step][name] == INFINITE:
@@ -275,14 +284,14 @@ def _where(
             f"step {step + 1}: {name} is not the same tensor: its name, its shape, a part that no"
             " rank has, or a value that is no number"
         )
-    own = _square([whole[step][name]]) ** 0.5
+    own = _squared_norm([whole[step][name]]) ** 0.5
     return (
         f"step {step + 1}: {name} differs most, by {steps[step][name] ** 0.5 / max(own, 1e-30):.1e}"
         " of its norm"
     )
 
 
-def share_bound(alone: Measured, degrees: Degrees, virtual: int) -> float:
+def share_bound(alone: RankResult, degrees: Degrees, virtual: int) -> float:
     """The largest share of all numbers that a rank may hold.
 
     Vectors and the small matrices of adapters may be whole on every rank of `tensor`; of a pipeline
@@ -291,7 +300,7 @@ def share_bound(alone: Measured, degrees: Degrees, virtual: int) -> float:
     shards = degrees.shard * (degrees.context if degrees.shard > 1 else 1)
     shapes = {name: piece.shape for name, piece in alone.weights[-1].items()}
     layers, ends = 0.0, list[float]()
-    for name, count in alone.holds.items():
+    for name, count in alone.local_sizes.items():
         cut = "lora_" not in name and len(shapes.get(name, (1, 1))) > 1
         mine = count / (degrees.tensor if cut else 1)
         if ".layers." in name:
@@ -300,5 +309,7 @@ def share_bound(alone: Measured, degrees: Degrees, virtual: int) -> float:
             ends.append(mine)
     outer = sum(ends) if degrees.pipeline == 1 or virtual > 1 else max(ends)
     return min(
-        1.0, (layers / degrees.pipeline + outer) / shards / sum(alone.holds.values()) + SLACK
+        1.0,
+        (layers / degrees.pipeline + outer) / shards / sum(alone.local_sizes.values())
+        + SHARE_SLACK,
     )

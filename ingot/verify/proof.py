@@ -34,7 +34,9 @@ class Proof:
         return all(check.passed is not False for check in self.checks)
 
 
-def judged(what: str, found: Sequence[str], right: str, again: str = "ingot prepare") -> Check:
+def check_of_faults(
+    what: str, found: Sequence[str], right: str, again: str = "ingot prepare"
+) -> Check:
     """The check of what may have any number of faults; the first of them are named."""
     more = f"; and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
     return Check(

@@ -32,7 +32,7 @@ from ingot.models.hf.folder import weight_files
 from ingot.verify.proof import Check, Proof
 
 STEPS, EVERY = 9, 3
-KILLED_AT = (5, 8)
+KILL_STEPS = (5, 8)
 """Each is beyond a checkpoint, so that steps are lost."""
 CLOCKS = (
     "t_wall",
@@ -65,23 +65,29 @@ def verify_resume(recipe: Recipe, ingot: Sequence[str] = INGOT) -> Proof:
     with _side_by_side(recipe) as (straight, broken):
         say(f"verify resume: {STEPS} steps in one go")
         _train(straight, ingot)
-        for step in KILLED_AT:
+        for step in KILL_STEPS:
             say(f"verify resume: the same, killed after step {step}")
             _train(broken, ingot, kill_at=step)
         say("verify resume: the rest")
         _train(broken, ingot)
         title = (
             f"resume of {recipe.name}: {STEPS} steps, a checkpoint every {EVERY}, killed after"
-            f" {' and '.join(map(str, KILLED_AT))}"
+            f" {' and '.join(map(str, KILL_STEPS))}"
         )
         both = straight.recipe, broken.recipe
         return Proof(
-            title, [_really_lost(broken.recipe), _metrics(*both), *_states(*both), _export(*both)]
+            title,
+            [
+                _check_lost_steps(broken.recipe),
+                _check_metrics(*both),
+                *_check_states(*both),
+                _check_export(*both),
+            ],
         )
 
 
 @dataclass(frozen=True)
-class Run:
+class ResumeRun:
     """A few steps of the recipe in a folder of its own. What is changed for that stands on the
     command line, which beats any environment.
     """
@@ -92,7 +98,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def _side_by_side(recipe: Recipe) -> Iterator[tuple[Run, Run]]:
+def _side_by_side(recipe: Recipe) -> Iterator[tuple[ResumeRun, ResumeRun]]:
     """Two runs beside the prepared data, which go in the end."""
     folder = recipe.folder.root / "verify-resume"
     shutil.rmtree(folder, ignore_errors=True)
@@ -102,8 +108,8 @@ def _side_by_side(recipe: Recipe) -> Iterator[tuple[Run, Run]]:
         file.write_text(dump_recipe(recipe), encoding="utf-8")
         runs = []
         for name in ("straight", "broken"):
-            changes = [f"output={folder / name}", *_few_steps(recipe)]
-            run = Run(file, changes, load_recipe([file], changes))
+            changes = [f"output={folder / name}", *_short_run_knobs(recipe)]
+            run = ResumeRun(file, changes, load_recipe([file], changes))
             run.recipe.folder.root.mkdir(parents=True)
             run.recipe.folder.data.symlink_to(
                 recipe.folder.data.resolve(), target_is_directory=True
@@ -114,7 +120,7 @@ def _side_by_side(recipe: Recipe) -> Iterator[tuple[Run, Run]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _few_steps(recipe: Recipe) -> list[str]:
+def _short_run_knobs(recipe: Recipe) -> list[str]:
     often = [
         f"train.{knob}=2"
         for knob in ("evaluate_every", "sample_every")
@@ -135,7 +141,7 @@ def _few_steps(recipe: Recipe) -> list[str]:
     ]
 
 
-def _train(run: Run, ingot: Sequence[str], kill_at: int | None = None) -> None:
+def _train(run: ResumeRun, ingot: Sequence[str], kill_at: int | None = None) -> None:
     """Train until the end, or until it kills itself."""
     chaos = [] if kill_at is None else [f"chaos.kill_at={kill_at}"]
     ended = subprocess.run(
@@ -159,7 +165,7 @@ def _last_line(messages: str) -> str:
     return (messages.strip().splitlines() or ["no message"])[-1]
 
 
-def _really_lost(broken: Recipe) -> Check:
+def _check_lost_steps(broken: Recipe) -> Check:
     """Whether there was anything to prove: steps that were done, lost and done again."""
     lost = [event for event in read_lines(broken.folder.events) if event["kind"] == "lost"]
     steps = [int(event["steps"]) for event in lost]
@@ -169,12 +175,12 @@ def _really_lost(broken: Recipe) -> Check:
     )
     return Check(
         "steps lost",
-        len(steps) == len(KILLED_AT) and all(steps),
+        len(steps) == len(KILL_STEPS) and all(steps),
         told if steps else "the kills cost no step: nothing was proved",
     )
 
 
-def _metrics(straight: Recipe, broken: Recipe) -> Check:
+def _check_metrics(straight: Recipe, broken: Recipe) -> Check:
     lines = [
         [_without_clocks(line) for line in read_lines(recipe.folder.metrics)]
         for recipe in (straight, broken)
@@ -201,7 +207,7 @@ def _without_clocks(line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _states(straight: Recipe, broken: Recipe) -> list[Check]:
+def _check_states(straight: Recipe, broken: Recipe) -> list[Check]:
     """Weights and optimizer state of the last checkpoints, tensor by tensor."""
     found = [newest_valid(recipe.folder.checkpoints) for recipe in (straight, broken)]
     one, other = (
@@ -232,7 +238,7 @@ def _states(straight: Recipe, broken: Recipe) -> list[Check]:
     return checks
 
 
-def _export(straight: Recipe, broken: Recipe) -> Check:
+def _check_export(straight: Recipe, broken: Recipe) -> Check:
     files = [
         {file.name: sha256_file(file) for file in weight_files(recipe.folder.model)}
         for recipe in (straight, broken)

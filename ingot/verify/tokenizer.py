@@ -26,12 +26,12 @@ from ingot.data.sources import recipe_sources, source_files
 from ingot.data.stored import plain_text
 from ingot.data.texts import Document, sample
 from ingot.data.wanted import Wanted
-from ingot.tokenizers.backend import Batch, split
+from ingot.tokenizers.backend import TokenBatch, split_batch
 from ingot.tokenizers.chat_templates import find_template, with_template
-from ingot.tokenizers.edge_cases import difference
-from ingot.tokenizers.encoders import REFERENCE, Choice, choose_encoder, open_encoder
+from ingot.tokenizers.edge_cases import describe_difference
+from ingot.tokenizers.encoders import REFERENCE, EncoderChoice, choose_encoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
-from ingot.tokenizers.settings import CONVERSION, EXACT, read_config
+from ingot.tokenizers.settings import CONVERSION_KEY, EXACT, read_config
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check, Proof
 
@@ -140,36 +140,39 @@ def _beginning(recipe: Recipe, source: Source, file: SourceFile, most: int) -> I
                 yield Document(f"{file.name}:{item.row}", text)
 
 
-def _encoders(choice: Choice) -> Iterator[Check]:
+def _encoders(choice: EncoderChoice) -> Iterator[Check]:
     """One that is not exact harms nobody, since it is not taken."""
     for name, why in choice.tried:
         yield Check(f"encoder {name}", True if name in choice.speeds else None, why)
 
 
 def _fast_path(
-    tokenizer: Tokenizer, name: str, documents: Sequence[Document], wanted: Batch
+    tokenizer: Tokenizer, name: str, documents: Sequence[Document], wanted: TokenBatch
 ) -> Check:
     what = "fast path against reference"
     if name == REFERENCE:
         return Check(what, None, "documents are encoded with the reference itself")
     found = open_encoder(tokenizer, name).encode_batch([document.text for document in documents])
-    for document, ours, theirs in zip(documents, split(wanted), split(found), strict=True):
+    for document, ours, theirs in zip(
+        documents, split_batch(wanted), split_batch(found), strict=True
+    ):
         if ours != theirs:
             return Check(
                 what,
                 False,
-                f"{name} on {document.doc_id}: {difference(document.text, ours, theirs)}; set"
-                " tokenizer.encoder=reference",
+                f"{name} on {document.doc_id}:"
+                f" {describe_difference(document.text, ours, theirs)};"
+                " set tokenizer.encoder=reference",
             )
     return Check(
         what, True, f"{name} gives the same {len(wanted[0]):,} ids for {len(documents):,} documents"
     )
 
 
-def _round_trip(tokenizer: Tokenizer, documents: Sequence[Document], wanted: Batch) -> Check:
+def _round_trip(tokenizer: Tokenizer, documents: Sequence[Document], wanted: TokenBatch) -> Check:
     other = [
         (document, back)
-        for document, ids in zip(documents, split(wanted), strict=True)
+        for document, ids in zip(documents, split_batch(wanted), strict=True)
         if (back := tokenizer.decode(ids, skip_special=False)) != document.text
     ]
     share = (
@@ -191,7 +194,7 @@ def _round_trip(tokenizer: Tokenizer, documents: Sequence[Document], wanted: Bat
         f"{document.doc_id} has {_part(document.text, at)!r} and comes back with"
         f" {_part(back, at)!r}"
     )
-    by_design = tokenizer.changes
+    by_design = tokenizer.lossy_reason
     return Check(
         "round trip",
         None if by_design else False,
@@ -209,7 +212,7 @@ def _look_alikes(tokenizer: Tokenizer, name: str) -> Check:
     texts = [f"a{text}b {text}\n{text}" for text in tokenizer.special_ids]
     special = {index: text for text, index in tokenizer.special_ids.items() if text != unknown}
     for encode_batch in (tokenizer.encode_batch, open_encoder(tokenizer, name).encode_batch):
-        for text, ids in zip(texts, split(encode_batch(texts)), strict=True):
+        for text, ids in zip(texts, split_batch(encode_batch(texts)), strict=True):
             if found := special.keys() & set(ids):
                 return Check(
                     "look-alikes of special tokens",
@@ -309,7 +312,7 @@ def _chat(tokenizer: Tokenizer) -> list[int]:
         return []
 
 
-def _fits(tokenizer: Tokenizer, wanted: Batch) -> Check:
+def _fits(tokenizer: Tokenizer, wanted: TokenBatch) -> Check:
     dtype, highest = token_dtype(tokenizer.vocab_size), int(wanted[0].max(initial=-1))
     fits = highest < tokenizer.vocab_size <= np.iinfo(dtype).max + 1
     return Check(
@@ -351,7 +354,7 @@ def _prepared(recipe: Recipe, tokenizer: Tokenizer) -> Check:
 
 def _conversion(tokenizer: Tokenizer) -> Iterator[Check]:
     """Where the reference is a model, other tools read the tokenizer.json that was made of it."""
-    trust = read_config(tokenizer.files, "tokenizer").get(CONVERSION)
+    trust = read_config(tokenizer.files, "tokenizer").get(CONVERSION_KEY)
     if trust is not None:
         same = "gives the same ids on every nasty text"
         yield Check(

@@ -20,7 +20,8 @@ from ingot.data.ingest import ingest
 from ingot.data.manifest import prepared_for, read_prepared
 from ingot.data.prepare import prepare
 from ingot.data.rows import IGNORE, open_rows
-from ingot.tokenizers.encoders import Batch, Choice
+from ingot.tokenizers.backend import TokenBatch
+from ingot.tokenizers.encoders import EncoderChoice
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.small import recipe, sentences, write_jsonl
@@ -217,7 +218,7 @@ class Erring:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def encode_batch(self, texts: Sequence[str]) -> Batch:
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         flat, offsets = self._tokenizer.encode_batch(texts)
         flat = flat.copy()
         flat[offsets[:-1]] = 7
@@ -232,7 +233,7 @@ def test_a_fast_encoder_that_errs_is_found_out(
     ingest(right)
     expected = prepare(right).outputs
     opened = parts.open_encoder
-    choice = Choice("erring 1.0", [("erring 1.0", "taken: by a fault")], {"erring 1.0": 1.0})
+    choice = EncoderChoice("erring 1.0", [("erring 1.0", "taken: by a fault")], {"erring 1.0": 1.0})
     monkeypatch.setattr("ingot.data.prepare.choose_encoder", lambda tokenizer, texts: choice)
     monkeypatch.setattr(
         parts,

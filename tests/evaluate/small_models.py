@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config.recipe import Recipe
-from ingot.evaluate.subject import Subject
+from ingot.evaluate.subject import EvalModel
 from ingot.models.generation.generator import eos_ids
 from ingot.models.kinds import kind_of_folder, open_model
 from ingot.parallel.mesh import Mesh
@@ -37,11 +37,11 @@ def place_model(recipe: Recipe, folder: Path, **config: Any) -> None:
     tokenizer.save(folder)
 
 
-def subject_in(folder: Path, recipe: Recipe, mesh: Mesh) -> Subject:
+def subject_in(folder: Path, recipe: Recipe, mesh: Mesh) -> EvalModel:
     """The model in `folder`, in float32."""
     tokenizer = load_tokenizer(folder)
     model = open_model(folder, device=mesh.device)
-    return Subject(
+    return EvalModel(
         recipe,
         model,
         kind_of_folder(folder),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ingot.evaluate.distribute import all_texts, by_length, share, together
+from ingot.evaluate.distribute import by_length, gather_texts, rank_share, sum_over_ranks
 from ingot.parallel.mesh import running_mesh
 from tests.ranks import run_ranks
 
@@ -14,11 +14,11 @@ TEXTS = ["copper", "", "für 金 🔥", "a\ud800b", "x" * 1000, "\x00"]
 def dealt(texts: list[str]) -> tuple[list[str], list[float]]:
     with running_mesh() as mesh:
         groups = by_length([len(text) for text in texts], 2)
-        mine = {number: texts[number] for group in share(groups, mesh) for number in group}
+        mine = {number: texts[number] for group in rank_share(groups, mesh) for number in group}
         table = np.zeros((len(texts), 1))
         for number in mine:
             table[number] = number + 0.5
-        return all_texts(mine, len(texts), mesh), together(table, mesh)[:, 0].tolist()
+        return gather_texts(mine, len(texts), mesh), sum_over_ranks(table, mesh)[:, 0].tolist()
 
 
 def test_texts_and_numbers_of_all_ranks_in_their_order() -> None:

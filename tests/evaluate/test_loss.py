@@ -16,7 +16,7 @@ from ingot.data.loader import Batch, fixed_batches
 from ingot.data.manifest import read_prepared
 from ingot.data.rows import Rows, open_rows
 from ingot.evaluate.corpus import document_bytes, open_columns, pairs
-from ingot.evaluate.loss import Stretches, gathered, mean_loss, row_losses, score
+from ingot.evaluate.loss import SegmentLosses, gather_segments, mean_loss, row_losses, score_rows
 from ingot.models.hf.folder import load_model
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
@@ -105,16 +105,16 @@ def test_the_split_into_batches_does_not_show(micro_batch: int, root: Path) -> N
     assert model.training is False
 
 
-def assert_same(one: Stretches, other: Stretches) -> None:
+def assert_same(one: SegmentLosses, other: SegmentLosses) -> None:
     assert one.nll == pytest.approx(other.nll, rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32)
     for name in ("targets", "tokens", "ends_document", "begins_row"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
-def score_all(recipe: Recipe, count: int) -> tuple[Stretches, float]:
+def score_all(recipe: Recipe, count: int) -> tuple[SegmentLosses, float]:
     with running_mesh() as mesh:
         rows, model = validation(recipe), load_model(recipe.folder.model, device=mesh.device)
-        return gathered(score(model, rows, count, 2, "fp32", mesh), mesh), mean_loss(
+        return gather_segments(score_rows(model, rows, count, 2, "fp32", mesh), mesh), mean_loss(
             model, rows, count, 2, "fp32", mesh
         )
 

@@ -12,7 +12,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.evaluate import metrics as bootstrap
-from ingot.evaluate.loss import Stretches
+from ingot.evaluate.loss import SegmentLosses
 from ingot.evaluate.metrics import loss_metrics, ratio_interval
 from tests import tolerances
 
@@ -89,7 +89,7 @@ def test_very_many_units_keep_their_width_in_bounded_memory(
     assert grouped[1] - grouped[0] == pytest.approx(whole[1] - whole[0], rel=0.15)
 
 
-def stretches(documents: int, per_document: int = 3) -> Stretches:
+def stretches(documents: int, per_document: int = 3) -> SegmentLosses:
     """Each document goes over `per_document` rows of one stretch each, 10 tokens a stretch, the
     last one ends it.
     """
@@ -97,7 +97,7 @@ def stretches(documents: int, per_document: int = 3) -> Stretches:
     count = documents * per_document
     ends = np.arange(count) % per_document == per_document - 1
     level = np.repeat(generator.uniform(1, 5, documents), per_document)
-    return Stretches(
+    return SegmentLosses(
         level * (10 - ends),
         10 - ends.astype(np.int64),
         np.full(count, 10),
@@ -107,7 +107,7 @@ def stretches(documents: int, per_document: int = 3) -> Stretches:
 
 
 def metrics(
-    losses: Stretches, sizes: np.ndarray, documents: str = "d", tokenizer: str = "t"
+    losses: SegmentLosses, sizes: np.ndarray, documents: str = "d", tokenizer: str = "t"
 ) -> dict[str, object]:
     return loss_metrics("held", losses, sizes, documents=documents, tokenizer=tokenizer)
 
@@ -170,7 +170,7 @@ def test_nothing_to_predict_is_not_a_loss_of_zero() -> None:
     losses = stretches(12)
     with pytest.raises(WrongInput, match="nothing to predict"):
         metrics(
-            Stretches(
+            SegmentLosses(
                 losses.nll * 0,
                 losses.targets * 0,
                 losses.tokens,
@@ -185,7 +185,7 @@ def test_nothing_to_predict_is_not_a_loss_of_zero() -> None:
 
 def test_a_loss_beyond_numbers_stays_infinite() -> None:
     losses = stretches(12)
-    huge = Stretches(
+    huge = SegmentLosses(
         losses.nll * 1e6, losses.targets, losses.tokens, losses.ends_document, losses.begins_row
     )
     assert (

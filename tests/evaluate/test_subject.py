@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from ingot.evaluate.subject import Interrupted, Subject
+from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
 from ingot.parallel.mesh import running_mesh
 from tests.ranks import run_ranks
 
@@ -19,7 +19,7 @@ def worked_through(asked_on: int, pieces: int, more: int) -> tuple[bool, list[in
     with running_mesh() as mesh:
         nothing: Any = None
         asked = lambda: mesh.rank == asked_on and len(done) == 2  # noqa: E731
-        subject = Subject(
+        subject = EvalModel(
             nothing,
             nothing,
             cast(Any, "decoder"),
@@ -28,12 +28,12 @@ def worked_through(asked_on: int, pieces: int, more: int) -> tuple[bool, list[in
             "fp32",
             mesh,
             "a model",
-            asked=asked,
+            should_stop=asked,
         )
         try:
-            for piece in subject.pieces(range(pieces + more * mesh.rank)):
+            for piece in subject.until_stopped(range(pieces + more * mesh.rank)):
                 done.append(piece)
-        except Interrupted:
+        except EvaluationInterrupted:
             return True, done
     return False, done
 
@@ -54,7 +54,7 @@ def test_all_ranks_break_off_together_however_much_each_has_to_do(
 
 def test_without_anybody_to_ask_nothing_is_agreed_upon() -> None:
     nothing: Any = None
-    subject = Subject(
+    subject = EvalModel(
         nothing, nothing, cast(Any, "decoder"), nothing, frozenset(), "fp32", nothing, "a model"
     )
-    assert list(subject.pieces("abc")) == ["a", "b", "c"]
+    assert list(subject.until_stopped("abc")) == ["a", "b", "c"]

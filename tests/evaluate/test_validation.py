@@ -15,10 +15,10 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import SGD
 from ingot.data.rows import open_rows
-from ingot.evaluate.generation import complete
+from ingot.evaluate.generation import complete_prompts
 from ingot.evaluate.loss import mean_loss
 from ingot.evaluate.tasks import open_task
-from ingot.evaluate.validation import Found, Watch, held_out_objective
+from ingot.evaluate.validation import MetricValues, TaskEvaluator, validation_losses
 from ingot.models.native.config import DecoderConfig
 from ingot.models.spec import Blueprint, draft_model, fill_model
 from ingot.objectives.cross_entropy import CrossEntropy
@@ -35,13 +35,13 @@ from tests.small import small_recipe
 from tests.train.test_step import global_batch, rows_of
 
 
-def watched(recipe: Recipe, names: list[str]) -> Found:
+def watched(recipe: Recipe, names: list[str]) -> MetricValues:
     """Measured twice, in the midst of training, where the model is wrapped."""
     with running_mesh() as mesh:
         subject = subject_in(recipe.folder.model, recipe, mesh)
         subject.model.train()
         finish_wrapping(subject.model, mesh)
-        watch = Watch(subject, names)
+        watch = TaskEvaluator(subject, names)
         with evaluating(subject.model):
             first, second = watch(), watch()
         assert first == second
@@ -75,8 +75,8 @@ def test_named_tasks_on_the_first_rows(root: Path, tmp_path: Path) -> None:
     assert found["hellaswag/accuracy_norm"][1] == "higher"
     with running_mesh() as mesh:
         subject = subject_in(recipe.folder.model, recipe, mesh)
-        alone = open_task(recipe.tasks[0], subject.about, 4).measure(subject).metrics
-        everything = open_task(recipe.tasks[0], subject.about).measure(subject).metrics
+        alone = open_task(recipe.tasks[0], subject.info, 4).measure(subject).metrics
+        everything = open_task(recipe.tasks[0], subject.info).measure(subject).metrics
     assert found["held/loss"][0] == alone["held/loss"].value != everything["held/loss"].value
     for other in run_ranks(2, watched, recipe, ["held", "hellaswag"]):
         assert {key: value for key, (value, _) in other.items()} == pytest.approx(
@@ -107,7 +107,7 @@ def objective_of(recipe: Recipe, count: int) -> dict[str, float]:
     )
     with running_mesh() as mesh:
         model = subject_in(recipe.folder.model, recipe, mesh).model
-        return held_out_objective(model, CrossEntropy(), rows, count, 2, "fp32", mesh)
+        return validation_losses(model, CrossEntropy(), rows, count, 2, "fp32", mesh)
 
 
 def test_the_objective_on_held_out_rows(root: Path) -> None:
@@ -135,9 +135,9 @@ def test_samples_of_a_model_in_training(documents: str, tmp_path: Path) -> None:
         running_mesh() as mesh,
         evaluating((subject := subject_in(recipe.folder.model, recipe, mesh)).model),
     ):
-        found: list[dict[str, Any]] = complete(subject, ["the ingot", "copper"])
+        found: list[dict[str, Any]] = complete_prompts(subject, ["the ingot", "copper"])
         with torch.no_grad():
-            assert complete(subject, []) == []
+            assert complete_prompts(subject, []) == []
     assert [sample["prompt"] for sample in found] == ["the ingot", "copper"]
     assert all(isinstance(sample["completion"], str) for sample in found)
     assert found[0]["completion"]
@@ -169,7 +169,7 @@ def judged(recipe: Recipe, axes: dict[str, Any], count: int) -> list[float]:
         for _ in range(2):
             with evaluating(model):
                 losses.append(
-                    held_out_objective(model, CrossEntropy(), rows, count, 2, "fp32", mesh)["loss"]
+                    validation_losses(model, CrossEntropy(), rows, count, 2, "fp32", mesh)["loss"]
                 )
             batches = rows_of(whole, mesh.data.rank * share, share, 2)
             targets = CrossEntropy().targets(whole)

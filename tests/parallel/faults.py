@@ -23,13 +23,13 @@ from ingot.parallel import rows as sharing
 from ingot.parallel import tensor as vocabulary
 from ingot.parallel.masters import Masters
 from ingot.train import step
-from ingot.verify.layout_recipe import Shrunk
-from ingot.verify.layout_steps import Measured, UnevenLoader, measure
+from ingot.verify.layout_recipe import SmallRun
+from ingot.verify.layout_steps import RankResult, UnevenLoader, train_rank
 
 
-def measure_with(shrunk: Shrunk, fault: str) -> Measured:
+def measure_with(shrunk: SmallRun, fault: str) -> RankResult:
     with FAULTS[fault]():
-        return measure(shrunk)
+        return train_rank(shrunk)
 
 
 def divided_twice() -> AbstractContextManager[Any]:
@@ -172,7 +172,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def looked_at(shrunk: Shrunk) -> dict[str, Any]:
+def looked_at(shrunk: SmallRun) -> dict[str, Any]:
     """What a rank is given to train on."""
     seen: list[list[Batch]] = []
     taken = UnevenLoader.step
@@ -182,7 +182,7 @@ def looked_at(shrunk: Shrunk) -> dict[str, Any]:
         return seen[-1]
 
     with patch.object(UnevenLoader, "step", looking):
-        measured = measure(shrunk)
+        measured = train_rank(shrunk)
     return {
         "targets": measured.targets,
         "micro_batches": len(seen[0]),

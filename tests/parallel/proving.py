@@ -11,11 +11,11 @@ from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import initialise
-from ingot.verify.layout import PRELOAD, Bounds, Prover, Reference
+from ingot.verify.layout import PRELOAD, LayoutBounds, LayoutProver, LayoutReference
 from tests import tolerances
 from tests.small import small_recipe
 
-BOUNDS = Bounds(
+BOUNDS = LayoutBounds(
     loss=tolerances.SPLIT_LOSS, norm=tolerances.SPLIT_LOSS, weights=tolerances.SPLIT_WEIGHTS
 )
 # Eight heads over four: enough for four ranks of `tensor`, or two of it and two of Ulysses.
@@ -75,12 +75,12 @@ class Proving:
     """Ranks that live as long as the tests of a file, and what one process makes of each recipe."""
 
     def __init__(self) -> None:
-        self.prover = Prover(
+        self.prover = LayoutProver(
             preload=(*PRELOAD, "tests.parallel.faults", *TRANSFORMERS), case_s=60.0, bounds=BOUNDS
         )
-        self._references: dict[str, Reference] = {}
+        self._references: dict[str, LayoutReference] = {}
 
-    def reference(self, recipe: Recipe) -> Reference:
+    def reference(self, recipe: Recipe) -> LayoutReference:
         key = recipe.model_dump_json()
         if key not in self._references:
             self._references[key] = self.prover.reference(recipe)

@@ -14,8 +14,16 @@ from typing import Any
 
 import pytest
 
-from ingot.verify.layout import Finding
-from ingot.verify.layout_modes import MODES, OF_TRANSFORMERS, PRODUCTS, Layout, layout, pairs, table
+from ingot.verify.layout import LayoutResult
+from ingot.verify.layout_modes import (
+    HUB_MODES,
+    MODES,
+    PRODUCTS,
+    Layout,
+    all_layouts,
+    layout,
+    mode_pairs,
+)
 from tests.objectives import ways
 from tests.parallel import faults
 from tests.parallel.proving import Proving, recipe_of
@@ -64,16 +72,16 @@ QUICK: dict[str, list[Layout]] = {
 }
 """What CI tries."""
 FULL: dict[str, list[Layout]] = {
-    "llama": table(),
-    "tied": table(),
+    "llama": all_layouts(),
+    "tied": all_layouts(),
     "lora": [
         *(layout(**knobs) for knobs in (*MODES.values(), *PRODUCTS)),
-        *pairs(("shard", "tensor", "1f1b", "ring")),
+        *mode_pairs(("shard", "tensor", "1f1b", "ring")),
     ],
     **{
         model: [
             *(layout(**knobs) for knobs in MODES.values()),
-            *pairs(("tensor", "1f1b", "ring", "ulysses")),
+            *mode_pairs(("tensor", "1f1b", "ring", "ulysses")),
         ]
         for model in ("qwen3", "mistral", "qwen2")
     },
@@ -97,7 +105,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("dpo-lora", {"shard": 2}),
     ("dpo-lora", {"tensor": 2}),
-    *((way, MODES[mode]) for way in ("seq2seq", "classify") for mode in OF_TRANSFORMERS),
+    *((way, MODES[mode]) for way in ("seq2seq", "classify") for mode in HUB_MODES),
 ]
 
 
@@ -127,14 +135,14 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ways.make_ready(tmp_path_factory.mktemp("ways") / "root")
 
 
-def prove(proving: Proving, texts: Path, model: str, one: Layout) -> Finding:
+def prove(proving: Proving, texts: Path, model: str, one: Layout) -> LayoutResult:
     return proving.prover.finding(proving.reference(recipe_of(texts, model)), one)
 
 
-def check(found: Finding) -> None:
+def check(found: LayoutResult) -> None:
     if found.trace:
-        pytest.fail(f"{found.told}\n{found.trace}")
-    assert found.holds, found.told
+        pytest.fail(f"{found.summary}\n{found.trace}")
+    assert found.holds, found.summary
 
 
 @pytest.mark.parametrize(("model", "one"), cases(QUICK))
@@ -151,8 +159,8 @@ def test_all_layouts_equal_one_process(
 ) -> None:
     found = prove(proving, texts, model, one)
     if found.holds is None:
-        assert found.reason.startswith("parallel."), found.told
-        assert one.parallel.schedule == "zero_bubble", found.told
+        assert found.reason.startswith("parallel."), found.summary
+        assert one.parallel.schedule == "zero_bubble", found.summary
     else:
         check(found)
 
@@ -174,7 +182,7 @@ def test_the_cases_are_what_they_should_be(proving: Proving, texts: Path) -> Non
     """
     reference = proving.reference(recipe_of(texts, "lora"))
     crew = proving.prover._crew(2)
-    laid_out = reference.shrunk.laid_out(
+    laid_out = reference.small_run.laid_out(
         layout(replicate=2).parallel, layout().memory, texts / "looked-at"
     )
     ranks = crew.run_named("looking", 60.0, faults.looked_at, laid_out)
@@ -183,12 +191,12 @@ def test_the_cases_are_what_they_should_be(proving: Proving, texts: Path) -> Non
     assert all(one != other for one, other in zip(first, second, strict=True))
     assert all(rank["micro_batches"] > 1 for rank in ranks)
     assert any(rank["documents"] > 1 for rank in ranks)
-    clip_norm = reference.shrunk.small.train.clip_norm
+    clip_norm = reference.small_run.small.train.clip_norm
     assert clip_norm is not None
-    assert min(reference.alone.norms) > clip_norm
-    for name, piece in reference.alone.weights[0].items():
+    assert min(reference.single_process.norms) > clip_norm
+    for name, piece in reference.single_process.weights[0].items():
         assert float(piece.values.abs().sum()) > 0, name
-        assert not piece.values.equal(reference.alone.weights[-1][name].values), (
+        assert not piece.values.equal(reference.single_process.weights[-1][name].values), (
             f"{name} did not move"
         )
 
@@ -210,7 +218,7 @@ CAUGHT_BY: dict[str, tuple[str, dict[str, Any]]] = {
 """Each planted fault, and a case of the table that it does not get past."""
 
 
-def with_fault(proving: Proving, texts: Path, fault: str) -> Finding:
+def with_fault(proving: Proving, texts: Path, fault: str) -> LayoutResult:
     model, knobs = CAUGHT_BY[fault]
     return proving.prover.finding(
         proving.reference(recipe_of(texts, model)), layout(**knobs), faults.measure_with, fault
@@ -220,10 +228,10 @@ def with_fault(proving: Proving, texts: Path, fault: str) -> Finding:
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_a_planted_fault_is_seen(fault: str, proving: Proving, texts: Path) -> None:
     found = with_fault(proving, texts, fault)
-    assert found.difference is not None, found.told
+    assert found.difference is not None, found.summary
     assert found.holds is False
     wrong = {word.split()[0] for word in found.beyond}
-    assert wrong == {"share"} if fault == "nothing_sharded" else "weights" in wrong, found.told
+    assert wrong == {"share"} if fault == "nothing_sharded" else "weights" in wrong, found.summary
 
 
 def test_a_fault_does_not_outlive_its_case(proving: Proving, texts: Path) -> None:

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.backend import split
-from ingot.tokenizers.edge_cases import nasty_texts
+from ingot.tokenizers.backend import split_batch
+from ingot.tokenizers.edge_cases import edge_case_texts
 from ingot.tokenizers.encoders import choose_encoder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.sentencepiece_backend import read_model
 from ingot.tokenizers.tiktoken_backend import LETTERS, SPLIT, is_ranks, read_ranks, spell, unspell
-from ingot.tokenizers.tokenizer import Special, Tokenizer
+from ingot.tokenizers.tokenizer import SpecialIds, Tokenizer
 from tests.tokenizers.models import TEXTS, pieces_file, ranks_file
 
 KINDS = ("ranks", "bpe", "unigram")
@@ -67,31 +67,31 @@ def library_ids(kind: str, text: str) -> list[int]:
 
 
 def test_the_ids_of_the_library(kind: str, tokenizer: Tokenizer) -> None:
-    texts = [*TEXTS[:9], *nasty_texts(tokenizer.spelled[:12])]
+    texts = [*TEXTS[:9], *edge_case_texts(tokenizer.special_texts[:12])]
     wanted = [library_ids(kind, text) for text in texts]
     assert [tokenizer.encode(text) for text in texts] == wanted
-    assert list(split(tokenizer.encode_batch(texts))) == wanted
+    assert list(split_batch(tokenizer.encode_batch(texts))) == wanted
 
 
 def test_special_tokens(kind: str, tokenizer: Tokenizer) -> None:
     count = len(read_ranks(ranks_file(), ""))
     expected = {
-        "ranks": Special(count, count + 1, None),
-        "bpe": Special(1, 2, None),
-        "unigram": Special(None, 1, 0),
+        "ranks": SpecialIds(count, count + 1, None),
+        "bpe": SpecialIds(1, 2, None),
+        "unigram": SpecialIds(None, 1, 0),
     }[kind]
     assert (tokenizer.special, tokenizer.adds_bos) == (expected, kind != "unigram")
     special = {
         index
         for index in range(tokenizer.vocab_size)
-        if tokenizer.token(index) in tokenizer.spelled
+        if tokenizer.token(index) in tokenizer.special_texts
     }
-    assert len(special) == len(tokenizer.spelled) == (256 if kind == "ranks" else 3)
+    assert len(special) == len(tokenizer.special_texts) == (256 if kind == "ranks" else 3)
     unknown = {2} if kind == "unigram" else set()
-    for token in tokenizer.spelled:
+    for token in tokenizer.special_texts:
         assert not (special - unknown) & set(tokenizer.encode(f"a{token}b {token}")), token
     assert tokenizer._reference.control.encode(
-        f"a{tokenizer.spelled[1]}", add_special_tokens=False
+        f"a{tokenizer.special_texts[1]}", add_special_tokens=False
     ).ids == [*tokenizer.encode("a"), sorted(special)[1]]
 
 
@@ -166,7 +166,7 @@ def test_a_planted_error_in_the_conversion_is_seen(
     assert json.loads(tokenizer.files["tokenizer_config.json"])["ingot_conversion"].startswith(
         "differs"
     )
-    assert tokenizer.text_json() is None
+    assert tokenizer.plain_json() is None
 
 
 def test_identity_is_not_of_bytes(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_configuration_names_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.vocab_size, tokenizer.special, tokenizer.template) == (
         count + 2,
-        Special(count, count + 1, None),
+        SpecialIds(count, count + 1, None),
         "x",
     )
     assert (

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat_render import mask, pieces, render
+from ingot.tokenizers.chat_render import mask_look_alikes, render, split_at_special
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, bpe_files, chatty, unigram_files
 
@@ -62,14 +62,14 @@ def test_masked_chats_are_cut_as_the_reference_cuts() -> None:
     text = render(CHATML, CHAT, {}, generation_prompt=True)
     special = ["<|im_start|>", "<|im_end|>"]
     by_hand = []
-    for is_special, piece in pieces(text, special, {}):
+    for is_special, piece in split_at_special(text, special, {}):
         by_hand += [START + special.index(piece)] if is_special else tokenizer.encode(piece)
     assert by_hand == plain
 
 
 def test_masks_reach_nested_values_and_leave_the_messages_alone() -> None:
     chat = [{"role": "user", "content": [{"type": "text", "text": "a<x>b"}], "n": 3}]
-    masked, originals = mask(chat, ["<x>", "<y>"])
+    masked, originals = mask_look_alikes(chat, ["<x>", "<y>"])
     assert list(originals.values()) == ["<x>"]
     assert masked[0]["content"][0]["text"] == f"a{next(iter(originals))}b"
     assert masked[0]["n"] == 3
@@ -77,7 +77,7 @@ def test_masks_reach_nested_values_and_leave_the_messages_alone() -> None:
 
 
 def test_longer_look_alikes_win() -> None:
-    masked, originals = mask([{"content": "<aa>"}], ["<a", "<aa>"])
+    masked, originals = mask_look_alikes([{"content": "<aa>"}], ["<a", "<aa>"])
     assert originals[masked[0]["content"]] == "<aa>"
 
 

@@ -295,7 +295,8 @@ def test_special_tokens_that_swallow_space() -> None:
     whole = Library.from_str(tokenizer.files["tokenizer.json"])  # type: ignore[arg-type]
     ids, mask, _ = encode_chats(tokenizer, [TALK], tokenizer.encode_batch)
     assert (
-        ids.tolist() == whole.encode(tokenizer.chat_form.render(TALK), add_special_tokens=False).ids
+        ids.tolist()
+        == whole.encode(tokenizer.chat_format.render(TALK), add_special_tokens=False).ids
     )
     assert (ids[mask == 1] == 301).sum() == 2
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.chat import encode_chats, end_of_turn, stop_tokens
-from ingot.tokenizers.chat_templates import TOKENS, find_template, with_template
+from ingot.tokenizers.chat_templates import REQUIRED_TOKENS, find_template, with_template
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import bpe_files, unigram_files
@@ -70,7 +70,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("name", REQUIRED_TOKENS)
 def test_what_a_built_in_template_writes_and_trains(name: str) -> None:
     tokenizer = with_template(all_tokens(), find_template(name))
     ids, mask, _ = encode_chats(tokenizer, [CHAT], tokenizer.encode_batch)
@@ -87,7 +87,7 @@ def test_what_a_built_in_template_writes_and_trains(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("name", REQUIRED_TOKENS)
 def test_generation_stops_at_the_end_of_turn(name: str) -> None:
     tokenizer = with_template(all_tokens(), find_template(name))
     assert tokenizer.special.eos == tokenizer.special_ids[str(end_of_turn(tokenizer))]
@@ -106,7 +106,7 @@ def test_every_file_says_the_new_eos() -> None:
     assert json.loads(made["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
 
 
-@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("name", REQUIRED_TOKENS)
 def test_transformers_reads_it_the_same(name: str, tmp_path: Path) -> None:
     tokenizer = with_template(all_tokens(), find_template(name))
     tokenizer.save(tmp_path)
@@ -122,9 +122,9 @@ def test_a_template_changes_the_identity() -> None:
     plain = all_tokens()
     identities = {
         plain.identity(),
-        *(with_template(plain, find_template(name)).identity() for name in TOKENS),
+        *(with_template(plain, find_template(name)).identity() for name in REQUIRED_TOKENS),
     }
-    assert len(identities) == len(TOKENS) + 1
+    assert len(identities) == len(REQUIRED_TOKENS) + 1
     assert (
         with_template(with_template(plain, "{{ messages }}"), "").template_identity
         != with_template(plain, "{{ messages }}").template_identity

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.backend import Batch, flatten, split
-from ingot.tokenizers.edge_cases import FIXED, difference, nasty_texts
+from ingot.tokenizers.backend import TokenBatch, flatten, split_batch
+from ingot.tokenizers.edge_cases import FIXED, describe_difference, edge_case_texts
 from ingot.tokenizers.encoders import (
     LEAD,
     LIBRARIES,
     REFERENCE,
     EncodeBatch,
-    Library,
+    EncoderLibrary,
     choose_encoder,
     open_encoder,
 )
@@ -36,7 +36,7 @@ NAMES = [library.name for library in LIBRARIES]
 
 
 @dataclass(frozen=True)
-class Planted(Library):
+class Planted(EncoderLibrary):
     """A library of the tests' own; it counts as installed in version 1."""
 
     @property
@@ -44,7 +44,7 @@ class Planted(Library):
         return "1"
 
 
-def planted(package: str, encode_batch: EncodeBatch) -> Library:
+def planted(package: str, encode_batch: EncodeBatch) -> EncoderLibrary:
     return Planted(package, lambda _: encode_batch)
 
 
@@ -61,7 +61,7 @@ def test_the_fast_libraries_are_exact_here() -> None:
 @pytest.mark.parametrize("name", [*NAMES, REFERENCE])
 def test_ids_are_the_references(name: str) -> None:
     encoder = open_encoder(TOKENIZER, name)
-    texts = [*TEXTS, *nasty_texts(TOKENIZER.spelled)]
+    texts = [*TEXTS, *edge_case_texts(TOKENIZER.special_texts)]
     (flat, offsets), (wanted, places) = encoder.encode_batch(texts), TOKENIZER.encode_batch(texts)
     assert (flat.dtype, offsets.dtype, encoder.name) == (np.int32, np.int64, name)
     assert np.array_equal(flat, wanted)
@@ -73,7 +73,7 @@ def test_ids_are_the_references(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_special_tokens_in_text_stay_text(name: str) -> None:
     encoder = open_encoder(TOKENIZER, name)
-    flat, _ = encoder.encode_batch([f"a{token}b {token}" for token in TOKENIZER.spelled])
+    flat, _ = encoder.encode_batch([f"a{token}b {token}" for token in TOKENIZER.special_texts])
     assert not {0, 1, 2, 300, 301} & set(flat.tolist())
 
 
@@ -81,14 +81,14 @@ def test_special_tokens_in_text_stay_text(name: str) -> None:
 @given(
     texts=st.lists(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
-        | st.sampled_from([*FIXED, *TOKENIZER.spelled]),
+        | st.sampled_from([*FIXED, *TOKENIZER.special_texts]),
         max_size=6,
     )
 )
 def test_any_texts(texts: list[str]) -> None:
     wanted = [TOKENIZER.encode(text) for text in texts]
     for name in NAMES:
-        assert list(split(open_encoder_once(name)(texts))) == wanted
+        assert list(split_batch(open_encoder_once(name)(texts))) == wanted
 
 
 def open_encoder_once(name: str) -> EncodeBatch:
@@ -122,7 +122,7 @@ def test_a_wrong_encoder_is_refused(wrong: object, reason: str) -> None:
     the special tokens.
     """
 
-    def encode_batch(texts: Sequence[str]) -> Batch:
+    def encode_batch(texts: Sequence[str]) -> TokenBatch:
         return flatten([wrong(TOKENIZER.encode(text), text) for text in texts])  # type: ignore[operator]
 
     choice = choose_encoder(TOKENIZER, TEXTS, [planted("wrong", encode_batch)])
@@ -133,7 +133,7 @@ def test_a_wrong_encoder_is_refused(wrong: object, reason: str) -> None:
 
 
 def test_one_that_lumps_texts_together_is_refused() -> None:
-    def encode_batch(texts: Sequence[str]) -> Batch:
+    def encode_batch(texts: Sequence[str]) -> TokenBatch:
         return flatten([TOKENIZER.encode_batch(texts)[0].tolist()])
 
     assert (
@@ -146,7 +146,7 @@ def test_one_that_fails_is_refused() -> None:
     class PanicException(BaseException):
         pass
 
-    def panic(texts: Sequence[str]) -> Batch:
+    def panic(texts: Sequence[str]) -> TokenBatch:
         raise PanicException("index out\nof bounds")
 
     assert (
@@ -173,7 +173,7 @@ def test_the_fastest_is_taken_and_of_equals_the_first(
 
 def test_what_is_not_installed() -> None:
     choice = choose_encoder(
-        TOKENIZER, TEXTS, [Library("no-such-package", lambda text: TOKENIZER.encode_batch)]
+        TOKENIZER, TEXTS, [EncoderLibrary("no-such-package", lambda text: TOKENIZER.encode_batch)]
     )
     assert (choice.name, choice.tried[0]) == (
         REFERENCE,
@@ -220,7 +220,7 @@ def test_a_tokenizer_that_the_chosen_one_cannot_read() -> None:
 
 
 def test_a_batch_that_it_fails_on_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(texts: Sequence[str]) -> Batch:
+    def fail(texts: Sequence[str]) -> TokenBatch:
         raise RuntimeError("match limit")
 
     monkeypatch.setattr("ingot.tokenizers.encoders.LIBRARIES", (planted("brittle", fail),))
@@ -254,11 +254,11 @@ def test_a_worker_process_has_one_thread(tmp_path: Path, name: str) -> None:
 
 def test_where_two_differ() -> None:
     assert (
-        difference("ab", [1, 2, 3], [1, 2])
+        describe_difference("ab", [1, 2, 3], [1, 2])
         == "differs from the reference on 'ab' at token 2: [] instead of [3]"
     )
     assert (
-        difference("x" * 50, [1], [2])
+        describe_difference("x" * 50, [1], [2])
         == f"differs from the reference on {'x' * 37 + '...'!r} at token 0: [2] instead of [1]"
     )
 

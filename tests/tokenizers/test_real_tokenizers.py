@@ -17,8 +17,8 @@ import tiktoken
 from tokenizers import Tokenizer as Reference
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from ingot.tokenizers.backend import split
-from ingot.tokenizers.edge_cases import nasty_texts
+from ingot.tokenizers.backend import split_batch
+from ingot.tokenizers.edge_cases import edge_case_texts
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -122,20 +122,20 @@ def test_reference_and_fast_encoder_give_the_ids_of_the_library(
         source,
         source.replace("    ", "\t").replace("\n", "\r\n"),
         source.replace("\n", " "),
-        *nasty_texts(tokenizer.spelled[:9]),
+        *edge_case_texts(tokenizer.special_texts[:9]),
     ]
     theirs = original(folder, name)
-    wanted = list(split(tokenizer.encode_batch(nasty)))
+    wanted = list(split_batch(tokenizer.encode_batch(nasty)))
     for text, ids in zip(nasty, wanted, strict=True):
         # A text that spells a piece which is also a special token (T5's `</s>`) has other ids: it
         # must stay text.
-        if name != "hf_t5" or not any(token in text for token in tokenizer.spelled):
+        if name != "hf_t5" or not any(token in text for token in tokenizer.special_texts):
             assert ids == theirs(text), text[:60]
     choice = choose_encoder(tokenizer, texts[:9])
     exact = [library for library in choice.speeds if library != REFERENCE]
     assert len(exact) == (0 if name in SLOW else 2), choice.tried
     for library in exact[:1]:
-        assert list(split(open_encoder(tokenizer, library).encode_batch(nasty))) == wanted
+        assert list(split_batch(open_encoder(tokenizer, library).encode_batch(nasty))) == wanted
 
 
 def test_special_tokens_of_real_ones(real: tuple[str, Path, Tokenizer]) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Reference
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.load import load_tokenizer
-from ingot.tokenizers.tokenizer import Special, Tokenizer
+from ingot.tokenizers.tokenizer import SpecialIds, Tokenizer
 from tests.tokenizers.small import CHATML, TEXTS, bpe_files, unigram_files
 
 
@@ -57,7 +57,7 @@ def test_text_stays_text_where_special_tokens_are_pieces_too() -> None:
         )
     assert tokenizer.encode("abc") == naive.encode("abc", add_special_tokens=False).ids
     assert tokenizer.encode_document("ab") == [*tokenizer.encode("ab"), 1]
-    assert tokenizer.special == Special(None, 1, 0)
+    assert tokenizer.special == SpecialIds(None, 1, 0)
 
 
 @pytest.mark.parametrize(

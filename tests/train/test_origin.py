@@ -130,7 +130,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
 ) -> None:
     curve = iter([3.0, 2.0, 2.5, 2.6, 2.7])
     monkeypatch.setattr(
-        "ingot.train.evaluation.held_out_objective", lambda *_: {"loss": next(curve)}
+        "ingot.train.evaluation.validation_losses", lambda *_: {"loss": next(curve)}
     )
     knobs: dict[str, Any] = {
         "train__steps": 10,

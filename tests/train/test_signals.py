@@ -123,7 +123,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     ("where", "phase"),
     [
         ("ingot.objectives.forward.forward", "first step"),
-        ("ingot.evaluate.validation.held_out_objective", "evaluating"),
+        ("ingot.evaluate.validation.validation_losses", "evaluating"),
         ("ingot.train.evaluation.sample_texts", "evaluating"),
         ("ingot.checkpoints.writer.write_checkpoint", "saving"),
     ],
@@ -162,7 +162,7 @@ def test_an_evaluation_is_broken_off_and_made_up_for(root: Path) -> None:
         "checkpoint__every": 4,
     }
     recipe = small_recipe(root, **knobs)
-    slow = Slow(recipe, root, "ingot.evaluate.validation._nothing", "time.sleep(1)")
+    slow = Slow(recipe, root, "ingot.evaluate.validation._batch_without_targets", "time.sleep(1)")
     code, messages = slow.ended(signal.SIGTERM)
     assert code == 75, messages
     found = newest_valid(recipe.folder.checkpoints)

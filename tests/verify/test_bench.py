@@ -23,14 +23,14 @@ from ingot.train.setup import plan_run
 from ingot.verify import bench_row
 from ingot.verify.bench import (
     FORMULA,
-    Case,
-    Start,
+    BenchCase,
+    StartCommand,
     bench,
     best_of,
     cases_of,
-    hopeless,
-    refusal,
+    refusal_reason,
     run_case,
+    skip_reason,
 )
 from ingot.verify.bench_row import measure_row
 from tests.ranks import run_ranks
@@ -39,7 +39,7 @@ from tests.small import small_recipe
 ROW = {"status": "measured", "compute": "fp32"}
 
 
-def told(cases: list[Case]) -> list[tuple[int, str, int]]:
+def told(cases: list[BenchCase]) -> list[tuple[int, str, int]]:
     return [(case.devices, case.precision, case.micro_batch) for case in cases]
 
 
@@ -90,40 +90,41 @@ def test_lists_that_are_none_are_refused(
     [
         (
             {},
-            Case(3, 1, "recipe"),
+            BenchCase(3, 1, "recipe"),
             "train.global_batch 4 does not divide over 3 processes; 2 would fit",
         ),
-        ({}, Case(2, 4, "recipe"), "a process has only 2 rows of train.global_batch 4"),
+        ({}, BenchCase(2, 4, "recipe"), "a process has only 2 rows of train.global_batch 4"),
         (
             {"parallel__shard": 2, "parallel__replicate": 1},
-            Case(1, 1, "recipe"),
+            BenchCase(1, 1, "recipe"),
             "parallel.shard 2 needs 2 processes, 1 is running",
         ),
         (
             {"parallel__shard": 2},
-            Case(1, 1, "recipe"),
+            BenchCase(1, 1, "recipe"),
             "parallel.shard 2 takes 2 processes a copy, which does not divide 1; start 2 processes",
         ),
-        ({}, Case(2, 2, "recipe"), ""),
+        ({}, BenchCase(2, 2, "recipe"), ""),
     ],
 )
 def test_what_cannot_be_is_known_before_it_is_tried(
-    knobs: dict[str, Any], case: Case, says: str, tmp_path: Path
+    knobs: dict[str, Any], case: BenchCase, says: str, tmp_path: Path
 ) -> None:
-    found = refusal(small_recipe(tmp_path, **knobs), case)
+    found = refusal_reason(small_recipe(tmp_path, **knobs), case)
     assert found.startswith(says)
     assert bool(found) == bool(says)
 
 
 def test_larger_ones_are_hopeless_only_beside_their_like() -> None:
-    out = [Case(1, 4, "fp32")]
-    assert hopeless(Case(1, 8, "fp32"), out) == "not tried: 4 rows at once ran out already"
+    out = [BenchCase(1, 4, "fp32")]
+    assert skip_reason(BenchCase(1, 8, "fp32"), out) == "not tried: 4 rows at once ran out already"
     assert [
-        hopeless(case, out) for case in (Case(1, 2, "fp32"), Case(2, 8, "fp32"), Case(1, 8, "bf16"))
+        skip_reason(case, out)
+        for case in (BenchCase(1, 2, "fp32"), BenchCase(2, 8, "fp32"), BenchCase(1, 8, "bf16"))
     ] == ["", "", ""]
 
 
-def shell(script: str) -> Start:
+def shell(script: str) -> StartCommand:
     """Processes that do as `script` says; $1 is the file for the row, $2 the micro-batch."""
     return lambda case, into: (
         ["sh", "-c", script, "sh", str(into), str(case.micro_batch)],
@@ -176,7 +177,7 @@ def shell(script: str) -> Start:
     ],
 )
 def test_however_processes_end_there_is_a_row(script: str, row: dict[str, Any]) -> None:
-    assert run_case(Case(1, 1, "fp32"), shell(script)) == row
+    assert run_case(BenchCase(1, 1, "fp32"), shell(script)) == row
 
 
 def test_a_bench_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_bench_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(Stop):
-            run_case(Case(1, 1, "fp32"), shell(f"echo $$ > {tmp_path}/pid; exec sleep 60"))
+            run_case(BenchCase(1, 1, "fp32"), shell(f"echo $$ > {tmp_path}/pid; exec sleep 60"))
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - began < 20
@@ -240,11 +241,11 @@ def test_the_report_has_every_row_the_best_and_how_to_run_like_it(
 
 
 def test_nothing_measured_has_no_best() -> None:
-    assert best_of([Case(1, 1, "fp32")], [{"status": "failed", "reason": ""}]) is None
+    assert best_of([BenchCase(1, 1, "fp32")], [{"status": "failed", "reason": ""}]) is None
 
 
 def test_data_that_is_not_prepared_is_told_before_any_process_is_started(tmp_path: Path) -> None:
-    def never(case: Case, into: Path) -> Any:
+    def never(case: BenchCase, into: Path) -> Any:
         raise AssertionError
 
     with pytest.raises(
@@ -254,7 +255,7 @@ def test_data_that_is_not_prepared_is_told_before_any_process_is_started(tmp_pat
             r" made-up rows with --synthetic"
         ),
     ):
-        bench(small_recipe(tmp_path), [Case(1, 1, "fp32")], never, steps=1, synthetic=False)
+        bench(small_recipe(tmp_path), [BenchCase(1, 1, "fp32")], never, steps=1, synthetic=False)
 
 
 def measured(recipe: Recipe, into: Path, *, synthetic: bool = False) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from ingot.train.trainer import train
 from ingot.verify import export
 from ingot.verify import export_logits as logits
 from ingot.verify.export import verify_export
-from ingot.verify.export_trained import base_of, compare_weights, open_export
-from ingot.verify.export_transformers import open_theirs
+from ingot.verify.export_trained import base_model, compare_weights, open_export
+from ingot.verify.export_transformers import open_transformers
 from ingot.verify.proof import Check, Proof
 from tests.cli.commands import clean_environment, ingot
 from tests.objectives.ways import WAYS, make_ready, recipe_of, write_all
@@ -343,7 +343,7 @@ def test_the_last_bit_of_what_an_adapter_was_folded_into(trained: Path, tmp_path
     opened = open_export(recipe)
 
     def compared() -> tuple[int, list[str]]:
-        model = base_of(opened.plan)
+        model = base_model(opened.plan)
         load_adapter(model, recipe.folder.adapter)
         found = compare_weights(model, recipe.folder.model, opened.dtype)
         return found.folded, found.wrong
@@ -407,8 +407,8 @@ def test_a_server_that_stops_elsewhere(
 def _first_written(folder: Path) -> int:
     """The token that the first answer begins with."""
     opened = open_export(recipe_of(folder.parents[2], "sft"))
-    prompt = logits.beginnings(opened.held, 1, export.LONGEST_PROMPT)[0]
-    return int(open_theirs(folder, "decoder").logits(prompt)[-1].argmax())
+    prompt = logits.prompt_prefixes(opened.held_out, 1, export.LONGEST_PROMPT)[0]
+    return int(open_transformers(folder, "decoder").logits(prompt)[-1].argmax())
 
 
 def test_without_the_checkpoint(trained: Path, tmp_path: Path) -> None:
@@ -481,9 +481,9 @@ def test_of_long_rows_the_end_is_looked_at_too(
 ) -> None:
     monkeypatch.setattr(logits, "TOKENS", 10)
     opened = open_export(recipe_of(trained, "sft"))
-    kept = [record.begin + at for record in opened.held.records for at in record.kept]
-    assert len(opened.held.batches) == 1
-    assert 10 <= opened.held.count <= 20
+    kept = [record.begin + at for record in opened.held_out.records for at in record.kept]
+    assert len(opened.held_out.batches) == 1
+    assert 10 <= opened.held_out.count <= 20
     assert max(kept) > 24
     assert verify_export(recipe_of(trained, "sft")).holds
 

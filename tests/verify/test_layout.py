@@ -22,16 +22,16 @@ from ingot.data.opened import IGNORE
 from ingot.data.rows import Row
 from ingot.models.hf.config import hub_config
 from ingot.models.native.config import DecoderConfig
-from ingot.verify.layout import Finding, LayoutProof, verify_layout
+from ingot.verify.layout import LayoutProof, LayoutResult, verify_layout
 from ingot.verify.layout_modes import (
+    HUB_MODES,
     MODES,
-    OF_TRANSFORMERS,
-    for_recipe,
+    all_layouts,
     layout,
-    pairs,
-    parsed,
-    scaled,
-    table,
+    layouts_for,
+    mode_pairs,
+    parse_layouts,
+    scaled_layout,
 )
 from ingot.verify.layout_recipe import (
     SEQ_LEN,
@@ -41,12 +41,12 @@ from ingot.verify.layout_recipe import (
     small_decoder,
     small_hub,
 )
-from ingot.verify.layout_steps import Difference, Measured, Piece, compare
+from ingot.verify.layout_steps import LayoutDifference, ParameterShard, RankResult, compare
 from tests.cli.commands import ingot
 from tests.models.hf import tiny as hub_tiny
 from tests.small import small_recipe
 
-EQUAL = Difference(
+EQUAL = LayoutDifference(
     loss=1e-7,
     norm=1e-7,
     weights=3e-8,
@@ -132,14 +132,14 @@ def test_wrong_layouts_are_refused_by_name(text: str, said: str, tmp_path: Path)
 
 
 def test_layouts_are_read_with_their_knobs() -> None:
-    first, second = parsed(
+    first, second = parse_layouts(
         "shard=2, reshard=false, tensor=2 ;"
         " pipeline=2,virtual=2,schedule=zero_bubble,recompute=selective"
     )
     assert first.name == "shard 2 x tensor 2, kept"
     assert (first.processes, first.parallel.reshard, first.parallel.replicate) == (4, False, 1)
     assert second.name == "pipeline 2, zero bubble, virtual 2, selective recompute"
-    assert len(parsed("shard=2;shard=2")) == 1
+    assert len(parse_layouts("shard=2;shard=2")) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_layouts_are_read_with_their_knobs() -> None:
     ],
 )
 def test_a_large_layout_is_scaled_down(knobs: dict[str, Any], name: str) -> None:
-    own = scaled(recipe(parallel=json.dumps(knobs)))
+    own = scaled_layout(recipe(parallel=json.dumps(knobs)))
     assert own.name == name
     assert own.processes <= 8
 
 
 def test_what_is_tried_for_a_recipe() -> None:
-    own, *others = for_recipe(
+    own, *others = layouts_for(
         recipe(parallel=json.dumps({"shard": 8, "tensor": 4}), memory__recompute__kind="full")
     )
     assert own.name == "shard 2 x tensor 4, full recompute"
@@ -192,13 +192,13 @@ def test_what_is_tried_for_a_recipe() -> None:
         tokenizer__source=None,
         tokenizer__vocab_size=None,
     )
-    assert [one.name for one in for_recipe(seq2seq)] == [
-        layout(**MODES[mode]).name for mode in OF_TRANSFORMERS
+    assert [one.name for one in layouts_for(seq2seq)] == [
+        layout(**MODES[mode]).name for mode in HUB_MODES
     ]
 
 
 def test_the_table_has_every_mode_every_pair_and_six_products() -> None:
-    names = {one.name for one in table()}
+    names = {one.name for one in all_layouts()}
     assert names >= {layout(**knobs).name for knobs in MODES.values()}
     used = [
         {
@@ -206,7 +206,7 @@ def test_the_table_has_every_mode_every_pair_and_six_products() -> None:
             for axis in ("replicate", "shard", "tensor", "pipeline", "context")
             if one.degree(axis) > 1
         }
-        for one in table()
+        for one in all_layouts()
     ]
     axes = ("replicate", "shard", "tensor", "pipeline", "context")
     for first, axis in enumerate(axes):
@@ -215,8 +215,8 @@ def test_the_table_has_every_mode_every_pair_and_six_products() -> None:
     assert sum(len(one) >= 3 for one in used) >= 6
     assert {"shard", "tensor", "pipeline"} in used
     assert {"context", "tensor", "shard"} in used
-    assert {one.processes for one in table()} >= {2, 4, 8}
-    assert all(one.name in names for one in pairs())
+    assert {one.processes for one in all_layouts()} >= {2, 4, 8}
+    assert all(one.name in names for one in mode_pairs())
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -287,12 +287,12 @@ def measured(
     loss: float = 1.0,
     norm: float = 2.0,
     part: tuple[slice, ...] = (),
-) -> Measured:
+) -> RankResult:
     pieces = {
-        name: Piece(tuple(tensor.shape), part, tensor[part] if part else tensor)
+        name: ParameterShard(tuple(tensor.shape), part, tensor[part] if part else tensor)
         for name, tensor in weights.items()
     }
-    return Measured(
+    return RankResult(
         [loss],
         [norm],
         [pieces],
@@ -312,7 +312,7 @@ def test_differences_are_counted_from_every_rank() -> None:
     same = compare(halves, alone, Degrees(shard=2), 1)
     assert (same.loss, same.norm, same.weights) == (0.0, 0.0, 0.0)
     # Only the second rank is wrong, and only in a copy that the first one has too.
-    halves[1].weights[0]["model.norm.weight"] = Piece((2,), (), torch.tensor([1.0, 1.1]))
+    halves[1].weights[0]["model.norm.weight"] = ParameterShard((2,), (), torch.tensor([1.0, 1.1]))
     wrong = compare(halves, alone, Degrees(shard=2), 1)
     assert wrong.weights == pytest.approx(0.1 / 10**0.5)
     assert wrong.where.startswith("step 1: model.norm.weight differs most, by 7.1e-02")
@@ -323,7 +323,7 @@ def test_differences_are_counted_from_every_rank() -> None:
     assert compare([replace(alone, losses=[float("nan")])], alone, Degrees(), 1).loss == float(
         "inf"
     )
-    assert compare([replace(alone, holds={"a": 1000})], alone, Degrees(), 1).share == 100
+    assert compare([replace(alone, local_sizes={"a": 1000})], alone, Degrees(), 1).share == 100
 
 
 @pytest.mark.parametrize(
@@ -340,9 +340,9 @@ def test_what_differs_fails_with_one_line(
     worse: dict[str, float], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     findings = [
-        Finding(layout(shard=2), EQUAL),
-        Finding(layout(tensor=2), replace(EQUAL, **worse)),
-        Finding(layout(context=2), reason="no", possible=False),
+        LayoutResult(layout(shard=2), EQUAL),
+        LayoutResult(layout(tensor=2), replace(EQUAL, **worse)),
+        LayoutResult(layout(context=2), reason="no", possible=False),
     ]
     proof = LayoutProof("verify layout small", findings, Path("layout.json"))
     assert not proof.holds
@@ -358,14 +358,17 @@ def test_what_differs_fails_with_one_line(
 def test_layouts_that_cannot_be_prove_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     proof = LayoutProof(
         "verify layout small",
-        [Finding(layout(context=2), reason="no", possible=False)],
+        [LayoutResult(layout(context=2), reason="no", possible=False)],
         Path("layout.json"),
     )
     assert verbs._compared(proof) == EXIT_FAILED
     assert "not one of these layouts can be" in capsys.readouterr().out
     failed = LayoutProof(
         "verify layout small",
-        [Finding(layout(shard=2), EQUAL), Finding(layout(shard=4), reason="rank 0 of 4 died")],
+        [
+            LayoutResult(layout(shard=2), EQUAL),
+            LayoutResult(layout(shard=4), reason="rank 0 of 4 died"),
+        ],
         Path("layout.json"),
     )
     assert verbs._compared(failed) == EXIT_FAILED

@@ -15,8 +15,8 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.tokenizers.backend import Batch, JsonReference
-from ingot.tokenizers.encoders import Choice, EncodeBatch, Library
+from ingot.tokenizers.backend import JsonBackend, TokenBatch
+from ingot.tokenizers.encoders import EncodeBatch, EncoderChoice, EncoderLibrary
 from ingot.tokenizers.load import load_tokenizer
 from ingot.verify.proof import Check, Proof
 from ingot.verify.tokenizer import verify_tokenizer
@@ -98,7 +98,7 @@ def test_nothing_learnt_yet(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Planted(Library):
+class Planted(EncoderLibrary):
     @property
     def version(self) -> str:
         return "1"
@@ -109,7 +109,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, encode_batch: EncodeBatch) -> None:
         "ingot.tokenizers.encoders.LIBRARIES", (Planted("planted", lambda text: encode_batch),)
     )
     # As if the sample that encoders are chosen by had missed the fault.
-    choice = Choice("planted 1", [("planted 1", "taken")], {"planted 1": 1.0})
+    choice = EncoderChoice("planted 1", [("planted 1", "taken")], {"planted 1": 1.0})
     monkeypatch.setattr("ingot.verify.tokenizer.choose_encoder", lambda tokenizer, texts: choice)
 
 
@@ -117,7 +117,7 @@ def test_a_fast_path_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     recipe = given(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
 
-    def encode_batch(texts: Sequence[str]) -> Batch:
+    def encode_batch(texts: Sequence[str]) -> TokenBatch:
         flat, offsets = tokenizer.encode_batch(texts)
         flat[offsets[3] : offsets[3] + 1] += 1
         return flat, offsets
@@ -141,7 +141,7 @@ def test_a_fast_path_that_makes_special_tokens_of_text(
     recipe = given(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
 
-    def encode_batch(texts: Sequence[str]) -> Batch:
+    def encode_batch(texts: Sequence[str]) -> TokenBatch:
         ids = [
             tokenizer._reference.control.encode(text, add_special_tokens=False).ids
             for text in texts
@@ -160,7 +160,7 @@ def test_a_reference_that_does_not_give_text_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        JsonReference,
+        JsonBackend,
         "decode",
         lambda self, ids, *, skip_special: str(self._reference.decode(ids)).replace("für", "fur"),
     )

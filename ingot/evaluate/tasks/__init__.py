@@ -13,15 +13,15 @@ from ingot.config.sections.evaluation import (
     RougeTask,
     Task,
 )
-from ingot.evaluate.subject import About, Measured, Opened, Subject
-from ingot.evaluate.tasks.choice import open_choices
+from ingot.evaluate.subject import EvalModel, EvalModelInfo, OpenTask, TaskResult
+from ingot.evaluate.tasks.choice import open_choice
 from ingot.evaluate.tasks.classification import open_classification
 from ingot.evaluate.tasks.lm_eval import open_lm_eval
 from ingot.evaluate.tasks.loss import open_loss
 from ingot.evaluate.tasks.rouge import open_rouge
 
 
-def open_task(task: Task, about: About, most: int | None = None) -> Opened:
+def open_task(task: Task, about: EvalModelInfo, most: int | None = None) -> OpenTask:
     """Read and check all that the task needs beside the model.
 
     Args:
@@ -36,7 +36,7 @@ def open_task(task: Task, about: About, most: int | None = None) -> Opened:
         case LossTask():
             return open_loss(task, about, most)
         case HellaSwagTask() | ChoiceTask():
-            return open_choices(task, about)
+            return open_choice(task, about)
         case RougeTask():
             return open_rouge(task, about, most if task.source is None else None)
         case ClassificationTask():
@@ -47,16 +47,16 @@ def open_task(task: Task, about: About, most: int | None = None) -> Opened:
             raise AssertionError(f"no evaluation is made of {task.kind}")
 
 
-def check(task: Task, model: About | Subject) -> None:
+def check(task: Task, model: EvalModelInfo | EvalModel) -> None:
     """Refuse a task that cannot be measured, before the first forward; raises as `open_task`
     does.
     """
-    open_task(task, model.about if isinstance(model, Subject) else model)
+    open_task(task, model.info if isinstance(model, EvalModel) else model)
 
 
-def measure(task: Task, subject: Subject) -> Measured:
+def measure(task: Task, subject: EvalModel) -> TaskResult:
     """Open the task and measure it. Collective: every rank calls it, and all get the same."""
-    return open_task(task, subject.about).measure(subject)
+    return open_task(task, subject.info).measure(subject)
 
 
 def needs_rows(task: Task) -> bool:

@@ -18,17 +18,17 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.config.sections.evaluation import ChoiceTask, HellaSwagTask
-from ingot.evaluate.likelihood import Span, encode_spans, log_likelihoods
+from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
 from ingot.evaluate.metrics import mean_metric
-from ingot.evaluate.subject import About, Measured, Subject
-from ingot.evaluate.tasks.records import Record, read_records
+from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
+from ingot.evaluate.tasks.records import TaskRecord, read_records
 
 QUESTION = ("question", "choices", "answer")
 HELLASWAG = ("ctx_a", "ctx_b", "activity_label", "endings", "label")
 
 
 @dataclass(frozen=True)
-class Item:
+class ChoiceItem:
     """A context, what may follow it (after a space), and which of these is right."""
 
     place: str
@@ -38,20 +38,20 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Choices:
+class OpenChoiceTask:
     """A multiple-choice task whose items are tokens already: `spans` hold all choices of the first
     item, then those of the next.
     """
 
     name: str
-    items: list[Item]
-    spans: list[Span]
+    items: list[ChoiceItem]
+    spans: list[ScoredSpan]
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: EvalModel) -> TaskResult:
         sums = log_likelihoods(subject, self.spans, self.name)[:, 0]
         examples, place = list[dict[str, Any]](), 0
         for item in self.items:
-            examples.append(judged(item, sums[place : place + len(item.choices)].tolist()))
+            examples.append(score_item(item, sums[place : place + len(item.choices)].tolist()))
             place += len(item.choices)
         on = fingerprint([[item.context, item.choices, item.answer] for item in self.items])
         metrics = {
@@ -60,10 +60,10 @@ class Choices:
             )
             for metric, column in (("accuracy", "correct"), ("accuracy_norm", "correct_norm"))
         }
-        return Measured(metrics, examples)
+        return TaskResult(metrics, examples)
 
 
-def judged(item: Item, sums: Sequence[float]) -> dict[str, Any]:
+def score_item(item: ChoiceItem, sums: Sequence[float]) -> dict[str, Any]:
     """What became of one item. Of equal choices the first one counts as chosen."""
     likelihoods = np.array(sums)
     per_character = likelihoods / np.array([len(choice) for choice in item.choices])
@@ -81,7 +81,7 @@ def judged(item: Item, sums: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def open_choices(task: ChoiceTask | HellaSwagTask, about: About) -> Choices:
+def open_choice(task: ChoiceTask | HellaSwagTask, about: EvalModelInfo) -> OpenChoiceTask:
     """Read and encode the items.
 
     Raises:
@@ -89,17 +89,17 @@ def open_choices(task: ChoiceTask | HellaSwagTask, about: About) -> Choices:
             the model's positions.
     """
     knob = f"evaluate.tasks, {task.name}: source"
-    about.must_be(f"evaluate.tasks, {task.name}: {task.kind}", "decoder")
+    about.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", "decoder")
     if isinstance(task, HellaSwagTask):
         items = [
-            _hellaswag(record)
+            _hellaswag_item(record)
             for record in read_records(
                 task.source, knob, HELLASWAG, split=task.split, limit=task.limit
             )
         ]
     else:
         items = [
-            _question(record)
+            _question_item(record)
             for record in read_records(
                 task.source, knob, QUESTION, names=task.columns, split=task.split, limit=task.limit
             )
@@ -116,10 +116,10 @@ def open_choices(task: ChoiceTask | HellaSwagTask, about: About) -> Choices:
                 f"{item.place} has {len(span):,} tokens with its longest choice, {about.where} has"
                 f" {about.positions:,} positions; leave it out, or evaluate a model that reads more"
             )
-    return Choices(task.name, items, spans)
+    return OpenChoiceTask(task.name, items, spans)
 
 
-def _question(record: Record) -> Item:
+def _question_item(record: TaskRecord) -> ChoiceItem:
     question, choices = record.text("question"), record.get("choices")
     if isinstance(choices, str):
         # As a table of texts has it.
@@ -140,10 +140,10 @@ def _question(record: Record) -> Item:
         )
     if not question.strip():
         raise WrongInput(f"{record.place}: `question` is empty; mend it")
-    return Item(record.place, question, choices, _answer(record, choices))
+    return ChoiceItem(record.place, question, choices, _answer_index(record, choices))
 
 
-def _answer(record: Record, choices: list[str]) -> int:
+def _answer_index(record: TaskRecord, choices: list[str]) -> int:
     """A number from 0, the text of a choice, or a letter; a text that could be several of these is
     the first that fits of: text, number, letter.
     """
@@ -165,7 +165,7 @@ def _answer(record: Record, choices: list[str]) -> int:
     return place
 
 
-def _hellaswag(record: Record) -> Item:
+def _hellaswag_item(record: TaskRecord) -> ChoiceItem:
     """As lm-evaluation-harness prepares it: what the activity is, both parts of the context, and
     the marks of WikiHow taken out.
     """
@@ -185,12 +185,12 @@ def _hellaswag(record: Record) -> Item:
         )
     second = record.text("ctx_b")
     context = f"{record.text('activity_label')}: {record.text('ctx_a')} {second.capitalize()}"
-    choices = [_without_marks(ending) for ending in endings]
+    choices = [_strip_wikihow_marks(ending) for ending in endings]
     if not all(choices):
         raise WrongInput(f"{record.place} has an empty ending; mend it")
-    return Item(record.place, _without_marks(context), choices, int(label))
+    return ChoiceItem(record.place, _strip_wikihow_marks(context), choices, int(label))
 
 
-def _without_marks(text: str) -> str:
+def _strip_wikihow_marks(text: str) -> str:
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")

@@ -18,19 +18,19 @@ from ingot.config.sections.evaluation import ClassificationTask
 from ingot.data.manifest import Prepared
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples
-from ingot.evaluate.distribute import Floats, together
-from ingot.evaluate.loss import over_samples
-from ingot.evaluate.metrics import Statistic, interval, mean_metric
-from ingot.evaluate.subject import About, Measured, Subject
-from ingot.evaluate.tasks.loss import open_held_out, same_set
+from ingot.evaluate.distribute import Floats, sum_over_ranks
+from ingot.evaluate.loss import score_samples
+from ingot.evaluate.metrics import Statistic, bootstrap_interval, mean_metric
+from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
+from ingot.evaluate.tasks.loss import comparison_set, open_held_out
 from ingot.models.native.head import View
 
 Numbers = npt.NDArray[np.int64]
-MOST_CLASSES = 20
+MAX_REPORTED_CLASSES = 20
 
 
 @dataclass(frozen=True)
-class Classification:
+class OpenClassificationTask:
     """The task with its rows opened."""
 
     name: str
@@ -39,17 +39,17 @@ class Classification:
     prepared: Prepared
     count: int
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: EvalModel) -> TaskResult:
         """Raises Failed when the model gives numbers that are not finite."""
         table = np.zeros((self.count, 3), np.float64)
-        reader = _Reader()
-        for batch, values in over_samples(subject, self.rows, self.count, self.name, reader.token):
+        reader = _ClassScorer()
+        for batch, values in score_samples(subject, self.rows, self.count, self.name, reader.token):
             live = batch.rows >= 0
             found = torch.stack(
                 (batch.labels, reader.chosen.cpu(), values.detach().cpu()), dim=1
             ).double()
             table[batch.rows[live].numpy()] = found[live].numpy()
-        label, chosen, log_probability = together(table, subject.mesh).T
+        label, chosen, log_probability = sum_over_ranks(table, subject.mesh).T
         if np.isnan(log_probability).any():
             raise Failed(
                 f"{self.name}: {subject.where} gives numbers that are not finite; train it again"
@@ -59,12 +59,12 @@ class Classification:
             label.astype(np.int64),
             chosen.astype(np.int64),
             log_probability,
-            same_set(self.prepared, self.rows, subject.recipe, self.count),
+            comparison_set(self.prepared, self.rows, subject.recipe, self.count),
         )
 
     def _report(
         self, label: Numbers, chosen: Numbers, log_probability: Floats, on: str
-    ) -> Measured:
+    ) -> TaskResult:
         classes = len(self.labels)
         majority = np.full_like(label, np.bincount(label, minlength=classes).argmax())
         accuracy = mean_metric((label == chosen).astype(np.float64), direction="higher", on=on)
@@ -78,7 +78,7 @@ class Classification:
                 macro_f1(counts(label, majority, classes).sum(axis=0))
             ),
         }
-        return Measured(metrics, self._examples(label, chosen, log_probability), simple)
+        return TaskResult(metrics, self._examples(label, chosen, log_probability), simple)
 
     def _examples(
         self, label: Numbers, chosen: Numbers, log_probability: Floats
@@ -97,7 +97,7 @@ class Classification:
         ]
 
 
-class _Reader:
+class _ClassScorer:
     """The log-probability of each row's label, and beside it the class that the model takes."""
 
     chosen: Tensor
@@ -108,13 +108,13 @@ class _Reader:
 
 
 def open_classification(
-    task: ClassificationTask, about: About, most: int | None = None
-) -> Classification:
+    task: ClassificationTask, about: EvalModelInfo, most: int | None = None
+) -> OpenClassificationTask:
     """Raises WrongInput when the model is no classifier, or there are no labelled rows."""
-    about.must_be(f"evaluate.tasks, {task.name}: classification", "encoder")
+    about.require_kind(f"evaluate.tasks, {task.name}: classification", "encoder")
     prepared, rows = open_held_out(about.recipe, about.where, about.positions)
     assert not isinstance(rows, Rows)
-    return Classification(
+    return OpenClassificationTask(
         task.name, about.recipe.labels, rows, prepared, min(len(rows), most or len(rows))
     )
 
@@ -157,14 +157,14 @@ def f1_metrics(
     def metric(statistic: Statistic) -> Metric:
         return Metric(
             float(statistic(units.sum(axis=0))),
-            *interval(units, statistic),
+            *bootstrap_interval(units, statistic),
             direction="higher",
             n=len(label),
             set_fingerprint=on,
         )
 
     found = {f"{task}/f1": metric(macro_f1)}
-    if len(labels) <= MOST_CLASSES:
+    if len(labels) <= MAX_REPORTED_CLASSES:
         for number in np.flatnonzero(~np.isnan(class_f1(units.sum(axis=0)))).tolist():
             found[f"{task}/f1_{labels[number]}"] = metric(partial(_one_f1, number))
     return found

@@ -18,28 +18,28 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.reports import Metric
 from ingot.config.sections.evaluation import LMEvalTask
-from ingot.evaluate.generation import answers
-from ingot.evaluate.likelihood import Span, encode_spans, log_likelihoods
+from ingot.evaluate.generation import generate_answers
+from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
 from ingot.evaluate.metrics import ratio_interval
-from ingot.evaluate.subject import About, Measured, Subject
+from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.models.generation.generator import Request
 from ingot.models.generation.sampling import Sampling
 
 MAX_TOKENS = 256
-CLOSE = 1e-9
+RELATIVE_TOLERANCE = 1e-9
 
 
-class Face:
+class HarnessModel:
     """A subject as the harness speaks to a model; the class that it wants is made of this one and
     its own.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: EvalModel) -> None:
         super().__init__()
         self.subject = subject
         special = subject.tokenizer.special
         self.start = special.bos if special.bos is not None else special.eos
-        self.positions = subject.about.positions
+        self.positions = subject.info.positions
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -54,7 +54,7 @@ class Face:
         found = log_likelihoods(self.subject, spans, "lm_eval", greedy=True)
         return [(float(total), bool(agrees)) for total, agrees in found]
 
-    def _cut(self, span: Span) -> Span:
+    def _cut(self, span: ScoredSpan) -> ScoredSpan:
         """Left off at the left what the positions do not hold."""
         if not span.context or not 0 < len(span.continuation) <= self.positions:
             raise WrongInput(
@@ -62,7 +62,7 @@ class Face:
                 f" {len(span.context):,} cannot be scored by a model of {self.positions:,}"
                 " positions; leave the task out"
             )
-        return Span(
+        return ScoredSpan(
             span.context[-(self.positions + 1 - len(span.continuation)) :], span.continuation
         )
 
@@ -94,7 +94,7 @@ class Face:
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """What the model writes, up to one of the stop strings of each request."""
-        return answers(
+        return generate_answers(
             self.subject,
             [
                 self._request(number, request.args[0], request.args[1])
@@ -123,28 +123,28 @@ class Face:
         return Request(prompt, max_tokens, sampling, tuple(text for text in stop if text))
 
 
-def windows(tokens: Sequence[int], start: int, positions: int) -> list[Span]:
+def windows(tokens: Sequence[int], start: int, positions: int) -> list[ScoredSpan]:
     """A text in spans that each fit, every token in one continuation: the first after `start`,
     later ones after what was before.
     """
-    spans = [Span([start], list(tokens[:positions]))] if tokens else []
+    spans = [ScoredSpan([start], list(tokens[:positions]))] if tokens else []
     for done in range(positions, len(tokens), positions):
         end = min(done + positions, len(tokens))
-        spans.append(Span(list(tokens[end - positions - 1 : done]), list(tokens[done:end])))
+        spans.append(ScoredSpan(list(tokens[end - positions - 1 : done]), list(tokens[done:end])))
     return spans
 
 
 @dataclass(frozen=True)
-class Harness:
+class OpenLMEvalTask:
     """The tasks, found and with their data loaded."""
 
     task: LMEvalTask
     library: Any
     manager: Any
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: EvalModel) -> TaskResult:
         task, library = self.task, self.library
-        model = type("IngotLM", (Face, library.api.model.LM), {})(subject)
+        model = type("IngotLM", (HarnessModel, library.api.model.LM), {})(subject)
         # Its seeds would set the generators that a training run draws from.
         seeds = {"random_seed": None, "numpy_random_seed": None, "torch_random_seed": None}
         results = library.simple_evaluate(
@@ -160,14 +160,14 @@ class Harness:
         return subject.mesh.from_main(lambda: report(task.name, results))
 
 
-def open_lm_eval(task: LMEvalTask, about: About) -> Harness:
+def open_lm_eval(task: LMEvalTask, about: EvalModelInfo) -> OpenLMEvalTask:
     """Find the tasks and load their data.
 
     Raises:
         WrongInput: the package is missing, or knows no such task.
         Failed: the data of a task cannot be loaded.
     """
-    about.must_be(f"evaluate.tasks, {task.name}: lm_eval", "decoder")
+    about.require_kind(f"evaluate.tasks, {task.name}: lm_eval", "decoder")
     library = _library()
     manager = _manager(library, task)
     if unknown := [name for name in task.tasks if name not in manager.all_tasks]:
@@ -183,7 +183,7 @@ def open_lm_eval(task: LMEvalTask, about: About) -> Harness:
             f"evaluate.tasks, {task.name}: {', '.join(task.tasks)} cannot be loaded"
             f" ({type(error).__name__}: {told}); check the network"
         ) from error
-    return Harness(task, library, manager)
+    return OpenLMEvalTask(task, library, manager)
 
 
 def _manager(library: Any, task: LMEvalTask) -> Any:
@@ -210,7 +210,7 @@ def _library() -> Any:
     return lm_eval
 
 
-def report(name: str, results: Mapping[str, Any]) -> Measured:
+def report(name: str, results: Mapping[str, Any]) -> TaskResult:
     """The harness's results as ours: metrics `NAME/TASK.METRIC`, with the filter behind where a
     task has several; one example for each sample.
     """
@@ -250,7 +250,7 @@ def report(name: str, results: Mapping[str, Any]) -> Measured:
                 count,
                 on,
             )
-    return Measured(
+    return TaskResult(
         metrics,
         [
             _example(task, sample)
@@ -273,7 +273,9 @@ def sample_interval(value: float, samples: Sequence[Any]) -> tuple[float, float]
     """
     if samples and all(isinstance(sample, bool | int | float) for sample in samples):
         numbers = np.array(samples, np.float64)
-        if math.isclose(numbers.mean(), value, rel_tol=CLOSE, abs_tol=CLOSE):
+        if math.isclose(
+            numbers.mean(), value, rel_tol=RELATIVE_TOLERANCE, abs_tol=RELATIVE_TOLERANCE
+        ):
             return ratio_interval(numbers, np.ones(len(numbers)))
     elif samples and all(
         isinstance(sample, tuple | list) and len(sample) == 2 for sample in samples
@@ -282,9 +284,9 @@ def sample_interval(value: float, samples: Sequence[Any]) -> tuple[float, float]
         if below.sum() > 0:
             low, high = ratio_interval(-above, below)
             rate = float(-above.sum() / below.sum())
-            if math.isclose(rate / math.log(2), value, rel_tol=CLOSE):
+            if math.isclose(rate / math.log(2), value, rel_tol=RELATIVE_TOLERANCE):
                 return low / math.log(2), high / math.log(2)
-            if rate < 700 and math.isclose(math.exp(rate), value, rel_tol=CLOSE):
+            if rate < 700 and math.isclose(math.exp(rate), value, rel_tol=RELATIVE_TOLERANCE):
                 return math.exp(low), math.exp(min(high, 700.0))
     return value, value
 

@@ -17,9 +17,15 @@ from ingot.data.rows import Rows, open_rows
 from ingot.data.samples import Samples
 from ingot.evaluate.corpus import document_bytes, open_columns, target_bytes
 from ingot.evaluate.distribute import Floats
-from ingot.evaluate.loss import SampleSums, Stretches, gathered, sample_sums, score
+from ingot.evaluate.loss import (
+    SampleLosses,
+    SegmentLosses,
+    gather_segments,
+    sample_losses,
+    score_rows,
+)
 from ingot.evaluate.metrics import loss_metrics, mean_metric, sum_metrics
-from ingot.evaluate.subject import About, Measured, Subject
+from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.models.kinds import TRAINED_ON
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -48,7 +54,9 @@ def open_held_out(recipe: Recipe, where: str, positions: int) -> tuple[Prepared,
     return prepared, rows
 
 
-def open_loss(task: LossTask, about: About, most: int | None = None) -> StreamLoss | SampleLoss:
+def open_loss(
+    task: LossTask, about: EvalModelInfo, most: int | None = None
+) -> OpenRowLossTask | OpenSampleLossTask:
     """Open the validation rows; `most` takes the first so many.
 
     Raises:
@@ -56,18 +64,18 @@ def open_loss(task: LossTask, about: About, most: int | None = None) -> StreamLo
             that they are for.
     """
     recipe = about.recipe
-    about.must_be(
+    about.require_kind(
         f"evaluate.tasks, {task.name}: the loss of {recipe.documents} documents",
         TRAINED_ON[recipe.documents],
     )
     prepared, rows = open_held_out(recipe, about.where, about.positions)
     count = min(len(rows), most or len(rows))
     if isinstance(rows, Rows):
-        return StreamLoss(task, rows, prepared, about.tokenizer, count)
-    return SampleLoss(task, rows, prepared, about.tokenizer, count)
+        return OpenRowLossTask(task, rows, prepared, about.tokenizer, count)
+    return OpenSampleLossTask(task, rows, prepared, about.tokenizer, count)
 
 
-def same_set(prepared: Prepared, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
+def comparison_set(prepared: Prepared, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
     """Identity of what is measured on: the documents, where some were cut off also how long they
     may be, and how many were left out.
     """
@@ -82,7 +90,7 @@ def same_set(prepared: Prepared, rows: Rows | Samples, recipe: Recipe, count: in
 
 
 @dataclass(frozen=True)
-class StreamLoss:
+class OpenRowLossTask:
     """On rows of texts and chats, which may hold several documents, or a part of one."""
 
     task: LossTask
@@ -91,14 +99,14 @@ class StreamLoss:
     tokenizer: Tokenizer
     count: int
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: EvalModel) -> TaskResult:
         with subject.progress(self.task.name, self.count, "rows") as progress:
 
             def tell(done: int) -> None:
                 progress.update(min(done * subject.mesh.world, self.count))
 
             micro_batch = subject.recipe.evaluate.micro_batch
-            mine = score(
+            mine = score_rows(
                 subject.model,
                 self.rows,
                 self.count,
@@ -106,12 +114,12 @@ class StreamLoss:
                 subject.compute,
                 subject.mesh,
                 tell,
-                subject.pieces,
+                subject.until_stopped,
             )
-        losses = gathered(mine, subject.mesh)
+        losses = gather_segments(mine, subject.mesh)
         return subject.mesh.from_main(lambda: self._report(losses, subject.recipe))
 
-    def _report(self, losses: Stretches, recipe: Recipe) -> Measured:
+    def _report(self, losses: SegmentLosses, recipe: Recipe) -> TaskResult:
         if recipe.pack_held_out == "cut":
             losses = losses.whole()
             columns = open_columns(recipe.folder.columns, self.prepared, "validation")
@@ -123,7 +131,7 @@ class StreamLoss:
             # Whole documents side by side: each stretch is one.
             losses = replace(losses, ends_document=np.ones_like(losses.ends_document))
             sizes = target_bytes(self.rows, self.tokenizer, self.count)
-        on = same_set(self.prepared, self.rows, recipe, self.count)
+        on = comparison_set(self.prepared, self.rows, recipe, self.count)
         metrics = loss_metrics(
             self.task.name, losses, sizes, documents=on, tokenizer=self.prepared.tokenizer
         )
@@ -131,7 +139,7 @@ class StreamLoss:
             np.bincount(losses.documents, values, len(sizes)).astype(np.float64)
             for values in (losses.nll, losses.targets)
         )
-        return Measured(metrics, _examples(nats, targets, sizes))
+        return TaskResult(metrics, _examples(nats, targets, sizes))
 
 
 def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, Any]]:
@@ -143,7 +151,7 @@ def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, An
 
 
 @dataclass(frozen=True)
-class SampleLoss:
+class OpenSampleLossTask:
     """On preferences, pairs and labelled texts, of which each is a sample of its own."""
 
     task: LossTask
@@ -152,13 +160,14 @@ class SampleLoss:
     tokenizer: Tokenizer
     count: int
 
-    def measure(self, subject: Subject) -> Measured:
-        sums = sample_sums(subject, self.rows, self.count, self.task.name)
+    def measure(self, subject: EvalModel) -> TaskResult:
+        sums = sample_losses(subject, self.rows, self.count, self.task.name)
         name, recipe = self.task.name, subject.recipe
-        on = same_set(self.prepared, self.rows, recipe, self.count)
+        on = comparison_set(self.prepared, self.rows, recipe, self.count)
         if recipe.documents == "labelled":
-            return Measured(
-                {f"{name}/loss": mean_metric(sums.nats, direction="lower", on=on)}, _labelled(sums)
+            return TaskResult(
+                {f"{name}/loss": mean_metric(sums.nats, direction="lower", on=on)},
+                _label_examples(sums),
             )
         metrics = sum_metrics(
             name,
@@ -169,11 +178,13 @@ class SampleLoss:
             tokenizer=self.prepared.tokenizer,
         )
         if recipe.documents == "pair":
-            return Measured(metrics, _examples(sums.nats, sums.targets, sums.bytes))
-        return Measured({**metrics, **_preferences(name, sums, on)}, _pairs(sums))
+            return TaskResult(metrics, _examples(sums.nats, sums.targets, sums.bytes))
+        return TaskResult(
+            {**metrics, **_preference_metrics(name, sums, on)}, _preference_examples(sums)
+        )
 
 
-def _preferences(name: str, sums: SampleSums, on: str) -> dict[str, Metric]:
+def _preference_metrics(name: str, sums: SampleLosses, on: str) -> dict[str, Metric]:
     """How often the chosen answer is the likelier one (of two equally likely ones it is not), and
     by how many nats on average.
     """
@@ -186,7 +197,7 @@ def _preferences(name: str, sums: SampleSums, on: str) -> dict[str, Metric]:
     }
 
 
-def _pairs(sums: SampleSums) -> list[dict[str, Any]]:
+def _preference_examples(sums: SampleLosses) -> list[dict[str, Any]]:
     answers = _examples(sums.nats, sums.targets, sums.bytes)
     return [
         {
@@ -202,5 +213,5 @@ def _pairs(sums: SampleSums) -> list[dict[str, Any]]:
     ]
 
 
-def _labelled(sums: SampleSums) -> list[dict[str, Any]]:
+def _label_examples(sums: SampleLosses) -> list[dict[str, Any]]:
     return [{"document": number, "nats": float(nats)} for number, nats in enumerate(sums.nats)]

@@ -25,7 +25,7 @@ FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow", "hub")
 
 
 @dataclass(frozen=True)
-class _Whole(Wanted):
+class _WholeRecords(Wanted):
     """Takes a record as it is, as JSON."""
 
     documents: Documents = "chat"
@@ -37,7 +37,7 @@ class _Whole(Wanted):
 
 
 @dataclass(frozen=True)
-class Record:
+class TaskRecord:
     """One record; `place` (`FILE:ROW`) names it in messages and in what is kept of it."""
 
     place: str
@@ -65,7 +65,7 @@ def read_records(
     names: Mapping[str, str] | None = None,
     split: str = "validation",
     limit: int | None = None,
-) -> list[Record]:
+) -> list[TaskRecord]:
     """The first `limit` records of a source, each with `columns` under their usual names.
 
     Args:
@@ -84,7 +84,7 @@ def read_records(
             f" {', '.join(columns)}"
         )
     found = [
-        Record(place, _renamed(place, values, columns, names, knob))
+        TaskRecord(place, _named_columns(place, values, columns, names, knob))
         for place, values in itertools.islice(_read(source, knob, split), limit)
     ]
     if not found:
@@ -92,7 +92,7 @@ def read_records(
     return found
 
 
-def _renamed(
+def _named_columns(
     place: str, values: dict[str, Any], columns: Sequence[str], names: Mapping[str, str], knob: str
 ) -> dict[str, Any]:
     missing = [
@@ -121,7 +121,7 @@ def _read(source: str, knob: str, split: str) -> Iterator[tuple[str, dict[str, A
 
 def _items(file: SourceFile) -> Iterator[Item | Bad]:
     if file.format == "hub":
-        yield from hub_items(file, _Whole())
+        yield from hub_items(file, _WholeRecords())
         return
     with open_read(file.path) as stream:
-        yield from read_items(stream, file.path, file.format, _Whole())
+        yield from read_items(stream, file.path, file.format, _WholeRecords())

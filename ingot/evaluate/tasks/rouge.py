@@ -18,20 +18,20 @@ from ingot.config.sections.evaluation import RougeTask
 from ingot.data.chats import from_messages
 from ingot.data.examples import from_pair
 from ingot.data.texts import read_documents
-from ingot.evaluate.generation import encode_source, written
+from ingot.evaluate.generation import encode_source, generate_texts
 from ingot.evaluate.metrics import mean_metric
-from ingot.evaluate.subject import About, Measured, Subject
+from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.evaluate.tasks.records import read_records
 
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 COLUMNS = ("source", "target")
 
-Score = Callable[[str, str], dict[str, float]]
+ScoreFunction = Callable[[str, str], dict[str, float]]
 """(reference, prediction) -> F-measure of each metric."""
 
 
 @dataclass(frozen=True)
-class Item:
+class RougeItem:
     """What is given to the model as text and as tokens, and what it is to write."""
 
     place: str
@@ -41,17 +41,17 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Rouge:
+class OpenRougeTask:
     """The task with its items read and encoded."""
 
     task: RougeTask
-    items: list[Item]
-    score: Score
+    items: list[RougeItem]
+    score: ScoreFunction
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: EvalModel) -> TaskResult:
         """Raises Failed when the model gives numbers that are not finite."""
         task = self.task
-        texts = written(
+        texts = generate_texts(
             subject, [item.prompt for item in self.items], task.max_tokens, task.name, task.beams
         )
         scores = [
@@ -82,7 +82,7 @@ class Rouge:
             }
             for item, text, score in zip(self.items, texts, scores, strict=True)
         ]
-        return Measured(metrics, examples, baselines)
+        return TaskResult(metrics, examples, baselines)
 
 
 def first_line(text: str) -> str:
@@ -90,7 +90,7 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def open_rouge(task: RougeTask, about: About, most: int | None = None) -> Rouge:
+def open_rouge(task: RougeTask, about: EvalModelInfo, most: int | None = None) -> OpenRougeTask:
     """Read and encode the items.
 
     Raises:
@@ -98,7 +98,7 @@ def open_rouge(task: RougeTask, about: About, most: int | None = None) -> Rouge:
             room for an answer, or a decoder is asked for beams.
     """
     knob = f"evaluate.tasks, {task.name}"
-    about.must_be(f"{knob}: rouge", "decoder", "seq2seq")
+    about.require_kind(f"{knob}: rouge", "decoder", "seq2seq")
     score = scorer(task.stemmer)
     if task.beams > 1 and about.kind == "decoder":
         raise WrongInput(
@@ -107,7 +107,9 @@ def open_rouge(task: RougeTask, about: About, most: int | None = None) -> Rouge:
         )
     limit = min((number for number in (task.limit, most) if number is not None), default=None)
     items = list(
-        _given(task, about, limit) if task.source is not None else _held_out(knob, about, limit)
+        _items_from_source(task, about, limit)
+        if task.source is not None
+        else _items_from_validation(knob, about, limit)
     )
     if not items:
         raise WrongInput(
@@ -115,10 +117,10 @@ def open_rouge(task: RougeTask, about: About, most: int | None = None) -> Rouge:
             f" {knob}.source"
         )
     _check_room(knob, items, task.max_tokens, about)
-    return Rouge(task, items, score)
+    return OpenRougeTask(task, items, score)
 
 
-def scorer(stemmer: bool) -> Score:
+def scorer(stemmer: bool) -> ScoreFunction:
     """The package's own scorer. Raises WrongInput when it is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
@@ -136,7 +138,9 @@ def scorer(stemmer: bool) -> Score:
     return score
 
 
-def _given(task: RougeTask, about: About, limit: int | None) -> Iterator[Item]:
+def _items_from_source(
+    task: RougeTask, about: EvalModelInfo, limit: int | None
+) -> Iterator[RougeItem]:
     """From the task's own source: what a pair has, or for a decoder that knows chats what a user
     says.
     """
@@ -151,10 +155,12 @@ def _given(task: RougeTask, about: About, limit: int | None) -> Iterator[Item]:
             prompt = about.tokenizer.encode_prompt(source)
         else:
             prompt = encode_source(about.tokenizer, source, about.recipe)
-        yield Item(record.place, source, prompt, reference)
+        yield RougeItem(record.place, source, prompt, reference)
 
 
-def _held_out(knob: str, about: About, limit: int | None) -> Iterator[Item]:
+def _items_from_validation(
+    knob: str, about: EvalModelInfo, limit: int | None
+) -> Iterator[RougeItem]:
     """From the validation documents: pairs, or chats up to the last answer."""
     recipe = about.recipe
     if recipe.documents not in ("pair", "chat"):
@@ -165,7 +171,7 @@ def _held_out(knob: str, about: About, limit: int | None) -> Iterator[Item]:
     for document in itertools.islice(read_documents(recipe, "validation"), limit):
         if recipe.documents == "pair":
             pair = from_pair(document.text)
-            yield Item(
+            yield RougeItem(
                 document.doc_id,
                 pair.source,
                 encode_source(about.tokenizer, pair.source, recipe),
@@ -178,15 +184,15 @@ def _held_out(knob: str, about: About, limit: int | None) -> Iterator[Item]:
                 f"{knob}: {document.doc_id} does not end with an answer to something; leave it out"
                 " of data.validation, or set `source`"
             )
-        yield Item(
+        yield RougeItem(
             document.doc_id,
-            _asked(messages),
+            _last_user_message(messages),
             about.tokenizer.encode_chat(messages[:-1]),
             str(messages[-1]["content"]),
         )
 
 
-def _asked(messages: Sequence[dict[str, Any]]) -> str:
+def _last_user_message(messages: Sequence[dict[str, Any]]) -> str:
     """What the last answer of a chat is an answer to."""
     return next(
         (
@@ -198,7 +204,9 @@ def _asked(messages: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _check_room(knob: str, items: Sequence[Item], max_tokens: int, about: About) -> None:
+def _check_room(
+    knob: str, items: Sequence[RougeItem], max_tokens: int, about: EvalModelInfo
+) -> None:
     """A decoder holds prompt and answer together, a model with an encoder each by itself."""
     if empty := next((item for item in items if not item.prompt), None):
         raise WrongInput(f"{knob}: {empty.place} has a prompt without a token; leave it out")

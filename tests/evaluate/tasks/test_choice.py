@@ -15,9 +15,9 @@ import pytest
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import ChoiceTask, HellaSwagTask
-from ingot.evaluate.subject import Measured
+from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
-from ingot.evaluate.tasks.choice import Choices, Item, judged, open_choices
+from ingot.evaluate.tasks.choice import ChoiceItem, OpenChoiceTask, open_choice, score_item
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
@@ -34,7 +34,7 @@ QUESTIONS: list[dict[str, Any]] = [
 ]
 
 
-def assert_as_theirs(measured: Measured, results: dict[str, Any], name: str) -> None:
+def assert_as_theirs(measured: TaskResult, results: dict[str, Any], name: str) -> None:
     """Item by item: log-likelihoods, and which choice is right; then the two figures."""
     theirs = likelihoods(results, name)
     samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
@@ -56,7 +56,7 @@ def assert_as_theirs(measured: Measured, results: dict[str, Any], name: str) -> 
     )
 
 
-def hellaswag(model: Path, items: Path, recipe: Recipe, **knobs: Any) -> Measured:
+def hellaswag(model: Path, items: Path, recipe: Recipe, **knobs: Any) -> TaskResult:
     with running_mesh() as mesh:
         return measure(
             HellaSwagTask(kind="hellaswag", source=str(items), **knobs),
@@ -124,7 +124,7 @@ def test_hellaswag_of_a_trained_model(
     assert_as_theirs(hellaswag(smollm2, items, small_recipe(tmp_path)), results, "local_hellaswag")
 
 
-def rank_hellaswag(model: Path, items: Path, recipe: Recipe) -> Measured:
+def rank_hellaswag(model: Path, items: Path, recipe: Recipe) -> TaskResult:
     return hellaswag(model, items, recipe)
 
 
@@ -160,12 +160,14 @@ def test_limit_takes_the_first_and_is_another_set(root: Path, tmp_path: Path) ->
     assert some.metrics["hellaswag/accuracy"].n == 4
 
 
-def choices(recipe: Recipe, records: list[dict[str, Any]], path: Path, **knobs: Any) -> Choices:
+def choices(
+    recipe: Recipe, records: list[dict[str, Any]], path: Path, **knobs: Any
+) -> OpenChoiceTask:
     source = path if path.exists() else write_lines(path, records)
     with running_mesh() as mesh:
-        return open_choices(
+        return open_choice(
             ChoiceTask(kind="choice", source=str(source), **knobs),
-            subject_in(recipe.folder.model, recipe, mesh).about,
+            subject_in(recipe.folder.model, recipe, mesh).info,
         )
 
 
@@ -195,7 +197,7 @@ def test_a_table_of_texts_and_other_names(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "items.csv"
     path.write_text('q,options,answer\nthe copper,"[""melts"", ""rings""]",1\n', encoding="utf-8")
     found = choices(recipe, [], path, columns={"question": "q", "choices": "options"})
-    assert found.items == [Item("items.csv:2", "the copper", ["melts", "rings"], 1)]
+    assert found.items == [ChoiceItem("items.csv:2", "the copper", ["melts", "rings"], 1)]
 
 
 def test_measured_over_all_choices(root: Path, tmp_path: Path) -> None:
@@ -215,15 +217,15 @@ def test_measured_over_all_choices(root: Path, tmp_path: Path) -> None:
 
 
 def test_the_first_of_equals_is_chosen_and_length_counts_in_characters() -> None:
-    item = Item("x:1", "c", ["aaaa", "äö", "aaaa"], 2)
-    assert judged(item, [-4.0, -4.0, -4.0])["chosen"] == 0
-    assert judged(item, [-4.0, -4.0, -4.0])["chosen_norm"] == 0
-    assert judged(item, [-5.0, -2.6, -4.9]) | {
+    item = ChoiceItem("x:1", "c", ["aaaa", "äö", "aaaa"], 2)
+    assert score_item(item, [-4.0, -4.0, -4.0])["chosen"] == 0
+    assert score_item(item, [-4.0, -4.0, -4.0])["chosen_norm"] == 0
+    assert score_item(item, [-5.0, -2.6, -4.9]) | {
         "chosen": 1,
         "chosen_norm": 2,
         "correct": False,
         "correct_norm": True,
-    } == judged(item, [-5.0, -2.6, -4.9])
+    } == score_item(item, [-5.0, -2.6, -4.9])
 
 
 @pytest.mark.parametrize(

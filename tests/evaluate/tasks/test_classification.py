@@ -17,9 +17,9 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import ClassificationTask
 from ingot.data.rows import open_rows
 from ingot.data.samples import Samples
-from ingot.evaluate.subject import Measured
+from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
-from ingot.evaluate.tasks.classification import MOST_CLASSES, f1_metrics
+from ingot.evaluate.tasks.classification import MAX_REPORTED_CLASSES, f1_metrics
 from ingot.parallel.mesh import running_mesh
 from tests import tolerances
 from tests.evaluate.small_models import place_model, subject_in
@@ -34,7 +34,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return prepared(tmp_path_factory.mktemp("labelled"), "labelled")
 
 
-def measured(recipe: Recipe, folder: Path | None = None) -> Measured:
+def measured(recipe: Recipe, folder: Path | None = None) -> TaskResult:
     with running_mesh() as mesh:
         return measure(TASK, subject_in(folder or recipe.folder.model, recipe, mesh))
 
@@ -67,7 +67,7 @@ def test_classes_that_nobody_has_do_not_count() -> None:
     )
     assert set(found) == {"t/f1", "t/f1_a", "t/f1_c"}
     many = f1_metrics(
-        "t", [str(number) for number in range(MOST_CLASSES + 1)], label, chosen, "set"
+        "t", [str(number) for number in range(MAX_REPORTED_CLASSES + 1)], label, chosen, "set"
     )
     assert set(many) == {"t/f1"}
 

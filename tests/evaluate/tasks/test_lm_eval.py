@@ -17,7 +17,7 @@ import torch
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LMEvalTask
-from ingot.evaluate.subject import Measured
+from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
 from ingot.evaluate.tasks.lm_eval import sample_interval, windows
 from ingot.parallel.mesh import running_mesh
@@ -74,7 +74,7 @@ def place_tasks(folder: Path) -> Path:
     return local_hellaswag(folder, write_lines(folder / "items.jsonl", hellaswag_lines(10)))
 
 
-def measured(recipe: Recipe, folder: Path, *tasks: str, **knobs: Any) -> Measured:
+def measured(recipe: Recipe, folder: Path, *tasks: str, **knobs: Any) -> TaskResult:
     with running_mesh() as mesh:
         task = LMEvalTask(
             kind="lm_eval", name="theirs", tasks=list(tasks), include=str(folder), **knobs
@@ -175,7 +175,7 @@ def test_only_what_is_made_of_samples_has_an_interval() -> None:
 def test_unknown_tasks_and_missing_data_are_refused(root: Path, tmp_path: Path) -> None:
     recipe, folder = with_model(root), place_tasks(tmp_path / "tasks")
     with running_mesh() as mesh:
-        about = subject_in(recipe.folder.model, recipe, mesh).about
+        about = subject_in(recipe.folder.model, recipe, mesh).info
         with pytest.raises(WrongInput, match="lm_eval knows no task no_such_task"):
             check(LMEvalTask(kind="lm_eval", tasks=["no_such_task"]), about)
         (folder / "texts.jsonl").unlink()

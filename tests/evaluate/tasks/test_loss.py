@@ -24,7 +24,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
 from ingot.data.rows import open_rows
 from ingot.data.samples import Samples
-from ingot.evaluate.subject import Measured
+from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure, open_task
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recipe]:
     return of
 
 
-def measured(recipe: Recipe, folder: Path | None = None) -> Measured:
+def measured(recipe: Recipe, folder: Path | None = None) -> TaskResult:
     with running_mesh() as mesh:
         return measure(LossTask(), subject_in(folder or recipe.folder.model, recipe, mesh))
 
@@ -201,7 +201,7 @@ def test_the_first_rows_of_a_stream_are_measured_to_the_end_of_their_last_docume
     whole = measured(recipe)
     with running_mesh() as mesh:
         subject = subject_in(recipe.folder.model, recipe, mesh)
-        some = open_task(LossTask(), subject.about, 4).measure(subject)
+        some = open_task(LossTask(), subject.info, 4).measure(subject)
     count = len(some.examples)
     assert 1 < count < len(whole.examples)
     for one, other in zip(some.examples, whole.examples, strict=False):

@@ -19,7 +19,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import RougeTask
 from ingot.data.texts import read_documents
-from ingot.evaluate.subject import Measured
+from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
 from ingot.evaluate.tasks.rouge import first_line, scorer
 from ingot.parallel.mesh import running_mesh
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recipe]:
     return of
 
 
-def measured(recipe: Recipe, **knobs: Any) -> Measured:
+def measured(recipe: Recipe, **knobs: Any) -> TaskResult:
     with running_mesh() as mesh:
         return measure(
             RougeTask(kind="rouge", **{"max_tokens": 8, **knobs}),
@@ -52,7 +52,7 @@ def measured(recipe: Recipe, **knobs: Any) -> Measured:
         )
 
 
-def assert_scores(found: Measured, *, stemmer: bool = True) -> None:
+def assert_scores(found: TaskResult, *, stemmer: bool = True) -> None:
     """Each example's scores are the package's own, and the metrics are their means."""
     package = RougeScorer(list(NAMES), use_stemmer=stemmer)
     for example in found.examples:
