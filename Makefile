@@ -6,10 +6,13 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$name; break; }; done)
 RECIPE ?= recipes/quickstart.yaml
 ARGS ?=
+BASE ?= HEAD
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist worksteal
+# Whoever never writes bytecode would have each process of the tests compile everything again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 \
+	--dist loadfile --no-loadscope-reorder
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work
 BEAM ?= .venv-beam
@@ -17,11 +20,13 @@ VLLM ?= .venv-vllm
 TRITON ?= .venv-triton
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all chaos lint bench peers gpu beam engines clean
+.PHONY: help setup run test test-changed test-all times chaos faults lint bench peers gpu beam engines clean
 
 help:
 	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
 	@echo "make test      the tests (ARGS=... goes to pytest); make test-all: the slow ones too"
+	@echo "make test-changed  only the tests that a change since BASE=HEAD can make fail"
+	@echo "make faults    plant known faults one at a time and see which test catches each (ARGS=..., hours)"
 	@echo "make chaos     kills, crashes, damage and full disks, the long versions too (needs strace and root)"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     speed against the usual libraries, on this machine (ARGS=...)"
@@ -39,6 +44,16 @@ run: $(USE)
 
 test: $(WORK)
 	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-changed: $(WORK)
+	@files=$$($(BIN)/python -m tests.changed $(BASE)) && \
+	if [ -n "$$files" ]; then $(PYTEST) -m "not slow" $$files $(ARGS); else echo "nothing that a test sees has changed since $(BASE)"; fi
+
+times: $(WORK)
+	@$(PYTEST) -m "not slow" --write-times $(ARGS)
+
+faults: $(WORK)
+	@$(BIN)/python -m tests.faults $(ARGS)
 
 test-all: $(WORK)
 	@$(PYTEST) $(ARGS)

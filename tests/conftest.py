@@ -13,6 +13,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from tests.session import Session
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -27,6 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # A slow example on a busy machine is no fault.
     settings.register_profile("ingot", deadline=None)
     settings.load_profile("ingot")
+    config.pluginmanager.register(Session(config))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-times",
+        action="store_true",
+        help="write how long each test file took, for the order of the next runs",
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -27,10 +27,12 @@ import pytest
 
 from ingot.base.remote import bucket
 from ingot.base.remote.service import EMULATOR
+from tests.lazy import lazy, require
 from tests.loopback import Loopback
 
-pytest.importorskip("google.cloud.storage", reason="google-cloud-storage is not installed")
-google_crc32c = pytest.importorskip("google_crc32c", reason="google-crc32c is not installed")
+require("google.cloud.storage", reason="google-cloud-storage is not installed")
+require("google_crc32c", reason="google-crc32c is not installed")
+google_crc32c = lazy("google_crc32c")
 
 KEPT_BYTES = 256 << 10
 """Of a chunk that breaks off, the service keeps multiples of this."""

@@ -14,8 +14,9 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.cloud import bigquery
 from ingot.cloud.bigquery import EMULATOR, PAGE_ROWS, query_rows
 from tests.cloud.bigquery_server import PAGE, Server
+from tests.lazy import require
 
-pytest.importorskip("google.cloud.bigquery", reason="google-cloud-bigquery is not installed")
+require("google.cloud.bigquery", reason="google-cloud-bigquery is not installed")
 ROWS = [{"text": f"row {number}", "lang": "en" if number % 2 else None} for number in range(10)]
 
 

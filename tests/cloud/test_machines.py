@@ -18,10 +18,10 @@ from ingot.cloud.machines import (
     vertex_accelerator,
 )
 from ingot.config.sections.launch import Machine
+from tests.lazy import lazy, require
 
-messages = pytest.importorskip(
-    "google.cloud.aiplatform_v1", reason="the Google clients are not installed"
-)
+require("google.cloud.aiplatform_v1", reason="the Google clients are not installed")
+messages = lazy("google.cloud.aiplatform_v1")
 
 
 @pytest.mark.parametrize(

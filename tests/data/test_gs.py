@@ -16,9 +16,10 @@ import pytest
 
 from ingot.config.load import dump_recipe
 from tests.data.small import recipe, sentences
+from tests.lazy import require
 from tests.loopback import Loopback
 
-pytest.importorskip("gcsfs", reason="gcsfs is not installed")
+require("gcsfs", reason="gcsfs is not installed")
 
 # The client reads its environment when it is imported, so it runs in another process.
 SCRIPT = """

@@ -21,8 +21,9 @@ from ingot.data.sources import source_stamps
 from tests.data.hub_server import Server
 from tests.data.small import recipe, sentences
 from tests.data.test_ingest import documents
+from tests.lazy import require
 
-pytest.importorskip("datasets", reason="datasets is not installed")
+require("datasets", reason="datasets is not installed")
 
 CARD = b"""---
 configs:

@@ -22,11 +22,13 @@ from ingot.data.packing import pack
 from ingot.data.rows import IGNORE, open_rows
 from ingot.models.native.attention import document_mask
 from tests.data.test_rows import write
+from tests.lazy import lazy, require
 
-indexed = pytest.importorskip(
-    "megatron.core.datasets.indexed_dataset",
+require(
+    "megatron.core",
     reason="megatron-core is not installed; pip install 'ingot[dev]'",
 )
+indexed = lazy("megatron.core.datasets.indexed_dataset")
 RECORDS = st.lists(st.lists(st.integers(0, 65_499), max_size=20), max_size=20).filter(any)
 
 

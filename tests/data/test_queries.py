@@ -15,8 +15,9 @@ from ingot.data.sources import source_stamps
 from tests.cloud.bigquery_server import Server
 from tests.data.small import recipe, sentences, write_jsonl
 from tests.data.test_ingest import documents
+from tests.lazy import require
 
-pytest.importorskip("google.cloud.bigquery", reason="google-cloud-bigquery is not installed")
+require("google.cloud.bigquery", reason="google-cloud-bigquery is not installed")
 SQL = "bigquery:SELECT body FROM d.t ORDER BY id"
 
 

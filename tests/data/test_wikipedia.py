@@ -16,8 +16,9 @@ from ingot.data.raw import open_raw
 from ingot.data.wikipedia import pages
 from tests.data.small import everything, recipe
 from tests.data.test_ingest import documents
+from tests.lazy import require
 
-pytest.importorskip("mwparserfromhell", reason="mwparserfromhell is not installed")
+require("mwparserfromhell", reason="mwparserfromhell is not installed")
 
 HEAD = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11" xml:lang="de">
   <siteinfo><sitename>Wikipedia</sitename><namespaces>

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from google.cloud.devtools import cloudbuild_v1 as types
-
 from tests import gcs
 from tests.fakes.google import Refused, Server
+from tests.lazy import lazy
+
+types = lazy("google.cloud.devtools.cloudbuild_v1")
 
 NAME = re.compile(
     r"(?P<host>[a-z0-9-]+-docker\.pkg\.dev)/(?P<project>[^/]+)/(?P<repository>[a-z][a-z0-9-]*)/(?P<image>[a-z0-9-]+):(?P<tag>[A-Za-z0-9_][\w.-]{0,127})"

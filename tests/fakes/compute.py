@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from google.cloud import compute_v1 as compute
-
 from ingot.cloud.machines import ACCELERATORS, machine_type
 from tests.fakes.google import Refused, Server
+from tests.lazy import lazy
+
+compute = lazy("google.cloud.compute_v1")
 
 RUNNING = ("PROVISIONING", "STAGING", "RUNNING")
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")

@@ -7,12 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from google.cloud import dataflow_v1beta3 as types
-
 from tests.fakes.google import Refused, Server
+from tests.lazy import lazy
 
-STATES = types.JobState
-OVER = (STATES.JOB_STATE_DONE, STATES.JOB_STATE_FAILED, STATES.JOB_STATE_CANCELLED)
+types = lazy("google.cloud.dataflow_v1beta3")
+
+STATES = lazy("google.cloud.dataflow_v1beta3", "JobState")
+OVER = [
+    lazy("google.cloud.dataflow_v1beta3", "JobState", name)
+    for name in ("JOB_STATE_DONE", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED")
+]
 
 
 @dataclass

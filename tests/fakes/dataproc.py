@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.cloud import dataproc_v1 as types
-
 from tests import gcs
 from tests.fakes.google import Refused, Server
+from tests.lazy import lazy
+
+types = lazy("google.cloud.dataproc_v1")
 
 RUNTIMES = ("1.1", "1.2", "2.0", "2.1", "2.2", "2.3", "3.0")
 BATCH_ID = re.compile(r"[a-z0-9][a-z0-9-]{2,61}[a-z0-9]")
@@ -29,7 +30,7 @@ ACCOUNT = re.compile(r"[a-z0-9-]+@[a-z0-9.-]+\.gserviceaccount\.com")
 TAG = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 THEIRS = ("spark.master", "spark.submit.deployMode", "spark.kubernetes")
 """Properties that the service sets itself."""
-STATES = types.Batch.State
+STATES = lazy("google.cloud.dataproc_v1", "Batch", "State")
 
 
 @dataclass

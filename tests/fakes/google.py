@@ -22,16 +22,15 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-import pytest
-
 from ingot.cloud import clients
 from ingot.cloud.clients import SERVICES
+from tests.lazy import lazy, require
 from tests.loopback import Loopback
 
-pytest.importorskip("google.cloud.aiplatform_v1", reason="the Google clients are not installed")
-from google.longrunning import operations_pb2
-from google.protobuf import any_pb2, json_format
-from google.rpc import status_pb2
+require("google.cloud.aiplatform_v1", reason="the Google clients are not installed")
+operations_pb2 = lazy("google.longrunning.operations_pb2")
+any_pb2, json_format = lazy("google.protobuf.any_pb2"), lazy("google.protobuf.json_format")
+status_pb2 = lazy("google.rpc.status_pb2")
 
 STATUS = {
     400: "INVALID_ARGUMENT",

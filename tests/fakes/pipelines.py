@@ -14,17 +14,22 @@ from datetime import UTC, datetime
 from typing import Any
 
 import yaml
-from google.cloud import aiplatform_v1 as types
-from google.protobuf import json_format
-from kfp import components
 
 from tests.fakes.google import Refused, Server
+from tests.lazy import lazy
+
+types = lazy("google.cloud.aiplatform_v1")
+json_format = lazy("google.protobuf.json_format")
+components = lazy("kfp.components")
 
 LABEL = re.compile(r"[a-z0-9_-]{0,63}")
 ID = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
-TASK: Any = types.PipelineTaskDetail.State
-JOB: Any = types.PipelineState
-OVER = (JOB.PIPELINE_STATE_SUCCEEDED, JOB.PIPELINE_STATE_FAILED, JOB.PIPELINE_STATE_CANCELLED)
+TASK = lazy("google.cloud.aiplatform_v1", "PipelineTaskDetail", "State")
+JOB = lazy("google.cloud.aiplatform_v1", "PipelineState")
+OVER = [
+    lazy("google.cloud.aiplatform_v1", "PipelineState", name)
+    for name in ("PIPELINE_STATE_SUCCEEDED", "PIPELINE_STATE_FAILED", "PIPELINE_STATE_CANCELLED")
+]
 
 
 @dataclass

@@ -13,18 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.cloud import (
-    aiplatform_v1,
-    artifactregistry_v1,
-    compute_v1,
-    resourcemanager_v3,
-    secretmanager_v1,
-    service_usage_v1,
-)
-from google.iam.v1 import iam_policy_pb2, policy_pb2
-
 from ingot.base.remote.service import packages
 from tests.fakes.google import Refused, Server
+from tests.lazy import lazy
+
+aiplatform_v1 = lazy("google.cloud.aiplatform_v1")
+artifactregistry_v1 = lazy("google.cloud.artifactregistry_v1")
+compute_v1 = lazy("google.cloud.compute_v1")
+resourcemanager_v3 = lazy("google.cloud.resourcemanager_v3")
+secretmanager_v1 = lazy("google.cloud.secretmanager_v1")
+service_usage_v1 = lazy("google.cloud.service_usage_v1")
+iam_policy_pb2 = lazy("google.iam.v1.iam_policy_pb2")
+policy_pb2 = lazy("google.iam.v1.policy_pb2")
 
 NUMBER = "123456789"
 ACCOUNT = "jobs@proj.iam.gserviceaccount.com"

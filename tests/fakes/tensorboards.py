@@ -7,9 +7,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from google.cloud import aiplatform_v1 as types
-
 from tests.fakes.google import Refused, Server
+from tests.lazy import lazy
+
+types = lazy("google.cloud.aiplatform_v1")
 
 ID = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
 

@@ -21,11 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from google.cloud import aiplatform_v1 as types
-from google.rpc import code_pb2
-
 from ingot.launch.ranks import free_port
 from tests.fakes.google import Refused, Server
+from tests.lazy import lazy
+
+types = lazy("google.cloud.aiplatform_v1")
+code_pb2 = lazy("google.rpc.code_pb2")
 
 BRINGING = {
     "a2-highgpu-1g": ("NVIDIA_TESLA_A100", 1),
@@ -36,13 +37,16 @@ BRINGING = {
 PLAIN = re.compile(r"(n1|n2|e2|c2|c3)-(standard|highmem|highcpu)-\d+")
 TPU = re.compile(r"ct(5lp|5p|6e)-(hightpu|standard)-\d+t")
 LABEL = re.compile(r"[a-z0-9_-]{0,63}")
-STATE: Any = types.JobState
-OVER = (
-    STATE.JOB_STATE_SUCCEEDED,
-    STATE.JOB_STATE_FAILED,
-    STATE.JOB_STATE_CANCELLED,
-    STATE.JOB_STATE_EXPIRED,
-)
+STATE = lazy("google.cloud.aiplatform_v1", "JobState")
+OVER = [
+    lazy("google.cloud.aiplatform_v1", "JobState", name)
+    for name in (
+        "JOB_STATE_SUCCEEDED",
+        "JOB_STATE_FAILED",
+        "JOB_STATE_CANCELLED",
+        "JOB_STATE_EXPIRED",
+    )
+]
 
 
 @dataclass

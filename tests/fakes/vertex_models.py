@@ -17,13 +17,15 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote
 
-from google.cloud import aiplatform_v1 as types
-from google.longrunning import operations_pb2
-from google.protobuf import json_format, struct_pb2
-from google.rpc import status_pb2
-
 from tests.fakes.google import Call, Refused, Server
 from tests.fakes.google import _Handler as Plain
+from tests.lazy import lazy
+
+types = lazy("google.cloud.aiplatform_v1")
+operations_pb2 = lazy("google.longrunning.operations_pb2")
+json_format = lazy("google.protobuf.json_format")
+struct_pb2 = lazy("google.protobuf.struct_pb2")
+status_pb2 = lazy("google.rpc.status_pb2")
 
 MACHINES = re.compile(
     r"(n1|n2|e2|c2|c3|a2|a3|g2)-(standard|highmem|highcpu|highgpu|megagpu|ultragpu)-\d+g?"

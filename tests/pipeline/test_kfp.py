@@ -25,10 +25,11 @@ from ingot.pipeline.kubeflow import compiled, text_of
 from ingot.pipeline.plan import VERBS, Plan, plan
 from ingot.registry.local import Registry
 from tests import gcs
+from tests.lazy import lazy, require
 from tests.small import small_recipe, write_documents
 
-kfp = pytest.importorskip("kfp", reason="kfp is not installed")
-from kfp import components, local  # noqa: E402
+require("kfp", reason="kfp is not installed")
+kfp, components, local = lazy("kfp"), lazy("kfp.components"), lazy("kfp.local")
 
 REPLICA = "gs://bucket/ingot/runs/small"
 STUB = """

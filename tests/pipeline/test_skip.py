@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests import gcs
+from tests.lazy import require
 
-pytest.importorskip("gcsfs", reason="gcsfs is not installed")
+require("gcsfs", reason="gcsfs is not installed")
 
 # The client reads its environment when it is imported, and remembers what it listed: so each look
 # is a process of its own, as each command is.

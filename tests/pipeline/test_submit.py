@@ -27,10 +27,11 @@ from ingot.config.recipe import Recipe
 from ingot.pipeline import submit
 from ingot.pipeline.submit import prepared, rendered
 from tests import gcs, golden
+from tests.fakes import google, pipelines
+from tests.lazy import require
 from tests.small import small_recipe
 
-pytest.importorskip("kfp", reason="kfp is not installed")
-from tests.fakes import google, pipelines
+require("kfp", reason="kfp is not installed")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from google.cloud import aiplatform_v1 as types
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.cloud import endpoints, models
@@ -19,8 +18,11 @@ from ingot.registry.deploy import Wish, deploy, rehearse
 from ingot.registry.verbs import register
 from ingot.registry.vertexai import probe as verification
 from tests.fakes.google import Refused
+from tests.lazy import lazy
 from tests.registry.test_endpoint import shares, two
 from tests.registry.vertex_place import IMAGE, Place
+
+types = lazy("google.cloud.aiplatform_v1")
 
 CHANGES = (
     "EndpointService.CreateEndpoint",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.cloud import aiplatform_v1 as types
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.remote.bucket import open_bucket
@@ -21,7 +20,10 @@ from ingot.registry.deploy import Wish, deploy, rehearse
 from ingot.registry.vertexai import probe as verification
 from tests import golden
 from tests.fakes.google import Refused
+from tests.lazy import lazy
 from tests.registry.vertex_place import Place, killed_at
+
+types = lazy("google.cloud.aiplatform_v1")
 
 T4: dict[str, Any] = {
     "serve": {

@@ -1,0 +1,66 @@
+"""What the tests say of themselves: their order, and what was not proved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import graph
+from tests.changed import differing
+from tests.session import HOW, known_times, not_proved, slowest_first
+
+
+def test_the_slowest_file_comes_first() -> None:
+    order = slowest_first({"a", "b", "c"}, {"a": 1.0, "c": 60.0})
+    assert sorted(order, key=lambda file: order[file]) == ["c", "b", "a"]
+
+
+def test_times_are_of_files_that_there_are() -> None:
+    missing = [file for file in known_times() if not (graph.PROJECT / file).exists()]
+    assert len(missing) < len(known_times()) / 4 + 1, "out of date; `make times` writes them anew"
+
+
+def test_what_was_not_proved_is_one_line_each_with_the_way_to_have_it() -> None:
+    lines = not_proved(
+        [
+            ("tests/launch/test_slurm.py", "slurmctld, sbatch not installed; not root"),
+            ("tests/launch/test_slurm.py", "slurmctld, sbatch not installed; not root"),
+            ("tests/data/engines/test_spark.py", "Spark needs Java; install Java 17"),
+            ("tests/x/test_other.py", "the moon is not full"),
+        ]
+    )
+    assert lines == [
+        "1 test of data/engines/test_spark.py: Spark needs Java; install Java 17; to prove it:"
+        " apt install openjdk-17-jre-headless",
+        "2 tests of launch/test_slurm.py: slurmctld, sbatch not installed; not root; to prove it:"
+        f" {HOW['slurm|munge|sbatch']}",
+        "1 test of x/test_other.py: the moon is not full",
+    ]
+
+
+def test_a_change_runs_the_tests_above_it_and_no_others() -> None:
+    page = graph.tests_of(["ingot/report/page.py"])
+    assert "tests/report/test_page.py" in page
+    assert "tests/models/native/test_decoder.py" not in page
+    errors = graph.tests_of(["ingot/base/errors.py"])
+    assert len(errors) > 4 * len(page) / 2
+    dpo = graph.tests_of(["ingot/objectives/dpo.py"])
+    assert any(test.startswith("tests/train/") for test in dpo), "named in a table alone"
+    assert len(graph.tests_of(["pyproject.toml"])) == len(
+        [file for file in graph.files() if graph.is_test(file)]
+    )
+    assert "tests/house/test_recipes.py" in graph.tests_of(["recipes/quickstart.yaml"])
+
+
+def test_files_that_git_does_not_know_yet_are_changed_too(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.changed"],
+        cwd=graph.PROJECT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if (graph.PROJECT / ".git").exists():
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == graph.tests_of(differing("HEAD"))
