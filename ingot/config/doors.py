@@ -45,8 +45,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "lm_eval": "ingot.config.sections.evaluation:LMEvalTask",
     },
     # Chat templates by name; `tokenizer.template`.
+    # ingot.tokenizers.chat_templates.NamedTemplate: a Jinja file and the tokens that it needs.
     "template": {
-        # filled by the room `tokenizers`
+        "chatml": "ingot.tokenizers.chat_templates:CHATML",
+        "llama3": "ingot.tokenizers.chat_templates:LLAMA3",
+        "llama2": "ingot.tokenizers.chat_templates:LLAMA2",
+        "mistral": "ingot.tokenizers.chat_templates:MISTRAL",
+        "zephyr": "ingot.tokenizers.chat_templates:ZEPHYR",
+        "alpaca": "ingot.tokenizers.chat_templates:ALPACA",
     },
     # Members of the native decoder family by `model_type` of a Hugging Face configuration.
     "family": {

@@ -25,7 +25,7 @@ from ingot.data.raw import Raw
 from ingot.data.stored import plain_text
 from ingot.data.texts import sample
 from ingot.tokenizers.bpe import TRAINER, train_bpe
-from ingot.tokenizers.chat_templates import REQUIRED_TOKENS, find_template, with_template
+from ingot.tokenizers.chat_templates import find_template, required_tokens, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ def _learn(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
         tokenizer = train_bpe(
             _shown(_texts(recipe, raw, cleaned), progress),
             recipe.tokenizer.vocab_size,
-            REQUIRED_TOKENS.get(recipe.tokenizer.template or "", ()),
+            required_tokens(recipe.tokenizer.template),
         )
     if tokenizer.vocab_size < recipe.tokenizer.vocab_size:
         say(

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, TypeVar
 from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import Baseline
 from ingot.data.columns import Column
 from ingot.data.manifest import Prepared
 from ingot.data.raw import open_raw
@@ -56,7 +57,6 @@ def compressed_bytes(
     return total, compressed
 
 
-Baseline = Literal["gzip", "xz", "bigram"]
 Item = TypeVar("Item")
 
 

@@ -17,13 +17,13 @@ from ingot.base.progress import say
 from ingot.base.reports import EvaluationReport, Outcome, sizes, write_report
 from ingot.base.storage import sha256_file
 from ingot.config.recipe import Recipe
-from ingot.config.sections.evaluation import LossTask
+from ingot.config.sections.evaluation import Baseline
 from ingot.data.manifest import prepared_for
-from ingot.evaluate.baselines import Baseline, baselines, check_baselines
+from ingot.evaluate.baselines import baselines, check_baselines
 from ingot.evaluate.generation import check_prompts, complete_prompts
 from ingot.evaluate.report import EXAMPLES_SUFFIX, show_report, write_examples
 from ingot.evaluate.subject import EvalModel, TaskResult
-from ingot.evaluate.tasks import needs_rows, open_task
+from ingot.evaluate.tasks import open_task
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import device_name, resolve_compute
 from ingot.models.generation.generator import eos_ids
@@ -141,7 +141,7 @@ def _check_belongs(recipe: Recipe, folder: Path, tokenizer: Tokenizer) -> None:
     if not recipe.evaluate.any_template:
         check_template(folder, tokenizer.template_identity, "evaluate.any_template")
     check_baselines(recipe, _requested_baselines(recipe))
-    if not any(needs_rows(task) for task in recipe.tasks):
+    if not any(task.needs_rows for task in recipe.tasks):
         return
     prepared, columns = prepared_for(recipe), recipe.folder.columns
     if tokenizer.identity() != prepared.tokenizer and not (
@@ -160,9 +160,7 @@ def _same_but_for_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
 
 
 def _requested_baselines(recipe: Recipe) -> list[Baseline]:
-    return sorted(
-        {name for task in recipe.tasks if isinstance(task, LossTask) for name in task.baselines}
-    )
+    return sorted({name for task in recipe.tasks for name in task.baseline_names})
 
 
 def _label_mismatch(recipe: Recipe, folder: Path) -> str:

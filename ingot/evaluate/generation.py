@@ -138,20 +138,20 @@ def _decoder_answers(subject: EvalModel, requests: Sequence[Request]) -> list[st
 
 
 def check_prompts(
-    prompts: Sequence[str], max_tokens: int, about: EvalModelInfo, config: DecoderConfig | HubConfig
+    prompts: Sequence[str], max_tokens: int, info: EvalModelInfo, config: DecoderConfig | HubConfig
 ) -> None:
     """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the
     model for an answer, or the model writes nothing.
     """
     if prompts:
-        about.require_kind("evaluate.prompts", "decoder", "seq2seq")
+        info.require_kind("evaluate.prompts", "decoder", "seq2seq")
     for prompt in prompts:
         try:
             if isinstance(config, DecoderConfig):
-                check(Request(about.tokenizer.encode_prompt(prompt), max_tokens), config)
+                check(Request(info.tokenizer.encode_prompt(prompt), max_tokens), config)
             else:
                 check_summary(
-                    Summary(encode_source(about.tokenizer, prompt, about.recipe), max_tokens),
+                    Summary(encode_source(info.tokenizer, prompt, info.recipe), max_tokens),
                     config,
                 )
         except WrongInput as error:

@@ -1,49 +1,71 @@
-"""Chat templates by name, and a tokenizer with another template than its own."""
+"""Chat templates by name, and a tokenizer with another template than its own.
+
+The names stand in `ingot.config.doors`: a new template is a Jinja file, a `NamedTemplate`, and one
+line there (or an entry point `template.NAME` of another package).
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
+from ingot.config.doors import TEMPLATES
 from ingot.tokenizers.settings import CONFIG, text_of
 from ingot.tokenizers.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "templates"
 TEMPLATE_FILE, SPECIAL_MAP_FILE = "chat_template.jinja", "special_tokens_map.json"
-REQUIRED_TOKENS = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "llama2": (),
-    "mistral": (),
-    "zephyr": (),
-    "alpaca": (),
-}
-"""What each built-in template writes that must be one token of the vocabulary, beside the
-tokenizer's own BOS and EOS.
-"""
-REQUIRED_NAMED = {
-    "llama3": ("bos_token",),
-    "llama2": ("bos_token", "eos_token"),
-    "mistral": ("bos_token", "eos_token"),
-    "zephyr": ("eos_token",),
-}
-"""The named tokens that a built-in template cannot do without."""
-END_OF_TURN = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
-"""The token that ends a turn where it is not the tokenizer's EOS; it becomes that, so that
-generation stops there.
-"""
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A chat template that recipes call by name, and what it needs of a tokenizer."""
+
+    file: Path
+    """The Jinja file."""
+    tokens: tuple[str, ...] = ()
+    """What it writes that must be one token of the vocabulary, beside the tokenizer's own BOS and
+    EOS. A tokenizer that is trained for it gets these.
+    """
+    named: tuple[str, ...] = ()
+    """The named tokens (`bos_token`, `eos_token`) that it cannot do without."""
+    end_of_turn: str | None = None
+    """The token that ends a turn where it is not the tokenizer's EOS. It becomes the EOS, so that
+    generation stops there.
+    """
+
+    @property
+    def text(self) -> str:
+        """The template, as Jinja."""
+        return _read(self.file)
+
+
+CHATML = NamedTemplate(
+    FOLDER / "chatml.jinja", tokens=("<|im_start|>", "<|im_end|>"), end_of_turn="<|im_end|>"
+)
+LLAMA3 = NamedTemplate(
+    FOLDER / "llama3.jinja",
+    tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    named=("bos_token",),
+    end_of_turn="<|eot_id|>",
+)
+LLAMA2 = NamedTemplate(FOLDER / "llama2.jinja", named=("bos_token", "eos_token"))
+MISTRAL = NamedTemplate(FOLDER / "mistral.jinja", named=("bos_token", "eos_token"))
+ZEPHYR = NamedTemplate(FOLDER / "zephyr.jinja", named=("eos_token",))
+ALPACA = NamedTemplate(FOLDER / "alpaca.jinja")
 
 
 def find_template(name_or_path: str) -> str:
-    """The text of a built-in template, or of a file.
+    """The text of a template by its name, or of a file.
 
     Raises:
         WrongInput: there is neither, or the file is not text.
     """
-    if name_or_path in REQUIRED_TOKENS:
-        return _built_in(name_or_path)
+    if (named := _by_name(name_or_path)) is not None:
+        return named.text
     try:
         return Path(name_or_path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -53,47 +75,55 @@ def find_template(name_or_path: str) -> str:
     except OSError:
         raise WrongInput(
             f"tokenizer.template {name_or_path} is neither a file nor a built-in template; those"
-            f" are {', '.join(REQUIRED_TOKENS)}"
+            f" are {', '.join(TEMPLATES.kinds())}"
         ) from None
 
 
-def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
-    """The same tokenizer with another chat template, in its files, too.
+def required_tokens(name_or_path: str | None) -> tuple[str, ...]:
+    """The special tokens that a tokenizer needs for this template; none for a file, or for None."""
+    named = None if name_or_path is None else _by_name(name_or_path)
+    return () if named is None else named.tokens
 
-    A built-in template makes its end-of-turn token the EOS, and begins with BOS where the tokenizer
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    """The same tokenizer with another chat template, in its files too.
+
+    A named template makes its end-of-turn token the EOS, and begins with BOS where the tokenizer
     puts one before any text.
 
+    Args:
+        template: the text of a template, as `find_template` gives it.
+
     Raises:
-        WrongInput: a built-in template needs tokens that the vocabulary does not have.
+        WrongInput: a named template needs tokens that the vocabulary does not have.
     """
     files = dict(tokenizer.files)
     config = json.loads(text_of(files, CONFIG) or "{}")
     config.pop("chat_template", None)
-    if (name := _name_of(template)) is not None:
-        _check_tokens(tokenizer, name)
-        if name in END_OF_TURN:
-            config["eos_token"] = END_OF_TURN[name]
+    if (match := _with_text(template)) is not None:
+        name, named = match
+        _check_tokens(tokenizer, name, named)
+        if named.end_of_turn is not None:
+            config["eos_token"] = named.end_of_turn
             if (mapped := text_of(files, SPECIAL_MAP_FILE)) is not None:
                 files[SPECIAL_MAP_FILE] = (
                     json.dumps(
-                        {**json.loads(mapped), "eos_token": END_OF_TURN[name]},
+                        {**json.loads(mapped), "eos_token": named.end_of_turn},
                         indent=1,
                         ensure_ascii=False,
                     )
                     + "\n"
                 )
-        if tokenizer.adds_bos and "bos_token" not in REQUIRED_NAMED.get(name, ()):
+        if tokenizer.adds_bos and "bos_token" not in named.named:
             template = "{{- bos_token -}}\n" + template
     files[CONFIG] = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
     return Tokenizer({**files, TEMPLATE_FILE: template}, tokenizer.where)
 
 
-def _check_tokens(tokenizer: Tokenizer, name: str) -> None:
-    missing = [token for token in REQUIRED_TOKENS[name] if token not in tokenizer.special_ids]
+def _check_tokens(tokenizer: Tokenizer, name: str, template: NamedTemplate) -> None:
+    missing = [token for token in template.tokens if token not in tokenizer.special_ids]
     missing += [
-        token
-        for token in REQUIRED_NAMED.get(name, ())
-        if tokenizer.named.get(token) not in tokenizer.special_ids
+        token for token in template.named if tokenizer.named.get(token) not in tokenizer.special_ids
     ]
     if missing:
         raise WrongInput(
@@ -103,10 +133,30 @@ def _check_tokens(tokenizer: Tokenizer, name: str) -> None:
         )
 
 
-def _name_of(template: str) -> str | None:
-    return next((name for name in REQUIRED_TOKENS if template == _built_in(name)), None)
+def _by_name(name: str) -> NamedTemplate | None:
+    found = TEMPLATES.find(name)
+    if found is not None and not isinstance(found, NamedTemplate):
+        raise WrongInput(
+            f"template.{name} of {TEMPLATES.package_of(name)} is no {NamedTemplate.__name__}; make"
+            f" it an {NamedTemplate.__module__}.{NamedTemplate.__name__}"
+        )
+    return found
+
+
+def _with_text(template: str) -> tuple[str, NamedTemplate] | None:
+    """The named template whose text this is. One of another package that cannot be imported is
+    passed over here: using it by its name says why.
+    """
+    for name in TEMPLATES.kinds():
+        try:
+            named = _by_name(name)
+        except WrongInput:
+            continue
+        if named is not None and named.text == template:
+            return name, named
+    return None
 
 
 @functools.cache
-def _built_in(name: str) -> str:
-    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8").rstrip("\n")
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8").rstrip("\n")

@@ -13,8 +13,14 @@ from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
+from ingot.config.doors import BUILT_IN
 from ingot.tokenizers.chat import encode_chats, end_of_turn, stop_tokens
-from ingot.tokenizers.chat_templates import REQUIRED_TOKENS, find_template, with_template
+from ingot.tokenizers.chat_templates import (
+    NamedTemplate,
+    find_template,
+    required_tokens,
+    with_template,
+)
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import bpe_files, unigram_files
@@ -70,7 +76,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", REQUIRED_TOKENS)
+@pytest.mark.parametrize("name", BUILT_IN["template"])
 def test_what_a_built_in_template_writes_and_trains(name: str) -> None:
     tokenizer = with_template(all_tokens(), find_template(name))
     ids, mask, _ = encode_chats(tokenizer, [CHAT], tokenizer.encode_batch)
@@ -87,7 +93,7 @@ def test_what_a_built_in_template_writes_and_trains(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", REQUIRED_TOKENS)
+@pytest.mark.parametrize("name", BUILT_IN["template"])
 def test_generation_stops_at_the_end_of_turn(name: str) -> None:
     tokenizer = with_template(all_tokens(), find_template(name))
     assert tokenizer.special.eos == tokenizer.special_ids[str(end_of_turn(tokenizer))]
@@ -106,7 +112,7 @@ def test_every_file_says_the_new_eos() -> None:
     assert json.loads(made["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
 
 
-@pytest.mark.parametrize("name", REQUIRED_TOKENS)
+@pytest.mark.parametrize("name", BUILT_IN["template"])
 def test_transformers_reads_it_the_same(name: str, tmp_path: Path) -> None:
     tokenizer = with_template(all_tokens(), find_template(name))
     tokenizer.save(tmp_path)
@@ -122,9 +128,9 @@ def test_a_template_changes_the_identity() -> None:
     plain = all_tokens()
     identities = {
         plain.identity(),
-        *(with_template(plain, find_template(name)).identity() for name in REQUIRED_TOKENS),
+        *(with_template(plain, find_template(name)).identity() for name in BUILT_IN["template"]),
     }
-    assert len(identities) == len(REQUIRED_TOKENS) + 1
+    assert len(identities) == len(BUILT_IN["template"]) + 1
     assert (
         with_template(with_template(plain, "{{ messages }}"), "").template_identity
         != with_template(plain, "{{ messages }}").template_identity
@@ -199,3 +205,29 @@ def test_what_generation_stops_at() -> None:
     own = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     assert stop_tokens(with_template(all_tokens(), own)) == [1, 301]
     assert stop_tokens(Tokenizer({**bpe_files(), "tokenizer_config.json": "{}"})) == []
+
+
+def test_a_template_behind_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named template is one row: its tokens are required, its end of turn becomes the EOS."""
+    file = tmp_path / "shout.jinja"
+    file.write_text("{% for m in messages %}{{ m['content'] | upper }}<|im_end|>{% endfor %}\n")
+    row = "tests.tokenizers.test_chat_templates:SHOUT"
+    monkeypatch.setitem(BUILT_IN["template"], "shout", row)
+    shout = NamedTemplate(file, tokens=("<|im_end|>",), end_of_turn="<|im_end|>")
+    monkeypatch.setattr("tests.tokenizers.test_chat_templates.SHOUT", shout, raising=False)
+    assert required_tokens("shout") == ("<|im_end|>",)
+    tokenizer = with_template(all_tokens(), find_template("shout"))
+    assert tokenizer.special.eos == tokenizer.special_ids["<|im_end|>"]
+    assert "HELLO" in tokenizer.decode(tokenizer.encode_chat(CHAT))
+    wanting = NamedTemplate(file, tokens=("<|nowhere|>",))
+    monkeypatch.setattr("tests.tokenizers.test_chat_templates.SHOUT", wanting)
+    with pytest.raises(WrongInput, match=r"=shout needs <\|nowhere\|>"):
+        with_template(all_tokens(), find_template("shout"))
+    with pytest.raises(WrongInput, match=r"those are chatml, .*, shout"):
+        find_template("shoud")
+
+
+def test_what_is_no_template_behind_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILT_IN["template"], "odd", "tests.tokenizers.test_chat_templates:CHAT")
+    with pytest.raises(WrongInput, match=r"template\.odd .* is no NamedTemplate"):
+        find_template("odd")

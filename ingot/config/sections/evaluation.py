@@ -11,16 +11,29 @@ from pydantic import Field
 from ingot.config.doors import TASKS
 from ingot.config.section import ByKind, KindSettings, Positive, Section
 
+Baseline = Literal["gzip", "xz", "bigram"]
+"""What a loss is compared with: two general compressors, and a bigram of the same tokens."""
+
 
 class TaskSettings(KindSettings):
-    """What every evaluation says of itself beside its knobs."""
+    """What every evaluation says of itself beside its knobs.
+
+    `implementation(task, info, max_documents)` reads and checks what the task needs and returns an
+    `ingot.evaluate.subject.OpenTask`: `info` is an `EvalModelInfo`, and `max_documents` limits how
+    many validation documents are used while training (None: all).
+    """
 
     needs_rows: ClassVar[bool] = False
-    """Whether it goes by the prepared validation rows."""
+    """Whether it is measured on the prepared validation rows."""
     kind: str
     """Which evaluation."""
     name: str
     """The name that its metrics carry in the report."""
+
+    @property
+    def baseline_names(self) -> list[Baseline]:
+        """Baselines to report beside the task."""
+        return []
 
 
 class LossTask(TaskSettings):
@@ -28,20 +41,29 @@ class LossTask(TaskSettings):
     often the chosen answer is the likelier one.
     """
 
+    implementation = "ingot.evaluate.tasks.loss:open_loss"
+    needs_rows = True
+
     kind: Literal["loss"] = "loss"
     """Which evaluation."""
     name: str = "loss"
     """The name that its metrics carry in the report."""
-    baselines: list[Literal["gzip", "xz", "bigram"]] = []
+    baselines: list[Baseline] = []
     """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and
     a smoothed `bigram` of the same tokens counted on the training split.
     """
+
+    @property
+    def baseline_names(self) -> list[Baseline]:
+        return list(self.baselines)
 
 
 class HellaSwagTask(TaskSettings):
     """HellaSwag (Zellers et al. 2019): which of four endings is the likeliest, per character. The
     same figure as lm-evaluation-harness' acc_norm.
     """
+
+    implementation = "ingot.evaluate.tasks.choice:open_hellaswag"
 
     kind: Literal["hellaswag"]
     """Which evaluation."""
@@ -61,6 +83,8 @@ class ChoiceTask(TaskSettings):
     """Multiple choice: the likeliest of some continuations of a question, plain and per
     character.
     """
+
+    implementation = "ingot.evaluate.tasks.choice:open_choice"
 
     kind: Literal["choice"]
     """Which evaluation."""
@@ -82,6 +106,8 @@ class RougeTask(TaskSettings):
     """Texts generated from sources against reference texts: ROUGE-1, 2, L and Lsum (Lin 2004), by
     the package rouge-score; needs `ingot[rouge]`.
     """
+
+    implementation = "ingot.evaluate.tasks.rouge:open_rouge"
 
     kind: Literal["rouge"]
     """Which evaluation."""
@@ -106,6 +132,9 @@ class RougeTask(TaskSettings):
 class ClassificationTask(TaskSettings):
     """Accuracy and F1 of a classifier on labelled documents."""
 
+    implementation = "ingot.evaluate.tasks.classification:open_classification"
+    needs_rows = True
+
     kind: Literal["classification"]
     """Which evaluation."""
     name: str = "classification"
@@ -114,6 +143,8 @@ class ClassificationTask(TaskSettings):
 
 class LMEvalTask(TaskSettings):
     """Tasks of EleutherAI's lm-evaluation-harness, by name; needs `ingot[lm-eval]`."""
+
+    implementation = "ingot.evaluate.tasks.lm_eval:open_lm_eval"
 
     kind: Literal["lm_eval"]
     """Which evaluation."""

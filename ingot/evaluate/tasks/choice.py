@@ -81,42 +81,55 @@ def score_item(item: ChoiceItem, sums: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def open_choice(task: ChoiceTask | HellaSwagTask, about: EvalModelInfo) -> OpenChoiceTask:
-    """Read and encode the items.
+def open_choice(
+    task: ChoiceTask, info: EvalModelInfo, max_documents: int | None = None
+) -> OpenChoiceTask:
+    """Read and encode the questions of a source.
 
     Raises:
-        WrongInput: no such source, an item that is not what it should be, or that is longer than
-            the model's positions.
+        WrongInput: no such source, a malformed item, or one longer than the model's positions.
     """
-    knob = f"evaluate.tasks, {task.name}: source"
-    about.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", "decoder")
-    if isinstance(task, HellaSwagTask):
-        items = [
-            _hellaswag_item(record)
-            for record in read_records(
-                task.source, knob, HELLASWAG, split=task.split, limit=task.limit
-            )
-        ]
-    else:
-        items = [
-            _question_item(record)
-            for record in read_records(
-                task.source, knob, QUESTION, names=task.columns, split=task.split, limit=task.limit
-            )
-        ]
+    info.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", "decoder")
+    records = read_records(
+        task.source,
+        f"evaluate.tasks, {task.name}: source",
+        QUESTION,
+        names=task.columns,
+        split=task.split,
+        limit=task.limit,
+    )
+    return _encoded(task.name, info, [_question_item(record) for record in records])
+
+
+def open_hellaswag(
+    task: HellaSwagTask, info: EvalModelInfo, max_documents: int | None = None
+) -> OpenChoiceTask:
+    """Read and encode HellaSwag's items; raises as `open_choice`."""
+    info.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", "decoder")
+    records = read_records(
+        task.source,
+        f"evaluate.tasks, {task.name}: source",
+        HELLASWAG,
+        split=task.split,
+        limit=task.limit,
+    )
+    return _encoded(task.name, info, [_hellaswag_item(record) for record in records])
+
+
+def _encoded(name: str, info: EvalModelInfo, items: list[ChoiceItem]) -> OpenChoiceTask:
     spans = encode_spans(
-        about.tokenizer, [(item.context, f" {choice}") for item in items for choice in item.choices]
+        info.tokenizer, [(item.context, f" {choice}") for item in items for choice in item.choices]
     )
     owners = [item for item in items for _ in item.choices]
     for item, span in zip(owners, spans, strict=True):
         if not span.continuation or not span.context:
             raise WrongInput(f"{item.place} has a choice or a context without a token; mend it")
-        if len(span) > about.positions:
+        if len(span) > info.positions:
             raise WrongInput(
-                f"{item.place} has {len(span):,} tokens with its longest choice, {about.where} has"
-                f" {about.positions:,} positions; leave it out, or evaluate a model that reads more"
+                f"{item.place} has {len(span):,} tokens with its longest choice, {info.where} has"
+                f" {info.positions:,} positions; leave it out, or evaluate a model that reads more"
             )
-    return OpenChoiceTask(task.name, items, spans)
+    return OpenChoiceTask(name, items, spans)
 
 
 def _question_item(record: TaskRecord) -> ChoiceItem:

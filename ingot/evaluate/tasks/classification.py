@@ -108,14 +108,14 @@ class _ClassScorer:
 
 
 def open_classification(
-    task: ClassificationTask, about: EvalModelInfo, most: int | None = None
+    task: ClassificationTask, info: EvalModelInfo, max_documents: int | None = None
 ) -> OpenClassificationTask:
     """Raises WrongInput when the model is no classifier, or there are no labelled rows."""
-    about.require_kind(f"evaluate.tasks, {task.name}: classification", "encoder")
-    prepared, rows = open_held_out(about.recipe, about.where, about.positions)
+    info.require_kind(f"evaluate.tasks, {task.name}: classification", "encoder")
+    prepared, rows = open_held_out(info.recipe, info.where, info.positions)
     assert not isinstance(rows, Rows)
     return OpenClassificationTask(
-        task.name, about.recipe.labels, rows, prepared, min(len(rows), most or len(rows))
+        task.name, info.recipe.labels, rows, prepared, min(len(rows), max_documents or len(rows))
     )
 
 

@@ -160,14 +160,16 @@ class OpenLMEvalTask:
         return subject.mesh.from_main(lambda: report(task.name, results))
 
 
-def open_lm_eval(task: LMEvalTask, about: EvalModelInfo) -> OpenLMEvalTask:
+def open_lm_eval(
+    task: LMEvalTask, info: EvalModelInfo, max_documents: int | None = None
+) -> OpenLMEvalTask:
     """Find the tasks and load their data.
 
     Raises:
         WrongInput: the package is missing, or knows no such task.
         Failed: the data of a task cannot be loaded.
     """
-    about.require_kind(f"evaluate.tasks, {task.name}: lm_eval", "decoder")
+    info.require_kind(f"evaluate.tasks, {task.name}: lm_eval", "decoder")
     library = _library()
     manager = _manager(library, task)
     if unknown := [name for name in task.tasks if name not in manager.all_tasks]:

@@ -55,24 +55,24 @@ def open_held_out(recipe: Recipe, where: str, positions: int) -> tuple[Prepared,
 
 
 def open_loss(
-    task: LossTask, about: EvalModelInfo, most: int | None = None
+    task: LossTask, info: EvalModelInfo, max_documents: int | None = None
 ) -> OpenRowLossTask | OpenSampleLossTask:
-    """Open the validation rows; `most` takes the first so many.
+    """Open the validation rows; `max_documents` takes the first so many.
 
     Raises:
         WrongInput: they are not there, are of another tokenizer, or the model is not of the kind
             that they are for.
     """
-    recipe = about.recipe
-    about.require_kind(
+    recipe = info.recipe
+    info.require_kind(
         f"evaluate.tasks, {task.name}: the loss of {recipe.documents} documents",
         TRAINED_ON[recipe.documents],
     )
-    prepared, rows = open_held_out(recipe, about.where, about.positions)
-    count = min(len(rows), most or len(rows))
+    prepared, rows = open_held_out(recipe, info.where, info.positions)
+    count = min(len(rows), max_documents or len(rows))
     if isinstance(rows, Rows):
-        return OpenRowLossTask(task, rows, prepared, about.tokenizer, count)
-    return OpenSampleLossTask(task, rows, prepared, about.tokenizer, count)
+        return OpenRowLossTask(task, rows, prepared, info.tokenizer, count)
+    return OpenSampleLossTask(task, rows, prepared, info.tokenizer, count)
 
 
 def comparison_set(prepared: Prepared, rows: Rows | Samples, recipe: Recipe, count: int) -> str:

@@ -90,7 +90,9 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def open_rouge(task: RougeTask, about: EvalModelInfo, most: int | None = None) -> OpenRougeTask:
+def open_rouge(
+    task: RougeTask, info: EvalModelInfo, max_documents: int | None = None
+) -> OpenRougeTask:
     """Read and encode the items.
 
     Raises:
@@ -98,25 +100,27 @@ def open_rouge(task: RougeTask, about: EvalModelInfo, most: int | None = None) -
             room for an answer, or a decoder is asked for beams.
     """
     knob = f"evaluate.tasks, {task.name}"
-    about.require_kind(f"{knob}: rouge", "decoder", "seq2seq")
+    info.require_kind(f"{knob}: rouge", "decoder", "seq2seq")
     score = scorer(task.stemmer)
-    if task.beams > 1 and about.kind == "decoder":
+    if task.beams > 1 and info.kind == "decoder":
         raise WrongInput(
-            f"{knob}: beams {task.beams} is for a seq2seq, and {about.where} is a decoder; set it"
+            f"{knob}: beams {task.beams} is for a seq2seq, and {info.where} is a decoder; set it"
             " to 1"
         )
-    limit = min((number for number in (task.limit, most) if number is not None), default=None)
+    # The task's own source has its own limit; `max_documents` is for validation documents.
+    limits = (task.limit, max_documents if task.source is None else None)
+    limit = min((number for number in limits if number is not None), default=None)
     items = list(
-        _items_from_source(task, about, limit)
+        _items_from_source(task, info, limit)
         if task.source is not None
-        else _items_from_validation(knob, about, limit)
+        else _items_from_validation(knob, info, limit)
     )
     if not items:
         raise WrongInput(
             f"{knob}: there is no text to write; set data.validation to more documents, or"
             f" {knob}.source"
         )
-    _check_room(knob, items, task.max_tokens, about)
+    _check_room(knob, items, task.max_tokens, info)
     return OpenRougeTask(task, items, score)
 
 
@@ -139,7 +143,7 @@ def scorer(stemmer: bool) -> ScoreFunction:
 
 
 def _items_from_source(
-    task: RougeTask, about: EvalModelInfo, limit: int | None
+    task: RougeTask, info: EvalModelInfo, limit: int | None
 ) -> Iterator[RougeItem]:
     """From the task's own source: what a pair has, or for a decoder that knows chats what a user
     says.
@@ -149,20 +153,20 @@ def _items_from_source(
         task.source, f"evaluate.tasks, {task.name}.source", COLUMNS, names=task.columns, limit=limit
     ):
         source, reference = record.text("source"), record.text("target")
-        if about.kind == "decoder" and about.recipe.documents in ("chat", "preference"):
-            prompt = about.tokenizer.encode_chat([{"role": "user", "content": source}])
-        elif about.kind == "decoder":
-            prompt = about.tokenizer.encode_prompt(source)
+        if info.kind == "decoder" and info.recipe.documents in ("chat", "preference"):
+            prompt = info.tokenizer.encode_chat([{"role": "user", "content": source}])
+        elif info.kind == "decoder":
+            prompt = info.tokenizer.encode_prompt(source)
         else:
-            prompt = encode_source(about.tokenizer, source, about.recipe)
+            prompt = encode_source(info.tokenizer, source, info.recipe)
         yield RougeItem(record.place, source, prompt, reference)
 
 
 def _items_from_validation(
-    knob: str, about: EvalModelInfo, limit: int | None
+    knob: str, info: EvalModelInfo, limit: int | None
 ) -> Iterator[RougeItem]:
     """From the validation documents: pairs, or chats up to the last answer."""
-    recipe = about.recipe
+    recipe = info.recipe
     if recipe.documents not in ("pair", "chat"):
         raise WrongInput(
             f"{knob}: {recipe.documents} documents have no text to write after another; set its"
@@ -174,7 +178,7 @@ def _items_from_validation(
             yield RougeItem(
                 document.doc_id,
                 pair.source,
-                encode_source(about.tokenizer, pair.source, recipe),
+                encode_source(info.tokenizer, pair.source, recipe),
                 pair.target,
             )
             continue
@@ -187,7 +191,7 @@ def _items_from_validation(
         yield RougeItem(
             document.doc_id,
             _last_user_message(messages),
-            about.tokenizer.encode_chat(messages[:-1]),
+            info.tokenizer.encode_chat(messages[:-1]),
             str(messages[-1]["content"]),
         )
 
@@ -205,7 +209,7 @@ def _last_user_message(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _check_room(
-    knob: str, items: Sequence[RougeItem], max_tokens: int, about: EvalModelInfo
+    knob: str, items: Sequence[RougeItem], max_tokens: int, info: EvalModelInfo
 ) -> None:
     """A decoder holds prompt and answer together, a model with an encoder each by itself."""
     if empty := next((item for item in items if not item.prompt), None):
@@ -213,12 +217,12 @@ def _check_room(
     longest = max(items, key=lambda item: len(item.prompt))
     needed = (
         len(longest.prompt) + max_tokens
-        if about.kind == "decoder"
+        if info.kind == "decoder"
         else max(len(longest.prompt), max_tokens)
     )
-    if needed > about.positions:
+    if needed > info.positions:
         raise WrongInput(
             f"{knob}: {longest.place} has {len(longest.prompt):,} tokens, which with max_tokens"
-            f" {max_tokens} exceeds the {about.positions:,} positions of {about.where}; leave it"
+            f" {max_tokens} exceeds the {info.positions:,} positions of {info.where}; leave it"
             " out, or lower max_tokens"
         )
