@@ -14,12 +14,13 @@ from ingot.config.presets import preset
 from ingot.config.sections.training import AdamW
 from ingot.data.loader import Batch
 from ingot.models.device import computing_in, resolve_compute
-from ingot.models.generation.generator import Generator, Request
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Request
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.objectives.cross_entropy import CrossEntropy
-from ingot.parallel.apply import Wrapping, working_type
+from ingot.parallel.apply import WrapSettings, compute_weights_dtype
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
@@ -32,7 +33,7 @@ OPTIMIZER = ("torch._dynamo",)  # every optimizer of torch loads it when it is m
 def random_model(name: str) -> Decoder:
     """The preset with random weights, the same in every process."""
     model = Decoder(DecoderConfig.from_hf(preset(name)))
-    initialise(model, 0)
+    init_weights(model, 0)
     return model
 
 
@@ -55,7 +56,9 @@ def train_ours(name: str, rows: int, seq_len: int) -> Work:
     )  # as it was asked: the mesh takes all cores
     model = random_model(name).to(mesh.device).train()
     compute = resolve_compute("auto", mesh.device)
-    masters = Masters(model, mesh, working=working_type(model, mesh, Wrapping(compute=compute)))
+    masters = Masters(
+        model, mesh, working=compute_weights_dtype(model, mesh, WrapSettings(compute=compute))
+    )
     optimizer = make_optimizer(AdamW(), masters)
     tokens = random_rows(name, rows, seq_len)
     labels = torch.cat((tokens[:, 1:], torch.full((rows, 1), -100)), dim=1)

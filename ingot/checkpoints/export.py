@@ -19,8 +19,8 @@ from ingot.base.storage import atomic_folder
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.hf.folder import CONFIG, LINEAGE, hash_model, model_config, read_lineage
 from ingot.models.hf.meta import is_meta, load_meta
-from ingot.models.hf.tensorfile import Form, stream_weights
-from ingot.models.kinds import Model, base_folder, exported_shapes, exported_weights, open_model
+from ingot.models.hf.tensorfile import TensorSpec, stream_weights
+from ingot.models.kinds import AnyModel, base_folder, exported_shapes, exported_weights, open_model
 from ingot.models.native.decoder import Decoder
 from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
@@ -41,7 +41,7 @@ DTYPES: dict[ExportType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.f
 
 
 def export_model(
-    model: Model,
+    model: AnyModel,
     tokenizer: Tokenizer,
     folder: Path,
     *,
@@ -82,7 +82,7 @@ def export_model(
         generation = _stopping_at(generation, stop)
     with atomic_folder(folder) as partial:
         stream_weights(
-            {name: Form(shape, dtype) for name, shape in exported_shapes(model).items()},
+            {name: TensorSpec(shape, dtype) for name, shape in exported_shapes(model).items()},
             exported_weights(model, tensors),
             partial,
         )
@@ -191,7 +191,7 @@ def copy_adapter(source: Path, target: Path, *, overwrite: bool) -> None:
                 shutil.copyfile(file, partial / file.name)
 
 
-def _opened(source: Path, config: Mapping[str, Any] | None) -> tuple[Model, str]:
+def _opened(source: Path, config: Mapping[str, Any] | None) -> tuple[AnyModel, str]:
     """The model in a folder, and the type that its weights are stored in; without a `config`, one
     in Meta's layout.
     """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ingot.models.parameters import local, spread_as
+from ingot.models.parameters import local_tensor, shard_like
 from ingot.parallel.masters import Master, Masters
 from ingot.parallel.mesh import Mesh
 
@@ -36,7 +36,7 @@ def training_tensors(masters: Masters, optimizer: Optimizer | None) -> dict[str,
 def settle(masters: Masters, optimizer: Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
     """After loading into what `training_tensors` gave."""
     for name, tensor, _ in _mine(masters, optimizer):
-        loaded = local(tensors[name])
+        loaded = local_tensor(tensors[name])
         if loaded.device != tensor.device or loaded.data_ptr() != tensor.data_ptr():
             tensor.copy_(loaded)
 
@@ -148,7 +148,7 @@ class Staging:
         """Take the memory that a copy needs, unless it is there; what is to be copied of each
         tensor, and the device that some of it lies on.
         """
-        here = {name: local(tensor) for name, tensor in tensors.items()}
+        here = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         device = _device(here)
         kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in here.items()}
         if kinds != self._kinds:
@@ -163,7 +163,7 @@ class Staging:
         for name, tensor in here.items():
             self._room[name].copy_(tensor, non_blocking=True)
         return Staged(
-            {name: spread_as(tensor, self._room[name]) for name, tensor in tensors.items()},
+            {name: shard_like(tensor, self._room[name]) for name, tensor in tensors.items()},
             began,
             _mark(device),
         )
@@ -171,7 +171,7 @@ class Staging:
 
 def unstaged(tensors: dict[str, Tensor]) -> Staged:
     """The tensors themselves, for one who does not change them meanwhile."""
-    ended = _mark(_device({name: local(tensor) for name, tensor in tensors.items()}))
+    ended = _mark(_device({name: local_tensor(tensor) for name, tensor in tensors.items()}))
     return Staged(tensors, ended, ended)
 
 

@@ -27,8 +27,8 @@ from ingot.evaluate.tasks import open_task
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import device_name, resolve_compute
 from ingot.models.generation.generator import eos_ids
+from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.folder import CONFIG, check_template, model_config, model_hash
-from ingot.models.hf.loading import hub_config
 from ingot.models.kinds import base_folder, kind_of_folder, open_model
 from ingot.models.spec import named_folder, source_folder, starts_random
 from ingot.parallel.mesh import Mesh, running_mesh
@@ -169,7 +169,7 @@ def _label_mismatch(recipe: Recipe, folder: Path) -> str:
     """
     if not recipe.labels or kind_of_folder(folder) != "encoder":
         return ""
-    names = hub_config(model_config(folder), "encoder", str(folder)).labels
+    names = read_hf_config(model_config(folder), "encoder", str(folder)).labels
     nameless = all(name == f"LABEL_{number}" for number, name in enumerate(names))
     same = [name.casefold() for name in names] == [name.casefold() for name in recipe.labels]
     if len(names) == len(recipe.labels) and (same or nameless):

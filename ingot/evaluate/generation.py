@@ -11,9 +11,11 @@ from ingot.config.recipe import Recipe
 from ingot.evaluate.distribute import by_length, gather_texts, rank_share
 from ingot.evaluate.subject import EvalModel, EvalModelInfo
 from ingot.models.device import computing_in
-from ingot.models.generation.generator import Generator, Request, check
-from ingot.models.generation.seq2seq import Summary, check_summary, write
-from ingot.models.hf.loading import Encoder, HubConfig
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Request, check_request
+from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch, check_seq2seq_request
+from ingot.models.hf.config import HFConfig
+from ingot.models.hf.models import Encoder
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -116,8 +118,10 @@ def generate_on_this_rank(
             f"{subject.where} is an encoder, which writes nothing; remove what asks it to"
         )
     with computing_in(subject.compute, subject.device):
-        found = write(
-            model, [Summary(prompt, max_tokens, beams=beams) for prompt in prompts], subject.eos
+        found = answer_batch(
+            model,
+            [Seq2SeqRequest(prompt, max_tokens, beams=beams) for prompt in prompts],
+            subject.eos,
         )
     return [
         None if answer.finish == "error" else subject.tokenizer.decode(answer.ids)
@@ -138,7 +142,7 @@ def _decoder_answers(subject: EvalModel, requests: Sequence[Request]) -> list[st
 
 
 def check_prompts(
-    prompts: Sequence[str], max_tokens: int, info: EvalModelInfo, config: DecoderConfig | HubConfig
+    prompts: Sequence[str], max_tokens: int, info: EvalModelInfo, config: DecoderConfig | HFConfig
 ) -> None:
     """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the
     model for an answer, or the model writes nothing.
@@ -148,10 +152,10 @@ def check_prompts(
     for prompt in prompts:
         try:
             if isinstance(config, DecoderConfig):
-                check(Request(info.tokenizer.encode_prompt(prompt), max_tokens), config)
+                check_request(Request(info.tokenizer.encode_prompt(prompt), max_tokens), config)
             else:
-                check_summary(
-                    Summary(encode_source(info.tokenizer, prompt, info.recipe), max_tokens),
+                check_seq2seq_request(
+                    Seq2SeqRequest(encode_source(info.tokenizer, prompt, info.recipe), max_tokens),
                     config,
                 )
         except WrongInput as error:

@@ -18,7 +18,7 @@ from ingot.base.errors import Failed
 from ingot.evaluate.distribute import Floats, by_length, rank_share, sum_over_ranks
 from ingot.evaluate.subject import EvalModel
 from ingot.models.device import computing_in
-from ingot.models.native.head import IGNORE, View, Vocabulary, apply_head
+from ingot.models.native.head import IGNORE, LogitsView, VocabularyHead, apply_head
 from ingot.tokenizers.tokenizer import Tokenizer
 
 
@@ -73,11 +73,11 @@ def _span_without_context(tokenizer: Tokenizer, whole: list[int]) -> ScoredSpan:
 class _TokenScorer:
     """log p(label) of each token and, when asked, whether the label is the likeliest token."""
 
-    def __init__(self, vocabulary: Vocabulary, *, greedy: bool) -> None:
+    def __init__(self, vocabulary: VocabularyHead, *, greedy: bool) -> None:
         self.vocabulary = vocabulary
         self.chunks: list[Tensor] | None = [] if greedy else None
 
-    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         if self.chunks is not None:
             self.chunks.append(self.vocabulary.whole(view.logits()).argmax(-1) == labels)
         return view.log_probability(labels)

@@ -22,7 +22,7 @@ from ingot.data.samples import Samples
 from ingot.evaluate.distribute import Floats, sum_over_ranks
 from ingot.evaluate.subject import EvalModel
 from ingot.models.device import Compute, computing_in
-from ingot.models.kinds import Model
+from ingot.models.kinds import AnyModel
 from ingot.models.native.head import IGNORE, TokenFunction
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.mesh import Mesh
@@ -62,7 +62,9 @@ class SegmentLosses:
         return np.cumsum(self.begins_row) - 1
 
 
-def row_losses(model: Model, batches: Iterable[Batch], compute: Compute = "fp32") -> SegmentLosses:
+def row_losses(
+    model: AnyModel, batches: Iterable[Batch], compute: Compute = "fp32"
+) -> SegmentLosses:
     """The loss of all tokens of `batches`, as sums over stretches. Padding (segment 0) is left
     out.
     """
@@ -123,7 +125,7 @@ def _joined(parts: list[SegmentLosses]) -> SegmentLosses:
 
 
 def score_rows(
-    model: Model,
+    model: AnyModel,
     rows: Rows,
     count: int,
     micro_batch: int,
@@ -164,7 +166,7 @@ def gather_segments(mine: SegmentLosses, mesh: Mesh) -> SegmentLosses:
 
 
 def mean_loss(
-    model: Model, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh
+    model: AnyModel, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh
 ) -> float:
     """Mean over the targets of the first `count` rows, nats; the same on every rank.
 

@@ -15,7 +15,7 @@ from ingot.base.progress import Progress
 from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
 from ingot.models.device import Compute
-from ingot.models.kinds import Kind, Model
+from ingot.models.kinds import AnyModel, ModelKind
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -34,14 +34,14 @@ class EvalModelInfo:
     """
 
     recipe: Recipe
-    kind: Kind
+    kind: ModelKind
     tokenizer: Tokenizer
     positions: int
     """Tokens that the model can read at once."""
     where: str
     """What to call it in messages."""
 
-    def require_kind(self, what: str, *kinds: Kind) -> None:
+    def require_kind(self, what: str, *kinds: ModelKind) -> None:
         """Raises WrongInput when `what` is for other kinds of models."""
         if self.kind not in kinds:
             raise WrongInput(
@@ -57,8 +57,8 @@ class EvalModel:
     """
 
     recipe: Recipe
-    model: Model
-    kind: Kind
+    model: AnyModel
+    kind: ModelKind
     tokenizer: Tokenizer
     eos: frozenset[int]
     """Tokens that end what it writes."""

@@ -21,7 +21,7 @@ from ingot.data.samples import Samples
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
 from ingot.evaluate.tasks import open_task
 from ingot.models.device import Compute
-from ingot.objectives.forward import StagedBatches, forward
+from ingot.objectives.forward import PipelinedBatches, forward
 from ingot.objectives.protocol import Objective
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
@@ -69,7 +69,7 @@ def validation_losses(
                 raise EvaluationInterrupted
             look = list(itertools.islice(batches, size))
             if isinstance(model, Pipeline):
-                work = StagedBatches(objective, look, compute, device, sharing)
+                work = PipelinedBatches(objective, look, compute, device, sharing)
                 model.run(work, backward=False)
                 total, metrics = work.sums()
             else:

@@ -18,15 +18,16 @@ from ingot.models.adapters.lora import A, B, merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter
 from ingot.models.hf import folder as folders
-from ingot.models.hf.config import hub_config
-from ingot.models.hf.loading import Encoder, Seq2Seq, hub_weights, load_hub
+from ingot.models.hf.config import read_hf_config
+from ingot.models.hf.loading import hf_weights, load_hf_model
+from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.native.config import SUPPORTED as NATIVE
 from ingot.models.native.decoder import Decoder
 
-Kind = Literal["decoder", "seq2seq", "encoder"]
-Model = Decoder | Seq2Seq | Encoder
+ModelKind = Literal["decoder", "seq2seq", "encoder"]
+AnyModel = Decoder | Seq2Seq | Encoder
 
-TRAINED_ON: dict[Documents, Kind] = {
+KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
     "text": "decoder",
     "chat": "decoder",
     "preference": "decoder",
@@ -36,7 +37,7 @@ TRAINED_ON: dict[Documents, Kind] = {
 """The kind of model that each kind of document is for."""
 
 
-def kind_of(config: dict[str, Any]) -> Kind:
+def kind_of(config: dict[str, Any]) -> ModelKind:
     """What a `config.json` describes."""
     if config.get("is_encoder_decoder"):
         return "seq2seq"
@@ -47,7 +48,7 @@ def kind_of(config: dict[str, Any]) -> Kind:
     return "encoder" if classifies and config.get("model_type") not in NATIVE else "decoder"
 
 
-def kind_of_folder(folder: Path) -> Kind:
+def kind_of_folder(folder: Path) -> ModelKind:
     """The kind of the model in a folder; of an adapter, what it makes of its base."""
     if not is_adapter(folder):
         return kind_of(folders.model_config(folder))
@@ -77,7 +78,7 @@ def base_folder(adapter: Path) -> Path:
     )
 
 
-def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> Model:
+def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> AnyModel:
     """The model in `folder`, of whatever kind, in `dtype` (None: float32), in evaluation mode. An
     adapter opens merged with its base.
 
@@ -91,8 +92,8 @@ def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None 
     kind = kind_of(config)
     if kind == "decoder":
         return folders.load_model(folder, device=device, dtype=dtype)
-    return load_hub(
-        hub_config(config, kind, str(folder)),
+    return load_hf_model(
+        read_hf_config(config, kind, str(folder)),
         folder,
         device=device,
         dtype=dtype or torch.float32,
@@ -100,40 +101,40 @@ def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None 
     ).eval()
 
 
-def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None) -> Model:
+def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None) -> AnyModel:
     base, classes = base_folder(adapter), class_count(adapter)
-    model: Model
+    model: AnyModel
     if classes is None or kind_of(folders.model_config(base)) == "encoder":
         model = open_model(base, device=device)
     else:
         # The base has no classifier: the adapter brings one, and PEFT's layout has no names for its
         # classes.
-        config = hub_config(
+        config = read_hf_config(
             folders.model_config(base),
             "encoder",
             str(base),
             labels=[str(label) for label in range(classes)],
         )
-        model = load_hub(config, base, device=device, dtype=torch.float32, seed=0)
+        model = load_hf_model(config, base, device=device, dtype=torch.float32, seed=0)
     load_adapter(model, adapter, merge=True)
     return model.to(dtype or torch.float32).eval()
 
 
 def exported_weights(
-    model: Model, tensors: Iterable[tuple[str, Tensor]] | None = None
+    model: AnyModel, tensors: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a model folder by Hugging Face's name, adapters folded in, one at a time.
 
     `tensors`: the weights by those names, in the model's order, where the model is on `meta`.
     """
     if tensors is None and not isinstance(model, Decoder):
-        tensors = hub_weights(model)
+        tensors = hf_weights(model)
     return merged_weights(model, tensors)
 
 
-def exported_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+def exported_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     """What `exported_weights` gives, before it is there."""
-    own = model.named_parameters() if isinstance(model, Decoder) else hub_weights(model)
+    own = model.named_parameters() if isinstance(model, Decoder) else hf_weights(model)
     return {
         name: tuple(tensor.shape) for name, tensor in own if name.rpartition(".")[2] not in (A, B)
     }

@@ -18,7 +18,7 @@ from ingot.models.native.decoder import Decoder
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 def is_dtensor(tensor: Tensor) -> TypeIs[DTensor]:
@@ -31,12 +31,12 @@ def is_dtensor(tensor: Tensor) -> TypeIs[DTensor]:
     return library is not None and isinstance(tensor, library.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def box(tensor: Tensor) -> Box:
+def shard_slices(tensor: Tensor) -> Slices:
     """Where that lies in the whole tensor, a slice for each dimension."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
@@ -48,7 +48,7 @@ def box(tensor: Tensor) -> Box:
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
-def spread_as(like: Tensor, mine: Tensor) -> Tensor:
+def shard_like(like: Tensor, mine: Tensor) -> Tensor:
     """This rank's part `mine` as a tensor that is spread as `like` is."""
     if not is_dtensor(like):
         return mine
@@ -65,13 +65,13 @@ def spread_as(like: Tensor, mine: Tensor) -> Tensor:
     return DTensor(mine, spec, requires_grad=mine.requires_grad)
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter of a model lies on several ranks."""
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 @torch.no_grad()
-def give_memory(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Room for every parameter that is still on `meta`, in place of it; nothing is written
     there.
     """
@@ -106,7 +106,7 @@ def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
     """Fill a matrix `[rows, columns]`, or what this rank has of it, in place, a block of rows at a
     time.
     """
-    here, (rows, columns) = local(parameter), box(parameter)
+    here, (rows, columns) = local_tensor(parameter), shard_slices(parameter)
     width = parameter.shape[1]
     block = max(1, BLOCK_ELEMENTS // width)
     for first in range(rows.start, rows.stop, block):
@@ -116,7 +116,7 @@ def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int) -> None:
+def init_weights(model: Decoder, seed: int) -> None:
     """Random weights for every parameter: matrices normal with the configuration's
     `initializer_range`, norms 1, biases 0.
     """
@@ -124,4 +124,4 @@ def initialise(model: Decoder, seed: int) -> None:
         if parameter.ndim == 2:
             fill_normal(parameter, seed, name, model.config.initializer_range)
         else:
-            local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
+            local_tensor(parameter).fill_(0.0 if name.endswith("bias") else 1.0)

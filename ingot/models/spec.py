@@ -18,28 +18,28 @@ from ingot.config.family import overridden
 from ingot.config.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import Model as ModelKnobs
-from ingot.models.hf.config import HubConfig, hub_config
+from ingot.models.hf.config import HFConfig, read_hf_config
 from ingot.models.hf.folder import CONFIG, load_weights, model_config
-from ingot.models.hf.loading import draw_hub, load_hub
-from ingot.models.kinds import TRAINED_ON, Kind, Model
+from ingot.models.hf.loading import init_hf_model, load_hf_model
+from ingot.models.kinds import KIND_FOR_DOCUMENTS, AnyModel, ModelKind
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import give_memory, initialise, is_spread
+from ingot.models.parameters import allocate, init_weights, is_sharded
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ModelSpec:
     """A model and where its weights come from; `folder` is None for random weights of a preset."""
 
-    kind: Kind
-    config: DecoderConfig | HubConfig
+    kind: ModelKind
+    config: DecoderConfig | HFConfig
     folder: Path | None
     random: bool
 
 
-def blueprint(
+def resolve_model_spec(
     recipe: Recipe, ids: int, special: Mapping[str, int | None], least: int = 0
-) -> Blueprint:
+) -> ModelSpec:
     """The model that the recipe trains, for a tokenizer of `ids` ids, `special` ones among them by
     name (`bos`, `eos`, `pad`).
 
@@ -49,7 +49,7 @@ def blueprint(
         WrongInput: another kind of model than the objective is for, rows longer than the model's
             positions, or more ids than the model has embeddings.
     """
-    kind, source = TRAINED_ON[recipe.documents], recipe.model.source
+    kind, source = KIND_FOR_DOCUMENTS[recipe.documents], recipe.model.source
     folder = source_folder(recipe.model)
     random = starts_random(recipe.model, folder)
     values = source_config(recipe.model, folder)
@@ -59,11 +59,11 @@ def blueprint(
             for name, value in _of_tokenizer(kind, values, max(ids, least), special).items()
             if name not in recipe.model.config
         }
-    config: DecoderConfig | HubConfig
+    config: DecoderConfig | HFConfig
     if kind == "decoder":
         config = DecoderConfig.from_hf(values, f"model.source {source}")
     else:
-        config = hub_config(values, kind, f"model.source {source}", labels=recipe.labels)
+        config = read_hf_config(values, kind, f"model.source {source}", labels=recipe.labels)
     longest = {"data.seq_len": recipe.data.seq_len} | (
         {"data.target_len": recipe.data.target_len} if kind == "seq2seq" else {}
     )
@@ -78,11 +78,11 @@ def blueprint(
             f"the tokenizer has {ids} ids, the model {source} only {config.vocab_size}; "
             f"use the model's own tokenizer, or random weights with model.config.vocab_size={ids}"
         )
-    return Blueprint(kind, config, folder, random)
+    return ModelSpec(kind, config, folder, random)
 
 
 def _of_tokenizer(
-    kind: Kind, values: Mapping[str, object], ids: int, special: Mapping[str, int | None]
+    kind: ModelKind, values: Mapping[str, object], ids: int, special: Mapping[str, int | None]
 ) -> dict[str, int]:
     """What the configuration of a model that starts from nothing takes from its tokenizer."""
     if kind == "decoder":
@@ -98,7 +98,7 @@ def _of_tokenizer(
     }
 
 
-def draft_model(plan: Blueprint, seed: int) -> Model:
+def create_model(plan: ModelSpec, seed: int) -> AnyModel:
     """The model before wrappers: a decoder on `meta`.
 
     One of transformers has its weights at once, all of them in this host's memory: what its
@@ -111,35 +111,35 @@ def draft_model(plan: Blueprint, seed: int) -> Model:
             return Decoder(plan.config)
     host = torch.device("cpu")
     if plan.folder is None or plan.random:
-        return draw_hub(plan.config, seed, host)
-    return load_hub(plan.config, plan.folder, device=host, dtype=torch.float32, seed=seed)
+        return init_hf_model(plan.config, seed, host)
+    return load_hf_model(plan.config, plan.folder, device=host, dtype=torch.float32, seed=seed)
 
 
-def fill_model(
-    model: Model, plan: Blueprint, seed: int, device: torch.device, *, filled: bool
+def materialize_model(
+    model: AnyModel, plan: ModelSpec, seed: int, device: torch.device, *, filled: bool
 ) -> None:
     """Give a drafted model its memory on `device`, and this rank's part of its weights, loaded or
     drawn; not `filled`: just room for them.
     """
     if not isinstance(model, Decoder):
-        if not is_spread(model):
+        if not is_sharded(model):
             model.to(device)
         return
-    give_memory(model, device)
+    allocate(model, device)
     if not filled:
         return
     if plan.folder is None or plan.random:
-        initialise(model, seed)
+        init_weights(model, seed)
     else:
         load_weights(model, plan.folder)
 
 
-def build_model(plan: Blueprint, seed: int, device: torch.device, *, filled: bool) -> Model:
+def build_model(plan: ModelSpec, seed: int, device: torch.device, *, filled: bool) -> AnyModel:
     """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room
     for them, where a checkpoint follows.
     """
-    model = draft_model(plan, seed)
-    fill_model(model, plan, seed, device, filled=filled)
+    model = create_model(plan, seed)
+    materialize_model(model, plan, seed, device, filled=filled)
     return model
 
 

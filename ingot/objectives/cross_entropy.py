@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ingot.config.sections.objective import ObjectiveSettings
 from ingot.data.loader import Batch
-from ingot.models.native.head import IGNORE, View, summed
+from ingot.models.native.head import IGNORE, LogitsView, summed_only
 from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
@@ -26,8 +26,8 @@ class CrossEntropy:
     def from_settings(cls, settings: ObjectiveSettings, inputs: ObjectiveInputs) -> CrossEntropy:
         return cls(settings.kind)
 
-    @summed
-    def token(self, view: View, labels: Tensor, extras: Tensor | None = None) -> Tensor:
+    @summed_only
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None = None) -> Tensor:
         """-log p(label) for a chunk of N tokens, `[N]`."""
         return -view.log_probability(labels)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from ingot.config.sections import objective as config
 from ingot.data.loader import Batch
 from ingot.models.native.decoder import Decoder
-from ingot.models.native.head import IGNORE, View, summed
+from ingot.models.native.head import IGNORE, LogitsView, summed_only
 from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
@@ -48,8 +48,8 @@ class Distill:
             self.teacher.hidden(batch.tokens, batch.positions, segments)
         )
 
-    @summed
-    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    @summed_only
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         """The mixture for a chunk of N tokens, `[N]`; `extras` are the teacher's hidden states `[N,
         D]`.
         """

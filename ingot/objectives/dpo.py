@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ingot.config.sections import objective as config
 from ingot.data.loader import Batch
-from ingot.models.native.head import View
+from ingot.models.native.head import LogitsView
 from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
@@ -46,7 +46,7 @@ class DPO:
         assert inputs.reference is not None
         return cls(settings.beta, settings.label_smoothing, inputs.reference)
 
-    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         """log p(label) for a chunk of N tokens, `[N]`."""
         return view.log_probability(labels)
 

@@ -30,25 +30,27 @@ def forward(
 
     Over ranks that share rows they add up to those of the whole rows.
     """
-    plain = is_plain(batch)
-    there = (batch if sharing is None else cut(batch, sharing)).to(device, non_blocking=True)
+    plain = one_document_per_row(batch)
+    there = (batch if sharing is None else shard_batch(batch, sharing)).to(
+        device, non_blocking=True
+    )
     segments = None if plain else there.segments
     with computing_in(compute, device):
         extras = objective.extras(there, segments)
         values = module(
             there.tokens, there.positions, segments, there.labels, objective.token, extras
         )
-    return reduced(objective, values, there, sharing)
+    return reduce_values(objective, values, there, sharing)
 
 
-def is_plain(batch: Batch) -> bool:
+def one_document_per_row(batch: Batch) -> bool:
     """Whether each row is one document, and needs no mask; decided on the host, where the batch
     still is.
     """
     return bool((batch.segments == batch.segments[:, :1]).all())
 
 
-def cut(batch: Batch, sharing: RowSharing) -> Batch:
+def shard_batch(batch: Batch, sharing: RowSharing) -> Batch:
     """This rank's part of each row."""
     share = sharing.share
     return replace(
@@ -60,7 +62,7 @@ def cut(batch: Batch, sharing: RowSharing) -> Batch:
     )
 
 
-def reduced(
+def reduce_values(
     objective: Objective, values: Tensor, batch: Batch, sharing: RowSharing | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`values` of one micro-batch, or of this rank's part of its rows, as sums that add up over
@@ -75,7 +77,7 @@ def reduced(
     return loss / sharing.world, {name: value / sharing.world for name, value in metrics.items()}
 
 
-class StagedBatches:
+class PipelinedBatches:
     """An objective over micro-batches of one shape, for `ingot.parallel.pipeline`. Every rank of
     the pipeline makes one, of the same batches.
 
@@ -101,10 +103,12 @@ class StagedBatches:
         )
         self._batches = batches
         self._there = [
-            (batch if sharing is None else cut(batch, sharing)).to(device, non_blocking=True)
+            (batch if sharing is None else shard_batch(batch, sharing)).to(
+                device, non_blocking=True
+            )
             for batch in batches
         ]
-        self._plain = [is_plain(batch) for batch in batches]
+        self._plain = [one_document_per_row(batch) for batch in batches]
         self._total: Tensor | None = None
         self._told: dict[str, Tensor] = {}
 
@@ -134,7 +138,7 @@ class StagedBatches:
         """The sum over the targets of a micro-batch; adds it, and what else the objective tells, to
         `sums`.
         """
-        loss, metrics = reduced(self._objective, values, self._there[number], self._sharing)
+        loss, metrics = reduce_values(self._objective, values, self._there[number], self._sharing)
         self._total = loss.detach() + (0.0 if self._total is None else self._total)
         self._told = {name: self._told.get(name, 0.0) + value for name, value in metrics.items()}
         return loss
@@ -146,7 +150,7 @@ class StagedBatches:
         if self._total is None:
             there = self._there[0]
             none = torch.zeros(there.labels.shape, device=self._device)
-            _, metrics = reduced(self._objective, none, there, self._sharing)
+            _, metrics = reduce_values(self._objective, none, there, self._sharing)
             return torch.zeros((), device=self._device), {
                 name: torch.zeros_like(value) for name, value in metrics.items()
             }

@@ -11,7 +11,7 @@ from torch import Tensor
 from ingot.config.sections.objective import ObjectiveSettings
 from ingot.data.loader import Batch
 from ingot.models.native.decoder import Decoder
-from ingot.models.native.head import View
+from ingot.models.native.head import LogitsView
 
 AllSum = Callable[[Tensor], Tensor]
 """Adds over the ranks that hold parts of one row."""
@@ -70,7 +70,7 @@ class Objective(Protocol):
         """
         ...
 
-    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         """The value of each of N tokens, `[N]`."""
         ...
 

@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ingot.config.sections.layout import Memory, Parallel, Precision
 from ingot.models.device import Compute
-from ingot.models.kinds import Model
+from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.context import context_attention
 from ingot.parallel.float8 import use_float8
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.offload import offload_activations
-from ingot.parallel.pipeline import Pipeline, parts, twins
+from ingot.parallel.pipeline import Pipeline, local_stages, tied_across_stages
 from ingot.parallel.recompute import recompute_layers
 from ingot.parallel.shard import is_fsdp, layers, shard_weights
 
@@ -57,7 +57,7 @@ TYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Wrapping:
+class WrapSettings:
     """What of a recipe says how a model is wrapped."""
 
     parallel: Parallel = field(default_factory=Parallel)
@@ -67,7 +67,7 @@ class Wrapping:
     compiled: bool = False
 
 
-def apply_wrappers(model: Model, mesh: Mesh, how: Wrapping) -> Model:
+def apply_wrappers(model: AnyModel, mesh: Mesh, how: WrapSettings) -> AnyModel:
     """Spread the model over the mesh, in place, and return it: of a pipeline this rank's stages.
     Parameters keep their names.
 
@@ -75,23 +75,23 @@ def apply_wrappers(model: Model, mesh: Mesh, how: Wrapping) -> Model:
     """
     if isinstance(model, Decoder) and mesh.pipeline.world > 1:
         model = Pipeline(model, mesh, how.parallel, TYPES[how.compute])
-    for part in parts(model):
+    for part in local_stages(model):
         _wrap(part, mesh, how)
     return model
 
 
-def _wrap(model: nn.Module, mesh: Mesh, how: Wrapping) -> None:
+def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
     """What is done to a model, or to a stage of it."""
     spread = mesh.weights
     if how.precision.master == "stochastic":
-        hold_in(model, torch.bfloat16)
+        cast_weights(model, torch.bfloat16)
     if how.precision.float8 != "none":
         use_float8(model, how.precision.float8, tensor=mesh.tensor.world, loud=mesh.is_main)
     if isinstance(model, Decoder):
         if spread is not None and mesh.tensor.world > 1:
-            from ingot.parallel.tensor import share_tensors  # and with it torch's own
+            from ingot.parallel.tensor import apply_tensor_parallel  # and with it torch's own
 
-            share_tensors(model, spread["tensor"], sequence=how.parallel.sequence)
+            apply_tensor_parallel(model, spread["tensor"], sequence=how.parallel.sequence)
         if mesh.context.world > 1:
             model.attention = context_attention(
                 how.parallel.context_by, mesh.context.group, mesh.context.rank, mesh.context.world
@@ -113,7 +113,7 @@ def _wrap(model: nn.Module, mesh: Mesh, how: Wrapping) -> None:
         )
 
 
-def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Weights in another type, frozen ones too; what a model of transformers computes and keeps
     beside them stays.
     """
@@ -121,7 +121,7 @@ def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _is_sharded(model: nn.Module, mesh: Mesh, how: Wrapping) -> bool:
+def _is_sharded(model: nn.Module, mesh: Mesh, how: WrapSettings) -> bool:
     """Plain copies whose gradients have the type of their weights are DDP's; all else that crosses
     ranks is FSDP's, with one shard if need be.
     """
@@ -142,11 +142,11 @@ def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
     )
 
 
-def working_type(model: Model, mesh: Mesh, how: Wrapping) -> torch.dtype | None:
+def compute_weights_dtype(model: AnyModel, mesh: Mesh, how: WrapSettings) -> torch.dtype | None:
     """The type to put weights in that this rank holds whole, so that they need not be turned into
     it for each product; None to leave them.
     """
-    sharded = any(is_fsdp(part) for part in parts(model))
+    sharded = any(is_fsdp(part) for part in local_stages(model))
     if (
         sharded
         or how.precision.master == "stochastic"
@@ -157,20 +157,20 @@ def working_type(model: Model, mesh: Mesh, how: Wrapping) -> torch.dtype | None:
     return TYPES[how.compute]
 
 
-def home_of_weights(mesh: Mesh, how: Wrapping) -> torch.device:
+def weights_device(mesh: Mesh, how: WrapSettings) -> torch.device:
     """Where a wrapped model is given its memory."""
     return torch.device("cpu") if how.memory.offload.weights else mesh.device
 
 
-def make_masters(model: Model, mesh: Mesh, how: Wrapping) -> Masters:
+def make_masters(model: AnyModel, mesh: Mesh, how: WrapSettings) -> Masters:
     """What the optimizer changes in place of the model's weights, which have their memory
     already.
     """
     return Masters(
         model,
         mesh,
-        shared=twins(model),
-        working=working_type(model, mesh, how),
+        shared=tied_across_stages(model),
+        working=compute_weights_dtype(model, mesh, how),
         stochastic=how.precision.master == "stochastic",
         on_host=how.memory.offload.optimizer,
     )
@@ -207,7 +207,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while."""
     was_training = model.training
     model.eval()
-    for part in parts(model):
+    for part in local_stages(model):
         if is_fsdp(part):
             # transformers' generation calls what is inside of the model, whose own weights would
             # not be gathered for that

@@ -28,7 +28,7 @@ _AT_ONCE = 2**28
 """Scores that exist at one time where they are computed as a matrix, a GiB in float32."""
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention over some keys: the output `[B, H, P, E]` and the log of the sum of exponentials
     `[B, H, P]`, float32.
     """
@@ -37,13 +37,15 @@ class Part(NamedTuple):
     logsum: Tensor
 
 
-class Kernel(Protocol):
+class BlockKernel(Protocol):
     """q `[B, H, P, E]`; k, v `[B, K, S, E]`; `mask` bool, broadcast to `[B, 1, P, S]`, True where a
     query may look, None: everywhere; `causal` (P = S, without a mask): each query sees the keys up
     to its own number.
     """
 
-    def look(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Part: ...
+    def look(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> PartialAttention: ...
 
     def back(
         self,
@@ -51,7 +53,7 @@ class Kernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        whole: Part,
+        whole: PartialAttention,
         mask: Tensor | None,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,27 +63,29 @@ class Kernel(Protocol):
         ...
 
 
-def kernel_for(device: torch.device) -> Kernel:
-    return Fused() if device.type == "cpu" else Products()
+def kernel_for(device: torch.device) -> BlockKernel:
+    return FlashKernel() if device.type == "cpu" else MatmulKernel()
 
 
-def merge(one: Part | None, other: Part) -> Part:
+def merge(one: PartialAttention | None, other: PartialAttention) -> PartialAttention:
     """The part over the keys of both."""
     if one is None:
         return other
     logsum = torch.logaddexp(one.logsum, other.logsum)
     first, second = (part.out * (part.logsum - logsum).exp()[..., None] for part in (one, other))
-    return Part(first + second, logsum)
+    return PartialAttention(first + second, logsum)
 
 
-class Fused:
+class FlashKernel:
     """torch's own kernel of a CPU, which never holds all scores."""
 
-    def look(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Part:
+    def look(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> PartialAttention:
         out, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_added(mask)
         )
-        return Part(out.float(), logsum)
+        return PartialAttention(out.float(), logsum)
 
     def back(
         self,
@@ -89,7 +93,7 @@ class Fused:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        whole: Part,
+        whole: PartialAttention,
         mask: Tensor | None,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,19 +117,21 @@ def _added(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else torch.where(mask, 0.0, _NEVER)
 
 
-class Products:
+class MatmulKernel:
     """Plain matrix products in float32, for any device; of the scores only those of some queries
     exist at a time.
     """
 
-    def look(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Part:
+    def look(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> PartialAttention:
         outs, logsums = [], []
         for some, scores in _scores(q, k, _explicit(mask, causal, q)):
             outs.append(
                 (scores.softmax(-1).flatten(2, 3) @ v.float()).view(some.shape)
             )  # [B, H, C, E]
             logsums.append(scores.logsumexp(-1).flatten(1, 2))  # [B, H, C]
-        return Part(torch.cat(outs, 2), torch.cat(logsums, 2))
+        return PartialAttention(torch.cat(outs, 2), torch.cat(logsums, 2))
 
     def back(
         self,
@@ -133,7 +139,7 @@ class Products:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        whole: Part,
+        whole: PartialAttention,
         mask: Tensor | None,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ingot.models.native.attention import Attention, Look, dense
+from ingot.models.native.attention import AttnFn, AttnFnFactory, make_attn_fns
 from ingot.parallel.collectives import exchange, gather
 from ingot.parallel.ring import RingAttention
-from ingot.parallel.rows import pair, piece_size, whole
+from ingot.parallel.rows import chunk_pair, chunk_size, join_rows
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class UlyssesAttention:
 
     def __call__(
         self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
-    ) -> dict[int | None, Look]:
+    ) -> dict[int | None, AttnFn]:
         """positions, segments `[B, T]`. All ranks must agree on whether there are segments."""
-        piece_size(positions.shape[1])
-        looks = dense(
+        chunk_size(positions.shape[1])
+        looks = make_attn_fns(
             self._row(positions), None if segments is None else self._row(segments), windows
         )
         return {window: partial(self._look, look) for window, look in looks.items()}
 
     def _row(self, numbers: Tensor) -> Tensor:
         """`[B, T]` -> `[B, WT]`."""
-        return whole(gather(numbers, self.group))
+        return join_rows(gather(numbers, self.group))
 
-    def _look(self, look: Look, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _look(self, look: AttnFn, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
         return self._to_tokens(look(self._to_heads(q), self._to_heads(k), self._to_heads(v)))
 
@@ -51,23 +51,23 @@ class UlyssesAttention:
         """`[B, H, T, E]`, some tokens of all heads -> `[B, H/W, WT, E]`, all tokens of some heads,
         in the order of the row.
         """
-        return whole(exchange(torch.stack(x.chunk(self.world, 1)), self.group).unbind(), dim=2)
+        return join_rows(exchange(torch.stack(x.chunk(self.world, 1)), self.group).unbind(), dim=2)
 
     def _to_tokens(self, x: Tensor) -> Tensor:
         """`[B, H/W, WT, E]` -> `[B, H, T, E]`."""
-        shares = torch.stack([pair(x, rank, self.world, dim=2) for rank in range(self.world)])
+        shares = torch.stack([chunk_pair(x, rank, self.world, dim=2) for rank in range(self.world)])
         return torch.cat(exchange(shares, self.group).unbind(), 1)
 
 
 def context_attention(
     kind: Literal["ring", "ulysses"], group: ProcessGroup | None, rank: int, world: int
-) -> Attention:
-    """What stands for `dense` in a decoder whose rows are shared by the `world` ranks of `group`;
+) -> AttnFnFactory:
+    """What stands for `make_attn_fns` in a decoder whose rows are shared by the `world` ranks of `group`;
     `rank` is counted in it.
 
     `ring` hands keys and values around, and works for any number of heads; `ulysses` trades tokens
     for heads, which must divide.
     """
     if group is None or world == 1:
-        return dense
+        return make_attn_fns
     return RingAttention(group, rank, world) if kind == "ring" else UlyssesAttention(group, world)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 
-from ingot.models.parameters import is_dtensor, local, spread_as
+from ingot.models.parameters import is_dtensor, local_tensor, shard_like
 from ingot.parallel.mesh import Mesh
 
 HOST = torch.device("cpu")
@@ -46,7 +46,7 @@ class Master:
         """A tensor of this rank's part, such as the optimizer's state, spread as the parameter
         is.
         """
-        return spread_as(self.parameter, tensor)
+        return shard_like(self.parameter, tensor)
 
 
 class Masters:
@@ -95,7 +95,7 @@ class Masters:
         return iter(self._masters)
 
     def _of(self, name: str, parameter: nn.Parameter, *, exact: bool, away: bool) -> Master:
-        here = local(parameter.detach())
+        here = local_tensor(parameter.detach())
         dtype = torch.float32 if exact else here.dtype
         if away:
             tensor = nn.Parameter(here.to(HOST, dtype, copy=True))
@@ -131,7 +131,7 @@ class Masters:
         """
         for master in self._masters:
             if master.parameter.dtype != torch.float32 and master.parameter.grad is not None:
-                _add(master, local(_whole(master.parameter)))
+                _add(master, local_tensor(_whole(master.parameter)))
 
     def collect(self) -> None:
         """After the last micro-batch: every master has its gradient, summed over all ranks that
@@ -139,7 +139,7 @@ class Masters:
         """
         for master in self._masters:
             if master.tensor is not master.parameter and master.parameter.grad is not None:
-                _add(master, local(_whole(master.parameter)))
+                _add(master, local_tensor(_whole(master.parameter)))
             if master.name in self._shared and self.mesh.ends.world > 1:
                 if master.tensor.grad is None:
                     master.tensor.grad = torch.zeros_like(master.tensor, dtype=torch.float32)
@@ -181,7 +181,7 @@ class Masters:
         gone.
         """
         for master in self._masters:
-            here = local(master.parameter.detach())
+            here = local_tensor(master.parameter.detach())
             if here.data_ptr() != master.tensor.data_ptr() or here.device != master.tensor.device:
                 here.copy_(master.tensor)
             master.parameter.grad = master.tensor.grad = None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ingot.models.parameters import is_dtensor, local, spread_as
+from ingot.models.parameters import is_dtensor, local_tensor, shard_like
 from ingot.parallel.shard import stacks
 
 SMALL_BYTES = 2**12
@@ -33,18 +33,18 @@ def offload_activations(model: nn.Module) -> None:
     A layer's class is replaced by a subclass; around the whole call, and so outside of what is
     compiled and of what gathers weights.
     """
-    road, made = Road(), dict[type, type]()
+    road, made = CopyStream(), dict[type, type]()
     for stack in stacks(model):
         for layer in stack:
             kind = type(layer)
             layer.__class__ = made.setdefault(kind, _offloading(kind, road))
 
 
-def _offloading(kind: type, road: Road) -> type:
+def _offloading(kind: type, road: CopyStream) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.__call__(self, *args, **kwargs)
-        with Stay(self, road).packing(
+        with LayerOffload(self, road).packing(
             [
                 leaf
                 for leaf in tree_leaves((args, kwargs))
@@ -58,12 +58,12 @@ def _offloading(kind: type, road: Road) -> type:
     )
 
 
-class Road:
+class CopyStream:
     """The way to the host and back, and who went last."""
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None
-        self.last: weakref.ref[Stay] | None = None
+        self.last: weakref.ref[LayerOffload] | None = None
 
     @contextlib.contextmanager
     def beside(self, device: torch.device) -> Iterator[torch.Stream | None]:
@@ -80,10 +80,10 @@ class Road:
             yield self._stream
 
 
-class Load:
+class OffloadedTensor:
     """One tensor on the host."""
 
-    def __init__(self, tensor: Tensor, road: Road) -> None:
+    def __init__(self, tensor: Tensor, road: CopyStream) -> None:
         self.device = tensor.device
         self.there = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
         with road.beside(tensor.device) as stream:
@@ -92,12 +92,12 @@ class Load:
                 tensor.record_stream(stream)
 
 
-class Stay:
+class LayerOffload:
     """What one call of a layer has on the host."""
 
-    def __init__(self, layer: nn.Module, road: Road) -> None:
+    def __init__(self, layer: nn.Module, road: CopyStream) -> None:
         self._layer, self._road, self._before, road.last = layer, road, road.last, weakref.ref(self)
-        self._loads: list[Load] = []
+        self._loads: list[OffloadedTensor] = []
         self._back: dict[int, Tensor] = {}
         self._arrived: torch.Event | None = None
         self._at_home: set[int] | None = None
@@ -115,13 +115,13 @@ class Stay:
         self._known.clear()
 
     def _pack(self, tensor: Tensor) -> Any:
-        mine = local(tensor)
+        mine = local_tensor(tensor)
         if (
             self._at_home is None
         ):  # only now: before the call, weights may not have been gathered yet
             self._at_home = {
                 *self._given,
-                *(_memory(local(parameter)) for parameter in self._layer.parameters()),
+                *(_memory(local_tensor(parameter)) for parameter in self._layer.parameters()),
             }
         if (
             type(mine) not in (Tensor, nn.Parameter)
@@ -133,8 +133,8 @@ class Stay:
         key = (_memory(flat), flat.storage_offset(), flat.shape, flat.stride(), flat.dtype)
         if key not in self._known:
             self._known[key] = flat, len(self._loads)
-            self._loads.append(Load(flat, self._road))
-        like = spread_as(tensor, mine.detach().to("meta")) if is_dtensor(tensor) else None
+            self._loads.append(OffloadedTensor(flat, self._road))
+        like = shard_like(tensor, mine.detach().to("meta")) if is_dtensor(tensor) else None
         return self._known[key][1], mine.shape, like
 
     def _unpack(self, packed: Any) -> Tensor:
@@ -152,7 +152,7 @@ class Stay:
         mine = (
             self._back[number].view(shape) if self._back[number].ndim == 1 else self._back[number]
         )
-        return mine if like is None else spread_as(like, mine)
+        return mine if like is None else shard_like(like, mine)
 
     def fetch(self) -> None:
         """Begin to bring back all that is away, once."""

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ingot.config.sections.layout import Parallel
-from ingot.models.native.decoder import Decoder, Stage
+from ingot.models.native.decoder import Decoder, StageEnds
 from ingot.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from ingot.parallel.schedules import NumberedStage, Schedule, Work
+    from ingot.parallel.schedules import NumberedStage, PipelineWork, Schedule
 
 
-def deal_layers(layers: int, stages: int) -> list[int]:
+def assign_layers(layers: int, stages: int) -> list[int]:
     """How many layers each stage gets: one to begin with, then one after the other to the stage
     that has the least work.
 
@@ -40,21 +40,23 @@ def deal_layers(layers: int, stages: int) -> list[int]:
     return counts
 
 
-def cut_stages(model: Decoder, rank: int, degree: int, virtual: int) -> list[Decoder]:
+def split_stages(model: Decoder, rank: int, degree: int, virtual: int) -> list[Decoder]:
     """The stages of rank `rank` of a pipeline: `virtual` decoders with the modules of `model` (on
     `meta`, adapters included) that are theirs.
 
     A head that is tied to the embedding keeps a copy of it, under the same name.
     """
     total = degree * virtual
-    counts = deal_layers(model.config.num_hidden_layers, total)
+    counts = assign_layers(model.config.num_hidden_layers, total)
     return [
-        _stage(model, Stage(number == 0, number == total - 1), sum(counts[:number]), counts[number])
+        _stage(
+            model, StageEnds(number == 0, number == total - 1), sum(counts[:number]), counts[number]
+        )
         for number in range(rank, total, degree)
     ]
 
 
-def _stage(model: Decoder, which: Stage, first: int, count: int) -> Decoder:
+def _stage(model: Decoder, which: StageEnds, first: int, count: int) -> Decoder:
     """The modules of `model` that belong to the stage of layers `first` and up."""
     with torch.device("meta"):
         stage = Decoder(model.config)
@@ -93,7 +95,7 @@ class Pipeline(Decoder):
         self.config, self._mesh, self._parallel, self._sent = model.config, mesh, parallel, hidden
         self.degree, self.total = mesh.pipeline.world, mesh.pipeline.world * parallel.virtual
         self.stages = nn.ModuleList(
-            cut_stages(model, mesh.pipeline.rank, self.degree, parallel.virtual)
+            split_stages(model, mesh.pipeline.rank, self.degree, parallel.virtual)
         )
         self._made: dict[
             tuple[tuple[int, int, int], bool], tuple[Schedule, list[NumberedStage]]
@@ -120,7 +122,7 @@ class Pipeline(Decoder):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         raise TypeError("a rank of a pipeline has no model to call; use `run`")
 
-    def run(self, work: Work, *, backward: bool) -> None:
+    def run(self, work: PipelineWork, *, backward: bool) -> None:
         """All micro-batches forward, and backward too: gradients are left with the parameters,
         summed over them (and over ranks by FSDP).
         """
@@ -139,14 +141,14 @@ class Pipeline(Decoder):
         call(numbers, number=numbers, target=numbers, return_outputs=False)
 
 
-def parts(model: nn.Module) -> list[nn.Module]:
+def local_stages(model: nn.Module) -> list[nn.Module]:
     """What wrappers are put around: the stages that this rank holds, or the model itself where it
     is not cut.
     """
     return list(model) if isinstance(model, Pipeline) else [model]
 
 
-def twins(model: nn.Module) -> frozenset[str]:
+def tied_across_stages(model: nn.Module) -> frozenset[str]:
     """Names of parameters that the first and the last stage both hold: a tied embedding. Their
     gradients are summed, and counted once.
     """
@@ -157,11 +159,11 @@ def twins(model: nn.Module) -> frozenset[str]:
     )
 
 
-def whole_size(model: nn.Module, mesh: Mesh) -> tuple[int, int]:
+def parameter_counts(model: nn.Module, mesh: Mesh) -> tuple[int, int]:
     """Parameters of the whole model, and how many of them are trained. Collective where the model
     is cut.
     """
-    elsewhere = frozenset() if mesh.ends.is_main else twins(model)
+    elsewhere = frozenset() if mesh.ends.is_main else tied_across_stages(model)
     here = [parameter for name, parameter in model.named_parameters() if name not in elsewhere]
     total, trained = mesh.pipeline.agree(
         sum(one.numel() for one in here), sum(one.numel() for one in here if one.requires_grad)

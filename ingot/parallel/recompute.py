@@ -22,10 +22,10 @@ from torch.utils.checkpoint import (
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Recompute
-from ingot.models.adapters.lora import LoraState, lora_state
-from ingot.models.hf.loading import Seq2Seq
-from ingot.models.kinds import Kind
-from ingot.models.native.decoder import Decoder, in_order
+from ingot.models.adapters.lora import LoRAState, lora_state
+from ingot.models.hf.models import Seq2Seq
+from ingot.models.kinds import ModelKind
+from ingot.models.native.decoder import Decoder, run_in_order
 from ingot.parallel.shard import stacks
 
 Checkpoint = Callable[..., Any]
@@ -83,11 +83,11 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
             knobs,
         )
         assert isinstance(model, Decoder)
-        model.through = partial(in_runs, again, knobs.layers)
+        model.through = partial(checkpoint_in_runs, again, knobs.layers)
         return
     if knobs.kind == "selective":
         again = partial(
-            again, context_fn=partial(create_selective_checkpoint_contexts, keep_products)
+            again, context_fn=partial(create_selective_checkpoint_contexts, keep_matmuls)
         )
     made: dict[type, type] = {}
     for stack in stacks(model):
@@ -96,7 +96,7 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
             layer.__class__ = made.setdefault(kind, _recomputed(kind, again))
 
 
-def check_runs(kind: Kind, knobs: Recompute) -> None:
+def check_runs(kind: ModelKind, knobs: Recompute) -> None:
     """Raises WrongInput where runs of several layers of this kind of model cannot be recomputed as
     one.
     """
@@ -108,17 +108,17 @@ def check_runs(kind: Kind, knobs: Recompute) -> None:
         )
 
 
-def in_runs(
+def checkpoint_in_runs(
     again: Checkpoint, size: int, x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]
 ) -> Tensor:
     """`size` layers at a time, of which only the first one's input is kept."""
     for first in range(0, len(layers), size):
-        x = again(in_order, x, layers[first : first + size])
+        x = again(run_in_order, x, layers[first : first + size])
     return x
 
 
 def _checkpoint(
-    state: LoraState | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    state: LoRAState | None, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """torch's, of a batch that is remembered: in a pipeline another one has begun before backward
     comes.
@@ -134,7 +134,7 @@ def _checkpoint(
     return checkpoint(on_the_same_rows, *args, **kwargs)
 
 
-def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """What `selective` does with the result of an operator."""
     name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else ""
     return (

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ingot.models.native.attention import Look
-from ingot.parallel.blockwise import Part, kernel_for, merge
+from ingot.models.native.attention import AttnFn
+from ingot.parallel.blockwise import PartialAttention, kernel_for, merge
 from ingot.parallel.collectives import gather
-from ingot.parallel.rows import piece_size, whole
+from ingot.parallel.rows import chunk_size, join_rows
 
 
 class RingAttention:
@@ -41,33 +41,35 @@ class RingAttention:
         self.group, self.rank, self.world = group, rank, world
         # Here, not as decorators: that would load the compiler (a second) wherever this file is
         # imported.
-        self.look: Callable[[Round, Tensor, Tensor, Tensor], Tensor] = torch.compiler.disable(_look)
+        self.look: Callable[[RingSchedule, Tensor, Tensor, Tensor], Tensor] = (
+            torch.compiler.disable(_ring_attend)
+        )
         self._looks: Callable[
-            [Tensor, Tensor | None, Iterable[int | None]], dict[int | None, Look]
+            [Tensor, Tensor | None, Iterable[int | None]], dict[int | None, AttnFn]
         ] = torch.compiler.disable(self._make_looks)
 
     def __call__(
         self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
-    ) -> dict[int | None, Look]:
+    ) -> dict[int | None, AttnFn]:
         """positions, segments `[B, T]`. All ranks must agree on whether there are segments."""
         return self._looks(positions, segments, windows)
 
     def _make_looks(
         self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
-    ) -> dict[int | None, Look]:
-        size = piece_size(positions.shape[1])
+    ) -> dict[int | None, AttnFn]:
+        size = chunk_size(positions.shape[1])
         pieces = (
             None
             if segments is None
-            else whole(gather(segments, self.group)).chunk(2 * self.world, dim=1)
+            else join_rows(gather(segments, self.group)).chunk(2 * self.world, dim=1)
         )  # each [B, P]
-        made: dict[int | None, Look] = {}
-        looks: dict[int | None, Look] = {}
+        made: dict[int | None, AttnFn] = {}
+        looks: dict[int | None, AttnFn] = {}
         for window in windows:
             reach = window if window is not None and window < 2 * self.world * size else None
             if reach not in made:
-                made[reach] = _RingLook(
-                    plan(
+                made[reach] = _RingAttnFn(
+                    plan_ring(
                         self,
                         size,
                         pieces,
@@ -80,15 +82,15 @@ class RingAttention:
         return looks
 
 
-class _RingLook:
-    def __init__(self, round_: Round) -> None:
+class _RingAttnFn:
+    def __init__(self, round_: RingSchedule) -> None:
         self._round = round_
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._round.ring.look(self._round, q, k, v)
 
 
-class Glance(NamedTuple):
+class BlockPair(NamedTuple):
     """One of this rank's two pieces of queries looks at one of the two pieces of keys that are here
     in a step; see `blocks.Kernel`.
     """
@@ -99,14 +101,14 @@ class Glance(NamedTuple):
     causal: bool
 
 
-class Round(NamedTuple):
+class RingSchedule(NamedTuple):
     """What a rank does in each step of a round; the same in all layers, forward and backward."""
 
     ring: RingAttention
-    steps: list[list[Glance]]
+    steps: list[list[BlockPair]]
 
 
-def plan(
+def plan_ring(
     ring: RingAttention,
     size: int,
     segments: Sequence[Tensor] | None,
@@ -114,7 +116,7 @@ def plan(
     device: torch.device,
     *,
     peek: bool,
-) -> Round:
+) -> RingSchedule:
     """In step s a rank holds the keys of the one s places before it.
 
     Args:
@@ -137,9 +139,9 @@ def plan(
                 )  # [B, 1, P, P]
                 seen = _seen((i - j) * size, size, same, window, device, peek=peek)
                 if seen is not None:
-                    glances.append(Glance(queries, keys, *seen))
+                    glances.append(BlockPair(queries, keys, *seen))
         steps.append(glances)
-    return Round(ring, steps)
+    return RingSchedule(ring, steps)
 
 
 def _numbers(rank: int, world: int) -> tuple[int, int]:
@@ -176,7 +178,7 @@ def _seen(
     return (mask[None, None] if same is None else mask & same), False
 
 
-def _look(round_: Round, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _ring_attend(round_: RingSchedule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
@@ -187,10 +189,10 @@ def _look(round_: Round, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, round_: Round) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, round_: RingSchedule) -> Tensor:
         ring, steps = round_
         kernel, ours = kernel_for(q.device), q.chunk(2, 2)
-        parts: list[Part | None] = [None, None]
+        parts: list[PartialAttention | None] = [None, None]
         travelling = torch.stack((k, v))  # [2, B, K, T, E]
         with torch.autocast(q.device.type, enabled=False):
             for step, glances in enumerate(steps):
@@ -236,7 +238,13 @@ class _Ring(torch.autograd.Function):
                 for queries, keys, mask, causal in glances:
                     grad, query, *seen = ours[queries]
                     found = kernel.back(
-                        grad, query, here[keys][0], here[keys][1], Part(*seen), mask, causal
+                        grad,
+                        query,
+                        here[keys][0],
+                        here[keys][1],
+                        PartialAttention(*seen),
+                        mask,
+                        causal,
                     )
                     for total, part in zip(
                         (dq.chunk(2, 2)[queries], *dkv.chunk(2, 3)[keys]), found, strict=True

@@ -20,7 +20,7 @@ from ingot.parallel.collectives import sum_both
 from ingot.parallel.mesh import Mesh
 
 
-def share(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int = 1) -> Tensor:
+def split_rows(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int = 1) -> Tensor:
     """What rank `rank` of `world` holds of `row`: `[B, T, ...]` -> `[B, S, ...]`.
 
     S is T / world, T being filled up on the right with `fill` where it does not divide into pieces,
@@ -31,29 +31,29 @@ def share(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int = 1) 
     missing = -row.shape[1] % math.lcm(pieces, world * multiple)
     if missing:
         row = functional.pad(row, (0, 0) * (row.dim() - 2) + (0, missing), value=fill)
-    return row if world == 1 else pair(row, rank, world, dim=1)
+    return row if world == 1 else chunk_pair(row, rank, world, dim=1)
 
 
-def piece_size(share_length: int) -> int:
-    """Tokens of one piece, where a share has so many. Raises WrongInput for what `share` did not
+def chunk_size(share_length: int) -> int:
+    """Tokens of one piece, where a share has so many. Raises WrongInput for what `split_rows` did not
     cut.
     """
     if share_length % 2:
         raise WrongInput(
             f"a part of {share_length} tokens a row is not two pieces of one size; cut rows with"
-            " ingot.parallel.rows.share"
+            " ingot.parallel.rows.split_rows"
         )
     return share_length // 2
 
 
-def pair(row: Tensor, rank: int, world: int, dim: int) -> Tensor:
+def chunk_pair(row: Tensor, rank: int, world: int, dim: int) -> Tensor:
     """Pieces `rank` and 2 `world` - 1 - `rank` of a row along `dim`, one behind the other."""
     pieces = row.chunk(2 * world, dim)
     return torch.cat((pieces[rank], pieces[2 * world - 1 - rank]), dim)
 
 
-def whole(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The row again, from the shares of all ranks in their order: what `share` did, undone (but for
+def join_rows(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """The row again, from the shares of all ranks in their order: what `split_rows` did, undone (but for
     what was filled up).
     """
     if len(shares) == 1:
@@ -63,7 +63,7 @@ def whole(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RowSharing:
+class ContextRowSharing:
     """Implements `ingot.objectives.protocol.RowSharing`."""
 
     mesh: Mesh
@@ -74,7 +74,7 @@ class RowSharing:
 
     def share(self, tensor: Tensor, fill: int) -> Tensor:
         # Sequence parallelism cuts a part once more.
-        return share(
+        return split_rows(
             tensor, self.mesh.context.rank, self.world, fill, multiple=self.mesh.tensor.world
         )
 
@@ -82,6 +82,6 @@ class RowSharing:
         return sum_both(part, self.mesh.context.group)
 
 
-def row_sharing(mesh: Mesh) -> RowSharing | None:
+def row_sharing(mesh: Mesh) -> ContextRowSharing | None:
     """How this job shares rows; None where every rank has whole ones."""
-    return None if mesh.context.world == mesh.tensor.world == 1 else RowSharing(mesh)
+    return None if mesh.context.world == mesh.tensor.world == 1 else ContextRowSharing(mesh)

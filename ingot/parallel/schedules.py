@@ -31,7 +31,7 @@ from ingot.parallel.mesh import Mesh
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
-class Work(Protocol):
+class PipelineWork(Protocol):
     """The micro-batches of a step, all of one shape, and what is computed of them; the same on each
     rank of a pipeline.
     """
@@ -55,7 +55,7 @@ class Work(Protocol):
 class NumberedStage(PipelineStage):
     """A stage that looks up its micro-batch."""
 
-    work: Work
+    work: PipelineWork
     hidden: torch.dtype
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:

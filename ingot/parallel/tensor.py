@@ -30,11 +30,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ingot.models.native.decoder import Block, Decoder
-from ingot.models.native.head import View, Vocabulary
+from ingot.models.native.head import LogitsView, VocabularyHead
 from ingot.parallel.collectives import sum_backward, sum_forward
 
 
-class SharedView(View):
+class VocabParallelView(LogitsView):
     """Logits `[N, V_here]` of the tokens whose ids begin with `first`. Each rank gets the same
     answers, and gradients of its own share.
     """
@@ -69,7 +69,7 @@ class SharedView(View):
         return sum_forward(values.sum(dim=-1), self._group)
 
 
-class SharedVocabulary(Vocabulary):
+class VocabParallelHead(VocabularyHead):
     """Rows of the projection are cut over the ranks of `mesh`, the first ones a row longer where
     they do not divide.
     """
@@ -89,8 +89,8 @@ class SharedVocabulary(Vocabulary):
     def weight(self, weight: Tensor) -> Tensor:
         return weight.to_local() if isinstance(weight, DTensor) else weight
 
-    def view(self, logits: Tensor) -> View:
-        return SharedView(logits, self.mesh.get_group(), self.first)
+    def view(self, logits: Tensor) -> LogitsView:
+        return VocabParallelView(logits, self.mesh.get_group(), self.first)
 
     def whole(self, logits: Tensor) -> Tensor:
         size = torch.Size((*logits.shape[:-1], self.size))
@@ -109,7 +109,7 @@ HEADS = 1
 """Dimension of the heads in queries and keys `[B, H, T, E]`."""
 
 
-def spread(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
     """Put parameters of a module on the mesh; names that it does not have are passed over."""
     for name, placement in placements.items():
         parameter = module._parameters.get(name)
@@ -120,22 +120,22 @@ def spread(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None
             )
 
 
-class Columns(ColwiseParallel):
+class ColumnParallelLinear(ColwiseParallel):
     """A linear layer, adapted or not, each rank with a share of the outputs."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        spread(
+        distribute(
             module, device_mesh, weight=Shard(0), bias=Shard(0), lora_A=Replicate(), lora_B=Shard(0)
         )
 
 
-class Rows(RowwiseParallel):
+class RowParallelLinear(RowwiseParallel):
     """A linear layer, adapted or not, each rank with a share of the inputs; the outputs are
     summed.
     """
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        spread(
+        distribute(
             module,
             device_mesh,
             weight=Shard(1),
@@ -145,14 +145,14 @@ class Rows(RowwiseParallel):
         )
 
 
-class Along(SequenceParallel):
+class ShardedNorm(SequenceParallel):
     """A norm over activations that are cut along one dimension."""
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        spread(module, device_mesh, weight=Replicate())
+        distribute(module, device_mesh, weight=Replicate())
 
 
-def share_tensors(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -> None:
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -> None:
     """Spread the decoder (on `meta`), or a stage of it, over the ranks of `mesh`."""
     between: Placement = Shard(1) if sequence else Replicate()
     trunk = model.model
@@ -165,30 +165,30 @@ def share_tensors(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -> None:
             input_layouts=Replicate(), output_layouts=between
         )
     if trunk.norm is not None and sequence:
-        ends["model.norm"] = Along()
+        ends["model.norm"] = ShardedNorm()
     parallelize_module(model, mesh, ends)
     if model.lm_head is not None:
-        spread(model.lm_head, mesh, weight=Shard(0))
-    model.vocabulary = SharedVocabulary(mesh, model.config.vocab_size)
+        distribute(model.lm_head, mesh, weight=Shard(0))
+    model.vocabulary = VocabParallelHead(mesh, model.config.vocab_size)
 
 
 def _plan_of(layer: Block, between: Placement, *, sequence: bool) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {
-        **{f"self_attn.{name}": Columns() for name in ("q_proj", "k_proj", "v_proj")},
-        "self_attn.o_proj": Rows(output_layouts=between),
-        "mlp.gate_proj": Columns(),
-        "mlp.up_proj": Columns(),
-        "mlp.down_proj": Rows(output_layouts=between),
+        **{f"self_attn.{name}": ColumnParallelLinear() for name in ("q_proj", "k_proj", "v_proj")},
+        "self_attn.o_proj": RowParallelLinear(output_layouts=between),
+        "mlp.gate_proj": ColumnParallelLinear(),
+        "mlp.up_proj": ColumnParallelLinear(),
+        "mlp.down_proj": RowParallelLinear(output_layouts=between),
     }
     if layer.self_attn.q_norm is not None:
         # Its one weight serves the heads of all ranks.
         plan |= {
-            f"self_attn.{name}": Along(sequence_dim=HEADS, use_local_output=True)
+            f"self_attn.{name}": ShardedNorm(sequence_dim=HEADS, use_local_output=True)
             for name in ("q_norm", "k_norm")
         }
     if sequence:
         inputs = {"self_attn": 5, "mlp": 1}
-        plan |= {"input_layernorm": Along(), "post_attention_layernorm": Along()}
+        plan |= {"input_layernorm": ShardedNorm(), "post_attention_layernorm": ShardedNorm()}
         plan |= {
             name: PrepareModuleInput(
                 input_layouts=(between, *[None] * (count - 1)),

@@ -14,10 +14,10 @@ import httpx
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.config.serving import answered, triton_question, triton_route
-from ingot.models.generation.classifier import Classifier, Scored
+from ingot.models.generation.classifier import Classifier, ClassScores
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Summarizer, Summary
+from ingot.models.generation.seq2seq import Seq2SeqGenerator, Seq2SeqRequest
 from ingot.serve.native.model import Loaded, load
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -99,11 +99,11 @@ def _here(loaded: Loaded, prompt: str, wish: Wish) -> tuple[str | None, dict[str
         worker.add(Request(loaded.encode(prompt), 1))
         ((_, verdict),) = worker.step()
         return _text(verdict), dict(zip(loaded.labels, verdict.scores, strict=False))
-    if isinstance(worker, Summarizer):
+    if isinstance(worker, Seq2SeqGenerator):
         whole = min(SUMMARY_TOKENS, loaded.model.config.max_position_embeddings)
         tokens = whole if wish.max_tokens is None else wish.max_tokens
         (answer,) = worker.run(
-            [Summary(loaded.encode(prompt), tokens, sampling, wish.stop, wish.beams)]
+            [Seq2SeqRequest(loaded.encode(prompt), tokens, sampling, wish.stop, wish.beams)]
         )
     else:
         ids = (
@@ -122,7 +122,7 @@ def _here(loaded: Loaded, prompt: str, wish: Wish) -> tuple[str | None, dict[str
     return None if answer.finish == "error" else answer.text, {}
 
 
-def _text(verdict: Scored) -> str | None:
+def _text(verdict: ClassScores) -> str | None:
     return None if verdict.finish == "error" else verdict.text
 
 

@@ -19,23 +19,23 @@ from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import Found
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.models.adapters.lora import add_lora, draw_adapter
+from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import load_adapter
 from ingot.models.device import Compute
 from ingot.models.hf.folder import CONFIG, load_model, load_weights, model_config, model_hash
-from ingot.models.kinds import Model
+from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import give_memory
-from ingot.models.spec import Blueprint, draft_model, fill_model
+from ingot.models.parameters import allocate
+from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.protocol import Objective, ObjectiveInputs, make_objective
 from ingot.parallel.apply import (
     TYPES,
-    Wrapping,
+    WrapSettings,
     apply_wrappers,
     finish_wrapping,
-    home_of_weights,
     make_masters,
+    weights_device,
 )
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ class Trainee:
     weights.
     """
 
-    model: Model
+    model: AnyModel
     module: nn.Module
     objectives: Objectives
     masters: Masters
@@ -85,17 +85,19 @@ def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: 
     )
 
 
-def wrapped_model(plan: Plan, drawing: Blueprint, mesh: Mesh, *, filled: bool) -> Model:
+def wrapped_model(plan: Plan, drawing: ModelSpec, mesh: Mesh, *, filled: bool) -> AnyModel:
     """The model of a blueprint, with the recipe's adapter, spread over the ranks; not `filled`:
     with just room for its weights.
     """
     recipe = plan.recipe
-    model = draft_model(drawing, recipe.seed)
+    model = create_model(drawing, recipe.seed)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     model = apply_wrappers(model, mesh, plan.wrapping)
-    fill_model(model, drawing, recipe.seed, home_of_weights(mesh, plan.wrapping), filled=filled)
-    draw_adapter(model, recipe.seed)
+    materialize_model(
+        model, drawing, recipe.seed, weights_device(mesh, plan.wrapping), filled=filled
+    )
+    init_adapter(model, recipe.seed)
     return model
 
 
@@ -186,8 +188,8 @@ def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decod
             TYPES[compute]
         )
     model.requires_grad_(False).eval()
-    apply_wrappers(model, _stage_of(mesh), Wrapping(recipe.parallel, compute=compute))
-    give_memory(model, mesh.device)
+    apply_wrappers(model, _stage_of(mesh), WrapSettings(recipe.parallel, compute=compute))
+    allocate(model, mesh.device)
     load_weights(model, folder)
     return model
 

@@ -22,10 +22,10 @@ from ingot.models.adapters.lora import A, B, add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.hf.folder import LINEAGE, named_tensors, weight_files
-from ingot.models.kinds import Model, exported_shapes
+from ingot.models.kinds import AnyModel, exported_shapes
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import is_spread
-from ingot.models.spec import draft_model
+from ingot.models.parameters import is_sharded
+from ingot.models.spec import create_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import Trainee, lineage
@@ -90,7 +90,7 @@ def export_run(plan: Plan, trainee: Trainee, step: int) -> None:
 
 def _to_export(
     plan: Plan, trainee: Trainee, step: int
-) -> tuple[Model, Iterable[tuple[str, Tensor]] | None]:
+) -> tuple[AnyModel, Iterable[tuple[str, Tensor]] | None]:
     """A model and its weights, None where it has them itself.
 
     A model that is spread over ranks is read back from its checkpoint: a decoder tensor by tensor,
@@ -102,7 +102,7 @@ def _to_export(
         return trainee.model, None
     recipe, host = plan.recipe, torch.device("cpu")
     folder = step_folder(recipe.folder.checkpoints, step)
-    model = draft_model(plan.drawing, recipe.seed)
+    model = create_model(plan.drawing, recipe.seed)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     if not isinstance(model, Decoder):
@@ -126,7 +126,7 @@ def _is_whole(trainee: Trainee) -> bool:
         parameter.dtype != torch.float32 and not parameter.requires_grad
         for parameter in model.parameters()
     )
-    return not (is_spread(model) or trainee.masters.mesh.pipeline.world > 1 or rounded)
+    return not (is_sharded(model) or trainee.masters.mesh.pipeline.world > 1 or rounded)
 
 
 def exported_files(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, optim
 
 from ingot.config.sections.training import SGD, AdamW, OptimizerSettings
-from ingot.models.parameters import box
+from ingot.models.parameters import shard_slices
 from ingot.parallel.masters import Masters
 
 SLICE = 2**20
@@ -197,7 +197,7 @@ def _noise_of(seed: int, name: str, parameter: Tensor) -> Noise:
     key = int.from_bytes(
         hashlib.sha256(f"{seed}/rounding/{name}".encode()).digest()[:4], "little", signed=True
     )
-    first = [part.start for part in box(parameter)]
+    first = [part.start for part in shard_slices(parameter)]
     # A vector is one row.
     return Noise(key, 0, *first) if len(first) == 1 else Noise(key, *first[:2])
 

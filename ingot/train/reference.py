@@ -27,13 +27,13 @@ from ingot.data.rows import Rows
 from ingot.data.samples import Samples
 from ingot.models.device import computing_in
 from ingot.models.hf.folder import model_config, model_hash
-from ingot.models.kinds import Model
+from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
-from ingot.models.spec import Blueprint, draft_model, fill_model, named_folder
+from ingot.models.spec import ModelSpec, create_model, materialize_model, named_folder
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.dpo import answer_log_probabilities
-from ingot.objectives.forward import cut
-from ingot.parallel.apply import Wrapping, apply_wrappers
+from ingot.objectives.forward import shard_batch
+from ingot.parallel.apply import WrapSettings, apply_wrappers
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.rows import row_sharing
@@ -77,9 +77,9 @@ def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
             else 0
         ),
     )
-    model: list[Model] = []
+    model: list[AnyModel] = []
 
-    def opened() -> Model:
+    def opened() -> AnyModel:
         if not model:
             model.append(_open(plan, drawing, mesh))
         return model[0]
@@ -97,7 +97,7 @@ def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
     return Tables(*(torch.from_numpy(table) for table in made))
 
 
-def _drawing(plan: Plan, source: str | None) -> Blueprint:
+def _drawing(plan: Plan, source: str | None) -> ModelSpec:
     if source is None:
         return plan.drawing
     folder = named_folder(source, "objective.reference")
@@ -112,17 +112,17 @@ def _drawing(plan: Plan, source: str | None) -> Blueprint:
             f" {plan.tokenizer.vocab_size:,} and {plan.recipe.data.seq_len:,}; choose a reference"
             " of the same family"
         )
-    return Blueprint("decoder", config, folder, random=False)
+    return ModelSpec("decoder", config, folder, random=False)
 
 
-def _starts_elsewhere(plan: Plan, drawing: Blueprint) -> bool:
+def _starts_elsewhere(plan: Plan, drawing: ModelSpec) -> bool:
     """Whether the reference is the policy as another run left it, rather than as its source has
     it.
     """
     return drawing is plan.drawing and plan.origin is not None and plan.recipe.model.lora is None
 
 
-def _identity(plan: Plan, drawing: Blueprint) -> str:
+def _identity(plan: Plan, drawing: ModelSpec) -> str:
     """What decides about the numbers of a table."""
     weights: dict[str, Any]
     if _starts_elsewhere(plan, drawing) and plan.origin is not None:
@@ -141,14 +141,14 @@ def _identity(plan: Plan, drawing: Blueprint) -> str:
     return fingerprint({**weights, **about})
 
 
-def _open(plan: Plan, drawing: Blueprint, mesh: Mesh) -> Model:
+def _open(plan: Plan, drawing: ModelSpec, mesh: Mesh) -> AnyModel:
     """The reference, spread over the ranks as the policy is going to be."""
     model = apply_wrappers(
-        draft_model(drawing, plan.recipe.seed),
+        create_model(drawing, plan.recipe.seed),
         mesh,
-        Wrapping(plan.recipe.parallel, compute=plan.compute),
+        WrapSettings(plan.recipe.parallel, compute=plan.compute),
     )
-    fill_model(model, drawing, plan.recipe.seed, mesh.device, filled=True)
+    materialize_model(model, drawing, plan.recipe.seed, mesh.device, filled=True)
     if _starts_elsewhere(plan, drawing) and plan.origin is not None:
         load_checkpoint(plan.origin, Masters(model, mesh), None, mesh)
     return model.eval().requires_grad_(False)
@@ -160,7 +160,7 @@ def _table(
     path: Path,
     plan: Plan,
     mesh: Mesh,
-    opened: Callable[[], Model],
+    opened: Callable[[], AnyModel],
 ) -> Floats:
     """The table of one split with all `wanted` rows in it, read or computed; each share of the
     ranks that share batches computes a share.
@@ -186,7 +186,7 @@ def _table(
         Progress("reference", len(mine), "pairs", quiet=not mesh.is_main) as progress,
     ):
         for batch in batches:
-            there = (batch if sharing is None else cut(batch, sharing)).to(mesh.device)
+            there = (batch if sharing is None else shard_batch(batch, sharing)).to(mesh.device)
             values = -model(
                 there.tokens, there.positions, there.segments, there.labels, CrossEntropy().token
             )

@@ -28,10 +28,10 @@ from ingot.data.rows import Rows, open_rows
 from ingot.data.samples import Samples
 from ingot.models.device import Compute, resolve_compute
 from ingot.models.hf.folder import model_config
-from ingot.models.kinds import Kind
+from ingot.models.kinds import ModelKind
 from ingot.models.native.config import DecoderConfig
-from ingot.models.spec import Blueprint, blueprint, named_folder
-from ingot.parallel.apply import Wrapping
+from ingot.models.spec import ModelSpec, named_folder, resolve_model_spec
+from ingot.parallel.apply import WrapSettings
 from ingot.parallel.float8 import check_float8
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.recompute import check_runs
@@ -53,7 +53,7 @@ def computing_type(recipe: Recipe, device: torch.device) -> Compute:
     return compute
 
 
-def check_memory(recipe: Recipe, kind: Kind, degrees: Degrees) -> None:
+def check_memory(recipe: Recipe, kind: ModelKind, degrees: Degrees) -> None:
     """Raises WrongInput where activations or weights cannot be kept, or layers not be compiled, as
     asked.
     """
@@ -73,7 +73,7 @@ def check_memory(recipe: Recipe, kind: Kind, degrees: Degrees) -> None:
 
 def check_formats(
     recipe: Recipe,
-    kind: Kind,
+    kind: ModelKind,
     batch: BatchPlan,
     degrees: Degrees,
     compute: Compute,
@@ -107,7 +107,7 @@ class Plan:
     recipe: Recipe
     batch: BatchPlan
     tokenizer: Tokenizer
-    drawing: Blueprint
+    drawing: ModelSpec
     teacher: Path | None
     rows: Rows | Samples
     held_out: Rows | Samples
@@ -121,10 +121,10 @@ class Plan:
     identity: dict[str, Any]
 
     @property
-    def wrapping(self) -> Wrapping:
+    def wrapping(self) -> WrapSettings:
         """How the model is spread and run."""
         recipe = self.recipe
-        return Wrapping(
+        return WrapSettings(
             recipe.parallel, recipe.memory, recipe.precision, self.compute, recipe.train.compile
         )
 
@@ -157,7 +157,7 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     prepared = prepared_for(recipe)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     teacher = teacher_folder(recipe, tokenizer)
-    drawing = blueprint(
+    drawing = resolve_model_spec(
         recipe,
         tokenizer.vocab_size,
         asdict(tokenizer.special),
@@ -295,7 +295,7 @@ def teacher_vocabulary(folder: Path) -> int:
     return DecoderConfig.from_hf(model_config(folder), str(folder)).vocab_size
 
 
-def check_teacher(folder: Path, student: Blueprint, recipe: Recipe) -> None:
+def check_teacher(folder: Path, student: ModelSpec, recipe: Recipe) -> None:
     """Raises WrongInput where teacher and student have vocabularies of other sizes, or the teacher
     fewer positions than a row has tokens.
     """

@@ -20,9 +20,9 @@ from ingot.base.markers import fingerprint
 from ingot.data.loader import Batch
 from ingot.models.adapters.lora import lora_state
 from ingot.models.device import Compute
-from ingot.models.kinds import Model
+from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
-from ingot.objectives.forward import StagedBatches, forward
+from ingot.objectives.forward import PipelinedBatches, forward
 from ingot.objectives.protocol import Objective
 from ingot.parallel.apply import last_micro_batch, sum_factor
 from ingot.parallel.masters import Masters
@@ -111,7 +111,7 @@ def _backward(
     parameters.
     """
     if isinstance(module, Pipeline):
-        work = StagedBatches(objective, batches, compute, mesh.device, row_sharing(mesh), before)
+        work = PipelinedBatches(objective, batches, compute, mesh.device, row_sharing(mesh), before)
         module.run(work, backward=True)
         return work.sums()
     total = torch.zeros((), device=mesh.device)
@@ -211,7 +211,7 @@ def run_loop(
 
 
 def seed_dropout(
-    model: Model, seed: int, step: int, micro_batch: int, batch: Batch, mesh: Mesh
+    model: AnyModel, seed: int, step: int, micro_batch: int, batch: Batch, mesh: Mesh
 ) -> None:
     """Say which micro-batch comes next.
 

@@ -26,9 +26,9 @@ from ingot.config.shape import flops_per_token
 from ingot.data.loader import Batch, Loader
 from ingot.models.device import device_name, peak_flops
 from ingot.models.hf.folder import model_hash
-from ingot.models.parameters import is_spread
+from ingot.models.parameters import is_sharded
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.parallel.pipeline import whole_size
+from ingot.parallel.pipeline import parameter_counts
 from ingot.train.build import Trainee, build_trainee, open_sinks
 from ingot.train.evaluation import Tracker, measuring, sample_texts
 from ingot.train.finish import export_run, exported_files, take_best
@@ -267,7 +267,7 @@ def _hooks(
         mesh,
         account,
         job.asked,
-        spread=is_spread(trainee.model),
+        spread=is_sharded(trainee.model),
     )
 
     def payload(step: int) -> dict[str, Any]:
@@ -429,7 +429,7 @@ def _evaluation(
 
 
 def _announce(plan: Plan, trainee: Trainee, mesh: Mesh, first: int, *, resumed: bool) -> None:
-    size, moved = (count / 1e6 for count in whole_size(trainee.model, mesh))
+    size, moved = (count / 1e6 for count in parameter_counts(trainee.model, mesh))
     if mesh.is_main:
         of_these = f", {moved:.2f} M of them trained" if moved < size else ""
         ranks = f"{mesh.world} x " if mesh.world > 1 else ""

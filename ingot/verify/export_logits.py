@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ingot.data.loader import Batch, fixed_batches
 from ingot.data.rows import IGNORE, Rows, Samples
-from ingot.models.kinds import Kind, Model
-from ingot.models.native.head import View
+from ingot.models.kinds import AnyModel, ModelKind
+from ingot.models.native.head import LogitsView
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export_transformers import TransformersModel
 
@@ -115,7 +115,7 @@ class HeldOutRows:
         raise IndexError(index)
 
 
-def held_out(rows: Rows | Samples, kind: Kind) -> HeldOutRows:
+def held_out(rows: Rows | Samples, kind: ModelKind) -> HeldOutRows:
     """The first rows, about `TOKENS` tokens of them, at least one row."""
     counts: list[int] = []
     for batch in fixed_batches(rows, range(min(len(rows), MAX_ROWS)), 1):
@@ -133,7 +133,7 @@ def held_out(rows: Rows | Samples, kind: Kind) -> HeldOutRows:
     return HeldOutRows(batches, keep, records)
 
 
-def _has_logits(batch: Batch, kind: Kind) -> Tensor:
+def _has_logits(batch: Batch, kind: ModelKind) -> Tensor:
     """Where there are logits to compare, shaped like the labels."""
     return batch.segments != 0 if kind == "decoder" else batch.labels != IGNORE
 
@@ -145,7 +145,7 @@ def _compared_positions(live: Tensor, step: int) -> Tensor:
     return live & (torch.arange(live.shape[1]) % step == step - 1)
 
 
-def _records(batch: Batch, keep: Tensor, kind: Kind) -> list[HeldOutRecord]:
+def _records(batch: Batch, keep: Tensor, kind: ModelKind) -> list[HeldOutRecord]:
     found = []
     per_row = batch.tokens.shape[0] // batch.rows.shape[0]
     for row, (tokens, segments) in enumerate(zip(batch.tokens, batch.segments, strict=True)):
@@ -172,14 +172,14 @@ class _LogitCollector:
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
 
-    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         assert extras is not None
         self.parts.append(view.logits()[extras])
         return torch.zeros(labels.shape, device=labels.device)
 
 
 @torch.no_grad()
-def training_logits(model: Model, held: HeldOutRows) -> Tensor:
+def training_logits(model: AnyModel, held: HeldOutRows) -> Tensor:
     """Float32 `[N, V]`: the logits of the compared positions by the way that training goes, several
     documents in one row.
     """

@@ -21,9 +21,9 @@ from ingot.checkpoints.store import COMMIT, Found, committed, step_folder
 from ingot.config.identity import changes
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
-from ingot.models.adapters.lora import adapter_parameters, add_lora, fold, lora_layers
+from ingot.models.adapters.lora import adapter_parameters, add_lora, lora_layers, merge_in_place
 from ingot.models.hf.folder import CONFIG, LINEAGE, read_lineage, stored_tensors
-from ingot.models.kinds import Model, exported_weights
+from ingot.models.kinds import AnyModel, exported_weights
 from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
@@ -59,12 +59,12 @@ class WeightComparison:
 
 
 @torch.no_grad()
-def compare_weights(model: Model, folder: Path, dtype: torch.dtype) -> WeightComparison:
+def compare_weights(model: AnyModel, folder: Path, dtype: torch.dtype) -> WeightComparison:
     """Fold a model's adapter into its weights, in place, and compare all of them, rounded to
     `dtype`, with those in `folder`.
     """
     adapted = {f"{name}.weight" for name in lora_layers(model)}
-    fold(model)
+    merge_in_place(model)
     wanted = dict(exported_weights(model))
     wrong, folded, seen = list[str](), 0, set[str]()
     for name, stored in stored_tensors(folder):
@@ -92,7 +92,7 @@ def compare_weights(model: Model, folder: Path, dtype: torch.dtype) -> WeightCom
 
 
 @torch.no_grad()
-def round_weights(model: Model, dtype: torch.dtype) -> None:
+def round_weights(model: AnyModel, dtype: torch.dtype) -> None:
     """Give every exported tensor of a model without an adapter the values that it has when it is
     exported, in place.
     """
@@ -284,6 +284,6 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
     )
 
 
-def base_model(plan: Plan) -> Model:
+def base_model(plan: Plan) -> AnyModel:
     """The model that training began with, without an adapter."""
     return build_model(plan.drawing, plan.recipe.seed, CPU, filled=True).eval()

@@ -21,12 +21,12 @@ from ingot.data.columns import Column, column_prefix
 from ingot.data.manifest import Prepared
 from ingot.data.preferences import from_preference
 from ingot.data.texts import read_documents
-from ingot.models.kinds import Kind
+from ingot.models.kinds import ModelKind
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check
 
-CLASSES: dict[Kind, str] = {
+CLASSES: dict[ModelKind, str] = {
     "decoder": "AutoModelForCausalLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "encoder": "AutoModelForSequenceClassification",
@@ -45,7 +45,7 @@ class CannotOpen(Exception):
 class TransformersModel:
     """A model of transformers', in evaluation mode."""
 
-    kind: Kind
+    kind: ModelKind
     inner: Any
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TransformersModel:
@@ -100,7 +100,9 @@ class TransformersModel:
         return [names[number] for number in sorted(names)]
 
 
-def open_transformers(folder: Path, kind: Kind, *, labels: Sequence[str] = ()) -> TransformersModel:
+def open_transformers(
+    folder: Path, kind: ModelKind, *, labels: Sequence[str] = ()
+) -> TransformersModel:
     """The model in `folder`, in float32 on the CPU, configured as it lies there. `labels`: classes
     of a head that the folder need not have.
 

@@ -27,13 +27,13 @@ from ingot.config.shape import batch_plan, degrees_of
 from ingot.data.opened import IGNORE, Ids
 from ingot.data.rows import Row, Rows
 from ingot.data.samples import Fields, Samples
-from ingot.models.hf.config import hub_config
+from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.folder import CONFIG, model_config
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
-from ingot.models.spec import Blueprint
+from ingot.models.parameters import init_weights
+from ingot.models.spec import ModelSpec
 from ingot.parallel.mesh import Mesh
 from ingot.train.setup import Plan, plan_run
 
@@ -92,7 +92,7 @@ class SmallRun:
     original: Recipe
     """As the user wrote it, but for one process."""
     small: Recipe
-    drawing: Blueprint
+    drawing: ModelSpec
     teacher: Path | None
     seq_len: int
 
@@ -217,15 +217,15 @@ def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def _small_spec(drawing: Blueprint, seq_len: int) -> Blueprint:
+def _small_spec(drawing: ModelSpec, seq_len: int) -> ModelSpec:
     values = drawing.config.to_hf()
     if isinstance(drawing.config, DecoderConfig):
-        return Blueprint(
+        return ModelSpec(
             "decoder", DecoderConfig.from_hf(small_decoder(values, seq_len)), None, True
         )
-    return Blueprint(
+    return ModelSpec(
         drawing.kind,
-        hub_config(
+        read_hf_config(
             small_hub(values), drawing.config.kind, "the small model", labels=drawing.config.labels
         ),
         None,
@@ -282,7 +282,7 @@ def _small_teacher(folder: Path, target: Path, seq_len: int) -> Path:
     """A small model of the teacher's family with random weights."""
     values = small_decoder(model_config(folder), seq_len)
     model = Decoder(DecoderConfig.from_hf(values))
-    initialise(model, seed=1)
+    init_weights(model, seed=1)
     target.mkdir(parents=True)
     save_weights({name: parameter.detach() for name, parameter in model.named_parameters()}, target)
     (target / CONFIG).write_text(json.dumps(values), encoding="utf-8")

@@ -17,7 +17,7 @@ from ingot.config.shape import Degrees, degrees_of
 from ingot.data.loader import Batch, Loader
 from ingot.data.opened import IGNORE
 from ingot.models.adapters.lora import lora_layers
-from ingot.models.parameters import Box, box, fill_normal, local
+from ingot.models.parameters import Slices, fill_normal, local_tensor, shard_slices
 from ingot.parallel.mesh import Mesh, make_mesh
 from ingot.train.build import Trainee, build_trainee
 from ingot.train.reference import reference_tables
@@ -34,7 +34,7 @@ class ParameterShard(NamedTuple):
     """What a rank has of a parameter, and where that lies in the whole."""
 
     shape: tuple[int, ...]
-    slices: Box
+    slices: Slices
     values: Tensor
 
 
@@ -106,7 +106,10 @@ def _train_steps(plan: Plan, mesh: Mesh) -> RankResult:
             weights.append(_parameter_shards(trainee))
     finally:
         loader.close()
-    held = {name: local(parameter).numel() for name, parameter in trainee.model.named_parameters()}
+    held = {
+        name: local_tensor(parameter).numel()
+        for name, parameter in trainee.model.named_parameters()
+    }
     return RankResult(losses, norms, weights, held, targets)
 
 
@@ -125,7 +128,7 @@ def _fill_adapter(trainee: Trainee, seed: int) -> None:
 def _parameter_shards(trainee: Trainee) -> dict[str, ParameterShard]:
     return {
         one.name: ParameterShard(
-            tuple(one.parameter.shape), box(one.parameter), one.tensor.detach().clone()
+            tuple(one.parameter.shape), shard_slices(one.parameter), one.tensor.detach().clone()
         )
         for one in trainee.masters
     }

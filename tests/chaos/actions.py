@@ -28,7 +28,7 @@ from ingot.config.sections.training import AdamW
 from ingot.models.hf.folder import hash_model, read_lineage
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.registry.local import Registry
@@ -97,7 +97,7 @@ def leftovers(folder: Path) -> list[str]:
 def training_state(seed: int) -> tuple[Masters, torch.optim.Optimizer, Mesh]:
     """A small model whose optimizer has state; all of it follows from the seed."""
     model, mesh = Decoder(DecoderConfig.from_hf(CONFIG)), Mesh(Ranks(), torch.device("cpu"))
-    initialise(model, seed)
+    init_weights(model, seed)
     masters = Masters(model, mesh)
     optimizer = make_optimizer(AdamW(lr=1e-2), masters)
     generator = torch.Generator().manual_seed(seed)
@@ -174,7 +174,7 @@ def without_clocks(value: Mapping[str, Any]) -> dict[str, Any]:
 def export(folder: Path, seed: int) -> Callable[[], Any]:
     tokenizer = chatty()
     model = Decoder(DecoderConfig.from_hf({**CONFIG, "vocab_size": tokenizer.vocab_size}))
-    initialise(model, seed)
+    init_weights(model, seed)
     return lambda: export_model(
         model, tokenizer, folder / "model", export_type="bf16", lineage={"seed": seed}
     )

@@ -24,7 +24,7 @@ from ingot.checkpoints.store import newest_valid
 from ingot.config.sections.training import SGD, AdamW
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optimizers import make_optimizer
@@ -46,7 +46,7 @@ State = dict[str, Tensor]
 def trained(seed: int, kind: str = "adamw", tied: bool = False) -> tuple[Masters, Optimizer]:
     """A model whose optimizer has state, as after a few steps; gradients are made up."""
     model = Decoder(DecoderConfig.from_hf({**CONFIG, "tie_word_embeddings": tied}))
-    initialise(model, seed)
+    init_weights(model, seed)
     masters = Masters(model, ALONE)
     optimizer = make_optimizer(
         AdamW(lr=1e-2) if kind == "adamw" else SGD(kind="sgd", lr=0.1, momentum=0.9), masters

@@ -18,7 +18,7 @@ from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.serve.native.model import load
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
@@ -53,7 +53,7 @@ def test_the_end_of_turn_token_is_added_to_what_was_there(
 ) -> None:
     tokenizer = chatty()
     model = Decoder(DecoderConfig.from_hf(CONFIG))
-    initialise(model, 0)
+    init_weights(model, 0)
     export_model(
         model, tokenizer, tmp_path / "model", export_type="fp32", lineage={}, generation=generation
     )
@@ -70,7 +70,7 @@ def test_the_end_of_turn_token_is_added_to_what_was_there(
 def test_a_copy_wants_a_tokenizer_that_fits_and_replaces_only_models(tmp_path: Path) -> None:
     tokenizer = chatty()
     model = Decoder(DecoderConfig.from_hf({**CONFIG, "vocab_size": tokenizer.vocab_size - 1}))
-    initialise(model, 0)
+    init_weights(model, 0)
     source, target = tmp_path / "model", tmp_path / "copy"
     export_model(model, tokenizer, source, export_type="fp32", lineage={})
     with pytest.raises(
@@ -83,7 +83,7 @@ def test_a_copy_wants_a_tokenizer_that_fits_and_replaces_only_models(tmp_path: P
         copy_model(source, target, export_type=None, overwrite=False)
     assert not target.exists()
     fitting = Decoder(DecoderConfig.from_hf(CONFIG))
-    initialise(fitting, 0)
+    init_weights(fitting, 0)
     export_model(fitting, tokenizer, source, export_type="fp32", lineage={})
     target.mkdir()
     (target / "notes.txt").write_text("mine")
@@ -102,7 +102,7 @@ def adapter(tmp_path: Path) -> Path:
     """An adapter that changes what its base says, beside a base that has the tokenizer."""
     base = DecoderConfig.from_hf({**CONFIG, "vocab_size": chatty().vocab_size})
     model = Decoder(base)
-    initialise(model, 0)
+    init_weights(model, 0)
     export_model(model, chatty(), tmp_path / "base", export_type="fp32", lineage={})
     add_lora(model, Lora(rank=2), 0)
     torch.nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.lora_B"), std=0.5)

@@ -20,9 +20,9 @@ from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import AdamW, Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.native.config import DecoderConfig
-from ingot.models.parameters import box, local
-from ingot.models.spec import Blueprint, draft_model, fill_model
-from ingot.parallel.apply import Wrapping, apply_wrappers, make_masters
+from ingot.models.parameters import local_tensor, shard_slices
+from ingot.models.spec import ModelSpec, create_model, materialize_model
+from ingot.parallel.apply import WrapSettings, apply_wrappers, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optimizers import make_optimizer
@@ -71,16 +71,16 @@ def trainee(
     """A model with room for its weights, and an optimizer without state."""
     config, lora = MODELS[name]
     drawing, how = (
-        Blueprint("decoder", DecoderConfig.from_hf(config), None, True),
-        Wrapping(Parallel(**layout)),
+        ModelSpec("decoder", DecoderConfig.from_hf(config), None, True),
+        WrapSettings(Parallel(**layout)),
     )
-    model = draft_model(drawing, 0)
+    model = create_model(drawing, 0)
     if lora is not None:
         add_lora(model, lora, 0)
     model = apply_wrappers(model, mesh, how)
-    fill_model(model, drawing, 0, mesh.device, filled=False)
+    materialize_model(model, drawing, 0, mesh.device, filled=False)
     for parameter in model.parameters():
-        local(parameter.detach()).fill_(7.0)
+        local_tensor(parameter.detach()).fill_(7.0)
     masters = make_masters(model, mesh, how)
     return model, masters, make_optimizer(AdamW(), masters)
 
@@ -95,7 +95,7 @@ def begin(name: str, layout: dict[str, int], folder: Path, mesh: Mesh) -> None:
             "exp_avg_sq": torch.zeros_like(master.tensor),
         }
     for key, tensor in training_tensors(masters, optimizer).items():
-        local(tensor).copy_(value(key, tensor)[box(tensor)])
+        local_tensor(tensor).copy_(value(key, tensor)[shard_slices(tensor)])
     save_checkpoint(folder, 1, masters, optimizer, {"samples": 1}, mesh)
 
 
@@ -110,9 +110,9 @@ def carried(name: str, layout: dict[str, int], folder: Path, step: int) -> dict[
         load_checkpoint(checkpoint_in(step_folder(folder, max(step, 1))), masters, optimizer, mesh)
         tensors = training_tensors(masters, optimizer)
         for key, tensor in tensors.items():
-            assert torch.equal(local(tensor), value(key, tensor)[box(tensor)]), key
+            assert torch.equal(local_tensor(tensor), value(key, tensor)[shard_slices(tensor)]), key
         for master in masters:
-            assert torch.equal(local(master.parameter.detach()), master.tensor), (
+            assert torch.equal(local_tensor(master.parameter.detach()), master.tensor), (
                 "the model has what its master has"
             )
         assert (
@@ -121,7 +121,7 @@ def carried(name: str, layout: dict[str, int], folder: Path, step: int) -> dict[
             > 0
         )
         save_checkpoint(folder, step + 1, masters, optimizer, {"samples": 1}, mesh)
-        return {key: local(tensor).numel() for key, tensor in tensors.items()}
+        return {key: local_tensor(tensor).numel() for key, tensor in tensors.items()}
 
 
 def chains(root: Path) -> dict[str, list[dict[str, int]]]:
@@ -200,9 +200,9 @@ def refused(root: Path) -> list[str]:
                     load_checkpoint(
                         checkpoint_in(step_folder(root / other, 1)), masters, optimizer, mesh
                     )
-                assert all(bool((local(master.tensor) == 7.0).all()) for master in masters), (
-                    "nothing is loaded"
-                )
+                assert all(
+                    bool((local_tensor(master.tensor) == 7.0).all()) for master in masters
+                ), "nothing is loaded"
                 said.append(str(error.value))
     return said
 

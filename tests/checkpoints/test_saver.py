@@ -23,7 +23,7 @@ from ingot.checkpoints.state import Staged, Staging, training_tensors, unstaged
 from ingot.checkpoints.store import COMMIT, committed, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream
 from ingot.config.sections.layout import Parallel
-from ingot.models.parameters import box, local
+from ingot.models.parameters import local_tensor, shard_slices
 from ingot.parallel.mesh import running_mesh
 from tests.checkpoints.states import (
     ALONE,
@@ -101,16 +101,16 @@ def copied_in_layout(folder: Path, layout: dict[str, int]) -> dict[str, bool]:
                 "exp_avg_sq": torch.zeros_like(master.tensor),
             }
         before = {
-            name: value(name, tensor)[box(tensor)]
+            name: value(name, tensor)[shard_slices(tensor)]
             for name, tensor in training_tensors(masters, optimizer).items()
         }
         for name, tensor in training_tensors(masters, optimizer).items():
-            local(tensor).copy_(before[name])
+            local_tensor(tensor).copy_(before[name])
         saver = Saver(folder, mesh, asynchronous=True)
         with gate() as opened:
             saver.save(1, masters, optimizer, {}, keep=1, best=None)
             for tensor in training_tensors(masters, optimizer).values():
-                local(tensor).fill_(-1.0)
+                local_tensor(tensor).fill_(-1.0)
             opened.set()
             saver.wait()
         saver.close()
@@ -118,7 +118,7 @@ def copied_in_layout(folder: Path, layout: dict[str, int]) -> dict[str, bool]:
         assert found is not None
         load_checkpoint(found, masters, optimizer, mesh)
         return {
-            name: torch.equal(local(tensor), before[name])
+            name: torch.equal(local_tensor(tensor), before[name])
             for name, tensor in training_tensors(masters, optimizer).items()
         }
 

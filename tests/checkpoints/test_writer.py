@@ -20,7 +20,7 @@ from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import COMMIT, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream, write_checkpoint, write_tensors
 from ingot.config.sections.layout import Parallel
-from ingot.models.parameters import local
+from ingot.models.parameters import local_tensor
 from ingot.parallel.mesh import running_mesh
 from tests.checkpoints.states import ALONE, trained
 from tests.checkpoints.test_layouts import trainee, value
@@ -56,12 +56,14 @@ def sharded(folder: Path) -> tuple[list[str], dict[str, int]]:
         _, masters, optimizer = trainee("257", {"shard": 4}, mesh)
         tensors = training_tensors(masters, optimizer)
         for name, tensor in tensors.items():
-            local(tensor).fill_(float(value(name, torch.empty(1)))).add_(mesh.rank)
+            local_tensor(tensor).fill_(float(value(name, torch.empty(1)))).add_(mesh.rank)
         written = write_checkpoint(folder, 1, tensors, {"samples": 1}, mesh)
         assert written.bytes == sum(
             path.stat().st_size for path in written.folder.iterdir() if path.name != COMMIT
         )
-        return written.mine, {name: local(tensor).numel() for name, tensor in tensors.items()}
+        return written.mine, {
+            name: local_tensor(tensor).numel() for name, tensor in tensors.items()
+        }
 
 
 def test_each_rank_hashes_its_own_file(tmp_path: Path) -> None:

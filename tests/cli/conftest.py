@@ -11,7 +11,7 @@ from ingot.checkpoints.export import export_model
 from ingot.config.presets import preset
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.tokenizers.bpe import train_bpe
 from tests.small import TINY_MODEL
 
@@ -31,7 +31,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_hf(values))
     model.to_empty(device="cpu")
-    initialise(model, seed=1)
+    init_weights(model, seed=1)
     folder = tmp_path_factory.mktemp("models") / "tiny"
     export_model(model, tokenizer, folder, export_type="fp32", lineage={"run": "tiny"})
     return folder

@@ -11,7 +11,8 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.cli.model import copy_checked
-from ingot.models.generation.generator import Generator, Request
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Request
 from ingot.models.hf.folder import load_model
 from ingot.serve.predict import predict
 from ingot.tokenizers.load import load_tokenizer

@@ -19,7 +19,7 @@ from ingot.data.packing import pack
 from ingot.data.rows import IGNORE, open_rows
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from tests import tolerances
 from tests.data.test_rows import write
 
@@ -37,7 +37,7 @@ TINY = {
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     made = Decoder(DecoderConfig.from_hf({**preset("llama-3m"), **TINY}))
-    initialise(made, 0)
+    init_weights(made, 0)
     return made.eval()
 
 

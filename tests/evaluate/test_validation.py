@@ -20,9 +20,15 @@ from ingot.evaluate.loss import mean_loss
 from ingot.evaluate.tasks import open_task
 from ingot.evaluate.validation import MetricValues, TaskEvaluator, validation_losses
 from ingot.models.native.config import DecoderConfig
-from ingot.models.spec import Blueprint, draft_model, fill_model
+from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
-from ingot.parallel.apply import Wrapping, apply_wrappers, evaluating, finish_wrapping, make_masters
+from ingot.parallel.apply import (
+    WrapSettings,
+    apply_wrappers,
+    evaluating,
+    finish_wrapping,
+    make_masters,
+)
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
@@ -148,11 +154,11 @@ def judged(recipe: Recipe, axes: dict[str, Any], count: int) -> list[float]:
     parallel, config = Parallel(**axes), {**MODEL, "vocab_size": 320}
     with running_mesh(parallel) as mesh:
         drawing, how = (
-            Blueprint("decoder", DecoderConfig.from_hf(config), None, True),
-            Wrapping(parallel),
+            ModelSpec("decoder", DecoderConfig.from_hf(config), None, True),
+            WrapSettings(parallel),
         )
-        model = apply_wrappers(draft_model(drawing, 0), mesh, how)
-        fill_model(model, drawing, 0, mesh.device, filled=True)
+        model = apply_wrappers(create_model(drawing, 0), mesh, how)
+        materialize_model(model, drawing, 0, mesh.device, filled=True)
         masters = make_masters(model, mesh, how)
         module, optimizer = (
             finish_wrapping(model.train(), mesh),

@@ -14,7 +14,7 @@ from ingot.config.presets import preset
 from ingot.models import parameters as initial
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import fill_normal, initialise, normal_rows
+from ingot.models.parameters import fill_normal, init_weights, normal_rows
 
 
 @settings(deadline=None, max_examples=50)
@@ -63,7 +63,7 @@ def test_every_parameter_of_a_model_is_set() -> None:
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    initialise(model, 0)
+    init_weights(model, 0)
     for name, parameter in model.named_parameters():
         assert torch.isfinite(parameter).all(), name
     assert (

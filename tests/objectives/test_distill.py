@@ -11,7 +11,7 @@ from ingot.data.loader import Batch
 from ingot.models.native import head
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.objectives.distill import Distill
 from ingot.objectives.forward import forward
 from tests import tolerances
@@ -30,7 +30,7 @@ SIZES = {
 
 def decoder(hidden: int, seed: int) -> Decoder:
     model = Decoder(DecoderConfig.from_hf({**SIZES, "hidden_size": hidden}))
-    initialise(model, seed)
+    init_weights(model, seed)
     return model
 
 

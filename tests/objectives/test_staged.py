@@ -17,12 +17,12 @@ from ingot.models.adapters.lora import add_lora
 from ingot.models.native import head
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise, local
-from ingot.models.spec import Blueprint, draft_model, fill_model
+from ingot.models.parameters import init_weights, local_tensor
+from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.distill import Distill
 from ingot.objectives.protocol import AllSum
-from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
+from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optimizers import make_optimizer
@@ -46,14 +46,14 @@ class Telling(CrossEntropy):
 
 def built(mesh: Mesh, parallel: Parallel, lora: Lora | None = None) -> tuple[nn.Module, Masters]:
     drawing, how = (
-        Blueprint("decoder", DecoderConfig.from_hf(MODEL), None, True),
-        Wrapping(parallel),
+        ModelSpec("decoder", DecoderConfig.from_hf(MODEL), None, True),
+        WrapSettings(parallel),
     )
-    model = draft_model(drawing, 0)
+    model = create_model(drawing, 0)
     if lora is not None:
         add_lora(model, lora, 0)
     model = apply_wrappers(model, mesh, how)
-    fill_model(model, drawing, 0, mesh.device, filled=True)
+    materialize_model(model, drawing, 0, mesh.device, filled=True)
     masters = make_masters(model, mesh, how)
     return finish_wrapping(model.train(), mesh), masters
 
@@ -86,10 +86,13 @@ def told(axes: dict[str, Any]) -> tuple[dict[str, float], float, bool, Weights]:
             )
 
         outcome = step(Telling())
-        before = {master.name: local(master.parameter.detach()).clone() for master in masters}
+        before = {
+            master.name: local_tensor(master.parameter.detach()).clone() for master in masters
+        }
         skipped = float(step(Poisoned(float("nan"))).skipped)
         same = all(
-            torch.equal(local(master.parameter.detach()), before[master.name]) for master in masters
+            torch.equal(local_tensor(master.parameter.detach()), before[master.name])
+            for master in masters
         )
         return (
             {name: float(value) for name, value in outcome.metrics.items()},
@@ -170,7 +173,7 @@ def distilled(axes: dict[str, Any]) -> tuple[list[float], Weights]:
         teacher = Decoder(DecoderConfig.from_hf({**MODEL, "num_hidden_layers": 1})).requires_grad_(
             False
         )
-        initialise(teacher, 5)
+        init_weights(teacher, 5)
         if mesh.pipeline.rank != mesh.pipeline.world - 1:
             teacher.hidden = None  # type: ignore[method-assign, assignment]
         objective, losses = Distill(teacher, temperature=2.0, alpha=0.5), []
@@ -188,7 +191,7 @@ def distilled(axes: dict[str, Any]) -> tuple[list[float], Weights]:
                 mesh=mesh,
             )
             losses.append(float(outcome.loss))
-        return losses, {master.name: local(master.parameter.detach()) for master in masters}
+        return losses, {master.name: local_tensor(master.parameter.detach()) for master in masters}
 
 
 def test_distillation() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ingot.data.loader import Batch
-from ingot.models.parameters import local
+from ingot.models.parameters import local_tensor
 from ingot.objectives import forward
 from ingot.parallel import apply, masters
 from ingot.parallel import rows as sharing
@@ -81,10 +81,10 @@ def partial_taken_for_whole() -> AbstractContextManager[Any]:
         if (
             isinstance(grad, DTensor)
             and grad.placements != parameter.placements
-            and local(grad).shape == local(parameter).shape
+            and local_tensor(grad).shape == local_tensor(parameter).shape
         ):
             return DTensor.from_local(
-                local(grad), parameter.device_mesh, parameter.placements, run_check=False
+                local_tensor(grad), parameter.device_mesh, parameter.placements, run_check=False
             )
         return whole(parameter)
 
@@ -107,7 +107,7 @@ def twins_apart() -> AbstractContextManager[Any]:
 
 def positions_anew() -> AbstractContextManager[Any]:
     """A rank numbers the tokens of its part of a row from 0."""
-    cut = forward.cut
+    cut = forward.shard_batch
 
     def wrong(batch: Batch, share: Any) -> Batch:
         mine = cut(batch, share)
@@ -121,7 +121,7 @@ def positions_anew() -> AbstractContextManager[Any]:
 
 def segments_whole() -> AbstractContextManager[Any]:
     """Ranks that share rows forget that a row holds several documents."""
-    cut = forward.cut
+    cut = forward.shard_batch
     return patch.object(
         forward,
         "cut",
@@ -133,7 +133,7 @@ def segments_whole() -> AbstractContextManager[Any]:
 
 def rows_counted_twice() -> AbstractContextManager[Any]:
     """Ranks that share rows each train on the first part."""
-    share = sharing.share
+    share = sharing.split_rows
     return patch.object(
         sharing,
         "share",
@@ -144,7 +144,7 @@ def rows_counted_twice() -> AbstractContextManager[Any]:
 def one_rank_s_vocabulary() -> AbstractContextManager[Any]:
     """The normaliser of the softmax is made from this rank's share of the vocabulary."""
     return patch.object(
-        vocabulary.SharedView, "logsumexp", lambda self: self._logits.logsumexp(dim=-1)
+        vocabulary.VocabParallelView, "logsumexp", lambda self: self._logits.logsumexp(dim=-1)
     )
 
 

@@ -10,7 +10,7 @@ from ingot.config.recipe import Recipe
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.verify.layout import PRELOAD, LayoutBounds, LayoutProver, LayoutReference
 from tests import tolerances
 from tests.small import small_recipe
@@ -61,7 +61,7 @@ def recipe_of(root: Path, model: str, **knobs: Any) -> Recipe:
         (folder / "config.json").write_text(json.dumps(MODELS[model]))
         if model == "lora":
             whole = Decoder(DecoderConfig.from_hf(MODELS[model]))
-            initialise(whole, 0)
+            init_weights(whole, 0)
             save_weights(
                 {name: parameter.detach() for name, parameter in whole.named_parameters()}, folder
             )

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ingot.models.native.attention import Attention, Look, dense
+from ingot.models.native.attention import AttnFn, AttnFnFactory, make_attn_fns
 from ingot.models.native.head import IGNORE
-from ingot.parallel.rows import pair, share
+from ingot.parallel.rows import chunk_pair, split_rows
 
 ROWS = ((5, 19, 24), (40, 3), (48,), ())
 """Lengths of the documents of each row of 48 tokens: some cross all pieces, some lie in one; the
@@ -31,14 +31,14 @@ class Rows(NamedTuple):
 
     def shared(self, rank: int, world: int) -> Rows:
         tokens, labels, positions = (
-            share(each, rank, world, fill)
+            split_rows(each, rank, world, fill)
             for each, fill in zip(self[:3], (0, IGNORE, 0), strict=True)
         )
         return Rows(
             tokens,
             labels,
             positions,
-            None if self.segments is None else share(self.segments, rank, world),
+            None if self.segments is None else split_rows(self.segments, rank, world),
         )
 
 
@@ -73,7 +73,7 @@ def plain_rows(length: int = LENGTH) -> Rows:
 
 
 def differences(
-    attention: Attention,
+    attention: AttnFnFactory,
     rows: Rows,
     windows: Sequence[int | None],
     heads: tuple[int, int],
@@ -96,37 +96,39 @@ def differences(
     found: dict[str, float] = {}
     looks, dense_looks = (
         attention(mine.positions, mine.segments, windows),
-        dense(full.positions, full.segments, windows),
+        make_attn_fns(full.positions, full.segments, windows),
     )
     for window in windows:
         expected = _results(dense_looks[window], *(each.float() for each in (q, k, v, gradient)))
-        got = _results(looks[window], *(pair(each, rank, world, 2) for each in (q, k, v, gradient)))
+        got = _results(
+            looks[window], *(chunk_pair(each, rank, world, 2) for each in (q, k, v, gradient))
+        )
         for name, a, b in zip(("output", "q", "k", "v"), got, expected, strict=True):
             assert a.dtype == dtype
             found[name] = max(
                 found.get(name, 0.0),
-                _relative(a, pair(b, rank, world, 2), pair(gradient, rank, world, 2)),
+                _relative(a, chunk_pair(b, rank, world, 2), chunk_pair(gradient, rank, world, 2)),
             )
     return found
 
 
 def _filled(rows: Rows, world: int) -> Rows:
-    """Rows as long as those that the ranks share: `share` of one rank alone with the multiple that
+    """Rows as long as those that the ranks share: `split_rows` of one rank alone with the multiple that
     they need.
     """
     tokens, labels, positions = (
-        share(each, 0, 1, fill, 2 * world)
+        split_rows(each, 0, 1, fill, 2 * world)
         for each, fill in zip(rows[:3], (0, IGNORE, 0), strict=True)
     )
     return Rows(
         tokens,
         labels,
         positions,
-        None if rows.segments is None else share(rows.segments, 0, 1, 0, 2 * world),
+        None if rows.segments is None else split_rows(rows.segments, 0, 1, 0, 2 * world),
     )
 
 
-def _results(look: Look, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+def _results(look: AttnFn, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     leaves = [each.clone().requires_grad_() for each in (q, k, v)]
     out = look(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, gradient)

@@ -8,10 +8,17 @@ from torch import Tensor
 
 from ingot.models.native.attention import attend, causal_mask
 from ingot.parallel import blockwise as blocks
-from ingot.parallel.blockwise import Fused, Kernel, Part, Products, kernel_for, merge
+from ingot.parallel.blockwise import (
+    BlockKernel,
+    FlashKernel,
+    MatmulKernel,
+    PartialAttention,
+    kernel_for,
+    merge,
+)
 from tests import tolerances
 
-KERNELS = [Fused(), Products()]
+KERNELS = [FlashKernel(), MatmulKernel()]
 
 
 def some(heads: int = 6, keys: int = 2, time: int = 20) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,7 +37,7 @@ def near(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products"])
 @pytest.mark.parametrize("how", ["causal", "mask", "all"])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
-def test_a_kernel_equals_attention(kernel: Kernel, how: str, heads: tuple[int, int]) -> None:
+def test_a_kernel_equals_attention(kernel: BlockKernel, how: str, heads: tuple[int, int]) -> None:
     q, k, v, gradient = some(*heads)
     allowed = (
         causal_mask(20, None, q.device)
@@ -53,7 +60,7 @@ def test_a_kernel_equals_attention(kernel: Kernel, how: str, heads: tuple[int, i
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products"])
-def test_parts_make_the_whole(kernel: Kernel) -> None:
+def test_parts_make_the_whole(kernel: BlockKernel) -> None:
     """Keys cut in two unequal parts, of which some queries see nothing of one."""
     q, k, v, gradient = some()
     mask = torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -80,30 +87,30 @@ def test_parts_make_the_whole(kernel: Kernel) -> None:
 def test_products_of_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, gradient = some()
     mask = causal_mask(20, 7, q.device)[None, None]
-    at_once = Products().look(q, k, v, mask, False)
-    gradients = Products().back(gradient, q, k, v, at_once, mask, False)
+    at_once = MatmulKernel().look(q, k, v, mask, False)
+    gradients = MatmulKernel().back(gradient, q, k, v, at_once, mask, False)
     monkeypatch.setattr(blocks, "_AT_ONCE", 2 * 6 * 20 * 3)
-    part = Products().look(q, k, v, mask, False)
+    part = MatmulKernel().look(q, k, v, mask, False)
     assert near(part.out, at_once.out)
     assert near(part.logsum, at_once.logsum)
     assert all(
         near(a, b)
         for a, b in zip(
-            Products().back(gradient, q, k, v, part, mask, False), gradients, strict=True
+            MatmulKernel().back(gradient, q, k, v, part, mask, False), gradients, strict=True
         )
     )
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products"])
-def test_half_precision_is_summed_in_full(kernel: Kernel) -> None:
+def test_half_precision_is_summed_in_full(kernel: BlockKernel) -> None:
     q, k, v, _ = (each.bfloat16() for each in some())
     part = kernel.look(q, k, v, None, True)
     assert part.out.dtype == part.logsum.dtype == torch.float32
-    exact: Part = Products().look(q.float(), k.float(), v.float(), None, True)
+    exact: PartialAttention = MatmulKernel().look(q.float(), k.float(), v.float(), None, True)
     assert (part.out - exact.out).norm() < tolerances.SHARED_ROWS_BF16 * exact.out.norm()
     assert (part.logsum - exact.logsum).abs().max() < tolerances.LOGPROB
 
 
 def test_each_device_has_a_kernel() -> None:
-    assert isinstance(kernel_for(torch.device("cpu")), Fused)
-    assert isinstance(kernel_for(torch.device("cuda")), Products)
+    assert isinstance(kernel_for(torch.device("cpu")), FlashKernel)
+    assert isinstance(kernel_for(torch.device("cuda")), MatmulKernel)

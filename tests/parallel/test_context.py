@@ -21,16 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Parallel
 from ingot.models.device import computing_in
-from ingot.models.native.attention import Attention, dense
+from ingot.models.native.attention import AttnFnFactory, make_attn_fns
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel import ring
-from ingot.parallel.blockwise import Products
+from ingot.parallel.blockwise import MatmulKernel
 from ingot.parallel.context import context_attention
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.parallel.ring import RingAttention, Round
+from ingot.parallel.ring import RingAttention, RingSchedule
 from tests import tolerances
 from tests.parallel.shared_rows import Rows, differences, make_rows, plain_rows
 from tests.ranks import run_ranks
@@ -82,7 +82,7 @@ def _all_cases(world: int) -> Found:
     return cases
 
 
-def _attention(kind: str, here: Mesh) -> Attention:
+def _attention(kind: str, here: Mesh) -> AttnFnFactory:
     return context_attention(
         "ulysses" if kind.startswith("ulysses") else "ring", here.group, here.rank, here.world
     )
@@ -103,7 +103,7 @@ def _attention_case(
         (8, 8) if "plain" in case else (8, 4) if "ulysses" in case or "filled" in case else (6, 1)
     )
     products = (
-        mock.patch.object(ring, "kernel_for", return_value=Products())
+        mock.patch.object(ring, "kernel_for", return_value=MatmulKernel())
         if "products" in case
         else nullcontext()
     )
@@ -116,7 +116,7 @@ def _attention_case(
 def _decoder() -> Decoder:
     config = DecoderConfig.from_hf(CONFIG)
     model = Decoder(replace(config, windows=(None, 7, 30)))
-    initialise(model, 0)
+    init_weights(model, 0)
     return model
 
 
@@ -157,7 +157,7 @@ def _faulty(fault: str, here: Mesh) -> dict[str, float]:
     if fault == "positions not split":
         mine = mine._replace(positions=torch.arange(size).expand(len(rows.tokens), -1))
     elif fault == "a block skipped":
-        patch = mock.patch.object(ring, "plan", partial(_skipping, ring.plan))
+        patch = mock.patch.object(ring, "plan", partial(_skipping, ring.plan_ring))
     elif fault == "cut in order":
         own = slice(here.rank * size, (here.rank + 1) * size)
         mine = Rows(*(None if each is None else each[:, own] for each in rows))  # type: ignore[arg-type]
@@ -167,9 +167,9 @@ def _faulty(fault: str, here: Mesh) -> dict[str, float]:
         return _decoder_case("plain" if fault == "positions not split" else "packed", here, mine)
 
 
-def _skipping(plan: Any, owner: RingAttention, *arguments: Any, peek: bool) -> Round:
+def _skipping(plan: Any, owner: RingAttention, *arguments: Any, peek: bool) -> RingSchedule:
     """A plan in which the last rank leaves out one block: the last that it would look at."""
-    made: Round = plan(owner, *arguments, peek=peek)
+    made: RingSchedule = plan(owner, *arguments, peek=peek)
     if owner.rank == owner.world - 1:
         next(step for step in reversed(made.steps) if step).pop()
     return made
@@ -262,8 +262,8 @@ def test_a_planted_fault_is_seen(found: list[Found], fault: str) -> None:
 
 
 def test_one_rank_has_whole_rows() -> None:
-    assert context_attention("ring", None, 0, 1) is dense
-    assert context_attention("ulysses", None, 0, 1) is dense
+    assert context_attention("ring", None, 0, 1) is make_attn_fns
+    assert context_attention("ulysses", None, 0, 1) is make_attn_fns
 
 
 def test_a_part_that_is_no_two_pieces_is_refused() -> None:

@@ -14,7 +14,7 @@ from ingot.base.errors import WrongInput
 from ingot.models.kinds import exported_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.parallel import float8
 from ingot.parallel.float8 import check_float8, use_float8
 from ingot.parallel.shard import layers
@@ -88,7 +88,7 @@ def eights(model: nn.Module) -> list[str]:
 def test_all_linear_layers_of_the_layers_and_no_others() -> None:
     model = Decoder(DecoderConfig.from_hf({**WIDE, "vocab_size": 64, "tie_word_embeddings": False}))
     names = [name for name, _ in model.named_parameters()]
-    initialise(model, 0)
+    init_weights(model, 0)
     before = {name: tensor.clone() for name, tensor in exported_weights(model)}
     use_float8(model, "rowwise")
     assert (

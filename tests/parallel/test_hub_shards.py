@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import SGD
 from ingot.data.loader import Batch
-from ingot.models.hf.loading import Encoder
+from ingot.models.hf.models import Encoder
 from ingot.models.native.head import IGNORE
 from ingot.objectives.cross_entropy import CrossEntropy
-from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
+from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
@@ -61,7 +61,7 @@ def train_a_little(
 ) -> tuple[list[float], list[float], dict[str, Tensor], float]:
     """Losses, norms and weights of three steps, and this rank's share of the trained numbers."""
     with running_mesh(Parallel(**layout)) as mesh:
-        model, how, objective = drawn(name), Wrapping(Parallel(**layout)), CrossEntropy()
+        model, how, objective = drawn(name), WrapSettings(Parallel(**layout)), CrossEntropy()
         trained = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )

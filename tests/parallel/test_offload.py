@@ -17,11 +17,11 @@ from ingot.base.environment import Ranks
 from ingot.config.sections.layout import Memory, Offload
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise, local, spread_as
+from ingot.models.parameters import init_weights, local_tensor, shard_like
 from ingot.parallel import offload
 from ingot.parallel.masters import HOST, Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.parallel.offload import Load, offload_activations
+from ingot.parallel.offload import OffloadedTensor, offload_activations
 from tests.parallel.test_recompute import NLL, assert_same, hub_gradients
 from tests.parallel.wrapped_run import MODEL, Case, run_case, run_cases
 from tests.ranks import run_ranks
@@ -87,12 +87,14 @@ def test_models_of_transformers_too(name: str, monkeypatch: pytest.MonkeyPatch) 
 def taken(monkeypatch: pytest.MonkeyPatch, layers: int) -> tuple[list[Tensor], Decoder, Tensor]:
     """What went to the host in a forward pass."""
     gone: list[Tensor] = []
-    was = Load.__init__
+    was = OffloadedTensor.__init__
     monkeypatch.setattr(
-        Load, "__init__", lambda self, tensor, road: gone.append(tensor) or was(self, tensor, road)
+        OffloadedTensor,
+        "__init__",
+        lambda self, tensor, road: gone.append(tensor) or was(self, tensor, road),
     )
     model = Decoder(DecoderConfig.from_hf({**MODEL, "num_hidden_layers": layers}))
-    initialise(model, 0)
+    init_weights(model, 0)
     offload_activations(model)
     batch = global_batch(0)
     return (
@@ -126,14 +128,14 @@ def test_activations_go_once_and_weights_stay(monkeypatch: pytest.MonkeyPatch) -
 def test_two_layers_at_most_are_back_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward of a layer brings back the one before it, and no other."""
     back: list[int] = []
-    was = offload.Stay.fetch
+    was = offload.LayerOffload.fetch
 
-    def fetch(self: offload.Stay) -> None:
+    def fetch(self: offload.LayerOffload) -> None:
         if not self._back:
             back.append(number[id(self._layer)])
         was(self)
 
-    monkeypatch.setattr(offload.Stay, "fetch", fetch)
+    monkeypatch.setattr(offload.LayerOffload, "fetch", fetch)
     _, model, loss = taken(monkeypatch, 4)
     number = {id(layer): index for index, layer in enumerate(model.model.layers.children())}
     seen: list[list[int]] = []
@@ -194,9 +196,9 @@ def shares_memory() -> bool:
     with running_mesh() as mesh:
         assert mesh.weights is not None
         like = distribute_tensor(torch.zeros(5, 3), mesh.weights["replicate"], [Shard(0)])
-        part = torch.ones_like(local(like))
-        whole = spread_as(like, part)
-        return whole.shape == like.shape and local(whole).data_ptr() == part.data_ptr()
+        part = torch.ones_like(local_tensor(like))
+        whole = shard_like(like, part)
+        return whole.shape == like.shape and local_tensor(whole).data_ptr() == part.data_ptr()
 
 
 def test_a_spread_part_is_the_part_itself() -> None:

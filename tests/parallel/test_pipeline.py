@@ -20,14 +20,14 @@ from ingot.config.shape import check_pipeline
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.spec import Blueprint, draft_model
-from ingot.objectives.forward import StagedBatches
+from ingot.models.spec import ModelSpec, create_model
+from ingot.objectives.forward import PipelinedBatches
 from ingot.parallel import apply, schedules
 from ingot.parallel import pipeline as stages
-from ingot.parallel.apply import Wrapping, apply_wrappers
+from ingot.parallel.apply import WrapSettings, apply_wrappers
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
-from ingot.parallel.pipeline import cut_stages, deal_layers, whole_size
+from ingot.parallel.pipeline import assign_layers, parameter_counts, split_stages
 from ingot.parallel.schedules import resolved_schedule
 from tests import tolerances
 from tests.parallel.wrapped_run import MODEL, Case, Result, run_case, run_cases
@@ -185,7 +185,7 @@ def without_other_stages(case: Case) -> Result:
 
 def without_a_layer(case: Case) -> Result:
     """The last layer belongs to no stage."""
-    stages.deal_layers = lambda layers, count: deal_layers(layers - 1, count)  # type: ignore[attr-defined]
+    stages.assign_layers = lambda layers, count: assign_layers(layers - 1, count)  # type: ignore[attr-defined]
     return run_case(case)
 
 
@@ -198,9 +198,9 @@ def with_scaled_gradients(case: Case) -> Result:
 
 def with_dropout_of_the_first(case: Case) -> Result:
     """Each micro-batch drops what the first one does."""
-    values = StagedBatches.values
+    values = PipelinedBatches.values
 
-    def wrong(self: StagedBatches, stage: Decoder, number: int, hidden: Tensor | None) -> Tensor:
+    def wrong(self: PipelinedBatches, stage: Decoder, number: int, hidden: Tensor | None) -> Tensor:
         before = self._before
         self._before = lambda index, batch: before(0, batch)
         try:
@@ -208,7 +208,7 @@ def with_dropout_of_the_first(case: Case) -> Result:
         finally:
             self._before = before
 
-    StagedBatches.values = wrong  # type: ignore[method-assign]
+    PipelinedBatches.values = wrong  # type: ignore[method-assign]
     return run_case(case)
 
 
@@ -282,13 +282,13 @@ def test_the_schedule_follows_from_the_stages() -> None:
     ],
 )
 def test_layers_are_dealt_evenly(layers: int, count: int, dealt: list[int]) -> None:
-    assert deal_layers(layers, count) == dealt
+    assert assign_layers(layers, count) == dealt
 
 
 def test_every_layer_is_dealt_once_and_no_stage_is_without() -> None:
     for layers in range(1, 30):
         for count in range(1, layers + 1):
-            dealt = deal_layers(layers, count)
+            dealt = assign_layers(layers, count)
             assert sum(dealt) == layers
             assert min(dealt) == 1 if count == layers else min(dealt) >= 1
             work = [dealt[0] + 1, *dealt[1:-1], dealt[-1] + 1] if count > 1 else [layers + 2]
@@ -306,12 +306,12 @@ def test_stages_hold_the_whole_model_under_its_own_names(
     names = [
         name
         for rank in range(2)
-        for stage in cut_stages(model, rank, 2, virtual)
+        for stage in split_stages(model, rank, 2, virtual)
         for name, _ in stage.named_parameters()
     ]
     twice = ["model.embed_tokens.weight"] if config is TIED else []
     assert sorted(names) == sorted([*(name for name, _ in model.named_parameters()), *twice])
-    ends = [stage.stage for rank in range(2) for stage in cut_stages(model, rank, 2, virtual)]
+    ends = [stage.stage for rank in range(2) for stage in split_stages(model, rank, 2, virtual)]
     assert (ends[0].first, ends[0].last, ends[-1].first, ends[-1].last) == (
         True,
         False,
@@ -323,11 +323,11 @@ def test_stages_hold_the_whole_model_under_its_own_names(
 def sizes_of(config: dict[str, Any]) -> tuple[tuple[int, int], int, list[str]]:
     parallel = Parallel(pipeline=2, virtual=2)
     with running_mesh(parallel) as mesh:
-        model = draft_model(Blueprint("decoder", DecoderConfig.from_hf(config), None, True), 0)
+        model = create_model(ModelSpec("decoder", DecoderConfig.from_hf(config), None, True), 0)
         add_lora(model, Lora(rank=2), 0)
-        model = apply_wrappers(model, mesh, Wrapping(parallel))
+        model = apply_wrappers(model, mesh, WrapSettings(parallel))
         return (
-            whole_size(model, mesh),
+            parameter_counts(model, mesh),
             sum(parameter.numel() for parameter in model.parameters()),
             list(lora_layers(model)),
         )
@@ -335,7 +335,7 @@ def sizes_of(config: dict[str, Any]) -> tuple[tuple[int, int], int, list[str]]:
 
 @pytest.mark.parametrize("config", [MODEL, TIED])
 def test_the_whole_is_counted_once(config: dict[str, Any]) -> None:
-    model = draft_model(Blueprint("decoder", DecoderConfig.from_hf(config), None, True), 0)
+    model = create_model(ModelSpec("decoder", DecoderConfig.from_hf(config), None, True), 0)
     add_lora(model, Lora(rank=2), 0)
     sizes = [
         sum(p.numel() for p in model.parameters()),

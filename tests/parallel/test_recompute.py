@@ -19,10 +19,10 @@ from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Recompute
 from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import add_lora, lora_layers, lora_state
-from ingot.models.hf.loading import Seq2Seq
+from ingot.models.hf.models import Seq2Seq
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import fill_normal, initialise
+from ingot.models.parameters import fill_normal, init_weights
 from ingot.parallel.recompute import recompute_layers
 from tests.models.hf.tiny import drawn
 from tests.parallel.wrapped_run import MODEL, Case, Result, run_case, run_cases
@@ -86,7 +86,7 @@ def test_an_adapter_drops_the_same_when_another_batch_has_begun(kind: str) -> No
 
     def gradients(knobs: dict[str, Any]) -> list[Tensor]:
         model = Decoder(DecoderConfig.from_hf(MODEL))
-        initialise(model, 0)
+        init_weights(model, 0)
         add_lora(model, Lora(rank=4, dropout=0.5), 0)
         for layer in lora_layers(model).values():
             fill_normal(layer.lora_B.detach(), 1, "B", 0.1)
@@ -159,7 +159,7 @@ class Memory(TorchDispatchMode):
 def kept(knobs: dict[str, Any], layers: int = 6) -> tuple[int, int]:
     """Bytes that are kept from forward to backward, and matrix products of backward."""
     model = Decoder(DecoderConfig.from_hf({**MODEL, "num_hidden_layers": layers}))
-    initialise(model, 0)
+    init_weights(model, 0)
     recompute_layers(model, Recompute(**knobs))
     batch = global_batch(0)
     with Memory(model) as forward:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ingot.models.native.attention import causal_mask, document_mask
-from ingot.parallel.ring import RingAttention, plan
-from ingot.parallel.rows import whole
+from ingot.parallel.ring import RingAttention, plan_ring
+from ingot.parallel.rows import join_rows
 from tests.parallel.shared_rows import LENGTH, make_rows
 
 NOBODY: Any = None  # plans need no group
@@ -31,7 +31,9 @@ def seen(
     )
     place = torch.arange(LENGTH).chunk(2 * world)
     for rank in range(world):
-        steps = plan(RingAttention(NOBODY, rank, world), size, pieces, window, CPU, peek=peek).steps
+        steps = plan_ring(
+            RingAttention(NOBODY, rank, world), size, pieces, window, CPU, peek=peek
+        ).steps
         for step, glances in enumerate(steps):
             other = (rank - step) % world
             for queries, keys, mask, causal in glances:
@@ -63,7 +65,7 @@ def test_plans_are_the_mask_of_the_row(world: int, window: int | None, peek: boo
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_have_the_same_work_and_no_mask_in_rows_of_one_document(world: int) -> None:
     for rank in range(world):
-        steps = plan(RingAttention(NOBODY, rank, world), 6, None, None, CPU, peek=True).steps
+        steps = plan_ring(RingAttention(NOBODY, rank, world), 6, None, None, CPU, peek=True).steps
         assert [len(glances) for glances in steps] == [3] + [2] * (world - 1)
         assert all(glance.mask is None for glances in steps for glance in glances)
         assert [glance.causal for glances in steps for glance in glances].count(True) == 2
@@ -73,12 +75,12 @@ def test_what_no_query_sees_costs_nothing() -> None:
     """Documents of a piece each, and windows shorter than a piece: nobody needs another rank's keys
     but the neighbour's.
     """
-    alone = whole(
+    alone = join_rows(
         [torch.tensor([[rank, 7 - rank]]).repeat_interleave(6, 1) for rank in range(4)]
     ).chunk(8, 1)
     for rank in range(4):
-        steps = plan(RingAttention(NOBODY, rank, 4), 6, alone, None, CPU, peek=True).steps
+        steps = plan_ring(RingAttention(NOBODY, rank, 4), 6, alone, None, CPU, peek=True).steps
         assert [len(glances) for glances in steps] == [2, 0, 0, 0]
         assert all(glance.causal and glance.mask is None for glance in steps[0])
-        near = plan(RingAttention(NOBODY, rank, 4), 6, None, 4, CPU, peek=False).steps
+        near = plan_ring(RingAttention(NOBODY, rank, 4), 6, None, 4, CPU, peek=False).steps
         assert sum(len(glances) for glances in near) == 2 + (rank > 0) + 1

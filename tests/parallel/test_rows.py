@@ -7,12 +7,12 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.models.native.head import IGNORE
-from ingot.parallel.rows import pair, piece_size, share, whole
+from ingot.parallel.rows import chunk_pair, chunk_size, join_rows, split_rows
 
 
 def test_a_rank_has_an_early_and_a_late_piece() -> None:
     row = torch.arange(12)[None]
-    assert [share(row, rank, 3).tolist() for rank in range(3)] == [
+    assert [split_rows(row, rank, 3).tolist() for rank in range(3)] == [
         [[0, 1, 10, 11]],
         [[2, 3, 8, 9]],
         [[4, 5, 6, 7]],
@@ -22,9 +22,11 @@ def test_a_rank_has_an_early_and_a_late_piece() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_shares_make_the_row_again(world: int) -> None:
     rows = torch.arange(2 * 24 * 5).view(2, 24, 5)
-    assert torch.equal(whole([share(rows, rank, world) for rank in range(world)]), rows)
+    assert torch.equal(join_rows([split_rows(rows, rank, world) for rank in range(world)]), rows)
     late = rows.transpose(1, 2)
-    assert torch.equal(whole([pair(late, rank, world, 2) for rank in range(world)], dim=2), late)
+    assert torch.equal(
+        join_rows([chunk_pair(late, rank, world, 2) for rank in range(world)], dim=2), late
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,8 +35,8 @@ def test_shares_make_the_row_again(world: int) -> None:
 )
 def test_rows_are_filled_up_on_the_right(world: int, multiple: int, length: int) -> None:
     rows = torch.arange(20).view(2, 10)
-    shares = [share(rows, rank, world, IGNORE, multiple) for rank in range(world)]
-    again = whole(shares)
+    shares = [split_rows(rows, rank, world, IGNORE, multiple) for rank in range(world)]
+    again = join_rows(shares)
     assert again.shape == (2, length)
     assert torch.equal(again[:, :10], rows)
     assert (again[:, 10:] == IGNORE).all()
@@ -42,6 +44,6 @@ def test_rows_are_filled_up_on_the_right(world: int, multiple: int, length: int)
 
 
 def test_what_is_no_two_pieces_is_refused() -> None:
-    assert piece_size(6) == 3
+    assert chunk_size(6) == 3
     with pytest.raises(WrongInput, match="7 tokens a row"):
-        piece_size(7)
+        chunk_size(7)

@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import Lora
-from ingot.models.adapters.lora import add_lora, draw_adapter, lora_layers
+from ingot.models.adapters.lora import add_lora, init_adapter, lora_layers
 from ingot.models.adapters.peft import load_adapter, save_adapter
 from ingot.models.hf import folder as folders
-from ingot.models.kinds import Model
+from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import box, fill_normal, local
-from ingot.models.spec import Blueprint, build_model, draft_model, fill_model
-from ingot.parallel.apply import Wrapping, apply_wrappers
+from ingot.models.parameters import fill_normal, local_tensor, shard_slices
+from ingot.models.spec import ModelSpec, build_model, create_model, materialize_model
+from ingot.parallel.apply import WrapSettings, apply_wrappers
 from ingot.parallel.mesh import Mesh, running_mesh
 from tests.models.tiny import make_member, make_reference
 from tests.ranks import run_ranks
@@ -104,13 +104,13 @@ class CountedSlice:
 
 
 def wrapped(
-    drawing: Blueprint, layout: dict[str, int], mesh: Mesh, lora: Lora | None = None
-) -> Model:
+    drawing: ModelSpec, layout: dict[str, int], mesh: Mesh, lora: Lora | None = None
+) -> AnyModel:
     """On `meta`, spread."""
-    model = draft_model(drawing, 0)
+    model = create_model(drawing, 0)
     if lora is not None:
         add_lora(model, lora, 0)
-    return apply_wrappers(model, mesh, Wrapping(Parallel(**layout)))
+    return apply_wrappers(model, mesh, WrapSettings(Parallel(**layout)))
 
 
 def parts_of(model: nn.Module, whole: nn.Module) -> int:
@@ -119,12 +119,14 @@ def parts_of(model: nn.Module, whole: nn.Module) -> int:
     """
     wanted = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
-        assert torch.equal(local(parameter.detach()), wanted[name].detach()[box(parameter)]), name
-    return sum(local(parameter.detach()).numel() for parameter in model.parameters())
+        assert torch.equal(
+            local_tensor(parameter.detach()), wanted[name].detach()[shard_slices(parameter)]
+        ), name
+    return sum(local_tensor(parameter.detach()).numel() for parameter in model.parameters())
 
 
-def drawing_of(folder: Path, *, random: bool = False) -> Blueprint:
-    return Blueprint(
+def drawing_of(folder: Path, *, random: bool = False) -> ModelSpec:
+    return ModelSpec(
         "decoder",
         DecoderConfig.from_hf(json.loads((folder / "config.json").read_bytes())),
         None if random else folder,
@@ -143,19 +145,19 @@ def on_ranks(root: Path) -> dict[str, list[Any]]:
                 for name in FOLDERS:
                     random, stored = drawing_of(root / name, random=True), drawing_of(root / name)
                     model = wrapped(random, layout, mesh)
-                    fill_model(model, random, 3, mesh.device, filled=True)
+                    materialize_model(model, random, 3, mesh.device, filled=True)
                     parts_of(model, build_model(random, 3, CPU, filled=True))
                     model, count, largest = wrapped(stored, layout, mesh), [0], Largest()
                     folders._opened = lambda file, count=count: Counted(original(file), count)  # type: ignore[misc]
                     try:
                         with largest:
-                            fill_model(model, stored, 0, mesh.device, filled=True)
+                            materialize_model(model, stored, 0, mesh.device, filled=True)
                     finally:
                         folders._opened = original
                     whole = build_model(stored, 0, CPU, filled=True)
                     share = parts_of(model, whole)
                     parts = max(
-                        local(parameter.detach()).numel() for parameter in model.parameters()
+                        local_tensor(parameter.detach()).numel() for parameter in model.parameters()
                     )
                     rows.append(
                         (
@@ -182,8 +184,8 @@ def _adapters(root: Path, layout: dict[str, int], mesh: Mesh) -> None:
             build_model(stored, 0, CPU, filled=True),
         )
         add_lora(whole, ADAPTER, 0)
-        fill_model(model, stored, 0, mesh.device, filled=True)
-        draw_adapter(model, 0)
+        materialize_model(model, stored, 0, mesh.device, filled=True)
+        init_adapter(model, 0)
         parts_of(model, whole)
         load_adapter(model, root / f"{name}-adapter")
         load_adapter(whole, root / f"{name}-adapter")
@@ -242,7 +244,7 @@ def twin_that_differs(root: Path) -> str:
         stored = drawing_of(root)
         model = wrapped(stored, {"shard": 2}, mesh)
         try:
-            fill_model(model, stored, 0, mesh.device, filled=True)
+            materialize_model(model, stored, 0, mesh.device, filled=True)
         except WrongInput as error:
             return str(error)
         return ""
@@ -277,7 +279,7 @@ def real_parts(folder: Path) -> tuple[int, int]:
     with running_mesh(Parallel(**layout)) as mesh:
         stored = drawing_of(folder)
         model = wrapped(stored, layout, mesh)
-        fill_model(model, stored, 0, mesh.device, filled=True)
+        materialize_model(model, stored, 0, mesh.device, filled=True)
         whole = build_model(stored, 0, CPU, filled=True)
         return parts_of(model, whole), sum(parameter.numel() for parameter in whole.parameters())
 
@@ -289,6 +291,6 @@ def test_a_real_model_is_read_in_parts(smollm2: Path) -> None:
 
 
 def test_the_draft_has_no_memory(root: Path) -> None:
-    model = draft_model(drawing_of(root / "large"), 0)
+    model = create_model(drawing_of(root / "large"), 0)
     assert isinstance(model, Decoder)
     assert all(parameter.is_meta for parameter in model.parameters())

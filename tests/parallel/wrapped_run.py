@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from ingot.config.sections.layout import Memory, Parallel, Precision
 from ingot.config.sections.training import SGD, AdamW, Lora
-from ingot.models.adapters.lora import add_lora, draw_adapter, lora_state
+from ingot.models.adapters.lora import add_lora, init_adapter, lora_state
 from ingot.models.device import Compute
 from ingot.models.native.config import DecoderConfig
 from ingot.models.parameters import fill_normal
-from ingot.models.spec import Blueprint, draft_model, fill_model
+from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
-from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping, make_masters
+from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
 from ingot.train.step import train_step
@@ -44,8 +44,8 @@ class Case:
     steps: int = 3
 
     @property
-    def how(self) -> Wrapping:
-        return Wrapping(
+    def how(self) -> WrapSettings:
+        return WrapSettings(
             Parallel(**self.parallel),
             Memory(**self.memory),
             Precision(**self.precision),
@@ -70,13 +70,13 @@ def run_case(case: Case) -> Result:
     """Every rank calls it."""
     torch.manual_seed(0)
     with running_mesh(Parallel(**case.parallel)) as mesh:
-        drawing = Blueprint("decoder", DecoderConfig.from_hf(case.model), None, True)
-        model = draft_model(drawing, 0)
+        drawing = ModelSpec("decoder", DecoderConfig.from_hf(case.model), None, True)
+        model = create_model(drawing, 0)
         if case.lora:
             add_lora(model, Lora(rank=4, dropout=0.3), 0)
         model = apply_wrappers(model, mesh, case.how)
-        fill_model(model, drawing, 0, mesh.device, filled=True)
-        draw_adapter(model, 0)
+        materialize_model(model, drawing, 0, mesh.device, filled=True)
+        init_adapter(model, 0)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B"):
                 with torch.no_grad():

@@ -24,8 +24,8 @@ from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Summary, generate
-from ingot.models.hf.loading import Seq2Seq
+from ingot.models.generation.seq2seq import Seq2SeqRequest, generate
+from ingot.models.hf.models import Seq2Seq
 from ingot.models.native.decoder import Decoder
 from ingot.serve.native.model import Loaded, load
 from ingot.serve.predict import SUMMARY_TOKENS, predict
@@ -167,7 +167,7 @@ def test_completions_answer_whole_texts(writing: Running, summarizer: Loaded) ->
 def test_usage_and_metrics_count_the_tokens_that_were_written(
     writing: Running, summarizer: Loaded
 ) -> None:
-    (answer,) = summarizer.worker(1).run([Summary(summarizer.encode("the"), LIMIT)])  # type: ignore[union-attr]
+    (answer,) = summarizer.worker(1).run([Seq2SeqRequest(summarizer.encode("the"), LIMIT)])  # type: ignore[union-attr]
     before = writing.metric("ingot_tokens_total", kind="completion")
     usage = post(writing, "/v1/completions", {"prompt": "the", "temperature": 0}).json()["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (
@@ -326,7 +326,7 @@ def narrow(summary_folder: Path) -> Iterator[Running]:
 
 def endless(loaded: Loaded) -> dict[str, Any]:
     """A request whose text does not end."""
-    runs = loaded.worker(8).run([Summary(loaded.encode(prompt), 1000) for prompt in PROMPTS])  # type: ignore[union-attr]
+    runs = loaded.worker(8).run([Seq2SeqRequest(loaded.encode(prompt), 1000) for prompt in PROMPTS])  # type: ignore[union-attr]
     return {
         "instances": [
             next(
@@ -442,7 +442,7 @@ def test_plain_sampling_is_not_shared(writing: Running, summarizer: Loaded) -> N
     }
     first, second = post(writing, "/predict", body).json()["predictions"]
     (answer,) = summarizer.worker(1).run(
-        [Summary(summarizer.encode("the"), 20, Sampling(1.0, 1.0, 5))]
+        [Seq2SeqRequest(summarizer.encode("the"), 20, Sampling(1.0, 1.0, 5))]
     )  # type: ignore[union-attr]
     assert first == second == answer.text
 

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from ingot.models.generation.generator import Token
+from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobWriter
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -40,10 +40,10 @@ def ids(*words: str) -> list[int]:
 def test_tokens_read_as_they_do_in_their_place(tokenizer: Tokenizer) -> None:
     fox, es, half, other = ids("▁fox", "es", "<0xC3>", "<0xC4>")
     tokens = [
-        Token(fox, 0, -0.5, ((fox, -0.5), (es, -2.0))),
-        Token(es, 4, -0.25, ((es, -0.25), (fox, -1.5))),
-        Token(half, 6, -3.0, ((other, -1.0), (half, -3.0))),
-        Token(es, 7, -4.0, ((ids("</s>")[0], -0.1),)),
+        GeneratedToken(fox, 0, -0.5, ((fox, -0.5), (es, -2.0))),
+        GeneratedToken(es, 4, -0.25, ((es, -0.25), (fox, -1.5))),
+        GeneratedToken(half, 6, -3.0, ((other, -1.0), (half, -3.0))),
+        GeneratedToken(es, 7, -4.0, ((ids("</s>")[0], -0.1),)),
     ]
     told = LogprobWriter(tokenizer, ids("▁the")).completions(tokens)
     assert told["tokens"] == [" fox", "es", "\ufffd", "es"]
@@ -59,7 +59,8 @@ def test_tokens_read_as_they_do_in_their_place(tokenizer: Tokenizer) -> None:
 
 def test_a_stream_of_pieces_reads_like_the_whole(tokenizer: Tokenizer) -> None:
     tokens = [
-        Token(token, 0, -1.0, ((token, -1.0),)) for token in ids("▁fox", "▁the", "es", "▁fox")
+        GeneratedToken(token, 0, -1.0, ((token, -1.0),))
+        for token in ids("▁fox", "▁the", "es", "▁fox")
     ]
     whole, parts = LogprobWriter(tokenizer, ids("▁the")), LogprobWriter(tokenizer, ids("▁the"))
     together = whole.chat(tokens)["content"]
@@ -72,5 +73,7 @@ def test_a_stream_of_pieces_reads_like_the_whole(tokenizer: Tokenizer) -> None:
 
 
 def test_half_a_character_has_no_bytes_to_tell(tokenizer: Tokenizer) -> None:
-    (item,) = LogprobWriter(tokenizer, []).chat([Token(ids("<0xC3>")[0], 0, -1.0)])["content"]
+    (item,) = LogprobWriter(tokenizer, []).chat([GeneratedToken(ids("<0xC3>")[0], 0, -1.0)])[
+        "content"
+    ]
     assert (item["token"], item["bytes"]) == ("\ufffd", None)

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from ingot.models.generation.generator import Completion, Request
+from ingot.models.generation.request import Completion, Request
 from ingot.models.generation.sampling import Sampling
 from ingot.serve.native.model import Loaded
 from tests import tolerances

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ingot.models.generation.seq2seq import generate
-from ingot.models.hf.loading import HubModel
+from ingot.models.hf.models import HFModel
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.models.hf.tiny import common, drawn, varied, write
@@ -54,7 +54,7 @@ def make_folder(
         **overrides,
     }
     model = Decoder(DecoderConfig.from_hf(config))
-    initialise(model, 5)
+    init_weights(model, 5)
     save_weights({name: parameter.detach() for name, parameter in model.named_parameters()}, folder)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos or []}))
@@ -96,7 +96,7 @@ def make_classifier(folder: Path) -> Path:
     )
 
 
-def _finish(model: HubModel, folder: Path, tokenizer: Tokenizer, lineage: dict[str, Any]) -> Path:
+def _finish(model: HFModel, folder: Path, tokenizer: Tokenizer, lineage: dict[str, Any]) -> Path:
     tokenizer.save(write(model, folder))
     (folder / "ingot.json").write_text(json.dumps(lineage))
     return folder

@@ -89,7 +89,7 @@ def phase_of(recipe: Recipe) -> Phase:
 @pytest.mark.parametrize(
     ("where", "signum"),
     [
-        ("ingot.models.spec.draft_model", signal.SIGTERM),
+        ("ingot.models.spec.create_model", signal.SIGTERM),
         ("ingot.train.reference.reference_tables", signal.SIGINT),
         ("ingot.train.build.make_optimizer", signal.SIGUSR1),
     ],
@@ -114,7 +114,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     slow = Slow(recipe, root, "ingot.train.trainer._announce", "pass")
     slow.process.communicate(timeout=60)
     (root / "reached").unlink()
-    code, messages = Slow(recipe, root, "ingot.models.spec.draft_model").ended(signal.SIGTERM)
+    code, messages = Slow(recipe, root, "ingot.models.spec.create_model").ended(signal.SIGTERM)
     assert code == 75
     assert "with checkpoint 2 committed" in messages
 

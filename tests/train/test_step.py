@@ -16,9 +16,9 @@ from ingot.config.sections.training import SGD, AdamW
 from ingot.data.loader import Batch
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.objectives.cross_entropy import CrossEntropy
-from ingot.parallel.apply import Wrapping, apply_wrappers, finish_wrapping
+from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train import step
@@ -77,9 +77,9 @@ def train_a_little(micro_batch: int, kind: str, clip_norm: float | None = None) 
     with running_mesh() as mesh:
         torch.manual_seed(0)
         model = Decoder(DecoderConfig.from_hf(CONFIG))
-        initialise(model, 0)
+        init_weights(model, 0)
         knobs = SGD(kind="sgd", lr=1.0) if kind == "sgd" else AdamW(lr=1e-2)
-        apply_wrappers(model, mesh, Wrapping())
+        apply_wrappers(model, mesh, WrapSettings())
         masters = Masters(model, mesh)
         optimizer = make_optimizer(knobs, masters)
         module = finish_wrapping(model, mesh)
@@ -165,7 +165,7 @@ def test_a_wrong_gradient_scale_would_be_seen() -> None:
 def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
     with running_mesh() as mesh:
         model = Decoder(DecoderConfig.from_hf(CONFIG))
-        initialise(model, 0)
+        init_weights(model, 0)
         masters = Masters(model, mesh)
         optimizer = make_optimizer(
             SGD(kind="sgd", lr=1.0, momentum=0.9) if kind == "sgd" else AdamW(lr=1e-2), masters
@@ -230,7 +230,7 @@ def test_bf16_compute_stays_near_float32() -> None:
         losses: dict[str, float] = {}
         for compute in ("fp32", "bf16"):
             model = Decoder(DecoderConfig.from_hf(CONFIG))
-            initialise(model, 0)
+            init_weights(model, 0)
             masters = Masters(model, mesh, working=torch.bfloat16 if compute == "bf16" else None)
             optimizer = make_optimizer(AdamW(lr=1e-2), masters)
             for _ in range(8):

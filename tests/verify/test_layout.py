@@ -20,7 +20,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import Degrees, check_layout
 from ingot.data.opened import IGNORE
 from ingot.data.rows import Row
-from ingot.models.hf.config import hub_config
+from ingot.models.hf.config import read_hf_config
 from ingot.models.native.config import DecoderConfig
 from ingot.verify.layout import LayoutProof, LayoutResult, verify_layout
 from ingot.verify.layout_modes import (
@@ -260,8 +260,8 @@ def test_a_small_model_of_transformers_is_built(name: str) -> None:
         "dropout_rate": 0.1,
         "attention_dropout": 0.1,
     }
-    large = hub_config({**given, "vocab_size": 500}, kind, name)  # type: ignore[arg-type]
-    small = hub_config(small_hub(large.to_hf()), kind, "small")  # type: ignore[arg-type]
+    large = read_hf_config({**given, "vocab_size": 500}, kind, name)  # type: ignore[arg-type]
+    small = read_hf_config(small_hub(large.to_hf()), kind, "small")  # type: ignore[arg-type]
     assert small.vocab_size == VOCABULARY
     model = small.build().train()
     assert all(

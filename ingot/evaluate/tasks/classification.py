@@ -23,7 +23,7 @@ from ingot.evaluate.loss import score_samples
 from ingot.evaluate.metrics import Statistic, bootstrap_interval, mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.evaluate.tasks.loss import comparison_set, open_held_out
-from ingot.models.native.head import View
+from ingot.models.native.head import LogitsView
 
 Numbers = npt.NDArray[np.int64]
 MAX_REPORTED_CLASSES = 20
@@ -102,7 +102,7 @@ class _ClassScorer:
 
     chosen: Tensor
 
-    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         self.chosen = view.logits().argmax(-1)
         return view.log_probability(labels)
 

@@ -22,7 +22,7 @@ from ingot.evaluate.generation import generate_answers
 from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
 from ingot.evaluate.metrics import ratio_interval
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
-from ingot.models.generation.generator import Request
+from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
 
 MAX_TOKENS = 256

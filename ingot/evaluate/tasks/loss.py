@@ -26,7 +26,7 @@ from ingot.evaluate.loss import (
 )
 from ingot.evaluate.metrics import loss_metrics, mean_metric, sum_metrics
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
-from ingot.models.kinds import TRAINED_ON
+from ingot.models.kinds import KIND_FOR_DOCUMENTS
 from ingot.tokenizers.tokenizer import Tokenizer
 
 
@@ -66,7 +66,7 @@ def open_loss(
     recipe = info.recipe
     info.require_kind(
         f"evaluate.tasks, {task.name}: the loss of {recipe.documents} documents",
-        TRAINED_ON[recipe.documents],
+        KIND_FOR_DOCUMENTS[recipe.documents],
     )
     prepared, rows = open_held_out(recipe, info.where, info.positions)
     count = min(len(rows), max_documents or len(rows))

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Lora
-from ingot.models.parameters import fill_normal, local
+from ingot.models.parameters import fill_normal, local_tensor
 
 META_NAMES = {
     "wq": "q_proj",
@@ -42,14 +42,14 @@ _GOLDEN, _MIX1, _MIX2 = (
 )  # as signed 64-bit
 
 
-class Size(NamedTuple):
+class LoRASize(NamedTuple):
     """How one layer is adapted: inner size of the product, and what it is multiplied by."""
 
     rank: int
     scale: float
 
 
-class LoraState:
+class LoRAState:
     """What the adapted layers of one model share: whether they act, and which inputs dropout takes
     in training.
 
@@ -137,7 +137,7 @@ class LoRALinear(nn.Linear):
     are those of the layer it replaces.
     """
 
-    def __init__(self, base: nn.Linear, name: str, size: Size, state: LoraState) -> None:
+    def __init__(self, base: nn.Linear, name: str, size: LoRASize, state: LoRAState) -> None:
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
@@ -182,14 +182,14 @@ def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
     """Adapt the layers that `knobs.targets` means and freeze all else but a classification head;
     nothing that the model says changes yet.
 
-    On a model on `meta` the new matrices are there too: call `draw_adapter` when they have their
+    On a model on `meta` the new matrices are there too: call `init_adapter` when they have their
     memory.
 
     Raises:
         WrongInput: a target that matches no linear layer.
     """
-    size = Size(knobs.rank, knobs.alpha / knobs.rank)
-    attach(
+    size = LoRASize(knobs.rank, knobs.alpha / knobs.rank)
+    attach_lora(
         model,
         dict.fromkeys(target_layers(model, knobs.targets), size),
         dropout=knobs.dropout,
@@ -197,9 +197,11 @@ def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
     )
 
 
-def attach(model: nn.Module, sizes: Mapping[str, Size], *, dropout: float, seed: int) -> None:
+def attach_lora(
+    model: nn.Module, sizes: Mapping[str, LoRASize], *, dropout: float, seed: int
+) -> None:
     """Adapt just these layers."""
-    inner, state = named_by(model), LoraState(seed, dropout)
+    inner, state = hf_module(model), LoRAState(seed, dropout)
     if lora_layers(model):
         raise ValueError("this model has an adapter already")
     for name, size in sizes.items():
@@ -207,11 +209,11 @@ def attach(model: nn.Module, sizes: Mapping[str, Size], *, dropout: float, seed:
     trained = set(adapter_parameters(model))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    draw_adapter(model, seed)
+    init_adapter(model, seed)
 
 
 @torch.no_grad()
-def draw_adapter(model: nn.Module, seed: int) -> None:
+def init_adapter(model: nn.Module, seed: int) -> None:
     """B is 0; A is normal with mean 0 and variance 1 / (3 * in), that of PEFT's uniform A, from the
     generator of `ingot.models.parameters`.
 
@@ -220,10 +222,10 @@ def draw_adapter(model: nn.Module, seed: int) -> None:
     for name, layer in lora_layers(model).items():
         if not layer.lora_A.is_meta:
             fill_normal(layer.lora_A, seed, f"{name}.{A}", 1 / math.sqrt(3 * layer.in_features))
-            local(layer.lora_B).zero_()
+            local_tensor(layer.lora_B).zero_()
 
 
-def named_by(model: nn.Module) -> nn.Module:
+def hf_module(model: nn.Module) -> nn.Module:
     """The module whose names are Hugging Face's: what a wrapper holds as `.inner`, else the model
     itself.
     """
@@ -236,12 +238,12 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     """The adapted layers by name; empty where there is no adapter."""
     return {
         name: module
-        for name, module in named_by(model).named_modules()
+        for name, module in hf_module(model).named_modules()
         if isinstance(module, LoRALinear)
     }
 
 
-def lora_state(model: nn.Module) -> LoraState | None:
+def lora_state(model: nn.Module) -> LoRAState | None:
     """What the adapted layers share; None where there is no adapter."""
     return next(
         (module.state for module in model.modules() if isinstance(module, LoRALinear)), None
@@ -252,7 +254,7 @@ def head_modules(model: nn.Module) -> tuple[str, ...]:
     """The modules of a classifier beside its pretrained trunk: drawn anew, so that they are trained
     whole (but one that a folder of PEFT's adapts instead). None for other models.
     """
-    inner = named_by(model)
+    inner = hf_module(model)
     if not type(inner).__name__.endswith("ForSequenceClassification"):
         return ()
     trunk = getattr(inner, "base_model_prefix", "")
@@ -275,7 +277,7 @@ def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[
     kept = {_VOCABULARY, *(head_modules(model) if heads is None else heads)}
     return [
         name
-        for name, module in named_by(model).named_modules()
+        for name, module in hf_module(model).named_modules()
         if isinstance(module, nn.Linear) and name.split(".")[0] not in kept
     ]
 
@@ -317,7 +319,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """What is trained under LoRA, by the model's own parameter names: the small matrices, and the
     head of a classifier.
     """
-    prefix = "" if named_by(model) is model else "inner."
+    prefix = "" if hf_module(model) is model else "inner."
     names = {f"{prefix}{layer}.{matrix}" for layer in lora_layers(model) for matrix in (A, B)}
     heads = tuple(f"{prefix}{head}." for head in head_modules(model))
     return {
@@ -353,7 +355,7 @@ def merged_weights(
     have; None for all parameters, tied ones once.
     """
     layers = lora_layers(model)
-    for name, tensor in named_by(model).named_parameters() if tensors is None else tensors:
+    for name, tensor in hf_module(model).named_parameters() if tensors is None else tensors:
         owner, _, leaf = name.rpartition(".")
         if owner not in layers:
             yield name, tensor.detach()
@@ -362,9 +364,9 @@ def merged_weights(
 
 
 @torch.no_grad()
-def fold(model: nn.Module) -> None:
+def merge_in_place(model: nn.Module) -> None:
     """Fold the products into the weights, in place; plain linear layers remain."""
-    inner = named_by(model)
+    inner = hf_module(model)
     for name, layer in lora_layers(model).items():
         layer.weight.copy_(layer.merged())
         plain = nn.Linear(

@@ -27,18 +27,18 @@ from ingot.models.adapters.lora import (
     A,
     B,
     LoRALinear,
-    Size,
-    attach,
-    fold,
+    LoRASize,
+    attach_lora,
     head_modules,
+    hf_module,
     linear_layers,
     lora_layers,
     lora_state,
-    named_by,
+    merge_in_place,
 )
 from ingot.models.adapters.peft_config import CONFIG, INSTEAD, AdapterConfig, read_adapter_config
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import box, local
+from ingot.models.parameters import local_tensor, shard_slices
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -120,7 +120,7 @@ def _short_targets(model: nn.Module, layers: Mapping[str, LoRALinear]) -> list[s
     heads = head_modules(model)
     called = {
         name
-        for name, _ in named_by(model).named_modules()
+        for name, _ in hf_module(model).named_modules()
         if name.rpartition(".")[2] in tails and name.split(".")[0] not in heads
     }
     return tails if called == set(layers) else sorted(layers)
@@ -140,7 +140,7 @@ def _places(
         places |= {
             f"{_PREFIX}{head}.{name}": tensor
             for name, tensor in (
-                named_by(model).get_submodule(head).state_dict(keep_vars=True).items()
+                hf_module(model).get_submodule(head).state_dict(keep_vars=True).items()
             )
         }
     return places
@@ -164,16 +164,16 @@ def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool =
     if present := lora_layers(model):
         here = {name: sizes[name] for name in linear_layers(model, heads) if name in sizes}
         _compare(
-            here, {name: Size(layer.rank, layer.scale) for name, layer in present.items()}, path
+            here, {name: LoRASize(layer.rank, layer.scale) for name, layer in present.items()}, path
         )
     tensors = _read(folder)
     _check(_shapes(whole, sizes, heads), tensors, folder / WEIGHTS)
     if not present:
-        attach(model, sizes, dropout=config.dropout, seed=seed)
+        attach_lora(model, sizes, dropout=config.dropout, seed=seed)
     for key, place in _places(model, lora_layers(model), heads).items():
-        local(place).copy_(tensors[key][box(place)])
+        local_tensor(place).copy_(tensors[key][shard_slices(place)])
     if merge:
-        fold(model)
+        merge_in_place(model)
 
 
 def _whole(model: nn.Module) -> nn.Module:
@@ -188,7 +188,7 @@ def _whole(model: nn.Module) -> nn.Module:
 
 def _sizes(
     model: nn.Module, config: AdapterConfig, heads: tuple[str, ...], path: Path
-) -> dict[str, Size]:
+) -> dict[str, LoRASize]:
     """The layers that an adapter is for, and how each is adapted."""
     linears, targets = linear_layers(model, heads), config.targets
     if isinstance(targets, tuple):
@@ -224,7 +224,7 @@ def _sizes(
         )
         if rank < 1:
             raise WrongInput(f"{path}: the rank of {name} is {rank}; fetch the adapter again")
-        sizes[name] = Size(rank, alpha / (math.sqrt(rank) if config.root else rank))
+        sizes[name] = LoRASize(rank, alpha / (math.sqrt(rank) if config.root else rank))
     return sizes
 
 
@@ -241,7 +241,7 @@ def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ..
     """The modules that the adapter holds whole. Only a classifier's head is ever trained so
     here.
     """
-    here, there = head_modules(model), [name for name, _ in named_by(model).named_modules()]
+    here, there = head_modules(model), [name for name, _ in hf_module(model).named_modules()]
     held: set[str] = set()
     for wanted in config.heads:
         matches = {
@@ -258,7 +258,7 @@ def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ..
     return tuple(name for name in here if name in held)
 
 
-def _compare(stored: Mapping[str, Size], present: Mapping[str, Size], path: Path) -> None:
+def _compare(stored: Mapping[str, LoRASize], present: Mapping[str, LoRASize], path: Path) -> None:
     """To go on with an adapter, the recipe must ask for the same one."""
     if different := sorted(stored.keys() ^ present.keys()):
         side = (
@@ -301,14 +301,14 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _shapes(
-    model: nn.Module, sizes: Mapping[str, Size], heads: tuple[str, ...]
+    model: nn.Module, sizes: Mapping[str, LoRASize], heads: tuple[str, ...]
 ) -> dict[str, tuple[int, ...]]:
     """PEFT's key and the shape of every tensor that the adapter must hold."""
     shapes: dict[str, tuple[int, ...]] = {
         key: tuple(tensor.shape) for key, tensor in _places(model, {}, heads).items()
     }
     for name, size in sizes.items():
-        rows, columns = named_by(model).get_parameter(f"{name}.weight").shape
+        rows, columns = hf_module(model).get_parameter(f"{name}.weight").shape
         shapes[f"{_PREFIX}{name}.{A}.weight"], shapes[f"{_PREFIX}{name}.{B}.weight"] = (
             (
                 size.rank,

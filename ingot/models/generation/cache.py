@@ -29,7 +29,9 @@ class KVCache:
         self._rows, self._length = 0, 0
         self._stores: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
 
-    def window(self, first: int, starts: Sequence[int], time: int, device: torch.device) -> Window:
+    def window(
+        self, first: int, starts: Sequence[int], time: int, device: torch.device
+    ) -> CacheWindow:
         """What one pass of the model needs: rows `first`, `first + 1`, ... each get `time` tokens
         from position `starts[i]` on.
         """
@@ -41,7 +43,7 @@ class KVCache:
             )
         self._rows = _room(self._rows, first + len(starts), 1, self.max_rows)
         self._length = _room(self._length, needed, LEAST_LENGTH, self.max_length)
-        return Window(self, first, starts, time, device)
+        return CacheWindow(self, first, starts, time, device)
 
     def store(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each `[rows, K, length, E]`, large enough for every window
@@ -74,7 +76,7 @@ class KVCache:
                 tensor[row].zero_()
 
 
-class Window:
+class CacheWindow:
     """The cache as the layers of one forward pass see it."""
 
     def __init__(

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ingot.models.generation.request import Piece, Request
+from ingot.models.generation.request import CompletionChunk, Request
 from ingot.models.generation.seq2seq import check_text
 from ingot.models.hf.models import Encoder
 
 
 @dataclass(frozen=True)
-class Scored(Piece):
+class ClassScores(CompletionChunk):
     """A verdict: `text` is the likeliest label, `scores` the probability of each, in the model's
     order.
     """
@@ -79,7 +79,7 @@ class Classifier:
         """Forget every text; what to do after `step` raised."""
         self._pending.clear()
 
-    def step(self) -> list[tuple[ClassifierJob, Scored]]:
+    def step(self) -> list[tuple[ClassifierJob, ClassScores]]:
         """Judge the next batch."""
         group = [self._pending[index] for index in range(min(self._max_rows, len(self._pending)))]
         if not group:
@@ -89,10 +89,10 @@ class Classifier:
             self._pending.remove(job)
         return [(job, self._scored(scores)) for job, scores in zip(group, verdicts, strict=True)]
 
-    def _scored(self, scores: Sequence[float]) -> Scored:
+    def _scored(self, scores: Sequence[float]) -> ClassScores:
         if not all(math.isfinite(score) for score in scores):
-            return Scored("", (), 0, "error")
-        return Scored(
+            return ClassScores("", (), 0, "error")
+        return ClassScores(
             self._model.config.labels[max(range(len(scores)), key=scores.__getitem__)],
             (),
             0,

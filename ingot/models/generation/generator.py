@@ -21,37 +21,24 @@ from ingot.base.errors import WrongInput
 from ingot.models.generation.cache import KVCache
 from ingot.models.generation.request import (
     Completion,
+    CompletionChunk,
     Decode,
-    Finish,
-    Piece,
+    FinishReason,
+    GeneratedToken,
     Request,
     TextStream,
-    Token,
-    check,
-    join,
+    check_request,
+    join_chunks,
 )
-from ingot.models.generation.sampling import Choice, Dice, choose
+from ingot.models.generation.sampling import SampledToken, UniformDraws, sample_tokens
 from ingot.models.native.decoder import Decoder
-
-__all__ = [
-    "Completion",
-    "Finish",
-    "Generator",
-    "Job",
-    "Piece",
-    "Request",
-    "Token",
-    "check",
-    "eos_ids",
-    "join",
-]
 
 # Prompt tokens read in one step: what running requests wait for at most between two of their
 # tokens.
 PREFILL_TOKENS = 512
 
 
-class Job:
+class GenerationJob:
     """A request on its way through a `Generator`."""
 
     def __init__(self, request: Request, decode: Decode | None) -> None:
@@ -60,11 +47,11 @@ class Job:
         self.last = 0  # the newest token, not in the cache yet
         self.generated = 0
         self.given = 0  # characters given out
-        self.dice = Dice(request.sampling)
+        self.dice = UniformDraws(request.sampling)
         self.stream = TextStream(decode, request.prompt, request.stop) if decode else None
-        self.waiting: list[Token] = []  # tokens whose text is not given out yet
+        self.waiting: list[GeneratedToken] = []  # tokens whose text is not given out yet
 
-    def accept(self, choice: Choice, eos: Collection[int], room: int) -> Piece:
+    def accept(self, choice: SampledToken, eos: Collection[int], room: int) -> CompletionChunk:
         """Take in the next token. `room`: how many more the model's positions hold."""
         self.last = choice.token
         self.generated += 1
@@ -85,14 +72,16 @@ class Job:
             else [token for token in self.waiting if token.offset < self.given]
         )
         self.waiting = self.waiting[len(ready) :]
-        return Piece(text, tuple(ready), self.generated)
+        return CompletionChunk(text, tuple(ready), self.generated)
 
-    def _read(self, choice: Choice) -> str:
+    def _read(self, choice: SampledToken) -> str:
         """Put the token among the waiting ones, where its text begins; answer the text that it
         makes certain.
         """
         before, unsettled = (self.stream.length, self.stream.unsettled) if self.stream else (0, 0)
-        self.waiting.append(Token(choice.token, before + unsettled, choice.logprob, choice.top))
+        self.waiting.append(
+            GeneratedToken(choice.token, before + unsettled, choice.logprob, choice.top)
+        )
         text = self.stream.push(choice.token) if self.stream else ""
         if self.stream and self.stream.length > before:
             # Tokens that turned out to be parts of the last character begin with it, not behind it.
@@ -103,8 +92,8 @@ class Job:
             ]
         return text
 
-    def _finish(self, finish: Finish, text: str) -> Piece:
-        return Piece(text, tuple(self.waiting), self.generated, finish)
+    def _finish(self, finish: FinishReason, text: str) -> CompletionChunk:
+        return CompletionChunk(text, tuple(self.waiting), self.generated, finish)
 
 
 @dataclass
@@ -113,8 +102,8 @@ class _Batch:
     prompt is partly read.
     """
 
-    decoding: list[Job] = field(default_factory=list)
-    entering: Job | None = None
+    decoding: list[GenerationJob] = field(default_factory=list)
+    entering: GenerationJob | None = None
 
 
 class Generator:
@@ -140,7 +129,7 @@ class Generator:
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._positions = model.config.max_position_embeddings
         self._cache = KVCache(model.config.windows, max_rows, self._positions)
-        self._pending: deque[Job] = deque()
+        self._pending: deque[GenerationJob] = deque()
         self._batch = _Batch()
 
     @property
@@ -153,15 +142,15 @@ class Generator:
         """Requests that are not finished."""
         return self.rows + len(self._pending)
 
-    def add(self, request: Request) -> Job:
-        """Queue a request. Raises WrongInput when it cannot be served; see `check`."""
-        check(request, self._model.config)
-        job = Job(request, self._decode)
+    def add(self, request: Request) -> GenerationJob:
+        """Queue a request. Raises WrongInput when it cannot be served; see `check_request`."""
+        check_request(request, self._model.config)
+        job = GenerationJob(request, self._decode)
         self._pending.append(job)
         return job
 
     @torch.inference_mode()
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: GenerationJob) -> None:
         """Forget a request, whatever it is at; one that is finished already is ignored."""
         if job in self._pending:
             self._pending.remove(job)
@@ -177,11 +166,11 @@ class Generator:
         self._cache = KVCache(self._model.config.windows, self._max_rows, self._positions)
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Job, Piece]]:
+    def step(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         """Read prompts, then decode one token for each running request. Several pieces of one job
         come in order.
         """
-        pieces: list[tuple[Job, Piece]] = []
+        pieces: list[tuple[GenerationJob, CompletionChunk]] = []
         if self._pending or self._batch.entering:
             pieces += self._prefill()
         if self._batch.decoding:
@@ -191,13 +180,13 @@ class Generator:
     def run(self, requests: Iterable[Request]) -> list[Completion]:
         """Complete `requests` and nothing else; the answers in their order."""
         jobs = [self.add(request) for request in requests]
-        parts: dict[Job, list[Piece]] = {job: [] for job in jobs}
+        parts: dict[GenerationJob, list[CompletionChunk]] = {job: [] for job in jobs}
         while self.busy:
             for job, piece in self.step():
                 parts[job].append(piece)
-        return [join(parts[job]) for job in jobs]
+        return [join_chunks(parts[job]) for job in jobs]
 
-    def _prefill(self) -> list[tuple[Job, Piece]]:
+    def _prefill(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         """Read the prompts of the next few jobs, or the next share of a long one; first tokens of
         those read to the end.
         """
@@ -225,11 +214,11 @@ class Generator:
         self._batch.decoding += group
         return self._choose(first, hidden[torch.arange(len(rows), device=hidden.device), last])
 
-    def _next_group(self) -> list[Job]:
+    def _next_group(self) -> list[GenerationJob]:
         """Waiting jobs that one pass can read: together at most `prefill_tokens`, padding included,
         or one long prompt alone.
         """
-        group: list[Job] = []
+        group: list[GenerationJob] = []
         longest = 0
         while self._pending and len(self._batch.decoding) + len(group) < self._max_rows:
             longest = max(longest, len(self._pending[0].request.prompt))
@@ -238,7 +227,7 @@ class Generator:
             group.append(self._pending.popleft())
         return group
 
-    def _next_tokens(self) -> list[tuple[Job, Piece]]:
+    def _next_tokens(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         jobs = self._batch.decoding
         hidden = self._forward(0, [[job.last] for job in jobs], [job.read for job in jobs])
         for job in jobs:
@@ -255,12 +244,12 @@ class Generator:
             torch.tensor(tokens, device=device), window.positions, cache=window
         )
 
-    def _choose(self, first: int, hidden: Tensor) -> list[tuple[Job, Piece]]:
+    def _choose(self, first: int, hidden: Tensor) -> list[tuple[GenerationJob, CompletionChunk]]:
         """The next token of the decoding jobs from row `first` on; those that end leave the
         batch.
         """
         jobs = self._batch.decoding[first:]
-        choices = choose(
+        choices = sample_tokens(
             self._model.logits(hidden),
             [job.request.sampling for job in jobs],
             [job.dice.roll() for job in jobs],

@@ -12,7 +12,7 @@ from ingot.base.errors import WrongInput
 from ingot.models.generation.sampling import Sampling
 from ingot.models.native.config import DecoderConfig
 
-Finish = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error"]
 GREEDY = Sampling()
 
 
@@ -29,7 +29,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Token:
+class GeneratedToken:
     """A generated token. `offset`: characters of the completion before it. Log-probabilities where
     they were asked for.
     """
@@ -41,7 +41,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CompletionChunk:
     """What one step gave one request.
 
     `tokens` are those whose text lies in what has been given out so far: never EOS, nothing of a
@@ -52,22 +52,22 @@ class Piece:
     """
 
     text: str
-    tokens: tuple[Token, ...]
+    tokens: tuple[GeneratedToken, ...]
     generated: int
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer; the fields are those of `Piece`."""
+    """A whole answer; the fields are those of `CompletionChunk`."""
 
     text: str
-    tokens: tuple[Token, ...]
+    tokens: tuple[GeneratedToken, ...]
     generated: int
-    finish: Finish
+    finish: FinishReason
 
 
-def check(request: Request, config: DecoderConfig) -> None:
+def check_request(request: Request, config: DecoderConfig) -> None:
     """Raises WrongInput when the model cannot serve the request: no or too many prompt tokens,
     unknown ids.
     """
@@ -92,7 +92,7 @@ def check(request: Request, config: DecoderConfig) -> None:
         raise WrongInput(f"max_tokens is {request.max_tokens}; ask for at least 1")
 
 
-def join(pieces: Sequence[Piece]) -> Completion:
+def join_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
     """The whole answer from all pieces of one job; the last one carries the finish."""
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     return Completion(

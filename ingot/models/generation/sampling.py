@@ -38,7 +38,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledToken:
     """A chosen token. `finite` is False where the logits were not, and then the token means
     nothing.
     """
@@ -49,7 +49,7 @@ class Choice:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Dice:
+class UniformDraws:
     """The random numbers of one request: its own generator, so that no neighbour shifts them."""
 
     def __init__(self, sampling: Sampling) -> None:
@@ -68,7 +68,9 @@ class Dice:
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
 
 
-def choose(logits: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]) -> list[Choice]:
+def sample_tokens(
+    logits: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]
+) -> list[SampledToken]:
     """One token for each row of `logits`, float32 `[B, V]`; `rolls` are the rows' random
     numbers.
     """
@@ -88,11 +90,11 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]
         else []
     )
     choices = [
-        Choice(token, math.isfinite(top))
+        SampledToken(token, math.isfinite(top))
         for token, top in zip(tokens.tolist(), best.tolist(), strict=True)
     ]
     for row, (logprob, top) in zip(asked, logprobs, strict=True):
-        choices[row] = Choice(
+        choices[row] = SampledToken(
             choices[row].token, choices[row].finite, logprob, top[: samplings[row].logprobs]
         )
     return choices

@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.request import Completion, Decode, Finish, Piece, Request, join
-from ingot.models.generation.sampling import Dice, Sampling, choose
-from ingot.models.hf.config import HubConfig
+from ingot.models.generation.request import (
+    Completion,
+    CompletionChunk,
+    Decode,
+    FinishReason,
+    Request,
+    join_chunks,
+)
+from ingot.models.generation.sampling import Sampling, UniformDraws, sample_tokens
+from ingot.models.hf.config import HFConfig
 from ingot.models.hf.models import Seq2Seq
 
 PREFERENCES = (
@@ -39,7 +46,7 @@ PREFERENCES = (
 
 
 @dataclass(frozen=True)
-class Summary(Request):
+class Seq2SeqRequest(Request):
     """`prompt` is the source as the model reads it, framed. `beams` above 1 search for the
     likeliest text (for greedy requests alone).
     """
@@ -48,14 +55,14 @@ class Summary(Request):
 
 
 @dataclass(frozen=True)
-class Written:
+class Seq2SeqAnswer:
     """An answer. `ids` are those of the text, without the tokens that begin and end it; `generated`
     counts the one that ends it, too.
     """
 
     ids: list[int]
     generated: int
-    finish: Finish
+    finish: FinishReason
 
 
 def generate(
@@ -75,21 +82,21 @@ def generate(
         WrongInput: a source that the model cannot read, or settings that exclude each other.
     """
     requests = [
-        Summary(source, max_tokens, Sampling(temperature, top_p, seed), (), beams)
+        Seq2SeqRequest(source, max_tokens, Sampling(temperature, top_p, seed), (), beams)
         for source in sources
     ]
     for request in requests:
-        check_summary(request, model.config)
-    return [written.ids for written in write(model, requests, eos)] if requests else []
+        check_seq2seq_request(request, model.config)
+    return [written.ids for written in answer_batch(model, requests, eos)] if requests else []
 
 
 @torch.inference_mode()
-def write(
+def answer_batch(
     model: Seq2Seq,
-    requests: Sequence[Summary],
+    requests: Sequence[Seq2SeqRequest],
     eos: Collection[int] = (),
     unwanted: Callable[[int], bool] = lambda row: False,
-) -> list[Written]:
+) -> list[Seq2SeqAnswer]:
     """Answer requests with the same `beams` (and above 1 the same `max_tokens`) together.
     `unwanted(row)`: whether to give that one up, asked at each token.
     """
@@ -106,7 +113,7 @@ def write(
         [[1] * len(request.prompt) + [0] * (longest - len(request.prompt)) for request in requests],
         device=device,
     )
-    watch = _Watch(requests, unwanted)
+    watch = _SearchMonitor(requests, unwanted)
     own, was_training = model.inner.generation_config, model.training
     # transformers fills what is not said from the model's own configuration, lengths and sampling
     # too; so that one is put away.
@@ -131,15 +138,15 @@ def write(
     ]
 
 
-class _Watch:
+class _SearchMonitor:
     """Takes part in transformers' search: draws tokens as decoders do, sees numbers that are not
     finite, and ends what nobody waits for.
     """
 
-    def __init__(self, requests: Sequence[Summary], unwanted: Callable[[int], bool]) -> None:
+    def __init__(self, requests: Sequence[Seq2SeqRequest], unwanted: Callable[[int], bool]) -> None:
         self._requests, self._unwanted = requests, unwanted
         self._beams = requests[0].beams
-        self._dice = [Dice(request.sampling) for request in requests]
+        self._dice = [UniformDraws(request.sampling) for request in requests]
         self._length = 0
         self.broken: set[int] = set()
 
@@ -150,7 +157,7 @@ class _Watch:
             finite = scores.amax(dim=-1).isfinite().view(-1, self._beams).all(dim=1).tolist()
             self._mark(finite)
             return scores
-        choices = choose(
+        choices = sample_tokens(
             scores,
             [request.sampling for request in self._requests],
             [dice.roll() for dice in self._dice],
@@ -191,14 +198,16 @@ def _ends(value: int | list[int] | None) -> list[int]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _written(row: list[int], request: Summary, ends: Sequence[int], *, finite: bool) -> Written:
+def _written(
+    row: list[int], request: Seq2SeqRequest, ends: Sequence[int], *, finite: bool
+) -> Seq2SeqAnswer:
     row = row[: request.max_tokens]
     end = next((place for place, token in enumerate(row) if token in ends), None)
-    finish: Finish = "error" if not finite else "length" if end is None else "stop"
-    return Written(row[:end], len(row) if end is None else end + 1, finish)
+    finish: FinishReason = "error" if not finite else "length" if end is None else "stop"
+    return Seq2SeqAnswer(row[:end], len(row) if end is None else end + 1, finish)
 
 
-def check_summary(request: Summary, config: HubConfig) -> None:
+def check_seq2seq_request(request: Seq2SeqRequest, config: HFConfig) -> None:
     """Raises WrongInput when the model cannot serve the request."""
     check_text(request.prompt, config)
     if not 1 <= request.max_tokens <= config.max_position_embeddings:
@@ -215,7 +224,7 @@ def check_summary(request: Summary, config: HubConfig) -> None:
         )
 
 
-def check_text(ids: Sequence[int], config: HubConfig) -> None:
+def check_text(ids: Sequence[int], config: HFConfig) -> None:
     """Raises WrongInput when a text has no tokens, more than the model has positions, or ones that
     it does not know. Nothing is ever cut.
     """
@@ -234,15 +243,15 @@ def check_text(ids: Sequence[int], config: HubConfig) -> None:
         )
 
 
-class SummaryJob:
-    """A request on its way through a `Summarizer`."""
+class Seq2SeqJob:
+    """A request on its way through a `Seq2SeqGenerator`."""
 
-    def __init__(self, request: Summary) -> None:
+    def __init__(self, request: Seq2SeqRequest) -> None:
         self.request = request
         self.wanted = True
 
 
-class Summarizer:
+class Seq2SeqGenerator:
     """A `Generator` for sequence-to-sequence models: what waits is taken together, and a batch is
     written to its end in one step.
 
@@ -260,32 +269,32 @@ class Summarizer:
             frozenset(eos),
             max_rows,
         )
-        self._pending: deque[SummaryJob] = deque()
+        self._pending: deque[Seq2SeqJob] = deque()
 
     @property
     def busy(self) -> int:
         """Requests that are not finished."""
         return len(self._pending)
 
-    def add(self, request: Request) -> SummaryJob:
-        """Queue a request. Raises WrongInput when it cannot be served; see `check_summary`."""
+    def add(self, request: Request) -> Seq2SeqJob:
+        """Queue a request. Raises WrongInput when it cannot be served; see `check_seq2seq_request`."""
         asked = (
             request
-            if isinstance(request, Summary)
-            else Summary(request.prompt, request.max_tokens, request.sampling, request.stop)
+            if isinstance(request, Seq2SeqRequest)
+            else Seq2SeqRequest(request.prompt, request.max_tokens, request.sampling, request.stop)
         )
-        check_summary(asked, self._model.config)
-        job = SummaryJob(asked)
+        check_seq2seq_request(asked, self._model.config)
+        job = Seq2SeqJob(asked)
         self._pending.append(job)
         return job
 
-    def interrupt(self, job: SummaryJob) -> None:
+    def interrupt(self, job: Seq2SeqJob) -> None:
         """Nobody waits for this one any more. From any thread, also while `step` runs: it is given
         up at the next token.
         """
         job.wanted = False
 
-    def cancel(self, job: SummaryJob) -> None:
+    def cancel(self, job: Seq2SeqJob) -> None:
         """Forget a request; one that is finished already is ignored."""
         job.wanted = False
         if job in self._pending:
@@ -295,14 +304,14 @@ class Summarizer:
         """Forget every request; what to do after `step` raised."""
         self._pending.clear()
 
-    def step(self) -> list[tuple[SummaryJob, Piece]]:
+    def step(self) -> list[tuple[Seq2SeqJob, CompletionChunk]]:
         """Write the next batch: requests of one width, as many as there are rows. One piece each,
         and the last.
         """
         group = self._next_group()
         if not group:
             return []
-        written = write(
+        written = answer_batch(
             self._model,
             [job.request for job in group],
             self._eos,
@@ -318,13 +327,13 @@ class Summarizer:
     def run(self, requests: Iterable[Request]) -> list[Completion]:
         """Answer `requests` and nothing else; in their order."""
         jobs = [self.add(request) for request in requests]
-        pieces: dict[SummaryJob, Piece] = {}
+        pieces: dict[Seq2SeqJob, CompletionChunk] = {}
         while self.busy:
             pieces.update(self.step())
-        return [join([pieces[job]]) for job in jobs]
+        return [join_chunks([pieces[job]]) for job in jobs]
 
-    def _next_group(self) -> list[SummaryJob]:
-        def width(request: Summary) -> tuple[int, int]:
+    def _next_group(self) -> list[Seq2SeqJob]:
+        def width(request: Seq2SeqRequest) -> tuple[int, int]:
             return (1, 0) if request.beams == 1 else (request.beams, request.max_tokens)
 
         same = [
@@ -332,9 +341,9 @@ class Summarizer:
         ]
         return same[: self._max_rows]
 
-    def _piece(self, request: Summary, answer: Written) -> Piece:
+    def _piece(self, request: Seq2SeqRequest, answer: Seq2SeqAnswer) -> CompletionChunk:
         text = self._decode(answer.ids) if answer.finish != "error" else ""
         places = [place for stop in request.stop if (place := text.find(stop)) >= 0]
         if places:
-            return Piece(text[: min(places)], (), answer.generated, "stop")
-        return Piece(text, (), answer.generated, answer.finish)
+            return CompletionChunk(text[: min(places)], (), answer.generated, "stop")
+        return CompletionChunk(text, (), answer.generated, answer.finish)

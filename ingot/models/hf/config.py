@@ -15,7 +15,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 
-HubKind = Literal["seq2seq", "encoder"]
+HFKind = Literal["seq2seq", "encoder"]
 
 CLASSES: dict[str, str] = {
     "t5": "T5ForConditionalGeneration",
@@ -34,7 +34,7 @@ CLASSES: dict[str, str] = {
     "mpnet": "MPNetForSequenceClassification",
 }
 """The class of transformers that each model type becomes."""
-SUPPORTED: dict[str, tuple[HubKind, ...]] = {
+SUPPORTED: dict[str, tuple[HFKind, ...]] = {
     kind: ("encoder",) if name.endswith("ForSequenceClassification") else ("seq2seq",)
     for kind, name in CLASSES.items()
 }
@@ -47,7 +47,7 @@ the length; up to here it is let grow.
 
 
 @dataclass(frozen=True)
-class HubConfig:
+class HFConfig:
     """Sizes of one model of transformers. `source` is the whole configuration, by Hugging Face's
     names.
 
@@ -57,7 +57,7 @@ class HubConfig:
     """
 
     model_type: str
-    kind: HubKind
+    kind: HFKind
     vocab_size: int
     max_position_embeddings: int
     first_position: int
@@ -91,9 +91,9 @@ class HubConfig:
         )
 
 
-def hub_config(
-    values: Mapping[str, Any], kind: HubKind, where: str, labels: Sequence[str] = ()
-) -> HubConfig:
+def read_hf_config(
+    values: Mapping[str, Any], kind: HFKind, where: str, labels: Sequence[str] = ()
+) -> HFConfig:
     """Read `config.json`'s mapping. `labels`: names of an encoder's classes; its own where none are
     given.
 
@@ -136,7 +136,7 @@ def hub_config(
         if kind == "encoder"
         else ()
     )
-    return HubConfig(model_type, kind, int(parsed.vocab_size), positions, first, pad, names, source)
+    return HFConfig(model_type, kind, int(parsed.vocab_size), positions, first, pad, names, source)
 
 
 def _classes(values: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _first_position(model_type: str, pad: int) -> int:
     return 2 if model_type == "mpnet" else 0
 
 
-def _check(parsed: Any, where: str, kind: HubKind) -> None:
+def _check(parsed: Any, where: str, kind: HFKind) -> None:
     """Ids that the model itself puts in must be in its vocabulary."""
     size = int(parsed.vocab_size)
     if (getattr(parsed, "decoder_vocab_size", None) or size) != size:

@@ -17,11 +17,11 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import sha256_file
 from ingot.config.family import overridden
-from ingot.models.hf.tensor_names import misfits
+from ingot.models.hf.tensor_names import describe_mismatches
 from ingot.models.hf.tensorfile import INDEX
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import Box, box, give_memory, local
+from ingot.models.parameters import Slices, allocate, local_tensor, shard_slices
 
 CONFIG, LINEAGE, META = "config.json", "ingot.json", "params.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -67,7 +67,7 @@ def load_model(
     )
     with torch.device("meta"):
         model = Decoder(config).to(dtype or torch.float32)
-    give_memory(model, device)
+    allocate(model, device)
     load_weights(model, folder)
     return model.eval()
 
@@ -92,18 +92,18 @@ def load_weights(model: Decoder, folder: Path) -> None:
                 place = places.get(EMBEDDING if tied and name == HEAD else name)
                 if place is None:
                     continue
-                part = _part(reader.get_slice(name), box(place))
+                part = _part(reader.get_slice(name), shard_slices(place))
                 if not part.is_floating_point():
                     raise WrongInput(
                         f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not"
                         " weights as they are; give an unquantized model"
                     )
                 if name in places:
-                    local(place).copy_(part)
+                    local_tensor(place).copy_(part)
                 else:
                     twin = part
     if twin is not None and not torch.equal(
-        twin.to(places[EMBEDDING].dtype), local(places[EMBEDDING]).cpu()
+        twin.to(places[EMBEDDING].dtype), local_tensor(places[EMBEDDING]).cpu()
     ):
         raise WrongInput(
             f"{folder}: {CONFIG} ties {HEAD} to {EMBEDDING}, but the two differ; set"
@@ -111,7 +111,7 @@ def load_weights(model: Decoder, folder: Path) -> None:
         )
 
 
-def _part(stored: Any, wanted: Box) -> Tensor:
+def _part(stored: Any, wanted: Slices) -> Tensor:
     """A box of a stored tensor; of one that has no rows, as its last ranks have of a short one,
     nothing is asked.
     """
@@ -197,7 +197,7 @@ def _check_names(
     passed_over = {
         name for name in found if name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
     }
-    if trouble := misfits(wanted, found, passed_over):
+    if trouble := describe_mismatches(wanted, found, passed_over):
         raise WrongInput(
             f"{folder}: weights do not fit {CONFIG}: {trouble}; check model.source and model.config"
         )

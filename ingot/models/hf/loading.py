@@ -15,23 +15,9 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.models.hf.config import SUPPORTED, HubConfig, HubKind, hub_config
+from ingot.models.hf.config import HFConfig
 from ingot.models.hf.folder import CONFIG, stored_shapes, stored_tensors
-from ingot.models.hf.models import Encoder, HubModel, Seq2Seq
-
-__all__ = [
-    "SUPPORTED",
-    "Encoder",
-    "HubConfig",
-    "HubKind",
-    "HubModel",
-    "Seq2Seq",
-    "draw_hub",
-    "generation_settings",
-    "hub_config",
-    "hub_weights",
-    "load_hub",
-]
+from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 
 GENERATION = "generation_config.json"
 # Heads of other tasks that pretrained encoders come with, and the pooler where a classifier has
@@ -52,7 +38,7 @@ OTHER_HEADS = (
 )
 
 
-def draw_hub(config: HubConfig, seed: int, device: torch.device) -> HubModel:
+def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
     """Random weights as transformers draws them, in float32: the same for a seed on every rank and
     device. torch's generators stay as they are.
     """
@@ -74,9 +60,9 @@ def draw_hub(config: HubConfig, seed: int, device: torch.device) -> HubModel:
     )
 
 
-def load_hub(
-    config: HubConfig, folder: Path, *, device: torch.device, dtype: torch.dtype, seed: int | None
-) -> HubModel:
+def load_hf_model(
+    config: HFConfig, folder: Path, *, device: torch.device, dtype: torch.dtype, seed: int | None
+) -> HFModel:
     """The model in `folder`, its weights in `dtype`; buffers stay in float32.
 
     A pretrained encoder has no head for our classes yet: it is drawn from `seed`, and that is told.
@@ -85,7 +71,7 @@ def load_hub(
     Raises:
         WrongInput: torn files, or tensors that do not fit; all are named, and nothing is loaded.
     """
-    model = draw_hub(config, seed or 0, torch.device("cpu"))
+    model = init_hf_model(config, seed or 0, torch.device("cpu"))
     places = _places(model)
     found = stored_shapes(folder)
     # Older folders also hold what is computed here, such as BERT's list of positions.
@@ -124,7 +110,7 @@ def load_hub(
     return model.to(device)
 
 
-def hub_weights(model: HubModel) -> Iterator[tuple[str, Tensor]]:
+def hf_weights(model: HFModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model folder by transformers' names, each once: of tied ones the first name,
     of computed ones none.
     """
@@ -146,7 +132,7 @@ def generation_settings(model: Seq2Seq) -> dict[str, Any]:
     return settings
 
 
-def _places(model: HubModel) -> dict[str, Tensor]:
+def _places(model: HFModel) -> dict[str, Tensor]:
     """Every name that a tensor is stored under; tied ones share theirs."""
     named: dict[str, Tensor] = dict(model.inner.named_parameters(remove_duplicate=False))
     kept = model.inner.state_dict(keep_vars=True)
@@ -173,7 +159,7 @@ def _our_name(stored: str, prefix: str, places: Collection[str]) -> str:
 
 
 def _check(
-    model: HubModel,
+    model: HFModel,
     shapes: Mapping[str, tuple[int, ...]],
     found: Mapping[str, tuple[int, ...]],
     ours: Mapping[str, str],
@@ -225,7 +211,7 @@ def _check(
     return fresh, unused
 
 
-def _new_head(model: HubModel, name: str, have: set[str]) -> bool:
+def _new_head(model: HFModel, name: str, have: set[str]) -> bool:
     """Whether a missing tensor is one of a part that a pretrained encoder does not have at all: the
     classifier, or the pooler under it.
     """
@@ -236,14 +222,14 @@ def _new_head(model: HubModel, name: str, have: set[str]) -> bool:
     return name.startswith(f"{part}.") and not any(other.startswith(f"{part}.") for other in have)
 
 
-def _other_head(model: HubModel, name: str) -> bool:
+def _other_head(model: HFModel, name: str) -> bool:
     return (
         model.config.kind == "encoder"
         and name.removeprefix(f"{model.inner.base_model_prefix}.").split(".")[0] in OTHER_HEADS
     )
 
 
-def _pattern(model: HubModel, attribute: str) -> re.Pattern[str]:
+def _pattern(model: HFModel, attribute: str) -> re.Pattern[str]:
     """What transformers itself says may be missing, or left over; matches nothing where it says
     nothing.
     """

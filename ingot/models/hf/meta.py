@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.models.hf.folder import EMBEDDING, HEAD, META
-from ingot.models.hf.tensor_names import told
+from ingot.models.hf.tensor_names import describe_troubles
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 
@@ -278,7 +278,7 @@ def _check(
             )
     if troubles:
         raise WrongInput(
-            f"{folder}: weights do not fit {META}: {told(troubles)}; are all of its"
+            f"{folder}: weights do not fit {META}: {describe_troubles(troubles)}; are all of its"
             " consolidated.*.pth there? Fetch the model again"
         )
 

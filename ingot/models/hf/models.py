@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingot.models.hf.config import HubConfig
+from ingot.models.hf.config import HFConfig
 from ingot.models.native.head import TokenFunction, apply_head
 
 
 class Seq2Seq(nn.Module):
     """An encoder reads the source, a decoder writes the target."""
 
-    def __init__(self, config: HubConfig, inner: nn.Module) -> None:
+    def __init__(self, config: HFConfig, inner: nn.Module) -> None:
         super().__init__()
         self.config = config
         self.inner: Any = inner
@@ -92,7 +92,7 @@ class Seq2Seq(nn.Module):
 class Encoder(nn.Module):
     """A classifier of texts. The objective's "vocabulary" is the classes."""
 
-    def __init__(self, config: HubConfig, inner: nn.Module) -> None:
+    def __init__(self, config: HFConfig, inner: nn.Module) -> None:
         super().__init__()
         self.config = config
         self.inner: Any = inner
@@ -131,7 +131,7 @@ class Encoder(nn.Module):
         )
 
 
-HubModel = Seq2Seq | Encoder
+HFModel = Seq2Seq | Encoder
 
 
 def _as_they_are(logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def misfits(
+def describe_mismatches(
     wanted: Mapping[str, Shape], found: Mapping[str, Shape], passed_over: Collection[str] = ()
 ) -> str:
     """All tensors that are missing, surplus (but for `passed_over`) or of another shape; empty
@@ -31,10 +31,10 @@ def misfits(
         for name, shape in wanted.items()
         if name in found and found[name] != shape
     ]
-    return told(troubles)
+    return describe_troubles(troubles)
 
 
-def told(troubles: Iterable[tuple[str, str]]) -> str:
+def describe_troubles(troubles: Iterable[tuple[str, str]]) -> str:
     """Names and what is wrong with each, as one line."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for name, trouble in troubles:

@@ -30,7 +30,7 @@ TYPES = {
 """The format's name of each type."""
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """What is known of a tensor before it is there."""
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Form(NamedTuple):
 
 
 def write_tensors(
-    file: Path, forms: Mapping[str, Form], tensors: Iterator[tuple[str, Tensor]]
+    file: Path, forms: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Write the tensors that `forms` tells of, taken from `tensors` in the same order and turned
     into their types.
@@ -84,7 +84,7 @@ def save_weights(
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     return stream_weights(
-        {name: Form(tuple(tensor.shape), tensor.dtype) for name, tensor in ordered.items()},
+        {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in ordered.items()},
         ordered.items(),
         folder,
         shard_bytes,
@@ -92,7 +92,7 @@ def save_weights(
 
 
 def stream_weights(
-    forms: Mapping[str, Form],
+    forms: Mapping[str, TensorSpec],
     tensors: Iterable[tuple[str, Tensor]],
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
@@ -100,7 +100,7 @@ def stream_weights(
     """The same for tensors that come one by one, in the order of `forms`, which tells of them
     ahead; one of them is held at a time.
     """
-    shards: list[dict[str, Form]] = [{}]
+    shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, form in forms.items():
         if shards[-1] and filled + form.nbytes > shard_bytes:

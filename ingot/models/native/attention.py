@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Numbers of row, head, query and key -> whether that query may look at that key."""
 
 
-def flexible(
+def make_flex_attn_fns(
     segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
 ) -> dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """How the layers of each window look at rows of `length` tokens; `segments` `[B, T]` numbers
@@ -35,11 +35,11 @@ def flexible(
                 device=str(device),
                 _compile=device.type == "cuda",
             )
-            looks[window] = partial(_look, mask)
+            looks[window] = partial(_flex_attend, mask)
     return looks
 
 
-def _visible(segments: Tensor | None, window: int | None) -> Visible:
+def _visible(segments: Tensor | None, window: int | None) -> MaskFunction:
     """Causal, within one document, and of it the last `window` tokens."""
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def _visible(segments: Tensor | None, window: int | None) -> Visible:
     return visible
 
 
-def _look(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _flex_attend(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
     attention: Callable[..., Tensor] = _compiled() if q.device.type == "cuda" else flex_attention  # type: ignore[assignment]
     return attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
@@ -179,11 +179,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 cpu_attention.register_autograd(_backward, setup_context=_keep)
 
 
-Look = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttnFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`: who may look at whom is
 settled already.
 """
-Attention = Callable[[Tensor, Tensor | None, Iterable[int | None]], dict[int | None, Look]]
+AttnFnFactory = Callable[[Tensor, Tensor | None, Iterable[int | None]], dict[int | None, AttnFn]]
 """positions and segments `[B, T]`, windows -> how the layers of each window look; made once for all
 layers.
 """
@@ -206,7 +206,7 @@ def document_mask(segments: Tensor, window: int | None = None) -> Tensor:
     )
 
 
-def masks(
+def attention_masks(
     segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
 ) -> dict[int | None, Tensor | None]:
     """The mask of each window, for rows of `length` tokens; None where plain causal attention says
@@ -249,14 +249,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     )
 
 
-def dense(
+def make_attn_fns(
     positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
-) -> dict[int | None, Look]:
+) -> dict[int | None, AttnFn]:
     """Attention where every rank has whole rows."""
     windows, length = set(windows), positions.shape[1]
     if positions.device.type == "cuda" and (
         segments is not None or any(window is not None and window < length for window in windows)
     ):
-        return flexible(segments, length, windows, positions.device)
-    seen = masks(segments, length, windows, positions.device)
+        return make_flex_attn_fns(segments, length, windows, positions.device)
+    seen = attention_masks(segments, length, windows, positions.device)
     return {window: partial(attend, mask=mask) for window, mask in seen.items()}

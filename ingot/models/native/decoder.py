@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ingot.models.native import attention
-from ingot.models.native.attention import Look, attend
+from ingot.models.native.attention import AttnFn, attend
 from ingot.models.native.config import DecoderConfig
-from ingot.models.native.head import TokenFunction, Vocabulary, apply_head
+from ingot.models.native.head import TokenFunction, VocabularyHead, apply_head
 from ingot.models.native.rope import angles, inverse_frequencies, rotate
 
 
-class Cache(Protocol):
+class AttentionCache(Protocol):
     """Keys and values of earlier tokens. `append` stores one layer's new ones and answers what to
     attend over.
     """
@@ -33,11 +33,11 @@ class Cache(Protocol):
         ...
 
 
-Through = Callable[[Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
+RunLayers = Callable[[Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
 """What comes out of the layers, in their order, when a tensor is handed in."""
 
 
-def in_order(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+def run_in_order(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
     """One layer after the other."""
     for layer in layers:
         x = layer(x)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, look: AttnFn | None, cache: AttentionCache | None
     ) -> Tensor:
         batch, time, _ = x.shape
         # The number of heads is read off the tensor: a wrapper may have left this rank a share of
@@ -129,7 +129,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, look: Look | None, cache: Cache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        look: AttnFn | None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
         """`look` is how this layer attends; None where `cache` says what to attend over."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, look, cache)
@@ -175,10 +180,10 @@ class Decoder(nn.Module):
             if config.tie_word_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        self.attention: attention.Attention = attention.dense
-        self.through: Through = in_order
-        self.vocabulary = Vocabulary()
-        self.stage = Stage()
+        self.attention: attention.AttnFnFactory = attention.make_attn_fns
+        self.through: RunLayers = run_in_order
+        self.vocabulary = VocabularyHead()
+        self.stage = StageEnds()
 
     @property
     def head_weight(self) -> Tensor:
@@ -192,7 +197,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         segments: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
         """Final hidden states `[B, T, D]`, normed; of a stage that is not the last, what the next
         one goes on from.
@@ -204,7 +209,11 @@ class Decoder(nn.Module):
         return self._hidden(tokens, positions, segments, cache)
 
     def _hidden(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, cache: Cache | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
         # What is called from outside (`hidden`, `logits`, `project`) is where a wrapper gathers
         # weights and gives them back: not from within `forward`. The frequencies are made here
@@ -278,7 +287,7 @@ class Decoder(nn.Module):
         ).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
 
 
-class Stage(NamedTuple):
+class StageEnds(NamedTuple):
     """Which ends of the model are here."""
 
     first: bool = True

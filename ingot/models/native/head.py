@@ -25,7 +25,7 @@ PIECE_LOGITS = 2**23
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 
-class View:
+class LogitsView:
     """What an objective may ask about the logits of a chunk of N tokens; the same questions when
     the vocabulary is sharded.
     """
@@ -72,10 +72,10 @@ class TokenFunction(Protocol):
     it asked for nothing.
     """
 
-    def __call__(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor: ...
+    def __call__(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor: ...
 
 
-def summed(token: Method) -> Method:
+def summed_only(token: Method) -> Method:
     """Marks a token function whose values the objective only adds up, so that going backward all of
     them are given one and the same gradient.
     """
@@ -87,7 +87,7 @@ Project = Callable[[Tensor], Tensor]
 """Hidden states `[N, D]` -> logits `[N, V]`."""
 
 
-class Vocabulary:
+class VocabularyHead:
     """How the head is computed. This is the whole of it on one rank; `ingot.parallel` has one that
     is shared.
     """
@@ -100,9 +100,9 @@ class Vocabulary:
         """The rows of the projection `[V, D]` that are here."""
         return weight
 
-    def view(self, logits: Tensor) -> View:
+    def view(self, logits: Tensor) -> LogitsView:
         """Float32 logits of a chunk, to be asked by an objective."""
-        return View(logits)
+        return LogitsView(logits)
 
     def whole(self, logits: Tensor) -> Tensor:
         """`[..., V]` of what is here -> of the whole vocabulary."""
@@ -116,7 +116,7 @@ def apply_head(
     labels: Tensor,
     token: TokenFunction,
     extras: Tensor | None = None,
-    view: Callable[[Tensor], View] = View,
+    view: Callable[[Tensor], LogitsView] = LogitsView,
     weight: Tensor | None = None,
 ) -> Tensor:
     """Values `[N]` of the tokens whose final hidden states are `hidden` `[N, D]`; 0 where `labels`
@@ -124,7 +124,7 @@ def apply_head(
 
     A single chunk keeps its logits for backward; of several, each recomputes its own, so that
     memory does not grow with N. With `weight`, where `project` is a product with these rows `[V,
-    D]`, and a token function that is marked as `summed`, the gradients are made in forward, and
+    D]`, and a token function that is marked as `summed_only`, the gradients are made in forward, and
     nothing is computed twice.
     """
     if (
@@ -166,7 +166,7 @@ def _apply_summed(
     labels: Tensor,
     token: TokenFunction,
     extras: Tensor | None,
-    view: Callable[[Tensor], View],
+    view: Callable[[Tensor], LogitsView],
 ) -> Tensor:
     """A compiler cannot follow gradients that are taken in forward, and there is nothing in between
     for it to gain.
@@ -192,7 +192,7 @@ class _Summed(torch.autograd.Function):
         labels: Tensor,
         token: TokenFunction,
         extras: Tensor | None,
-        view: Callable[[Tensor], View],
+        view: Callable[[Tensor], LogitsView],
     ) -> Tensor:
         size = max(1, CHUNK_LOGITS // vocab_size)
         piece = (
@@ -247,7 +247,7 @@ def _values_and_gradient(
     labels: Tensor,
     token: TokenFunction,
     extras: Tensor | None,
-    view: Callable[[Tensor], View],
+    view: Callable[[Tensor], LogitsView],
 ) -> tuple[Tensor, Tensor]:
     """Of some tokens: values `[n]`, and the gradient of their sum with respect to `logits` `[n,
     V]`, both float32.

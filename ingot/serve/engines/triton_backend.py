@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from ingot.base.errors import IngotError
 from ingot.base.progress import say
-from ingot.models.generation.request import Piece, Request
+from ingot.models.generation.request import CompletionChunk, Request
 from ingot.models.generation.sampling import Sampling
 from ingot.serve.http.bodies import PredictParameters
 from ingot.serve.http.errors import Refused, explain
@@ -160,7 +160,7 @@ class Answering:
             self._running.clear()
         return rows
 
-    def _give(self, job: Any, piece: Piece) -> None:
+    def _give(self, job: Any, piece: CompletionChunk) -> None:
         row = self._running[job]
         row.texts.append(piece.text)
         row.tokens += 1

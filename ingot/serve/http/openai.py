@@ -10,8 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ingot.models.generation.generator import Token
-from ingot.models.generation.request import Completion, Piece
+from ingot.models.generation.request import Completion, CompletionChunk, GeneratedToken
 from ingot.serve.http.bodies import ChatBody, CompletionBody
 from ingot.serve.http.errors import Refused
 from ingot.serve.http.service import EventStream, Service, completions
@@ -30,7 +29,7 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._before = tokenizer, list(prompt[-1:])
 
-    def completions(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def completions(self, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
         """`logprobs` of a choice of `/v1/completions`: parallel lists. `text_offset` counts from
         the start of the completion.
         """
@@ -52,7 +51,7 @@ class LogprobWriter:
             "text_offset": [token.offset for token in tokens],
         }
 
-    def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def chat(self, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
         """`logprobs` of a choice of `/v1/chat/completions`."""
         content = []
         for token in tokens:
@@ -108,7 +107,7 @@ def router(service: Service) -> APIRouter:
         head = _head("cmpl", "text_completion", service.name)
         writers = [LogprobWriter(service.loaded.tokenizer, prompt) for prompt in prompts]
 
-        def choice(index: int, part: Piece | Completion) -> dict[str, Any]:
+        def choice(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
             logprobs = None if body.logprobs is None else writers[index].completions(part.tokens)
             return {
                 "index": index,
@@ -146,10 +145,10 @@ def router(service: Service) -> APIRouter:
         )
         writer = LogprobWriter(service.loaded.tokenizer, prompt)
 
-        def logprobs(part: Piece | Completion) -> dict[str, Any] | None:
+        def logprobs(part: CompletionChunk | Completion) -> dict[str, Any] | None:
             return writer.chat(part.tokens) if body.logprobs else None
 
-        def delta(index: int, part: Piece | Completion) -> dict[str, Any]:
+        def delta(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
             content = {"content": part.text} if part.text else {}
             return {
                 "index": index,
@@ -191,7 +190,7 @@ def router(service: Service) -> APIRouter:
 async def _chunks(
     ticket: Ticket,
     head: dict[str, Any],
-    choice: Callable[[int, Piece], dict[str, Any]],
+    choice: Callable[[int, CompletionChunk], dict[str, Any]],
     prompts: Sequence[Sequence[int]],
     with_usage: bool,
     first: dict[str, Any] | None = None,

@@ -18,7 +18,7 @@ from ingot.config.sections.deployment import Serve
 from ingot.models.generation.request import Completion
 from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Summary
+from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.serve.http.bodies import Options
 from ingot.serve.http.errors import Refused
 from ingot.serve.native.engine import Engine, Ticket
@@ -120,7 +120,10 @@ class Service:
                 )
             whole = min(limit, self.loaded.model.config.max_position_embeddings)
             return self._queue(
-                [Summary(prompt, max_tokens or whole, sampling, stop, beams) for prompt in prompts]
+                [
+                    Seq2SeqRequest(prompt, max_tokens or whole, sampling, stop, beams)
+                    for prompt in prompts
+                ]
             )
         return self._queue(
             [GenerationRequest(prompt, max_tokens or limit, sampling, stop) for prompt in prompts]

@@ -14,8 +14,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from ingot.models.generation.classifier import Scored
-from ingot.models.kinds import Kind
+from ingot.models.generation.classifier import ClassScores
+from ingot.models.kinds import ModelKind
 from ingot.serve.http.bodies import ClassifyBody, PredictBody, SummaryBody
 from ingot.serve.http.service import Service, awaited, completions
 from ingot.serve.native.engine import Ticket
@@ -59,7 +59,7 @@ def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
             "predictions": await awaited(ticket, request, _verdicts(ticket, service.loaded.labels))
         }
 
-    kinds: dict[Kind, Callable[..., Any]] = {
+    kinds: dict[ModelKind, Callable[..., Any]] = {
         "decoder": predict,
         "seq2seq": write,
         "encoder": classify,
@@ -75,5 +75,5 @@ async def _verdicts(ticket: Ticket, labels: Sequence[str]) -> list[dict[str, Any
     return [
         {"label": piece.text, "scores": dict(zip(labels, piece.scores, strict=True))}
         for piece in pieces
-        if isinstance(piece, Scored)
+        if isinstance(piece, ClassScores)
     ]

@@ -20,9 +20,16 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.generator import Completion, Job, Piece, Request, check, join
-from ingot.models.generation.request import Decode
-from ingot.models.generation.sampling import choose
+from ingot.models.generation.generator import GenerationJob
+from ingot.models.generation.request import (
+    Completion,
+    CompletionChunk,
+    Decode,
+    Request,
+    check_request,
+    join_chunks,
+)
+from ingot.models.generation.sampling import sample_tokens
 
 # Positions of models that do not say how many they have: they tell them by distance, or keep a
 # state.
@@ -105,7 +112,7 @@ class CausalWriter:
             decode,
             max_rows,
         )
-        self._pending: deque[Job] = deque()
+        self._pending: deque[GenerationJob] = deque()
         self._group: _Group | None = None
 
     @property
@@ -113,15 +120,15 @@ class CausalWriter:
         """Requests that are not finished."""
         return len(self._pending) + (len(self._group.left) if self._group else 0)
 
-    def add(self, request: Request) -> Job:
+    def add(self, request: Request) -> GenerationJob:
         """Queue a request. Raises WrongInput when it cannot be served."""
         sizes: Any = self._model.config
-        check(request, sizes)
-        job = Job(request, self._decode)
+        check_request(request, sizes)
+        job = GenerationJob(request, self._decode)
         self._pending.append(job)
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: GenerationJob) -> None:
         """Forget a request; one that is finished already is ignored."""
         if job in self._pending:
             self._pending.remove(job)
@@ -136,7 +143,7 @@ class CausalWriter:
                 self._group.drop(job)
             self._group = None
 
-    def step(self) -> list[tuple[Job, Piece]]:
+    def step(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         """The next token of each request of the running batch; where none runs, a new one
         begins.
         """
@@ -154,11 +161,11 @@ class CausalWriter:
     def run(self, requests: Iterable[Request]) -> list[Completion]:
         """Answer `requests` and nothing else; in their order."""
         jobs = [self.add(request) for request in requests]
-        parts: dict[Job, list[Piece]] = {job: [] for job in jobs}
+        parts: dict[GenerationJob, list[CompletionChunk]] = {job: [] for job in jobs}
         while self.busy:
             for job, piece in self.step():
                 parts[job].append(piece)
-        return [join(parts[job]) for job in jobs]
+        return [join_chunks(parts[job]) for job in jobs]
 
 
 class _Group:
@@ -168,15 +175,15 @@ class _Group:
     those that the thread still goes on with.
     """
 
-    def __init__(self, model: Causal, jobs: Sequence[Job], eos: Collection[int]) -> None:
+    def __init__(self, model: Causal, jobs: Sequence[GenerationJob], eos: Collection[int]) -> None:
         self._model, self._jobs, self._eos = model, jobs, eos
         self.left, self._growing = set(jobs), set(jobs)
-        self._said: queue.SimpleQueue[list[tuple[Job, Piece]] | Exception | None] = (
-            queue.SimpleQueue()
-        )
+        self._said: queue.SimpleQueue[
+            list[tuple[GenerationJob, CompletionChunk]] | Exception | None
+        ] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="ingot-generate", daemon=True).start()
 
-    def next(self) -> list[tuple[Job, Piece]] | None:
+    def next(self) -> list[tuple[GenerationJob, CompletionChunk]] | None:
         """Pieces of the next token; None after the last one."""
         said = self._said.get()
         if isinstance(said, Exception):
@@ -187,7 +194,7 @@ class _Group:
         self.left.difference_update(job for job, piece in pieces if piece.finish)
         return pieces
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: GenerationJob) -> None:
         """Nobody waits for this one any more."""
         self.left.discard(job)
         self._growing.discard(job)
@@ -224,7 +231,7 @@ class _Group:
 
     def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Scores `[B, V]`; all but the chosen token's become -inf."""
-        choices = choose(
+        choices = sample_tokens(
             scores.float(),
             [job.request.sampling for job in self._jobs],
             [job.dice.roll() for job in self._jobs],

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ingot.base.progress import say
-from ingot.models.generation.request import Completion, Piece, Request, join
+from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
 from ingot.serve.http.errors import Refused
 from ingot.serve.http.middleware import Metrics
 
@@ -45,7 +45,7 @@ class Worker(Protocol):
         """Forget all."""
         ...
 
-    def step(self) -> Sequence[tuple[Any, Piece]]:
+    def step(self) -> Sequence[tuple[Any, CompletionChunk]]:
         """Compute a little; pieces of jobs, each job's in order, the last one with its `finish`."""
         ...
 
@@ -82,13 +82,13 @@ class Ticket:
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
         self._engine, self.loop = engine, asyncio.get_running_loop()
         self.entries = [_Entry(self, index, request) for index, request in enumerate(requests)]
-        self._arrived: asyncio.Queue[tuple[int, Piece | Refused]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[int, CompletionChunk | Refused]] = asyncio.Queue()
 
-    def put(self, index: int, item: Piece | Refused) -> None:
+    def put(self, index: int, item: CompletionChunk | Refused) -> None:
         """Hand over a piece, or why there will be none; in the ticket's event loop."""
         self._arrived.put_nowait((index, item))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, CompletionChunk]]:
         """(index of the request, piece) as they come, until all are finished. Raises Refused when
         one cannot be.
         """
@@ -106,16 +106,16 @@ class Ticket:
             left -= item.finish is not None
             yield index, item
 
-    async def parts(self) -> list[list[Piece]]:
+    async def parts(self) -> list[list[CompletionChunk]]:
         """All pieces of each request, in the order of the requests."""
-        parts: list[list[Piece]] = [[] for _ in self.entries]
+        parts: list[list[CompletionChunk]] = [[] for _ in self.entries]
         async for index, piece in self.pieces():
             parts[index].append(piece)
         return parts
 
     async def completions(self) -> list[Completion]:
         """All answers, in the order of the requests."""
-        return [join(pieces) for pieces in await self.parts()]
+        return [join_chunks(pieces) for pieces in await self.parts()]
 
     def cancel(self) -> None:
         """Give up what is not finished; nothing happens when all is."""
@@ -245,14 +245,14 @@ class Engine:
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.running.set(len(self._running))
 
-    def _turn(self) -> list[tuple[_Entry, Piece | Refused]]:
+    def _turn(self) -> list[tuple[_Entry, CompletionChunk | Refused]]:
         """One step of the model."""
         if not self._running:
             return []
         self._metrics.rows.observe(len(self._running))
         pieces = self._worker.step()
         now = time.monotonic()
-        deliveries: list[tuple[_Entry, Piece | Refused]] = []
+        deliveries: list[tuple[_Entry, CompletionChunk | Refused]] = []
         with self._changed:
             for job, piece in pieces:
                 entry = self._running[job]
@@ -282,9 +282,11 @@ class Engine:
         )
         self._deliver([(entry, failed) for entry in lost if not entry.cancelled])
 
-    def _deliver(self, deliveries: Sequence[tuple[_Entry, Piece | Refused]]) -> None:
+    def _deliver(self, deliveries: Sequence[tuple[_Entry, CompletionChunk | Refused]]) -> None:
         """Wake each event loop once, with everything that is for it."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Entry, Piece | Refused]]] = {}
+        by_loop: dict[
+            asyncio.AbstractEventLoop, list[tuple[_Entry, CompletionChunk | Refused]]
+        ] = {}
         for entry, item in deliveries:
             by_loop.setdefault(entry.ticket.loop, []).append((entry, item))
         for loop, items in by_loop.items():
@@ -302,6 +304,6 @@ def _stopping() -> Refused:
     )
 
 
-def _put_all(items: Sequence[tuple[_Entry, Piece | Refused]]) -> None:
+def _put_all(items: Sequence[tuple[_Entry, CompletionChunk | Refused]]) -> None:
     for entry, item in items:
         entry.ticket.put(entry.index, item)

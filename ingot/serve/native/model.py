@@ -15,12 +15,17 @@ from ingot.base.progress import say
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import pick_device, resolve_compute
 from ingot.models.generation.classifier import Classifier
-from ingot.models.generation.generator import Generator, check, eos_ids
-from ingot.models.generation.request import Request
-from ingot.models.generation.seq2seq import Summarizer, Summary, check_summary, check_text
+from ingot.models.generation.generator import Generator, eos_ids
+from ingot.models.generation.request import Request, check_request
+from ingot.models.generation.seq2seq import (
+    Seq2SeqGenerator,
+    Seq2SeqRequest,
+    check_seq2seq_request,
+    check_text,
+)
 from ingot.models.hf.folder import CONFIG, check_template, model_config, read_lineage, weight_files
-from ingot.models.hf.loading import Encoder, Seq2Seq
-from ingot.models.kinds import Kind, Model, base_folder, kind_of_folder, open_model
+from ingot.models.hf.models import Encoder, Seq2Seq
+from ingot.models.kinds import AnyModel, ModelKind, base_folder, kind_of_folder, open_model
 from ingot.models.native.config import SUPPORTED as NATIVE
 from ingot.models.native.decoder import Decoder
 from ingot.serve.native.causal import Causal, CausalWriter, load_causal
@@ -43,7 +48,7 @@ class Checked:
 
     folder: Path
     base: Path
-    kind: Kind
+    kind: ModelKind
     tokenizer: Tokenizer
 
 
@@ -111,11 +116,11 @@ class Loaded:
     source, as it did in training.
     """
 
-    model: Model | Causal
+    model: AnyModel | Causal
     tokenizer: Tokenizer
     eos: frozenset[int]
     created: int
-    kind: Kind = "decoder"
+    kind: ModelKind = "decoder"
     prefix: str = ""
 
     @property
@@ -128,7 +133,7 @@ class Loaded:
         assert isinstance(self.model, Decoder)
         return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
 
-    def worker(self, max_rows: int) -> Generator | CausalWriter | Summarizer | Classifier:
+    def worker(self, max_rows: int) -> Generator | CausalWriter | Seq2SeqGenerator | Classifier:
         """What answers requests, up to `max_rows` together."""
         if isinstance(self.model, Causal):
             return CausalWriter(
@@ -137,7 +142,7 @@ class Loaded:
         if isinstance(self.model, Decoder):
             return self.generator(max_rows)
         if isinstance(self.model, Seq2Seq):
-            return Summarizer(
+            return Seq2SeqGenerator(
                 self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
             )
         return Classifier(self.model, max_rows=max_rows)
@@ -152,9 +157,9 @@ class Loaded:
         """Raises WrongInput when the model cannot serve the request."""
         if isinstance(self.model, Decoder | Causal):
             sizes: Any = self.model.config
-            check(request, sizes)
-        elif isinstance(request, Summary):
-            check_summary(request, self.model.config)
+            check_request(request, sizes)
+        elif isinstance(request, Seq2SeqRequest):
+            check_seq2seq_request(request, self.model.config)
         else:
             check_text(request.prompt, self.model.config)
 
@@ -217,7 +222,7 @@ def _by_transformers(checked: Checked, engine: Engine) -> bool:
     return True
 
 
-def _eos(folder: Path, tokenizer: Tokenizer, model: Model | Causal) -> frozenset[int]:
+def _eos(folder: Path, tokenizer: Tokenizer, model: AnyModel | Causal) -> frozenset[int]:
     """The tokens that end an answer."""
     if isinstance(model, Encoder):
         return frozenset()

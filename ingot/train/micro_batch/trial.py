@@ -21,7 +21,7 @@ from ingot.data.loader import Loader
 from ingot.data.opened import IGNORE, Ids, Opened
 from ingot.data.rows import Row, Rows
 from ingot.data.samples import Fields, Samples
-from ingot.models.spec import blueprint, named_folder, source_config, source_folder
+from ingot.models.spec import named_folder, resolve_model_spec, source_config, source_folder
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
@@ -217,7 +217,7 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
     tokenizer, ids = _tokenizer(recipe)
     source = recipe.objective.teacher_source
     teacher = None if source is None else named_folder(source, "objective.teacher")
-    drawing = blueprint(
+    drawing = resolve_model_spec(
         drawn,
         ids,
         asdict(tokenizer.special),

@@ -15,24 +15,24 @@ from torch.utils.checkpoint import checkpoint
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import (
-    LoraState,
+    LoRAState,
     adapter_parameters,
     add_lora,
-    draw_adapter,
-    fold,
     head_modules,
+    init_adapter,
     linear_layers,
     lora_layers,
     lora_state,
+    merge_in_place,
     merged_weights,
     target_layers,
     without_adapter,
 )
 from ingot.models.hf.folder import load_model
-from ingot.models.hf.loading import hub_weights, load_hub
+from ingot.models.hf.loading import hf_weights, load_hf_model
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.decoder import Decoder
-from ingot.models.native.head import View
+from ingot.models.native.head import LogitsView
 from tests import tolerances
 from tests.models.hf.tiny import ALL, ENCODERS, SEQ2SEQ, drawn
 from tests.models.tiny import CASES, make_reference
@@ -62,7 +62,7 @@ def excite(model: nn.Module, size: float = 0.1) -> nn.Module:
     return model
 
 
-def negative_log_likelihood(view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+def negative_log_likelihood(view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
     return -view.log_probability(labels)
 
 
@@ -102,7 +102,7 @@ def test_on_meta_first_it_becomes_the_same(tmp_path: Path) -> None:
     add_lora(later, Lora(rank=4), 5)
     assert all(parameter.is_meta for parameter in later.parameters())
     later.to_empty(device="cpu")
-    draw_adapter(later, 5)
+    init_adapter(later, 5)
     for name, parameter in adapter_parameters(model).items():
         assert torch.equal(parameter, adapter_parameters(later)[name]), name
 
@@ -120,7 +120,7 @@ def test_the_first_matrices_have_pefts_variance_and_differ(tmp_path: Path) -> No
         )  # 16,384 values: the error of the estimate is 0.6 %
         assert not any(torch.equal(matrix, other) for other in drawn[:number])
     first = drawn[0].clone()
-    draw_adapter(model, 1)
+    init_adapter(model, 1)
     assert not torch.equal(next(iter(lora_layers(model).values())).lora_A, first)
 
 
@@ -270,7 +270,7 @@ def test_merged_equals_unmerged(case: str, tmp_path: Path) -> None:
         relative(logits(rounded, half=True), logits(base, half=True))
         < tolerances.MERGED_COMPUTED_BF16
     )
-    fold(base)
+    merge_in_place(base)
     assert not lora_layers(base)
     assert all(
         type(module) is nn.Linear for module in base.modules() if isinstance(module, nn.Linear)
@@ -292,7 +292,7 @@ def test_beside_weights_held_in_bf16_the_adapter_stays_float32(tmp_path: Path) -
     assert {layer.merged().dtype for layer in lora_layers(half).values()} == {torch.float32}
     assert relative(logits(excite(half)), logits(excite(whole))) < tolerances.MERGED_COMPUTED_BF16
     unmerged = logits(half)
-    fold(half)
+    merge_in_place(half)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert relative(logits(half), unmerged) < tolerances.MERGED_COMPUTED_BF16
 
@@ -303,11 +303,13 @@ def test_merged_weights_of_transformers_models_open_there(name: str, tmp_path: P
     add_lora(model, Lora(rank=2), 0)
     excite(model)
     inputs = {"input_ids": WORDS} | ({"decoder_input_ids": WORDS} if name in SEQ2SEQ else {})
-    weights = dict(merged_weights(model, hub_weights(model)))
-    assert list(weights) == list(dict(hub_weights(drawn(name))))
+    weights = dict(merged_weights(model, hf_weights(model)))
+    assert list(weights) == list(dict(hf_weights(drawn(name))))
     save_weights(weights, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_hf()))
-    opened = load_hub(model.config, tmp_path, device=CPU, dtype=torch.float32, seed=None).eval()
+    opened = load_hf_model(
+        model.config, tmp_path, device=CPU, dtype=torch.float32, seed=None
+    ).eval()
     with torch.no_grad():
         assert (
             relative(opened.inner(**inputs).logits, model.inner(**inputs).logits)
@@ -326,7 +328,7 @@ def test_merged_weights_come_one_at_a_time(tmp_path: Path) -> None:
 
 
 def masks(
-    state: LoraState,
+    state: LoRAState,
     rows: list[int],
     *,
     step: int = 3,
@@ -338,10 +340,10 @@ def masks(
 
 
 def test_a_row_has_its_mask_wherever_it_stands() -> None:
-    state = LoraState(0, 0.25)
+    state = LoRAState(0, 0.25)
     together = masks(state, [5, 9, 2, 7])
     assert torch.equal(masks(state, [2, 7]), together[2:])
-    assert torch.equal(masks(LoraState(0, 0.25), [9]), together[1:2])
+    assert torch.equal(masks(LoRAState(0, 0.25), [9]), together[1:2])
     longer = masks(state, [5], shape=(20, 32))
     assert torch.equal(longer[:, :16], together[:1]), (
         "padding to another length changes nothing before it"
@@ -349,7 +351,7 @@ def test_a_row_has_its_mask_wherever_it_stands() -> None:
 
 
 def test_masks_have_the_right_rate_and_hang_on_everything() -> None:
-    state = LoraState(0, 0.25)
+    state = LoRAState(0, 0.25)
     one = masks(state, [1], shape=(200, 300))
     assert one.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
     kept = (one > 0).float()[0]
@@ -361,7 +363,7 @@ def test_masks_have_the_right_rate_and_hang_on_everything() -> None:
         "row": masks(state, [2], shape=(200, 300)),
         "step": masks(state, [1], step=4, shape=(200, 300)),
         "layer": masks(state, [1], layer=12, shape=(200, 300)),
-        "seed": masks(LoraState(1, 0.25), [1], shape=(200, 300)),
+        "seed": masks(LoRAState(1, 0.25), [1], shape=(200, 300)),
     }
     for what, other in others.items():
         assert (
@@ -389,7 +391,7 @@ def test_masks_have_the_right_rate_and_hang_on_everything() -> None:
 
 
 def test_layers_of_other_shapes_are_dropped_too() -> None:
-    state = LoraState(0, 0.5)
+    state = LoRAState(0, 0.5)
     pooled = masks(state, [1, 2, 3], shape=(64,))  # what a pooler sees: one vector a row
     assert torch.equal(pooled, masks(state, [1, 2, 3], shape=(1, 64))[:, 0])
     folded = state.drop(
@@ -397,7 +399,7 @@ def test_layers_of_other_shapes_are_dropped_too() -> None:
     )  # rows folded into another shape: the device's generator
     assert abs(float(folded.mean()) - 1) < 0.15
     assert not torch.equal(folded, state.drop(torch.ones(48, 64), 0))
-    assert abs(float(LoraState(0, 0.5).drop(torch.ones(2, 40, 64), 0).mean()) - 1) < 0.15
+    assert abs(float(LoRAState(0, 0.5).drop(torch.ones(2, 40, 64), 0).mean()) - 1) < 0.15
 
 
 def gradients(

@@ -10,7 +10,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.models.generation.classifier import Classifier, classify
 from ingot.models.generation.request import Request
-from ingot.models.hf.loading import Encoder
+from ingot.models.hf.models import Encoder
 from tests import tolerances
 from tests.models.hf.tiny import ENCODERS, LABELS, VOCAB, drawn, reference
 

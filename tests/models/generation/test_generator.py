@@ -18,20 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.config.presets import preset
-from ingot.models.generation.generator import (
-    Completion,
-    Generator,
-    Job,
-    Piece,
-    Request,
-    eos_ids,
-    join,
-)
-from ingot.models.generation.sampling import Choice, Sampling
+from ingot.models.generation.generator import GenerationJob, Generator, eos_ids
+from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
+from ingot.models.generation.sampling import SampledToken, Sampling
 from ingot.models.hf.folder import load_model
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import initialise
+from ingot.models.parameters import init_weights
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.models.tiny import CASES, make_reference
@@ -156,7 +149,7 @@ def test_requests_join_and_leave_a_running_batch(model: Decoder, prefill: int) -
         if index in cancelled and not (pieces[job] and pieces[job][-1].finish):
             assert alone.text.startswith("".join(piece.text for piece in pieces[job]))
         else:
-            assert join(pieces[job]) == alone
+            assert join_chunks(pieces[job]) == alone
     assert sum(bool(parts and parts[-1].finish) for parts in pieces.values()) >= len(
         requests
     ) - len(cancelled)
@@ -279,7 +272,7 @@ def _out_of_memory(*arguments: object, **more: object) -> None:
 def test_pieces_tell_how_far_a_request_is(model: Decoder) -> None:
     generator = Generator(model, decode=letters)
     generator.add(Request([1, 2], 3))
-    pieces: list[Piece] = []
+    pieces: list[CompletionChunk] = []
     while generator.busy:
         pieces += [piece for _, piece in generator.step()]
     assert [piece.generated for piece in pieces] == [1, 2, 3]
@@ -292,17 +285,17 @@ def test_pieces_tell_how_far_a_request_is(model: Decoder) -> None:
 def test_every_token_is_given_out_once_and_knows_its_character(text: str, stop: str) -> None:
     """Tokens are bytes: those of one character share its offset."""
     data = text.encode()
-    job = Job(
+    job = GenerationJob(
         Request([0], len(data), stop=(stop,) if stop else ()),
         lambda ids: bytes(ids).decode(errors="replace"),
     )
     pieces = []
     for byte in data:
-        pieces.append(job.accept(Choice(byte, True), (), 99))
+        pieces.append(job.accept(SampledToken(byte, True), (), 99))
         if pieces[-1].finish:
             break
     whole = text[: text.find(stop)] if stop and stop in text else text
-    completion = join(pieces)
+    completion = join_chunks(pieces)
     assert completion.text == whole
     assert bytes(ids(completion)).decode() == whole
     assert [token.offset for token in completion.tokens] == [
@@ -353,7 +346,7 @@ def test_eight_together_take_the_passes_of_one(monkeypatch: pytest.MonkeyPatch) 
     alone.
     """
     model = Decoder(DecoderConfig.from_hf(preset("llama-3m"))).eval()
-    initialise(model, 0)
+    init_weights(model, 0)
     requests = [
         Request([(7 * row + 13 * place) % 500 for place in range(5 + 4 * row)], 16)
         for row in range(8)
@@ -377,7 +370,7 @@ def test_eight_together_take_the_passes_of_one(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_eight_together_take_less_than_two_and_a_half_times_one_alone() -> None:
     model = Decoder(DecoderConfig.from_hf(preset("llama-3m"))).eval()
-    initialise(model, 0)
+    init_weights(model, 0)
     requests = [
         Request([(7 * row + 13 * place) % 500 for place in range(5 + 4 * row)], 48)
         for row in range(8)

@@ -7,7 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ingot.models.generation.sampling import SHORTLIST, Choice, Dice, Sampling, choose
+from ingot.models.generation.sampling import (
+    SHORTLIST,
+    SampledToken,
+    Sampling,
+    UniformDraws,
+    sample_tokens,
+)
 from tests import tolerances
 
 
@@ -17,7 +23,7 @@ def rolls(count: int) -> list[float]:
 
 
 def tokens(logits: torch.Tensor, sampling: Sampling, count: int) -> torch.Tensor:
-    choices = choose(logits.expand(count, -1), [sampling] * count, rolls(count))
+    choices = sample_tokens(logits.expand(count, -1), [sampling] * count, rolls(count))
     return torch.tensor([choice.token for choice in choices])
 
 
@@ -59,7 +65,9 @@ def test_greedy_and_its_limits() -> None:
         Sampling(2.0, top_p=1e-6),
     ):
         for roll in (0.0, 0.999999):
-            assert [choice.token for choice in choose(logits, [sampling] * 2, [roll] * 2)] == [
+            assert [
+                choice.token for choice in sample_tokens(logits, [sampling] * 2, [roll] * 2)
+            ] == [
                 1,
                 0,
             ], sampling
@@ -77,7 +85,7 @@ def test_the_largest_roll_takes_no_impossible_token() -> None:
             )
         )
         for top_p in (1.0, 0.9999, 0.5):
-            (choice,) = choose(logits[None], [Sampling(1.0, top_p)], [1 - 2**-53])
+            (choice,) = sample_tokens(logits[None], [Sampling(1.0, top_p)], [1 - 2**-53])
             assert choice.token < length
             assert nucleus(logits, 1.0, top_p)[choice.token] > 0
 
@@ -92,15 +100,15 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         Sampling(0.1, 0.2, logprobs=0),
         Sampling(1.0, 0.5),
     ]
-    together = choose(logits, kinds, rolls(6))
+    together = sample_tokens(logits, kinds, rolls(6))
     for row, (sampling, roll) in enumerate(zip(kinds, rolls(6), strict=True)):
-        assert choose(logits[row : row + 1], [sampling], [roll]) == [together[row]]
+        assert sample_tokens(logits[row : row + 1], [sampling], [roll]) == [together[row]]
 
 
 def test_logprobs_are_the_models_own() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
     wanted = logits.log_softmax(-1)
-    choices = choose(
+    choices = sample_tokens(
         logits, [Sampling(0.5, 0.5, logprobs=4), Sampling(logprobs=0), Sampling()], [0.9, 0.0, 0.0]
     )
     assert choices[0].logprob == pytest.approx(
@@ -113,7 +121,7 @@ def test_logprobs_are_the_models_own() -> None:
     )
     assert choices[1].logprob is not None
     assert choices[1].top == ()
-    assert choices[2] == Choice(int(logits[2].argmax()), True)
+    assert choices[2] == SampledToken(int(logits[2].argmax()), True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -121,23 +129,23 @@ def test_a_row_of_broken_numbers_says_so(value: float) -> None:
     logits = torch.zeros(2, 5)
     logits[1, 2] = value
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, 0.9, logprobs=2)):
-        assert [choice.finite for choice in choose(logits, [sampling] * 2, [0.5, 0.5])] == [
+        assert [choice.finite for choice in sample_tokens(logits, [sampling] * 2, [0.5, 0.5])] == [
             True,
             False,
         ]
 
 
 def test_forbidden_tokens_are_no_broken_numbers() -> None:
-    (choice,) = choose(torch.tensor([[float("-inf"), 0.0]]), [Sampling(1.0)], [0.0])
-    assert choice == Choice(1, True)
+    (choice,) = sample_tokens(torch.tensor([[float("-inf"), 0.0]]), [Sampling(1.0)], [0.0])
+    assert choice == SampledToken(1, True)
 
 
 def test_dice() -> None:
     def four(seed: int | None) -> list[float]:
-        dice = Dice(Sampling(1.0, seed=seed))
+        dice = UniformDraws(Sampling(1.0, seed=seed))
         return [dice.roll() for _ in range(4)]
 
     assert four(7) == four(7)
     assert four(-7) == four(-7) != four(7)
     assert four(None) != four(None)
-    assert Dice(Sampling()).roll() == 0.0
+    assert UniformDraws(Sampling()).roll() == 0.0

@@ -13,9 +13,10 @@ from transformers import GenerationConfig
 
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import Request
-from ingot.models.generation.sampling import Dice, Sampling, choose
-from ingot.models.generation.seq2seq import Summarizer, Summary, generate, write
-from ingot.models.hf.loading import Seq2Seq, generation_settings
+from ingot.models.generation.sampling import Sampling, UniformDraws, sample_tokens
+from ingot.models.generation.seq2seq import Seq2SeqGenerator, Seq2SeqRequest, answer_batch, generate
+from ingot.models.hf.loading import generation_settings
+from ingot.models.hf.models import Seq2Seq
 from tests.models.hf.tiny import SEQ2SEQ, VOCAB, common, reference
 from tests.models.hf.tiny import varied as model_of
 
@@ -73,11 +74,13 @@ def test_sampling_draws_as_decoders_do(tmp_path: Path) -> None:
     assert texts != generate(model, SOURCES, 12, temperature=0.9, top_p=0.8, seed=5, eos=[eos])
     for source, text in zip(SOURCES, texts, strict=True):
         sampling, written = Sampling(0.9, 0.8, 4), list[int]()
-        dice = Dice(sampling)
+        dice = UniformDraws(sampling)
         while len(written) < 12:
             with torch.no_grad():
                 hidden = model.hidden(torch.tensor([source]), None, torch.tensor([[*written, 0]]))
-                (choice,) = choose(model.project(hidden[:, -1]).float(), [sampling], [dice.roll()])
+                (choice,) = sample_tokens(
+                    model.project(hidden[:, -1]).float(), [sampling], [dice.roll()]
+                )
             if choice.token == eos:
                 break
             written.append(choice.token)
@@ -87,11 +90,11 @@ def test_sampling_draws_as_decoders_do(tmp_path: Path) -> None:
 def test_each_request_has_its_own_settings() -> None:
     model = model_of("bart")
     requests = [
-        Summary(source, 5 + index, Sampling(index % 2, 0.9, 7))
+        Seq2SeqRequest(source, 5 + index, Sampling(index % 2, 0.9, 7))
         for index, source in enumerate(SOURCES)
     ]
-    together = write(model, requests, [VOCAB - 3])
-    assert together == [write(model, [request], [VOCAB - 3])[0] for request in requests]
+    together = answer_batch(model, requests, [VOCAB - 3])
+    assert together == [answer_batch(model, [request], [VOCAB - 3])[0] for request in requests]
     assert [written.generated for written in together if written.finish == "length"] == [
         request.max_tokens
         for request, written in zip(requests, together, strict=True)
@@ -154,10 +157,12 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(
         )
         return out
 
-    fine = write(model, [Summary([5, 6], 6, beams=beams)], [VOCAB - 3])
+    fine = answer_batch(model, [Seq2SeqRequest([5, 6], 6, beams=beams)], [VOCAB - 3])
     monkeypatch.setattr(encoder, "forward", lambda input_ids, **more: broken(input_ids, **more))
-    written = write(
-        model, [Summary([5, 7], 6, beams=beams), Summary([5, 6], 6, beams=beams)], [VOCAB - 3]
+    written = answer_batch(
+        model,
+        [Seq2SeqRequest([5, 7], 6, beams=beams), Seq2SeqRequest([5, 6], 6, beams=beams)],
+        [VOCAB - 3],
     )
     assert written[0].finish == "error"
     assert written[1:] == fine
@@ -166,21 +171,24 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (Summary([], 5), "the text is empty"),
+        (Seq2SeqRequest([], 5), "the text is empty"),
         (
-            Summary([5] * 65, 5),
+            Seq2SeqRequest([5] * 65, 5),
             "the text has 65 tokens, but the model has 64 positions; shorten it",
         ),
-        (Summary([5, 61], 5), "token 61 is not in the vocabulary of 61 tokens"),
-        (Summary([-1], 5), "token -1 is not in the vocabulary"),
-        (Summary([5], 0), "max_tokens is 0, but the model writes from 1 to 64"),
-        (Summary([5], 65), "max_tokens is 65"),
-        (Summary([5], 5, beams=0), "beams is 0"),
-        (Summary([5], 5, Sampling(0.5), (), 2), "beams 2 and temperature 0.5 exclude each other"),
+        (Seq2SeqRequest([5, 61], 5), "token 61 is not in the vocabulary of 61 tokens"),
+        (Seq2SeqRequest([-1], 5), "token -1 is not in the vocabulary"),
+        (Seq2SeqRequest([5], 0), "max_tokens is 0, but the model writes from 1 to 64"),
+        (Seq2SeqRequest([5], 65), "max_tokens is 65"),
+        (Seq2SeqRequest([5], 5, beams=0), "beams is 0"),
+        (
+            Seq2SeqRequest([5], 5, Sampling(0.5), (), 2),
+            "beams 2 and temperature 0.5 exclude each other",
+        ),
     ],
 )
-def test_requests_that_cannot_be_served(request_: Summary, words: str) -> None:
-    summarizer = Summarizer(model_of("bart"), decode=str)
+def test_requests_that_cannot_be_served(request_: Seq2SeqRequest, words: str) -> None:
+    summarizer = Seq2SeqGenerator(model_of("bart"), decode=str)
     with pytest.raises(WrongInput, match=words):
         summarizer.add(request_)
     assert summarizer.busy == 0
@@ -198,14 +206,14 @@ def test_a_summarizer_answers_all_kinds_of_requests() -> None:
     alone = generate(model, SOURCES, 9, eos=[VOCAB - 3])
     stop = f"<{alone[0][4]}>"
     requests: list[Request] = [
-        Summary(SOURCES[0], 9),
+        Seq2SeqRequest(SOURCES[0], 9),
         Request(SOURCES[1], 9),
-        Summary(SOURCES[2], 7, beams=2),
-        Summary(SOURCES[3], 9, beams=2),
-        Summary(SOURCES[0], 9, stop=(stop,)),
-        Summary(SOURCES[4], 7, beams=2),
+        Seq2SeqRequest(SOURCES[2], 7, beams=2),
+        Seq2SeqRequest(SOURCES[3], 9, beams=2),
+        Seq2SeqRequest(SOURCES[0], 9, stop=(stop,)),
+        Seq2SeqRequest(SOURCES[4], 7, beams=2),
     ]
-    answers = Summarizer(model, decode=spell, eos=[VOCAB - 3], max_rows=2).run(requests)
+    answers = Seq2SeqGenerator(model, decode=spell, eos=[VOCAB - 3], max_rows=2).run(requests)
     assert [answer.text for answer in answers[:2]] == [spell(alone[0]), spell(alone[1])]
     assert [answer.text for answer in answers[2:4]] == [
         spell(generate(model, [SOURCES[row]], size, 2, eos=[VOCAB - 3])[0])
@@ -220,10 +228,10 @@ def test_who_is_not_waited_for_is_given_up_at_the_next_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of("t5-1.1")
-    summarizer = Summarizer(model, decode=spell, eos=[VOCAB - 3])
+    summarizer = Seq2SeqGenerator(model, decode=spell, eos=[VOCAB - 3])
     stays, leaves = (
-        summarizer.add(Summary(SOURCES[0], 6)),
-        summarizer.add(Summary(SOURCES[1], 4000)),
+        summarizer.add(Seq2SeqRequest(SOURCES[0], 6)),
+        summarizer.add(Seq2SeqRequest(SOURCES[1], 4000)),
     )
     project, steps = model.inner.lm_head.forward, list[int]()
 
@@ -239,10 +247,10 @@ def test_who_is_not_waited_for_is_given_up_at_the_next_token(
     assert len(steps) == 6
     assert answers[stays].text == spell(generate(model, [SOURCES[0]], 6, eos=[VOCAB - 3])[0])
     assert summarizer.busy == 0
-    job = summarizer.add(Summary(SOURCES[0], 5))
+    job = summarizer.add(Seq2SeqRequest(SOURCES[0], 5))
     summarizer.cancel(job)
     summarizer.cancel(job)
     assert summarizer.step() == []
-    summarizer.add(Summary(SOURCES[0], 5))
+    summarizer.add(Seq2SeqRequest(SOURCES[0], 5))
     summarizer.clear()
     assert summarizer.busy == 0

@@ -15,27 +15,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.hf.loading import (
-    Encoder,
-    HubModel,
-    Seq2Seq,
-    draw_hub,
-    generation_settings,
-    hub_weights,
-    load_hub,
-)
-from ingot.models.spec import Blueprint, build_model
+from ingot.models.hf.loading import generation_settings, hf_weights, init_hf_model, load_hf_model
+from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
+from ingot.models.spec import ModelSpec, build_model
 from tests.models.hf.test_models import POSITIONS, nll, sources, targets
 from tests.models.hf.tiny import ALL, CPU, ENCODERS, SEQ2SEQ, config, drawn, reference, write
 
 
 def loaded(
-    model: HubModel, folder: Path, *, seed: int | None = None, dtype: torch.dtype = torch.float32
-) -> HubModel:
-    return load_hub(model.config, folder, device=CPU, dtype=dtype, seed=seed).eval()
+    model: HFModel, folder: Path, *, seed: int | None = None, dtype: torch.dtype = torch.float32
+) -> HFModel:
+    return load_hf_model(model.config, folder, device=CPU, dtype=dtype, seed=seed).eval()
 
 
-def assert_equal(one: HubModel, other: HubModel) -> None:
+def assert_equal(one: HFModel, other: HFModel) -> None:
     left, right = one.state_dict(), other.state_dict()
     assert left.keys() == right.keys()
     for name, tensor in left.items():
@@ -63,10 +56,10 @@ def test_what_is_written_comes_back(
     model = drawn(name)
     assert_equal(loaded(model, write(model, tmp_path)), model)
     assert capfd.readouterr().err == ""
-    names = [tensor for tensor, _ in hub_weights(model)]
+    names = [tensor for tensor, _ in hf_weights(model)]
     assert len(set(names)) == len(names)
     assert (
-        sum(tensor.numel() for _, tensor in hub_weights(model))
+        sum(tensor.numel() for _, tensor in hf_weights(model))
         <= sum(tensor.numel() for tensor in model.parameters()) + 61
     )
 
@@ -102,12 +95,12 @@ def test_a_folder_that_transformers_wrote_is_read(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["t5", "t5-1.1", "marian", "modernbert", "deberta-v2"])
 def test_random_weights_are_transformers_own_for_a_seed(name: str) -> None:
     before = torch.get_rng_state()
-    model = draw_hub(config(name), 5, CPU)
+    model = init_hf_model(config(name), 5, CPU)
     assert torch.equal(torch.get_rng_state(), before), (
         "whoever draws must not shift the others' random numbers"
     )
-    assert_equal(draw_hub(config(name), 5, CPU), model)
-    other = dict(draw_hub(config(name), 6, CPU).named_parameters())
+    assert_equal(init_hf_model(config(name), 5, CPU), model)
+    other = dict(init_hf_model(config(name), 6, CPU).named_parameters())
     assert any(
         not torch.equal(parameter, other[key]) for key, parameter in model.named_parameters()
     )
@@ -125,7 +118,7 @@ def test_random_weights_are_transformers_own_for_a_seed(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_another_model_becomes_the_one_of_the_checkpoint(name: str) -> None:
     """What the constructor computes is there; two heads that are one stay one, and two stay two."""
-    model, empty = drawn(name), draw_hub(config(name), 0, CPU).eval()
+    model, empty = drawn(name), init_hf_model(config(name), 0, CPU).eval()
     empty.load_state_dict(model.state_dict())
     assert_equal(empty, model)
     assert len(list(empty.parameters())) == len(list(model.parameters()))
@@ -148,7 +141,7 @@ def test_what_a_checkpoint_does_not_hold_comes_from_the_source(name: str, tmp_pa
     model = drawn(name)
     trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     resumed = build_model(
-        Blueprint("seq2seq", model.config, write(model, tmp_path), random=False),
+        ModelSpec("seq2seq", model.config, write(model, tmp_path), random=False),
         99,
         CPU,
         filled=False,
@@ -175,8 +168,8 @@ def test_tied_tensors_are_one_and_untied_ones_are_two() -> None:
         )
 
     assert (count("t5"), count("bart"), count("t5-1.1"), count("mt5")) == (1, 1, 2, 2)
-    assert "lm_head.weight" not in dict(hub_weights(drawn("t5")))
-    assert {"shared.weight", "lm_head.weight"} <= dict(hub_weights(drawn("t5-1.1"))).keys()
+    assert "lm_head.weight" not in dict(hf_weights(drawn("t5")))
+    assert {"shared.weight", "lm_head.weight"} <= dict(hf_weights(drawn("t5-1.1"))).keys()
 
 
 def test_copies_of_tied_tensors_may_lie_in_the_folder(tmp_path: Path) -> None:
@@ -264,7 +257,7 @@ def test_a_pretrained_encoder_gets_a_head_from_the_seed(
     torch.manual_seed(0)
     base = getattr(transformers, kind)(transformers.AutoConfig.for_model(**ALL[name]))
     base.save_pretrained(tmp_path)
-    model = draw_hub(config(name), 0, CPU)
+    model = init_hf_model(config(name), 0, CPU)
     capfd.readouterr()
     first = loaded(model, tmp_path, seed=4)
     told = capfd.readouterr().err

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.hf.loading import SUPPORTED, Encoder, HubModel, Seq2Seq, hub_config
+from ingot.models.hf.config import SUPPORTED, read_hf_config
+from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 from ingot.models.native import head
-from ingot.models.native.head import View
+from ingot.models.native.head import LogitsView
 from tests import tolerances
 from tests.models.hf.tiny import (
     ALL,
@@ -35,7 +36,7 @@ CLASSES = torch.tensor([0, 2, 1, 1])
 POSITIONS = torch.arange(12).expand(4, 12)
 
 
-def nll(view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+def nll(view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
     return -view.log_probability(labels)
 
 
@@ -55,7 +56,7 @@ def targets() -> Tensor:
 
 
 def theirs(
-    model: HubModel, folder: Path, labels: Tensor, **more: Any
+    model: HFModel, folder: Path, labels: Tensor, **more: Any
 ) -> tuple[torch.nn.Module, Tensor]:
     """transformers' model and its loss, which is a mean."""
     opened = reference(model, folder, **more)
@@ -68,7 +69,7 @@ def theirs(
     return opened, loss * (labels >= 0).sum()
 
 
-def assert_same_gradients(model: HubModel, opened: torch.nn.Module) -> None:
+def assert_same_gradients(model: HFModel, opened: torch.nn.Module) -> None:
     named = dict(opened.named_parameters())
     wanted = {
         name: parameter.grad
@@ -273,7 +274,7 @@ def test_every_type_is_proved_here() -> None:
 )
 def test_configurations_that_are_refused(values: dict[str, Any], kind: str, words: str) -> None:
     with pytest.raises(WrongInput, match=f"^here: .*{words}"):
-        hub_config(values, kind, "here")
+        read_hf_config(values, kind, "here")
 
 
 def test_positions_are_what_a_text_may_have() -> None:
@@ -294,10 +295,10 @@ def test_positions_are_what_a_text_may_have() -> None:
 
 
 def test_labels_come_from_the_recipe_or_the_folder() -> None:
-    named = hub_config(config("bert").to_hf(), "encoder", "here")
+    named = read_hf_config(config("bert").to_hf(), "encoder", "here")
     assert named.labels == LABELS
-    assert hub_config(named.to_hf(), "encoder", "here", ("no", "yes")).labels == ("no", "yes")
-    assert hub_config(ALL["bert"], "encoder", "here").labels == ("LABEL_0", "LABEL_1")
+    assert read_hf_config(named.to_hf(), "encoder", "here", ("no", "yes")).labels == ("no", "yes")
+    assert read_hf_config(ALL["bert"], "encoder", "here").labels == ("LABEL_0", "LABEL_1")
     written = named.to_hf()
     assert written["problem_type"] == "single_label_classification"
     assert written["architectures"] == ["BertForSequenceClassification"]

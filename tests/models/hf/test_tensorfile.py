@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ingot.models.hf.tensorfile import Form, save_weights, stream_weights, write_tensors
+from ingot.models.hf.tensorfile import TensorSpec, save_weights, stream_weights, write_tensors
 
 
 def tensors(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def test_the_bytes_are_the_librarys(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file(made, tmp_path / "theirs", metadata={"format": "pt"})
     write_tensors(
         tmp_path / "ours",
-        {name: Form(tuple(tensor.shape), dtype) for name, tensor in made.items()},
+        {name: TensorSpec(tuple(tensor.shape), dtype) for name, tensor in made.items()},
         iter(made.items()),
     )
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -54,7 +54,7 @@ def test_types_of_any_size_lie_where_they_may(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"whole, torch.float32, would lie at byte 3"):
         write_tensors(
             tmp_path / "bad",
-            {name: Form((3,), made[name].dtype) for name in ("flags", "whole")},
+            {name: TensorSpec((3,), made[name].dtype) for name in ("flags", "whole")},
             iter(made.items()),
         )
 
@@ -63,7 +63,7 @@ def test_tensors_are_turned_into_the_type_that_was_told_and_views_are_laid_out(
     tmp_path: Path,
 ) -> None:
     matrix = torch.randn(4, 6)
-    (file,) = stream_weights({"t": Form((6, 4), torch.bfloat16)}, [("t", matrix.T)], tmp_path)
+    (file,) = stream_weights({"t": TensorSpec((6, 4), torch.bfloat16)}, [("t", matrix.T)], tmp_path)
     assert torch.equal(load_file(file)["t"], matrix.T.bfloat16())
 
 
@@ -79,7 +79,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
             yield f"t{number}", tensor
 
     files = stream_weights(
-        {f"t{number}": Form((10,), torch.float32) for number in range(6)},
+        {f"t{number}": TensorSpec((10,), torch.float32) for number in range(6)},
         coming(),
         tmp_path,
         shard_bytes=80,
@@ -93,4 +93,4 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("came", [("other", torch.zeros(2)), ("t", torch.zeros(3))])
 def test_what_was_not_told_is_refused(came: tuple[str, Tensor], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"came where t \[2\] was told"):
-        stream_weights({"t": Form((2,), torch.float32)}, [came], tmp_path)
+        stream_weights({"t": TensorSpec((2,), torch.float32)}, [came], tmp_path)

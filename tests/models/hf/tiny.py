@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ingot.models.hf.loading import HubConfig, HubModel, Seq2Seq, draw_hub, hub_config, hub_weights
+from ingot.models.hf.config import HFConfig, read_hf_config
+from ingot.models.hf.loading import hf_weights, init_hf_model
+from ingot.models.hf.models import HFModel, Seq2Seq
 from ingot.models.hf.tensorfile import save_weights
 
 CPU = torch.device("cpu")
@@ -144,20 +146,20 @@ ENCODERS: dict[str, dict[str, Any]] = {
 ALL = {**SEQ2SEQ, **ENCODERS}
 
 
-def config(name: str, **overrides: Any) -> HubConfig:
+def config(name: str, **overrides: Any) -> HFConfig:
     values = {**ALL[name], **overrides}
     return (
-        hub_config(values, "encoder", name, LABELS)
+        read_hf_config(values, "encoder", name, LABELS)
         if name in ENCODERS
-        else hub_config(values, "seq2seq", name)
+        else read_hf_config(values, "seq2seq", name)
     )
 
 
-def drawn(name: str, seed: int = 3, **overrides: Any) -> HubModel:
+def drawn(name: str, seed: int = 3, **overrides: Any) -> HFModel:
     """In evaluation mode; biases and norms are drawn, too, and tied heads of T5 1.1 differ, so that
     no part can be left out unseen.
     """
-    model = draw_hub(config(name, **overrides), seed, CPU)
+    model = init_hf_model(config(name, **overrides), seed, CPU)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -206,15 +208,15 @@ def common(texts: Sequence[Sequence[int]]) -> int:
     )
 
 
-def write(model: HubModel, folder: Path) -> Path:
+def write(model: HFModel, folder: Path) -> Path:
     """As an export writes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_weights(dict(hub_weights(model)), folder)
+    save_weights(dict(hf_weights(model)), folder)
     (folder / "config.json").write_text(json.dumps(model.config.to_hf()))
     return folder
 
 
-def reference(model: HubModel, folder: Path, **more: Any) -> nn.Module:
+def reference(model: HFModel, folder: Path, **more: Any) -> nn.Module:
     """The same model as transformers opens it."""
     import transformers
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ingot.models.hf.folder import load_model
 from ingot.models.native import attention, head
 from ingot.models.native.decoder import Decoder
-from ingot.models.native.head import View
+from ingot.models.native.head import LogitsView
 from tests import tolerances
 from tests.models.tiny import CASES, make_reference
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def negative_log_likelihood(
-    view: View, labels: torch.Tensor, extras: torch.Tensor | None = None
+    view: LogitsView, labels: torch.Tensor, extras: torch.Tensor | None = None
 ) -> torch.Tensor:
     return view.logsumexp() - view.gather(labels)
 

@@ -19,10 +19,11 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
 from ingot.config.family import KINDS
 from ingot.config.presets import PRESETS
-from ingot.models.generation.generator import Generator, Request
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Request
 from ingot.models.hf.config import SUPPORTED as THROUGH_TRANSFORMERS
 from ingot.models.hf.folder import load_model, model_config
-from ingot.models.native.attention import masks
+from ingot.models.native.attention import attention_masks
 from ingot.models.native.config import SUPPORTED, DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.rope import inverse_frequencies
@@ -232,11 +233,11 @@ def test_a_difference_left_out_would_be_seen(
 
 def test_masks_are_made_once_and_only_where_they_say_something() -> None:
     segments = torch.zeros(1, 12, dtype=torch.long)
-    assert masks(None, 12, [None, 12, 40], CPU) == {None: None, 12: None, 40: None}
-    near = masks(None, 12, [None, 5], CPU)[5]
+    assert attention_masks(None, 12, [None, 12, 40], CPU) == {None: None, 12: None, 40: None}
+    near = attention_masks(None, 12, [None, 5], CPU)[5]
     assert near is not None
     assert near.sum(dim=-1).tolist() == [1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5, 5]
-    packed = masks(segments, 12, [None, 5, 12], CPU)
+    packed = attention_masks(segments, 12, [None, 5, 12], CPU)
     assert packed[12] is packed[None]
     assert packed[5] is not None
     assert torch.equal(packed[5][0, 0], near)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ingot.models.native.attention import dense, flexible, masks
+from ingot.models.native.attention import attention_masks, make_attn_fns, make_flex_attn_fns
 from tests import tolerances
 
 TIME, WINDOWS = 160, (None, 7, 200)
@@ -30,8 +30,8 @@ def test_it_sees_what_plain_attention_sees(packed: bool) -> None:
     positions, segments, heads = made()
     given = segments if packed else None
     plain, other = (
-        dense(positions, given, WINDOWS),
-        flexible(given, TIME, WINDOWS, torch.device("cpu")),
+        make_attn_fns(positions, given, WINDOWS),
+        make_flex_attn_fns(given, TIME, WINDOWS, torch.device("cpu")),
     )
     assert plain.keys() == other.keys()
     for window in WINDOWS:
@@ -46,18 +46,18 @@ def test_it_is_taken_on_a_gpu_only_where_plain_causal_attention_would_not_do(
 ) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(
-        "ingot.models.native.attention.flexible", lambda *given: asked.append(given) or {}
+        "ingot.models.native.attention.make_flex_attn_fns", lambda *given: asked.append(given) or {}
     )
-    monkeypatch.setattr("ingot.models.native.attention.masks", lambda *given: {})
+    monkeypatch.setattr("ingot.models.native.attention.attention_masks", lambda *given: {})
 
     class Positions:
         device, shape = torch.device("cuda"), (2, TIME)
 
     segments = torch.ones(2, TIME, dtype=torch.int64)
-    dense(Positions(), None, [None, 200])  # type: ignore[arg-type]
+    make_attn_fns(Positions(), None, [None, 200])  # type: ignore[arg-type]
     assert not asked
-    dense(Positions(), segments, [None])  # type: ignore[arg-type]
-    dense(Positions(), None, [None, 7])  # type: ignore[arg-type]
+    make_attn_fns(Positions(), segments, [None])  # type: ignore[arg-type]
+    make_attn_fns(Positions(), None, [None, 7])  # type: ignore[arg-type]
     assert [given[0] is not None for given in asked] == [True, False]
 
 
@@ -66,12 +66,12 @@ def test_it_is_taken_on_a_gpu_only_where_plain_causal_attention_would_not_do(
 def test_gradients_on_a_gpu() -> None:
     positions, segments, heads = made("cuda")
     for window in WINDOWS:
-        mask = masks(segments, TIME, [window], positions.device)[window]
+        mask = attention_masks(segments, TIME, [window], positions.device)[window]
         one, other = ([each.clone().requires_grad_() for each in heads] for _ in range(2))
         torch.nn.functional.scaled_dot_product_attention(
             *one, attn_mask=mask, enable_gqa=True
         ).square().sum().backward()
-        flexible(segments, TIME, [window], positions.device)[window](
+        make_flex_attn_fns(segments, TIME, [window], positions.device)[window](
             *other
         ).square().sum().backward()
         for wanted, found in zip(one, other, strict=True):

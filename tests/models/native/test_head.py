@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ingot.models.native import head
-from ingot.models.native.head import IGNORE, View, apply_head, summed
+from ingot.models.native.head import IGNORE, LogitsView, apply_head, summed_only
 from tests.tolerances import GRADIENTS_FP32, LOSS_FP32, SHARED_ROWS_BF16
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 50
@@ -19,12 +19,12 @@ TOKENS, WIDTH, VOCABULARY = 23, 8, 50
 class Judge:
     """A value that depends on the label, on all logits and on what came along."""
 
-    @summed
-    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    @summed_only
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         value = -view.log_probability(labels) + 0.1 * view.logsumexp().square()
         return value if extras is None else value * extras[:, 0]
 
-    def plainly(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    def plainly(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         return self.token(view, labels, extras)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ingot.data.loader import Batch
-    from ingot.models.native.head import View
+    from ingot.models.native.head import LogitsView
     from ingot.objectives.protocol import AllSum, ObjectiveInputs
 else:
     torch = lazy_import("torch")
@@ -55,7 +55,7 @@ class SimPOLoss:
     def extras(self, batch: Batch, segments: Tensor | None) -> None:
         return None
 
-    def token(self, view: View, labels: Tensor, extras: Tensor | None) -> Tensor:
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         return view.log_probability(labels)
 
     def reduce(
