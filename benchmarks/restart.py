@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ingot.base.heartbeat import Beat, heartbeat_file, read_beats
+from ingot.base.heartbeat import Heartbeat, heartbeat_file, read_beats
 
 INGOT = (sys.executable, "-m", "ingot")
 RECIPE = "recipes/quickstart.yaml"
@@ -84,8 +84,8 @@ def killed_once(root: Path, knobs: list[str], processes: int) -> float:
 
 
 def _wait(
-    launched: subprocess.Popen[bytes], heartbeats: Path, fits: Callable[[Beat], bool]
-) -> Beat:
+    launched: subprocess.Popen[bytes], heartbeats: Path, fits: Callable[[Heartbeat], bool]
+) -> Heartbeat:
     """The first sign of life in the midst of steps that `fits`."""
     while True:
         for beat in read_beats(heartbeats):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ingot.base.errors import WrongInput
 
-REPLICA = "REPLICA_OF_RUN"
+REPLICA_VARIABLE = "REPLICA_OF_RUN"
 """The variable that tells the ranks of a node without a shared disk which replica of the run folder
 in a bucket people and later starts see.
 """
@@ -82,7 +82,7 @@ def read_dotenv(path: Path) -> dict[str, str]:
     return values
 
 
-def env_file(path: Path) -> dict[str, str]:
+def take_env_file(path: Path) -> dict[str, str]:
     """Variables out of a JSON file that somebody left for this process alone; it is removed.
 
     Raises:

@@ -29,11 +29,11 @@ PHASES: tuple[Phase, ...] = (
     "exporting",
     "over",
 )
-Spending = Literal["productive", "waiting", "evaluating", "saving"]
+TimeUse = Literal["productive", "waiting", "evaluating", "saving"]
 """What the seconds of a training go to: steps, waiting for data, measuring and sampling, and
 waiting for a checkpoint.
 """
-SPENDINGS: tuple[Spending, ...] = ("productive", "waiting", "evaluating", "saving")
+TIME_USES: tuple[TimeUse, ...] = ("productive", "waiting", "evaluating", "saving")
 
 _FORMAT = struct.Struct("<Qqqqqqqddddddd")
 SLOT_BYTES = 128
@@ -41,7 +41,7 @@ SLOT_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank said last."""
 
     pid: int
@@ -60,7 +60,7 @@ class Beat:
     """The same by the wall clock, seconds since the epoch."""
     usual_s: float
     """The usual duration of a step, a median; 0 as long as there is none."""
-    spent: dict[Spending, float]
+    spent: dict[TimeUse, float]
     """Seconds since this attempt's last committed checkpoint (or its start): what is lost if it
     dies now.
     """
@@ -74,7 +74,7 @@ def heartbeat_file(folder: Path) -> Path:
     return folder / (socket.gethostname() if node == "0" else f"{socket.gethostname()}-{node}")
 
 
-class Heart:
+class HeartbeatWriter:
     """This rank's slot. Beats are never waited for, and never stop a run."""
 
     def __init__(self, folder: Path, *, rank: int, local_rank: int, attempt: int) -> None:
@@ -93,7 +93,7 @@ class Heart:
                 os.close(descriptor)
         self.attempt, self.step, self.place, self.usual_s = attempt, 0, 0, 0.0
         self.phase: Phase = "loading"
-        self.spent: dict[Spending, float] = dict.fromkeys(SPENDINGS, 0.0)
+        self.spent: dict[TimeUse, float] = dict.fromkeys(TIME_USES, 0.0)
         self._count = 0
 
     def beat(
@@ -115,7 +115,7 @@ class Heart:
             time.monotonic(),
             time.time(),
             self.usual_s,
-            *(self.spent[name] for name in SPENDINGS),
+            *(self.spent[name] for name in TIME_USES),
         )
         struct.pack_into("<Q", self._memory, self._offset, self._count - 1)
         _FORMAT.pack_into(self._memory, self._offset, self._count - 1, *values)
@@ -137,7 +137,7 @@ def _mapped(descriptor: int, size: int, path: Path) -> mmap.mmap:
         return mmap.mmap(-1, size)
 
 
-def read_beats(path: Path) -> list[Beat]:
+def read_beats(path: Path) -> list[Heartbeat]:
     """What the ranks of one node said last, by local rank; slots that nobody has written, or that
     are being written now, are left out.
     """
@@ -147,7 +147,7 @@ def read_beats(path: Path) -> list[Beat]:
         return []
 
 
-def parse_beats(content: bytes) -> list[Beat]:
+def parse_beats(content: bytes) -> list[Heartbeat]:
     """The same from the content of such a file."""
     beats = []
     for offset in range(0, len(content) - SLOT_BYTES + 1, SLOT_BYTES):
@@ -156,7 +156,7 @@ def parse_beats(content: bytes) -> list[Beat]:
         )
         if count and not count % 2 and 0 <= phase < len(PHASES):
             beats.append(
-                Beat(
+                Heartbeat(
                     pid,
                     rank,
                     attempt,
@@ -166,7 +166,7 @@ def parse_beats(content: bytes) -> list[Beat]:
                     mono,
                     wall,
                     usual,
-                    dict(zip(SPENDINGS, spent, strict=True)),
+                    dict(zip(TIME_USES, spent, strict=True)),
                 )
             )
     return beats

@@ -22,7 +22,7 @@ from ingot.base.storage import sha256_file, write_atomic
 
 SCHEMA = 1
 CHECKSUM = "checksum"
-MOST_READERS = 8
+MAX_READERS = 8
 """Files that are read at the same time to verify them, a megabyte of each in memory."""
 
 
@@ -107,7 +107,7 @@ def problems(folder: Path, marker: Mapping[str, Any], *, checksums: bool) -> lis
     if not checksums or len(entries) < 2:
         found = [_problem(folder, entry, checksums=checksums) for entry in entries]
     else:
-        with ThreadPoolExecutor(min(len(entries), os.cpu_count() or 1, MOST_READERS)) as readers:
+        with ThreadPoolExecutor(min(len(entries), os.cpu_count() or 1, MAX_READERS)) as readers:
             found = list(
                 readers.map(lambda entry: _problem(folder, entry, checksums=True), entries)
             )

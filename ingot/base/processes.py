@@ -33,7 +33,7 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
-def catches(process: int, number: int) -> bool:
+def handles_signal(process: int, number: int) -> bool:
     """Whether a process has a handler for a signal; False where the kernel does not tell."""
     with contextlib.suppress(OSError, ValueError):
         masks = dict(
@@ -49,7 +49,7 @@ def catches(process: int, number: int) -> bool:
     return False
 
 
-def tied_to_me(signum: int = signal.SIGKILL) -> Callable[[], None]:
+def preexec_die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
     """`preexec_fn` for a child of this process: it gets `signum` when this process dies.
 
     The kernel means the thread that starts the child, so start it from one that lives as long as
@@ -70,7 +70,7 @@ def started_at(pid: int) -> float | None:
         return None
 
 
-def machine() -> str | None:
+def machine_id() -> str | None:
     """Tells where a process id means the same process: this boot of this machine, and the set of
     ids of this container.
     """
@@ -82,7 +82,7 @@ def machine() -> str | None:
     return None
 
 
-def ticks(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """When a process was started, in ticks since the boot, which no clock that is set changes:
     tells a reused id from the old one. None where it is dead, or nobody can say.
     """
@@ -96,7 +96,7 @@ def ticks(pid: int) -> str | None:
 
 
 @contextlib.contextmanager
-def without_main() -> Iterator[None]:
+def without_main_module() -> Iterator[None]:
     """Processes are started without the caller's script, which they would import once more: all
     that it imports, and all that it does.
     """

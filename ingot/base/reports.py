@@ -16,7 +16,7 @@ from ingot.base.storage import write_atomic
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VerbOutcome:
     """What a verb hands back to the command line.
 
     `result` is one short phrase for the table, `where` the path to look at, `outputs` a fingerprint
@@ -31,13 +31,13 @@ class Outcome:
     exit_code: int = 0
 
 
-def sizes(root: Path, paths: Iterable[Path]) -> dict[str, int]:
+def file_sizes(root: Path, paths: Iterable[Path]) -> dict[str, int]:
     """`files` of an Outcome: each path relative to `root` with its size in bytes."""
     return {str(path.relative_to(root)): path.stat().st_size for path in paths}
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class PipelineStepRecord:
     """What a step read (`inputs`, one fingerprint), what it made (`outputs`, one fingerprint) and
     what it tells.
 
@@ -57,22 +57,22 @@ class StepRecord:
     exit_code: int = 0
 
 
-def write_record(folder: Path, record: StepRecord) -> None:
+def write_record(folder: Path, record: PipelineStepRecord) -> None:
     write_atomic(
         folder / f"{record.step}.json",
         json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n",
     )
 
 
-def read_record(folder: Path, step: str) -> StepRecord | None:
+def read_record(folder: Path, step: str) -> PipelineStepRecord | None:
     """The record of `step`; None where there is none, or one that this version cannot read."""
     try:
-        return StepRecord(**json.loads((folder / f"{step}.json").read_bytes()))
+        return PipelineStepRecord(**json.loads((folder / f"{step}.json").read_bytes()))
     except (FileNotFoundError, TypeError, ValueError):
         return None
 
 
-def is_intact(root: Path, record: StepRecord) -> bool:
+def is_intact(root: Path, record: PipelineStepRecord) -> bool:
     """True when every file that the record names still has its size."""
     for path, size in record.files.items():
         try:

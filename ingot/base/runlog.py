@@ -99,7 +99,7 @@ def record_event(
     append_line(path, event)
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     """Takes numbers (and texts) of one step; keys are TensorBoard's (`train/loss`)."""
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None: ...
@@ -205,12 +205,12 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Guarded:
+class FailSafeSink:
     """Keeps a run alive when a sink fails: warns once, then stays silent."""
 
     def __init__(self, name: str, make: Any) -> None:
         self.name = name
-        self._sink: Sink | None = None
+        self._sink: MetricSink | None = None
         self._try(lambda: setattr(self, "_sink", make()))
 
     def _try(self, call: Any) -> None:

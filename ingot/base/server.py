@@ -18,7 +18,7 @@ from typing import IO, Any
 import httpx
 
 from ingot.base.errors import Failed
-from ingot.base.processes import tied_to_me
+from ingot.base.processes import preexec_die_with_parent
 
 _LISTENS = re.compile(r"^serving .+ at (http://\S+)")
 START_TIMEOUT_S = 600.0
@@ -43,7 +43,7 @@ def running_server(command: Sequence[str]) -> Iterator[str]:
         stdout=sys.stderr.fileno(),
         stderr=subprocess.PIPE,
         process_group=0,
-        preexec_fn=tied_to_me(),
+        preexec_fn=preexec_die_with_parent(),
     )
     try:
         assert process.stderr is not None

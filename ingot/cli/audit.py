@@ -29,7 +29,7 @@ Mask = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Example:
+class AuditedExample:
     """One chat, document or side of a preference. `turns`: how often the assistant speaks in what
     is trained of it.
     """
@@ -44,7 +44,7 @@ class Example:
 class Audit:
     """Examples, and those that the template refused, by reason."""
 
-    examples: list[Example]
+    examples: list[AuditedExample]
     refused: Counter[str] = field(default_factory=Counter)
 
     def leading(self, token: int | None) -> Counter[int]:
@@ -82,7 +82,7 @@ def audit_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> Aud
         return _together([audit_chats(tokenizer, [chat]) for chat in chats])
     return Audit(
         [
-            Example(ids, trained, count)
+            AuditedExample(ids, trained, count)
             for ids, trained, count in zip(
                 *_cut(lengths, flat, mask), map(_turns, chats), strict=True
             )
@@ -108,7 +108,7 @@ def audit_preferences(tokenizer: Tokenizer, preferences: Sequence[Preference]) -
         return _together([audit_preferences(tokenizer, [one]) for one in preferences])
     turns = [_turns(chat[first:]) for chat, first in zip(chats, firsts, strict=True)]
     cut = zip(*_cut(lengths, flat, mask), turns, SIDES * len(preferences), strict=True)
-    return Audit([Example(*values) for values in cut])
+    return Audit([AuditedExample(*values) for values in cut])
 
 
 def _together(audits: Sequence[Audit]) -> Audit:
@@ -126,7 +126,9 @@ def _turns(messages: Sequence[Message]) -> int:
 def audit_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Audit:
     """Encode documents as pretraining does: all of it is trained."""
     flat, lengths = encode_documents(tokenizer, texts)
-    return Audit([Example(ids, np.ones(len(ids), np.uint8)) for ids in _cut(lengths, flat)[0]])
+    return Audit(
+        [AuditedExample(ids, np.ones(len(ids), np.uint8)) for ids in _cut(lengths, flat)[0]]
+    )
 
 
 def _cut(
@@ -136,7 +138,7 @@ def _cut(
     return [np.split(column, ends) for column in columns]
 
 
-def in_words(tokenizer: Tokenizer, example: Example, *, plain: bool) -> Text:
+def in_words(tokenizer: Tokenizer, example: AuditedExample, *, plain: bool) -> Text:
     """An example as text: special tokens visible, trained tokens in colour, or between brackets
     where there is none.
     """

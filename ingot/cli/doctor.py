@@ -28,7 +28,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """One line of the table. `needed`: without it nothing works; otherwise `get` says what it would
     be good for.
     """
@@ -107,9 +107,9 @@ def examine_cloud(arguments: Sequence[str]) -> int:
     return EXIT_FAILED if missing else EXIT_DONE
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Iterator[MachineFinding]:
     version = platform.python_version()
-    yield Finding(
+    yield MachineFinding(
         "Python 3.11 or newer",
         sys.version_info >= (3, 11),
         f"{version}, {sys.executable}",
@@ -118,7 +118,7 @@ def _python() -> Iterator[Finding]:
     )
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[MachineFinding]:
     """Everything that ingot was installed with; one line, or one for each that is not there."""
     import ingot
 
@@ -129,7 +129,9 @@ def _packages() -> Iterator[Finding]:
     ]
     missing = [name for name in wanted if not _installed(name)]
     found = f"ingot {ingot.__version__} and {len(wanted) - len(missing)} packages"
-    yield Finding("packages", not missing, found, f"pip install {' '.join(missing)}", needed=True)
+    yield MachineFinding(
+        "packages", not missing, found, f"pip install {' '.join(missing)}", needed=True
+    )
 
 
 def _installed(name: str) -> bool:
@@ -140,28 +142,28 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _torch() -> Iterator[Finding]:
+def _torch() -> Iterator[MachineFinding]:
     get = "pip install torch (pytorch.org has the command for each kind of GPU)"
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding("torch", False, str(error).splitlines()[0][:80], get, needed=True)
+        yield MachineFinding("torch", False, str(error).splitlines()[0][:80], get, needed=True)
         return
-    yield Finding("torch", True, torch.__version__, needed=True)
+    yield MachineFinding("torch", True, torch.__version__, needed=True)
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         count = torch.accelerator.device_count()
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(kind)
-        yield Finding("accelerator", True, f"{count} x {name}")
+        yield MachineFinding("accelerator", True, f"{count} x {name}")
     elif shutil.which("nvidia-smi"):
-        yield Finding(
+        yield MachineFinding(
             "accelerator",
             False,
             "an NVIDIA driver, but this torch cannot use it",
             "install the CUDA build of torch; pytorch.org has the command",
         )
     else:
-        yield Finding(
+        yield MachineFinding(
             "accelerator",
             False,
             f"none; training runs on {os.cpu_count()} CPU cores",
@@ -169,9 +171,9 @@ def _torch() -> Iterator[Finding]:
         )
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[MachineFinding]:
     memory = psutil.virtual_memory()
-    yield Finding(
+    yield MachineFinding(
         "memory",
         memory.available >= NEEDED_MEMORY_GB * GB,
         f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free",
@@ -180,15 +182,15 @@ def _memory() -> Iterator[Finding]:
     )
 
 
-def _disk() -> Iterator[Finding]:
+def _disk() -> Iterator[MachineFinding]:
     here = Path.cwd()
     free = shutil.disk_usage(here).free
     get = f"make {NEEDED_DISK_GB:g} GB free, or set output=FOLDER"
-    yield Finding(
+    yield MachineFinding(
         "disk", free >= NEEDED_DISK_GB * GB, f"{free / GB:.1f} GB free at {here}", get, needed=True
     )
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    yield Finding(
+    yield MachineFinding(
         "model cache",
         os.access(_existing(cache), os.W_OK),
         f"{cache}",
@@ -201,9 +203,9 @@ def _existing(path: Path) -> Path:
     return path if path.exists() or path == path.parent else _existing(path.parent)
 
 
-def _java() -> Iterator[Finding]:
+def _java() -> Iterator[MachineFinding]:
     found = _first_line(["java", "-version"])
-    yield Finding(
+    yield MachineFinding(
         "Java 17 (Spark)",
         found is not None,
         found or "none",
@@ -211,9 +213,9 @@ def _java() -> Iterator[Finding]:
     )
 
 
-def _slurm() -> Iterator[Finding]:
+def _slurm() -> Iterator[MachineFinding]:
     found = _first_line(["sbatch", "--version"])
-    yield Finding(
+    yield MachineFinding(
         "Slurm",
         found is not None,
         found or "none",
@@ -221,10 +223,10 @@ def _slurm() -> Iterator[Finding]:
     )
 
 
-def _credentials() -> Iterator[Finding]:
+def _credentials() -> Iterator[MachineFinding]:
     token = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "token"
     hub = "HF_TOKEN" in os.environ or token.exists()
-    yield Finding(
+    yield MachineFinding(
         "Hugging Face token",
         hub,
         "set" if hub else "none",
@@ -235,11 +237,11 @@ def _credentials() -> Iterator[Finding]:
         or Path.home() / ".config" / "gcloud" / "application_default_credentials.json"
     )
     get = "gcloud auth application-default login; only for Google Cloud"
-    yield Finding(
+    yield MachineFinding(
         "Google Cloud credentials", adc.exists(), str(adc) if adc.exists() else "none", get
     )
     if importlib.util.find_spec("wandb") is None:
-        yield Finding(
+        yield MachineFinding(
             "W&B",
             False,
             "not installed",
@@ -247,7 +249,7 @@ def _credentials() -> Iterator[Finding]:
         )
     else:
         logged_in = "WANDB_API_KEY" in os.environ or "api.wandb.ai" in _text(Path.home() / ".netrc")
-        yield Finding(
+        yield MachineFinding(
             "W&B",
             logged_in,
             "logged in" if logged_in else "installed, not logged in",
@@ -281,7 +283,7 @@ def _first_line(command: list[str]) -> str | None:
     return (done.stdout.strip().splitlines() or [""])[0]
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+LOOKS: tuple[Callable[[], Iterator[MachineFinding]], ...] = (
     _python,
     _packages,
     _torch,

@@ -18,7 +18,7 @@ from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, Ingot
 STOPPED = (EXIT_STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
-class Interrupted(BaseException):
+class SignalReceived(BaseException):
     """A signal asked this process to stop. Not an Exception, so that nothing on the way takes it
     for a failure.
     """
@@ -45,7 +45,7 @@ def listen_to_signals() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() != here:
             os._exit(128 + number)  # a forked worker: its parent tells what happened
-        raise Interrupted(number)
+        raise SignalReceived(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -60,7 +60,7 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
         code = call() or 0
         sys.stdout.flush()
         return code
-    except Interrupted as stop:
+    except SignalReceived as stop:
         return _tell(
             f"stopped by {signal.Signals(stop.signum).name}", 128 + stop.signum, debug=debug
         )

@@ -20,7 +20,7 @@ from ingot.base.storage import open_read
 from ingot.cli.arguments import read_recipe
 from ingot.cli.audit import (
     Audit,
-    Example,
+    AuditedExample,
     audit_chats,
     audit_documents,
     audit_preferences,
@@ -65,7 +65,9 @@ def show_framed(
             sides = [
                 in_words(
                     tokenizer,
-                    Example(record[name], np.full(len(record[name]), name == "target", np.uint8)),
+                    AuditedExample(
+                        record[name], np.full(len(record[name]), name == "target", np.uint8)
+                    ),
                     plain=plain,
                 )
                 for name in record
@@ -79,7 +81,7 @@ def show_framed(
         else:
             text = in_words(
                 tokenizer,
-                Example(record["tokens"], np.zeros(len(record["tokens"]), np.uint8)),
+                AuditedExample(record["tokens"], np.zeros(len(record["tokens"]), np.uint8)),
                 plain=plain,
             )
             label = int(record["label"][0])

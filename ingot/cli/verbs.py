@@ -12,7 +12,7 @@ from typing import Any
 from ingot.base.environment import ranks
 from ingot.base.errors import EXIT_DONE, WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.reports import Outcome
+from ingot.base.reports import VerbOutcome
 from ingot.cli.arguments import read_recipe
 from ingot.cli.console import show_report
 from ingot.config.recipe import Recipe
@@ -45,9 +45,9 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
             verb, (verb, *arguments, *options), launch.processes, environment=launch.variables
         )
         return foreground(job, results=sys.stdout).code
-    done: list[Outcome] = []
+    done: list[VerbOutcome] = []
 
-    def do() -> Outcome:
+    def do() -> VerbOutcome:
         with _shown(verb, recipe):
             done.append(DO[verb](recipe, again))
         return done[0]
@@ -128,37 +128,37 @@ def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
     return EXIT_DONE
 
 
-def _ingest(recipe: Recipe, again: bool) -> Outcome:
+def _ingest(recipe: Recipe, again: bool) -> VerbOutcome:
     from ingot.data.ingest import ingest
 
     return ingest(recipe)
 
 
-def _prepare(recipe: Recipe, again: bool) -> Outcome:
+def _prepare(recipe: Recipe, again: bool) -> VerbOutcome:
     from ingot.data.prepare import prepare
 
     return prepare(recipe)
 
 
-def _train(recipe: Recipe, again: bool) -> Outcome:
+def _train(recipe: Recipe, again: bool) -> VerbOutcome:
     from ingot.train.trainer import train
 
     return train(recipe, fresh=again)
 
 
-def _evaluate(recipe: Recipe, again: bool) -> Outcome:
+def _evaluate(recipe: Recipe, again: bool) -> VerbOutcome:
     from ingot.evaluate.evaluate import evaluate
 
     return evaluate(recipe)
 
 
-def _gate(recipe: Recipe, again: bool) -> Outcome:
+def _gate(recipe: Recipe, again: bool) -> VerbOutcome:
     from ingot.registry.verbs import gate
 
     return gate(recipe)
 
 
-def _register(recipe: Recipe, again: bool) -> Outcome:
+def _register(recipe: Recipe, again: bool) -> VerbOutcome:
     from ingot.registry.verbs import register
 
     return register(recipe)
@@ -183,7 +183,7 @@ def _live_stamp(recipe: Recipe) -> dict[str, Any]:
 
 
 AGAIN = {"train": "--fresh", "evaluate": "--again"}
-DO: dict[str, Callable[[Recipe, bool], Outcome]] = {
+DO: dict[str, Callable[[Recipe, bool], VerbOutcome]] = {
     "ingest": _ingest,
     "prepare": _prepare,
     "train": _train,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.remote.service import connect, in_words
+from ingot.base.remote.service import connect, translate_error
 from ingot.cloud.checks import CALLER, Finding, Site, there, unknown
 from ingot.cloud.clients import ask
 from ingot.cloud.images import untagged
@@ -56,7 +56,7 @@ def bucket(site: Site) -> Iterator[Finding]:
         if getattr(error, "code", None) == 404:
             yield Finding(what, False, "does not exist", make, needed=True)
         else:
-            yield unknown(site, what, in_words(error, url, "look at", BUCKET_S))
+            yield unknown(site, what, translate_error(error, url, "look at", BUCKET_S))
         return
     location, regions = found.location or "", tuple(found.data_locations or ())
     near = fits(location, site.region, regions)
@@ -78,7 +78,9 @@ def bucket(site: Site) -> Iterator[Finding]:
             - set(found.test_iam_permissions(list(OBJECT_RIGHTS), timeout=BUCKET_S, retry=None))
         )
     except Exception as error:
-        yield unknown(site, f"{what}: your rights", in_words(error, url, "look at", BUCKET_S))
+        yield unknown(
+            site, f"{what}: your rights", translate_error(error, url, "look at", BUCKET_S)
+        )
         return
     grant = (
         f"gcloud storage buckets add-iam-policy-binding {url} --role=roles/storage.objectUser"
@@ -105,7 +107,7 @@ def _bucket_of_account(site: Site, found: Any, what: str, grant: str) -> Iterato
         yield unknown(
             site,
             f"{what}: rights of {site.account}",
-            in_words(error, f"gs://{site.google.cloud.bucket}", "look at", BUCKET_S),
+            translate_error(error, f"gs://{site.google.cloud.bucket}", "look at", BUCKET_S),
         )
         return
     policy = ask(

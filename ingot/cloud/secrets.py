@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.remote.service import packages
+from ingot.base.remote.service import google_packages
 from ingot.cloud.clients import Google, ask
 
 _REFERENCE = re.compile(r"secret:([A-Za-z0-9_-]{1,255})(?:/([1-9][0-9]*|latest))?", re.ASCII)
@@ -78,5 +78,5 @@ def _value(google: Google, variable: str, name: str, version: str) -> str:
 
 
 def _crc32c(data: bytes) -> int:
-    checksum = packages().Checksum(data).digest()
+    checksum = google_packages().Checksum(data).digest()
     return int.from_bytes(checksum, "big")

@@ -11,12 +11,12 @@ from ingot.base.doors import Door
 BUILT_IN: dict[str, dict[str, str]] = {
     # Settings (ingot.config.sections.objective.ObjectiveSettings); `objective.kind`.
     "objective": {
-        "pretrain": "ingot.config.sections.objective:Pretrain",
-        "sft": "ingot.config.sections.objective:SFT",
-        "dpo": "ingot.config.sections.objective:DPO",
-        "distill": "ingot.config.sections.objective:Distill",
-        "seq2seq": "ingot.config.sections.objective:Seq2Seq",
-        "classify": "ingot.config.sections.objective:Classify",
+        "pretrain": "ingot.config.sections.objective:PretrainSettings",
+        "sft": "ingot.config.sections.objective:SFTSettings",
+        "dpo": "ingot.config.sections.objective:DPOSettings",
+        "distill": "ingot.config.sections.objective:DistillSettings",
+        "seq2seq": "ingot.config.sections.objective:Seq2SeqSettings",
+        "classify": "ingot.config.sections.objective:ClassifySettings",
     },
     # Settings (ingot.config.sections.training.OptimizerSettings); `train.optimizer.kind`.
     "optimizer": {

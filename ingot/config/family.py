@@ -18,7 +18,7 @@ ROTARY = ("rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True)
-class Kind:
+class FamilyMember:
     """One model type. `None` for a bias: as the configuration's `attention_bias` says."""
 
     positions: int = 2048
@@ -33,10 +33,12 @@ class Kind:
     window_switch: bool = False
 
 
-KINDS: dict[str, Kind] = {
-    "llama": Kind(may_bias_mlp=True),
-    "mistral": Kind(positions=131_072, kv_heads=8, qkv_bias=False, output_bias=False, window=4096),
-    "qwen2": Kind(
+FAMILY_MEMBERS: dict[str, FamilyMember] = {
+    "llama": FamilyMember(may_bias_mlp=True),
+    "mistral": FamilyMember(
+        positions=131_072, kv_heads=8, qkv_bias=False, output_bias=False, window=4096
+    ),
+    "qwen2": FamilyMember(
         positions=32_768,
         kv_heads=32,
         qkv_bias=True,
@@ -44,14 +46,14 @@ KINDS: dict[str, Kind] = {
         window=4096,
         window_switch=True,
     ),
-    "qwen3": Kind(
+    "qwen3": FamilyMember(
         positions=32_768, kv_heads=32, head_dim=128, qk_norm=True, window=4096, window_switch=True
     ),
 }
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DecoderSizes:
     """What decides a decoder's tensors and their work. `windows`: for each layer how many tokens
     back a query sees, itself included; None: all.
     """
@@ -72,7 +74,7 @@ class Sizes:
     windows: tuple[int | None, ...]
 
 
-def sizes(config: Mapping[str, Any], where: str = "model.config") -> Sizes:
+def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSizes:
     """Read them from a Hugging Face configuration; one without a known `model_type` is read as
     Llama's.
 
@@ -80,14 +82,14 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> Sizes:
         KeyError, TypeError, ValueError: a size is missing or no number.
         WrongInput: windows that contradict each other.
     """
-    kind = KINDS.get(str(config.get("model_type")), KINDS["llama"])
+    kind = FAMILY_MEMBERS.get(str(config.get("model_type")), FAMILY_MEMBERS["llama"])
     heads, layers, hidden = (
         int(config["num_attention_heads"]),
         int(config["num_hidden_layers"]),
         int(config["hidden_size"]),
     )
     bias = bool(config.get("attention_bias", False))
-    return Sizes(
+    return DecoderSizes(
         vocab=int(config["vocab_size"]),
         hidden=hidden,
         feed_forward=int(config["intermediate_size"]),
@@ -106,7 +108,7 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> Sizes:
 
 
 def _windows(
-    config: Mapping[str, Any], kind: Kind, layers: int, where: str
+    config: Mapping[str, Any], kind: FamilyMember, layers: int, where: str
 ) -> tuple[int | None, ...]:
     window, types = config.get("sliding_window", kind.window), config.get("layer_types")
     if kind.window is None or (kind.window_switch and not config.get("use_sliding_window", False)):

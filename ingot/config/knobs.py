@@ -70,7 +70,7 @@ def find_knob(path: str) -> list[Knob]:
     if found:
         return found
     raise WrongInput(
-        f"no knob is called `{path}`; did you mean `{nearest(path)}`? `ingot show knobs` lists all"
+        f"no knob is called `{path}`; did you mean `{nearest_knob(path)}`? `ingot show knobs` lists all"
     )
 
 
@@ -86,7 +86,7 @@ def kinds_of(path: str) -> list[str]:
     ]
 
 
-def nearest(path: str, within: str = "") -> str:
+def nearest_knob(path: str, within: str = "") -> str:
     """The existing knob that looks most like `path`: first among the names below `within`, then by
     its last part anywhere.
     """

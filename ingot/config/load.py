@@ -15,7 +15,15 @@ from pydantic import ValidationError
 from ingot.base.environment import read_dotenv
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.config.values import Path_, Values, assign, explain, get, one_line, parts
+from ingot.config.values import (
+    KeyPath,
+    Values,
+    explain_errors,
+    get,
+    one_line,
+    parse_path,
+    set_value,
+)
 
 PREFIX = "INGOT_"
 _MERGE = "tag:yaml.org,2002:merge"
@@ -56,7 +64,7 @@ def load_recipe(
     try:
         return Recipe.model_validate(values.tree)
     except ValidationError as error:
-        raise WrongInput(explain(error, values)) from None
+        raise WrongInput(explain_errors(error, values)) from None
 
 
 def read_values(
@@ -75,9 +83,9 @@ def read_values(
         for name in sorted(variables):  # so that INGOT_TRAIN comes before INGOT_TRAIN__STEPS
             if name.startswith(PREFIX):
                 where = f"{place}{name}"
-                assign(
+                set_value(
                     values,
-                    parts(name[len(PREFIX) :].lower().split("__")),
+                    parse_path(name[len(PREFIX) :].lower().split("__")),
                     _scalar(variables[name], where),
                     where,
                 )
@@ -89,7 +97,7 @@ def read_values(
                 " nor key=value"
             )
         where = f"`{one_line(override)}` on the command line"
-        assign(values, parts(key.split(".")), _scalar(text, where), where)
+        set_value(values, parse_path(key.split(".")), _scalar(text, where), where)
     return values
 
 
@@ -156,17 +164,17 @@ def _merge_text(values: Values, text: str, path: Path) -> None:
     _merge_node(values, (), node, str(path))
 
 
-def _merge_node(values: Values, path: Path_, node: yaml.Node, file: str) -> None:
+def _merge_node(values: Values, path: KeyPath, node: yaml.Node, file: str) -> None:
     """Mappings merge key by key; everything else replaces."""
     if path:
         values.origins[path] = f"{file}:{node.start_mark.line + 1}"
     if not isinstance(node, yaml.MappingNode):
-        assign(values, path, _construct(node, file), f"{file}:{node.start_mark.line + 1}")
+        set_value(values, path, _construct(node, file), f"{file}:{node.start_mark.line + 1}")
         if isinstance(node, yaml.SequenceNode):
             _note_lines(values, path, node, file)
         return
     if path and not isinstance(get(values.tree, path), dict):
-        assign(values, path, {}, f"{file}:{node.start_mark.line + 1}")
+        set_value(values, path, {}, f"{file}:{node.start_mark.line + 1}")
     for key, (key_node, value_node) in _items(node, file).items():
         _merge_node(values, (*path, key), value_node, file)
         values.origins[(*path, key)] = f"{file}:{key_node.start_mark.line + 1}"
@@ -192,7 +200,7 @@ def _items(node: yaml.MappingNode, file: str) -> dict[str, tuple[yaml.Node, yaml
     }
 
 
-def _note_lines(values: Values, path: Path_, node: yaml.Node, file: str) -> None:
+def _note_lines(values: Values, path: KeyPath, node: yaml.Node, file: str) -> None:
     """Lines of everything inside a list."""
     inner: Iterable[tuple[str | int, yaml.Node, yaml.Node]] = ()
     if isinstance(node, yaml.SequenceNode):

@@ -11,12 +11,27 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
 from ingot.config.section import Section
 from ingot.config.sections.data import Data, Pack
-from ingot.config.sections.deployment import GATED, Chaos, Cloud, Gate, Pipeline, Registry, Serve
+from ingot.config.sections.deployment import (
+    GATED,
+    Chaos,
+    Cloud,
+    Gate,
+    PipelineSettings,
+    RegistrySettings,
+    Serve,
+)
 from ingot.config.sections.evaluation import ClassificationTask, Evaluate, LossTask, Task
 from ingot.config.sections.launch import Launch
-from ingot.config.sections.layout import Memory, Parallel, Precision
-from ingot.config.sections.objective import Documents, Objective, Pretrain
-from ingot.config.sections.training import Checkpoint, Model, Resume, Tokenizer, Track, Train
+from ingot.config.sections.layout import MemorySettings, Parallel, Precision
+from ingot.config.sections.objective import Documents, Objective, PretrainSettings
+from ingot.config.sections.training import (
+    Checkpoint,
+    Model,
+    Resume,
+    TokenizerSettings,
+    Track,
+    Train,
+)
 
 PACKS: dict[Documents, tuple[Pack, ...]] = {
     "text": ("cut", "best_fit", "none"),
@@ -43,17 +58,17 @@ class Recipe(Section):
     """Folder that run folders are made in."""
     model: Model = Model()
     """Which model is trained, and what it starts from."""
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerSettings = TokenizerSettings()
     """How text becomes ids."""
     data: Data
     """Documents in, rows of tokens out."""
-    objective: Objective = Pretrain()
+    objective: Objective = PretrainSettings()
     """The way of training."""
     train: Train = Train()
     """The loop: how long, how large a batch, which optimizer."""
     parallel: Parallel = Parallel()
     """Degrees of the device mesh."""
-    memory: Memory = Memory()
+    memory: MemorySettings = MemorySettings()
     """Ways to make a model fit."""
     precision: Precision = Precision()
     """Number formats."""
@@ -67,7 +82,7 @@ class Recipe(Section):
     """Where metrics go."""
     gate: Gate = Gate()
     """Whether a new model replaces the live one."""
-    registry: Registry = Registry()
+    registry: RegistrySettings = RegistrySettings()
     """Where model versions are kept."""
     serve: Serve = Serve()
     """The HTTP server."""
@@ -75,7 +90,7 @@ class Recipe(Section):
     """Where verbs run."""
     cloud: Cloud = Cloud()
     """Google Cloud."""
-    pipeline: Pipeline = Pipeline()
+    pipeline: PipelineSettings = PipelineSettings()
     """The steps as a pipeline of the managed service."""
     chaos: Chaos = Chaos()
     """Failures on purpose."""

@@ -38,7 +38,7 @@ _G2 = {24: 2, 48: 4, 96: 8}
 
 
 @dataclass(frozen=True)
-class Container:
+class EndpointContainer:
     """The container of one endpoint, in Vertex AI's terms.
 
     `image` None: our own serving image. `predict_route` takes Vertex AI's `instances`, but for an
@@ -56,7 +56,7 @@ class Container:
     shared_memory_mb: int = 0
 
 
-def container_of(recipe: Recipe) -> Container:
+def container_of(recipe: Recipe) -> EndpointContainer:
     """What an endpoint runs for `recipe.serve.engine`.
 
     The images of vLLM and Triton are the published ones unless `serve.image` names another. Vertex
@@ -77,7 +77,7 @@ def container_of(recipe: Recipe) -> Container:
                 STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve.machine)
             )
             args = (*args, "--load-format", "runai_streamer", "--tensor-parallel-size", str(cards))
-            return Container(
+            return EndpointContainer(
                 serve.image or VLLM_IMAGE,
                 ("python3", "-m", VLLM_MODULE),
                 args,
@@ -87,7 +87,7 @@ def container_of(recipe: Recipe) -> Container:
             )
         case "triton":
             _accelerators(serve)
-            return Container(
+            return EndpointContainer(
                 serve.image or TRITON_IMAGE,
                 ("tritonserver",),
                 triton_arguments(STORAGE, host="0.0.0.0", port=PORT),
@@ -102,7 +102,7 @@ def container_of(recipe: Recipe) -> Container:
             settings = (
                 f"serve.{key}={json.dumps(value)}" for key, value in sorted(changed.items())
             )
-            return Container(serve.image, (), (f"serve.engine={serve.engine}", *settings))
+            return EndpointContainer(serve.image, (), (f"serve.engine={serve.engine}", *settings))
 
 
 _LIMITS = ("max_body_bytes", "max_tokens", "max_queue", "max_batch", "any_template")

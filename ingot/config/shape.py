@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.config.family import Sizes, sizes
-from ingot.config.sections.layout import Memory, Parallel
+from ingot.config.family import DecoderSizes, sizes
+from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.training import Train
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -203,7 +203,9 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
         )
 
 
-def check_pipeline(parallel: Parallel, memory: Memory, *, compiled: bool, dropout: float) -> None:
+def check_pipeline(
+    parallel: Parallel, memory: MemorySettings, *, compiled: bool, dropout: float
+) -> None:
     """What a pipeline cannot do, whatever the model. `dropout` is the adapter's. Raises
     WrongInput.
     """
@@ -288,7 +290,7 @@ def _seen(seq_len: int, window: int | None) -> float:
     return reach * (2 * seq_len - reach + 1) / (2 * seq_len) - 0.5
 
 
-def _matrices(read: Sizes) -> int:
+def _matrices(read: DecoderSizes) -> int:
     """Weights of the seven matrices of one layer."""
     return (
         read.hidden * read.head_dim * 2 * (read.heads + read.kv_heads)

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ingot.base.errors import WrongInput
-from ingot.config.knobs import all_knobs, kinds_of, nearest
+from ingot.config.knobs import all_knobs, kinds_of, nearest_knob
 
-Path_ = tuple[str | int, ...]
-NOTHING = object()
+KeyPath = tuple[str | int, ...]
+MISSING = object()
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Values:
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Path_, str] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
 
-    def origin(self, path: Path_) -> str:
+    def origin(self, path: KeyPath) -> str:
         """Where the value at `path`, or the nearest thing around it, was set."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.origins:
@@ -36,27 +36,27 @@ class Values:
         return "the recipe"
 
 
-def parts(names: Iterable[str]) -> Path_:
+def parse_path(names: Iterable[str]) -> KeyPath:
     """Short runs of digits are indices into lists."""
     return tuple(int(name) if re.fullmatch("[0-9]{1,9}", name) else name for name in names)
 
 
-def get(tree: Any, path: Path_) -> Any:
+def get(tree: Any, path: KeyPath) -> Any:
     """The value at `path`, or NOTHING."""
     for part in path:
         if isinstance(tree, dict):
-            tree = tree.get(part, NOTHING)
+            tree = tree.get(part, MISSING)
         elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
             tree = tree[part]
         else:
-            return NOTHING
+            return MISSING
     return tree
 
 
-def assign(values: Values, path: Path_, value: Any, where: str) -> None:
+def set_value(values: Values, path: KeyPath, value: Any, where: str) -> None:
     """Set one value, making the sections on the way; an index must exist in its list already."""
     tree: Any = values.tree
-    above: Path_ = ()
+    above: KeyPath = ()
     for part in path:
         key: Any = part if isinstance(tree, list) else str(part)
         if isinstance(tree, list) and not (isinstance(part, int) and part < len(tree)):
@@ -78,7 +78,7 @@ def assign(values: Values, path: Path_, value: Any, where: str) -> None:
     values.origins[path] = where
 
 
-def dotted(path: Path_) -> str:
+def dotted(path: KeyPath) -> str:
     return one_line(".".join(str(part) for part in path))
 
 
@@ -94,7 +94,7 @@ _WANTED = {
 }
 
 
-def explain(error: ValidationError, values: Values) -> str:
+def explain_errors(error: ValidationError, values: Values) -> str:
     """All faults, one line each, each with its place."""
     lines: dict[tuple[str, str], list[str]] = {}
     for detail in error.errors(include_url=False):
@@ -111,9 +111,9 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     """
     # Pydantic puts the names of union members between the keys: keep what can be followed through
     # the values.
-    path: Path_ = ()
+    path: KeyPath = ()
     for part in detail["loc"][:-1]:
-        if get(values.tree, (*path, part)) is not NOTHING:
+        if get(values.tree, (*path, part)) is not MISSING:
             path = (*path, part)
     last = detail["loc"][-1:] if detail["loc"] else ()
     kind, given, message = detail["type"], detail["input"], detail["msg"]
@@ -131,7 +131,7 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
         return (
             (
                 f"{values.origin(full)}: unknown knob `{dotted(full)}`; did you mean"
-                f" `{nearest(dotted(full), dotted(path))}`?"
+                f" `{nearest_knob(dotted(full), dotted(path))}`?"
             ),
             "",
             "",
@@ -145,7 +145,7 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
             "",
             "",
         )
-    full = full if get(values.tree, full) is not NOTHING else path
+    full = full if get(values.tree, full) is not MISSING else path
     if kind == "value_error":
         return _explain_rule(message.removeprefix("Value error, "), full, values), "", ""
     if kind == "unknown_kind":
@@ -167,7 +167,7 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     return f"{values.origin(full)}: `{dotted(full)}` is {_shown(given)}; it should ", wanted, see
 
 
-def _explain_rule(message: str, path: Path_, values: Values) -> str:
+def _explain_rule(message: str, path: KeyPath, values: Values) -> str:
     """A rule of a section names its knobs itself; a rule of one knob starts with its verb."""
     if path and not isinstance(get(values.tree, path), dict):
         return f"{values.origin(path)}: `{dotted(path)}` {message}"
@@ -186,7 +186,7 @@ def _shown(value: Any) -> str:
     return repr(value)[:80]
 
 
-def _knob(path: Path_) -> tuple[str, str]:
+def _knob(path: KeyPath) -> tuple[str, str]:
     """Name and text of the knob at `path`, or of the nearest one around it; ('', '') at the
     root.
     """
@@ -197,6 +197,6 @@ def _knob(path: Path_) -> tuple[str, str]:
     return name, known.get(name, "")
 
 
-def _plain(path: Path_) -> str:
+def _plain(path: KeyPath) -> str:
     """As knobs are called: without indices."""
     return dotted(tuple(part for part in path if not isinstance(part, int)))

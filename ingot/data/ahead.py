@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ingot.base.errors import Failed, IngotError
 from ingot.base.progress import Progress, say
-from ingot.base.remote.deferred import Unusable
+from ingot.base.remote.deferred import UnusableReplica
 from ingot.data.opened import Opened
 from ingot.data.order import Order
 
@@ -89,7 +89,8 @@ class Ahead:
 
     def _judge(self) -> None:
         if self._trouble is not None and (
-            isinstance(self._trouble[1], Unusable) or time.monotonic() > self._trouble[0] + AWAY_S
+            isinstance(self._trouble[1], UnusableReplica)
+            or time.monotonic() > self._trouble[0] + AWAY_S
         ):
             if isinstance(self._trouble[1], IngotError):
                 raise self._trouble[1]

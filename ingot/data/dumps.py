@@ -16,7 +16,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress, say
 from ingot.base.storage import disk_errors, fsync_folder
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.cache import cache_folder, recall, remember
 from ingot.data.sourcefile import SourceFile
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 60
 TRIES = 5
 
 
-def find_dump(source: Source, knob: str) -> SourceFile:
+def find_dump(source: SourceSettings, knob: str) -> SourceFile:
     """The dump that `wikipedia:LANG[:DATE]` names; its path is where the download goes to.
 
     Raises:

@@ -12,14 +12,14 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import find_files, stamp
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.cache import recall, remember
 from ingot.data.sourcefile import SourceFile
 
 SCHEME = "hf:"
 
 
-def find_hub(source: Source, knob: str) -> list[SourceFile]:
+def find_hub(source: SourceSettings, knob: str) -> list[SourceFile]:
     """The shares of `hf:NAME[:SUBSET]`, split `source.split`, stamped with the data set's commit.
     NAME may be a folder.
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
-from ingot.base.reports import Outcome, sizes
+from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import disk_errors
 from ingot.config.recipe import Recipe
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.blocks import block_bytes, cut
 from ingot.data.engines.local import LocalEngine
 from ingot.data.megatron import token_groups
@@ -51,12 +51,12 @@ class _Plan:
     """A source with its files and the tasks that they were cut into."""
 
     split: Split
-    source: Source
+    source: SourceSettings
     files: list[SourceFile]
     tasks: list[Task]
 
 
-def ingest(recipe: Recipe) -> Outcome:
+def ingest(recipe: Recipe) -> VerbOutcome:
     """Read all sources into Parquet parts. Starts clean each time: the same sources give
     byte-identical files.
 
@@ -92,7 +92,9 @@ def ingest(recipe: Recipe) -> Outcome:
     write_manifest(folder, splits, entries)
     raw = Raw(folder, splits)
     paths = [folder / MANIFEST, *(folder / entry.path for entry in entries)]
-    return Outcome(_in_words(raw), str(folder), raw.identity, sizes(recipe.folder.root, paths))
+    return VerbOutcome(
+        _in_words(raw), str(folder), raw.identity, file_sizes(recipe.folder.root, paths)
+    )
 
 
 def _plans(
@@ -112,7 +114,9 @@ def _plans(
             yield _Plan(split, source, found, tasks)
 
 
-def _check_formats(recipe: Recipe, knob: str, source: Source, files: Sequence[SourceFile]) -> None:
+def _check_formats(
+    recipe: Recipe, knob: str, source: SourceSettings, files: Sequence[SourceFile]
+) -> None:
     """Refuse files that cannot hold what is trained on, and names of columns for what has columns
     of its own.
     """

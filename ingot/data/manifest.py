@@ -12,7 +12,7 @@ from typing import Any
 from ingot import __version__
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry, fingerprint, problems, read_marker, write_marker
-from ingot.base.remote.deferred import later
+from ingot.base.remote.deferred import deferred_files_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
@@ -157,7 +157,7 @@ def lacking(folder: Path, marker: dict[str, Any]) -> list[str]:
     """What is wrong with the sizes of the files that `marker` lists, [] when all is well; none is
     missing that comes later.
     """
-    if later(folder) is not None:
+    if deferred_files_of(folder) is not None:
         marker = {
             "files": [entry for entry in marker["files"] if (folder / entry["path"]).exists()]
         }

@@ -15,14 +15,14 @@ import numpy.typing as npt
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import find_files, is_remote, sha256_file, stamp
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.columns import AGAIN, Column, bin_path, idx_path
 from ingot.data.sourcefile import SourceFile, writable
 
 TOKEN_TYPES = ("uint16", "int32", "uint8", "int16", "int64")
 
 
-def find_columns(source: Source, knob: str) -> list[SourceFile]:
+def find_columns(source: SourceSettings, knob: str) -> list[SourceFile]:
     """The columns that `megatron:PREFIX` names; the prefix may be a glob.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import read_marker
-from ingot.base.remote.deferred import PARTIAL, Later, later
+from ingot.base.remote.deferred import PARTIAL, DeferredFiles, deferred_files_of
 from ingot.data.columns import Column, bin_path, column_prefix, idx_path
 from ingot.data.kinds import column_dtype
 from ingot.data.manifest import MANIFEST, Part, Prepared
@@ -54,7 +54,7 @@ class Opened:
     """The files in `columns` that vouch for all parts."""
     touched: queue.SimpleQueue[Path | None]
     """Every file of a part that was opened, for who wants to look at its checksum."""
-    later: Later | None
+    later: DeferredFiles | None
     """Where parts come from that are not here; their checksums are compared as they come."""
     _sources: Sequence[Parts]
 
@@ -146,7 +146,7 @@ class Opening(NamedTuple):
     split: Split
     vocab_size: int
     touched: queue.SimpleQueue[Path | None]
-    later: Later | None
+    later: DeferredFiles | None
     sums: Mapping[str, str]
 
 
@@ -158,7 +158,7 @@ def opening(
     touched: queue.SimpleQueue[Path | None] | None = None,
 ) -> Opening:
     """For `Parts` of a split, for whose files `markers` vouch."""
-    elsewhere = later(columns)
+    elsewhere = deferred_files_of(columns)
     entries = (
         [entry for name in markers for entry in (read_marker(columns, name) or {}).get("files", [])]
         if elsewhere
@@ -222,7 +222,7 @@ class Parts:
         )
         return bin_path(prefix), idx_path(prefix)
 
-    def _brought(self, name: str, index: int, elsewhere: Later) -> Column:
+    def _brought(self, name: str, index: int, elsewhere: DeferredFiles) -> Column:
         """A column that comes later. What has just come may be gone again where another process is
         ahead of us by more than a window.
         """

@@ -12,7 +12,7 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
-from ingot.base.reports import Outcome, sizes
+from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import disk_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
@@ -55,7 +55,7 @@ WARM_BYTES = SMALLEST_BYTES
 ENCODERS = ("gigatoken.gigatoken_rs", "awkward", "fastokens")
 
 
-def prepare(recipe: Recipe) -> Outcome:
+def prepare(recipe: Recipe) -> VerbOutcome:
     """Clean, tokenise and pack all documents. What an earlier run finished from the same inputs is
     kept, so a stopped run goes on.
 
@@ -75,7 +75,7 @@ def prepare(recipe: Recipe) -> Outcome:
         return _prepare(recipe, raw, engine)
 
 
-def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> Outcome:
+def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> VerbOutcome:
     folder = recipe.folder.columns
     cleaned = clean(recipe, raw, engine)
     _tell(cleaned)
@@ -129,11 +129,11 @@ def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> Outcome:
         *(folder / entry.path for entry in files),
         *(recipe.folder.tokenizer / name for name in tokenizer.files),
     ]
-    return Outcome(
+    return VerbOutcome(
         f"{_in_words(tokens)} tokens, vocabulary {tokenizer.vocab_size:,}",
         str(folder),
         prepared.data,
-        sizes(recipe.folder.root, paths),
+        file_sizes(recipe.folder.root, paths),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.cloud.bigquery import query_rows
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.items import Bad, Item
 from ingot.data.sourcefile import SourceFile
 from ingot.data.wanted import Wanted
@@ -16,7 +16,7 @@ from ingot.data.wanted import Wanted
 SCHEME = "bigquery:"
 
 
-def find_query(source: Source) -> list[SourceFile]:
+def find_query(source: SourceSettings) -> list[SourceFile]:
     """A query as one file, whose identity is its text: whether the tables changed since cannot be
     seen.
     """

@@ -21,7 +21,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry, entry_of, fingerprint, problems, read_marker, write_marker
 from ingot.base.storage import atomic_file
 from ingot.config.recipe import Recipe
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
 from ingot.data.sources import Split, recipe_sources
 from ingot.data.stamps import change
@@ -97,7 +97,7 @@ class Raw:
         return sum(source.bytes for sources in self.splits.values() for source in sources)
 
 
-def knobs_of(source: Source) -> dict[str, Any]:
+def knobs_of(source: SourceSettings) -> dict[str, Any]:
     """The knobs of a source that decide about its documents."""
     return source.model_dump(mode="json", exclude={"weight"})
 
@@ -286,7 +286,8 @@ def _named(splits: dict[Split, list[dict[str, Any]]]) -> str:
             changed = {
                 name: knobs[name]
                 for name in knobs
-                if name != "source" and knobs[name] != Source.model_fields[name].get_default()
+                if name != "source"
+                and knobs[name] != SourceSettings.model_fields[name].get_default()
             }
             words.append(f"{split} {knobs['source']}" + (f" {changed}" if changed else ""))
     return ", ".join(words)

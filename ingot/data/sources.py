@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import find_files, is_remote, stamp
 from ingot.config.recipe import Recipe
-from ingot.config.sections.data import Source, ValidationShare
+from ingot.config.sections.data import SourceSettings, ValidationShare
 from ingot.data.compression import ENDINGS
 from ingot.data.dumps import fetch_dump, find_dump
 from ingot.data.hubsets import find_hub
@@ -42,9 +42,9 @@ DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
 SCHEMES = ("hf", "wikipedia", "bigquery", "megatron")
 
 
-def recipe_sources(recipe: Recipe) -> dict[Split, list[Source]]:
+def recipe_sources(recipe: Recipe) -> dict[Split, list[SourceSettings]]:
     """The sources of each split that has sources of its own."""
-    splits: dict[Split, list[Source]] = {"train": list(recipe.data.train)}
+    splits: dict[Split, list[SourceSettings]] = {"train": list(recipe.data.train)}
     if not isinstance(recipe.data.validation, ValidationShare):
         splits["validation"] = list(recipe.data.validation)
     return splits
@@ -94,7 +94,7 @@ def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
     }
 
 
-def find_source(source: Source, knob: str = "source") -> list[SourceFile]:
+def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile]:
     """The files of one source in the order in which they are read; hidden files are left out.
 
     Raises:
@@ -121,7 +121,7 @@ def find_source(source: Source, knob: str = "source") -> list[SourceFile]:
     return _find_files(source, knob)
 
 
-def is_local(source: Source) -> bool:
+def is_local(source: SourceSettings) -> bool:
     """Whether a source is files on this machine, or the folder of a data set: what can be looked at
     cheaply at any time.
     """
@@ -132,7 +132,7 @@ def is_local(source: Source) -> bool:
     )
 
 
-def _scheme(source: Source) -> str:
+def _scheme(source: SourceSettings) -> str:
     """What stands before the colon of a source that is no file; "" for one that is."""
     match = re.match(r"([a-z]+):(?!//)", source.source)
     return match[1] if match and not Path(source.source).exists() else ""
@@ -147,7 +147,7 @@ def prepare_files(files: Iterable[SourceFile]) -> None:
             fetch_dump(file)
 
 
-def _find_files(source: Source, knob: str) -> list[SourceFile]:
+def _find_files(source: SourceSettings, knob: str) -> list[SourceFile]:
     pattern = source.source.removeprefix("file://")
     try:
         paths = saved_files(pattern, source.split, knob) or find_files(pattern)
@@ -213,7 +213,7 @@ def _stdlib() -> Iterator[SourceFile]:
         )
 
 
-def _format(source: Source, path: str) -> Format:
+def _format(source: SourceSettings, path: str) -> Format:
     if source.format != "auto":
         return source.format
     stem = path.lower()

@@ -7,7 +7,7 @@ from typing import Any
 
 from ingot.base.errors import IngotError
 from ingot.base.markers import fingerprint
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.sourcefile import SourceFile
 from ingot.data.sources import find_source, is_local
 
@@ -23,7 +23,7 @@ def stamps_of(files: Sequence[SourceFile]) -> tuple[str, list[Stamp]]:
     return fingerprint(stamps), stamps if len(stamps) <= NAMED_FILES else []
 
 
-def change(source: Source, stamps: str, seen: Sequence[Stamp]) -> str | None:
+def change(source: SourceSettings, stamps: str, seen: Sequence[Stamp]) -> str | None:
     """What is different now about the files of a source on this machine, in words; None where
     nothing is.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
 from ingot.data.chats import to_messages
 from ingot.data.examples import LABELLED, PAIR, to_labelled, to_pair
@@ -39,7 +39,7 @@ class Wanted:
     names: Sequence[str] = ()
 
     @classmethod
-    def of(cls, source: Source, documents: Documents, labels: Sequence[str] = ()) -> Wanted:
+    def of(cls, source: SourceSettings, documents: Documents, labels: Sequence[str] = ()) -> Wanted:
         own = (
             {"text": source.text}
             if documents == "labelled" or (source.layout == "hh" and documents == "chat")

@@ -14,7 +14,7 @@ from rich.console import Console
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.reports import EvaluationReport, Outcome, sizes, write_report
+from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, write_report
 from ingot.base.storage import sha256_file
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
@@ -50,7 +50,7 @@ class EvaluationResults:
     samples: list[dict[str, str]]
 
 
-def evaluate(recipe: Recipe) -> Outcome:
+def evaluate(recipe: Recipe) -> VerbOutcome:
     """Measure the model on all tasks and write the report. Every rank calls it; rank 0 writes.
 
     The model is `evaluate.model`, else the run's own `model/`, else `model.source` where that has
@@ -227,7 +227,7 @@ def _model_identity(folder: Path) -> str:
     return fingerprint({"base": model_hash(base_folder(folder)), "adapter": files})
 
 
-def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -> Outcome:
+def _write(recipe: Recipe, found: Found, report: EvaluationReport) -> VerbOutcome:
     """The report into the run folder, and beside the model where the model is this run's own; the
     examples beside the report.
     """
@@ -242,11 +242,11 @@ def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -
     for path, (name, measured) in zip(examples, found.tasks.items(), strict=True):
         write_examples(path, measured.examples, found.base[name].examples if found.base else ())
     show_report(report, Console(file=sys.stdout, highlight=False))
-    return Outcome(
-        _summary(report, recipe),
+    return VerbOutcome(
+        _phrase(report, recipe),
         str(reports[0]),
         fingerprint(asdict(report)),
-        sizes(run.root, [*reports, *examples]),
+        file_sizes(run.root, [*reports, *examples]),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, EXIT_STOPPED
-from ingot.base.heartbeat import Beat
+from ingot.base.heartbeat import Heartbeat
 from ingot.launch.job import Job
 from ingot.launch.stops import Stops
 
@@ -60,7 +60,7 @@ class Attempt(Protocol):
         """The ranks that have not ended yet."""
         ...
 
-    def beats(self) -> dict[int, Beat]:
+    def beats(self) -> dict[int, Heartbeat]:
         """The last sign of life of each of these ranks, ended ones too; ranks that gave none are
         left out.
         """

@@ -23,7 +23,7 @@ from ingot.cloud.clients import Google, messages
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import label
 from ingot.config.recipe import Recipe
-from ingot.config.sections.launch import seconds
+from ingot.config.sections.launch import parse_duration
 from ingot.launch.gce_cluster import ATTEMPT, labels_of
 from ingot.launch.handles import find, jobs_folder, store
 from ingot.launch.job import Handle, Job, Log, State
@@ -274,7 +274,7 @@ class DataprocLauncher:
 
     def _limit_s(self, job: Job) -> float:
         return float(
-            seconds(
+            parse_duration(
                 job.time_limit_s if job.time_limit_s is not None else self._recipe.cloud.max_run
             )
         )

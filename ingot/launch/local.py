@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ingot.base.errors import EXIT_DONE, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, WrongInput
-from ingot.base.processes import machine, ticks
+from ingot.base.processes import machine_id, start_ticks
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.launch.attempt import WELL, follow
@@ -159,7 +159,7 @@ class LocalLauncher:
             self._path(job.name, "jobs", ending).unlink(missing_ok=True)
 
     def _note(self, job: Job, process: int, log: str) -> Handle:
-        about = {"machine": machine() or "", "started": ticks(process) or ""}
+        about = {"machine": machine_id() or "", "started": start_ticks(process) or ""}
         handle = Handle(job.name, KIND, str(process), job.argv, time.time(), log, about)
         write_atomic(self._path(job.name, "jobs", "json"), handle.to_json())
         return handle
@@ -232,6 +232,6 @@ class LocalLauncher:
         been set since.
         """
         return (
-            handle.about.get("machine") == (machine() or "")
-            and ticks(int(handle.id)) == handle.about["started"]
+            handle.about.get("machine") == (machine_id() or "")
+            and start_ticks(int(handle.id)) == handle.about["started"]
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 import ingot
-from ingot.base.environment import env_file
+from ingot.base.environment import take_env_file
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, Failed, IngotError, WrongInput
 from ingot.base.progress import say
 from ingot.cloud.clients import Google
@@ -81,7 +81,7 @@ def main() -> int:
         job, node = placed(argv, os.environ, meet=options.meet, mirror=options.mirror)
         if options.environment:
             os.environ.update(
-                env_file(Path(options.environment.replace("{node}", str(node.number))))
+                take_env_file(Path(options.environment.replace("{node}", str(node.number))))
             )
         cloud = Cloud.model_validate_json(options.cloud or "{}")
         if cloud.secrets:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TextIO
 
 from ingot.base.errors import Failed
-from ingot.base.heartbeat import Beat, heartbeat_file, read_beats
-from ingot.base.processes import catches, tied_to_me
+from ingot.base.heartbeat import Heartbeat, heartbeat_file, read_beats
+from ingot.base.processes import handles_signal, preexec_die_with_parent
 from ingot.launch.attempt import WELL, Exit
 from ingot.launch.job import Job
 
@@ -89,7 +89,7 @@ class LocalRanks:
         self._heartbeats = heartbeats
         self._processes: list[subprocess.Popen[bytes]] = []
         self._codes: dict[int, int] = {}
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._first: Exit | None = None
         self._until, self._gone = 0.0, False
         self._handed: set[int] = set()
@@ -119,7 +119,7 @@ class LocalRanks:
                         stdin=subprocess.DEVNULL,
                         stdout=(results or sys.stderr).fileno(),
                         process_group=self._group,
-                        preexec_fn=tied_to_me(),
+                        preexec_fn=preexec_die_with_parent(),
                     )
                 )
         except BaseException:
@@ -166,7 +166,7 @@ class LocalRanks:
     def running(self) -> Collection[int]:
         return [rank for rank in range(len(self._processes)) if rank not in self._codes]
 
-    def beats(self) -> dict[int, Beat]:
+    def beats(self) -> dict[int, Heartbeat]:
         if self._heartbeats is None:
             return {}
         ours = {process.pid for process in self._processes}
@@ -190,7 +190,7 @@ class LocalRanks:
         """A signal to a rank that does something with it; one that does not is left alone (Linux;
         elsewhere nobody is told).
         """
-        if catches(self._processes[rank].pid, number):
+        if handles_signal(self._processes[rank].pid, number):
             self.send(number, rank)
 
     def stop(self) -> None:

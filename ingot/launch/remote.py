@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, Failed, IngotError
-from ingot.base.heartbeat import Beat
+from ingot.base.heartbeat import Heartbeat
 from ingot.base.progress import say
 from ingot.base.remote.replica import push
 from ingot.launch.attempt import WELL, Exit
@@ -199,7 +199,7 @@ class RemoteAttempt:
         deaf = self._beats is not None and self._beats.trouble is not None
         return range(self._job.world) if self._state == "running" and not deaf else ()
 
-    def beats(self) -> dict[int, Beat]:
+    def beats(self) -> dict[int, Heartbeat]:
         """Of this attempt only: those of earlier ones lie there still, of other machines as
         well.
         """

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ingot.base.errors import IngotError
-from ingot.base.heartbeat import Beat, parse_beats, read_beats
+from ingot.base.heartbeat import Heartbeat, parse_beats, read_beats
 from ingot.base.remote.bucket import Bucket, open_bucket
 from ingot.base.remote.service import Missing
 from ingot.base.storage import write_atomic
@@ -32,7 +32,7 @@ class RemoteBeats:
 
     def __init__(self, root: Path, mirror: str | None) -> None:
         self._root, self._mirror = root, mirror
-        self._latest: dict[int, Beat] = {}
+        self._latest: dict[int, Heartbeat] = {}
         self._seen: dict[str, int] = {}
         self._over, self._stacks_wanted = threading.Event(), False
         self.trouble: str | None = None
@@ -41,7 +41,7 @@ class RemoteBeats:
         if mirror is not None:
             threading.Thread(target=self._go_on, daemon=True).start()
 
-    def latest(self) -> dict[int, Beat]:
+    def latest(self) -> dict[int, Heartbeat]:
         if self._mirror is None:
             self._look()
         return dict(self._latest)
@@ -72,7 +72,7 @@ class RemoteBeats:
         except (IngotError, OSError) as error:
             self.trouble = str(error)
 
-    def _read(self) -> list[Beat]:
+    def _read(self) -> list[Heartbeat]:
         if self._mirror is None:
             return [
                 beat for path in (self._root / "heartbeats").glob("*") for beat in read_beats(path)
@@ -110,7 +110,7 @@ def _got(bucket: Bucket, name: str) -> bytes | None:
         return None
 
 
-def _identity(beat: Beat) -> tuple[int, int, int, float]:
+def _identity(beat: Heartbeat) -> tuple[int, int, int, float]:
     """Attempts are counted by those that came to their first step, so that their number alone tells
     no two of them apart.
     """

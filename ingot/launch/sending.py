@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
-from ingot.base.environment import REPLICA
+from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import IngotError
 from ingot.base.heartbeat import heartbeat_file
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
-from ingot.base.remote.deferred import forget, later, leave_for_later
+from ingot.base.remote.deferred import defer_files, deferred_files_of, forget_deferred
 from ingot.base.remote.replica import pull, push
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line, read_lines
@@ -49,7 +49,7 @@ def bring(url: str, root: Path, verb: str, recipe: Recipe | None = None) -> None
     def keep(path: str) -> bool:
         return is_launchers(path) and not path.startswith("jobs/nodes.")
 
-    forget(root, COLUMNS)
+    forget_deferred(root, COLUMNS)
     if recipe is None:
         pull(url, root, parts=["jobs"], keep=keep)
         given = root / "jobs" / f"nodes.{verb}.yaml"
@@ -62,7 +62,7 @@ def bring(url: str, root: Path, verb: str, recipe: Recipe | None = None) -> None
 
     pull(url, root, keep=keep, leave=leave)
     if any(path.startswith(COLUMNS) for path in left):
-        leave_for_later(root, COLUMNS, url)
+        defer_files(root, COLUMNS, url)
 
 
 def spared(verb: str, recipe: Recipe | None = None) -> Callable[[str], bool]:
@@ -99,7 +99,7 @@ def bring_back(mirror: str, root: Path, *, parts: Collection[str] | None = None)
         root,
         parts=parts,
         keep=is_launchers,
-        leave=spared("submit" if later(root / COLUMNS) else ""),
+        leave=spared("submit" if deferred_files_of(root / COLUMNS) else ""),
     )
     there = {json.dumps(event) for event in read_lines(events)}
     for event in noted:
@@ -118,7 +118,7 @@ class Sending:
         self._url, self._root, self._number = job.mirror or "", root, number
         self._bucket = open_bucket(self._url, patience_s=BEAT_S / 3)
         self._stacks = self._stacks_here()  # of earlier starts
-        self._before = os.environ.get(REPLICA)
+        self._before = os.environ.get(REPLICA_VARIABLE)
         self._over = threading.Event()
         # A sign of life waits for nothing else: who gives none is taken for hanging.
         self._threads = [
@@ -130,7 +130,7 @@ class Sending:
             )
 
     def __enter__(self) -> Sending:
-        os.environ[REPLICA] = self._url
+        os.environ[REPLICA_VARIABLE] = self._url
         for thread in self._threads:
             thread.start()
         return self
@@ -144,9 +144,9 @@ class Sending:
         self._over.set()
         for thread in self._threads:
             thread.join()
-        del os.environ[REPLICA]
+        del os.environ[REPLICA_VARIABLE]
         if self._before is not None:
-            os.environ[REPLICA] = self._before
+            os.environ[REPLICA_VARIABLE] = self._before
         if self._number == 0:
             push(self._root, self._url)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ingot.base.heartbeat import Beat, Phase
+from ingot.base.heartbeat import Heartbeat, Phase
 from ingot.base.progress import duration
 from ingot.config.sections.launch import Launch
 
@@ -60,7 +60,9 @@ class HangWatch:
         self._quiet: dict[int, float] = {}
         self._heard: dict[int, float] = {}
 
-    def look(self, running: Collection[int], beats: Mapping[int, Beat], now: float) -> Hang | None:
+    def look(
+        self, running: Collection[int], beats: Mapping[int, Heartbeat], now: float
+    ) -> Hang | None:
         """The ranks that hang at monotonic time `now`, or None; `beats` are the last ones of each
         rank.
         """
@@ -84,7 +86,7 @@ class HangWatch:
             named, beat.step if beat else None, beat.phase if beat else "loading", quiet, bound
         )
 
-    def _bound(self, beat: Beat | None) -> float:
+    def _bound(self, beat: Heartbeat | None) -> float:
         if beat is None or beat.phase != "step":
             return self._knobs.start_s
         if self._knobs.hang_s != "auto":
@@ -92,13 +94,13 @@ class HangWatch:
         return AUTO_S + AUTO_STEPS * beat.usual_s if beat.usual_s else self._knobs.start_s
 
 
-def _behind(ranks: Mapping[int, Beat | None]) -> list[int]:
+def _behind(ranks: Mapping[int, Heartbeat | None]) -> list[int]:
     """Those that are least far; one that has said nothing yet is behind any other."""
     places = {rank: (beat.step, beat.place) if beat else (-1, -1) for rank, beat in ranks.items()}
     return [rank for rank, place in places.items() if place == min(places.values())]
 
 
-def _odd_ones(ranks: Collection[int], beats: Mapping[int, Beat]) -> tuple[int, ...]:
+def _odd_ones(ranks: Collection[int], beats: Mapping[int, Heartbeat]) -> tuple[int, ...]:
     """Of ranks that are equally far, those that do not do what most of them do; all where there is
     no such difference.
     """
@@ -165,7 +167,7 @@ class StragglerWatch:
         self._last_of: dict[int, int] = {}
 
     def look(
-        self, running: Collection[int], beats: Mapping[int, Beat], now: float
+        self, running: Collection[int], beats: Mapping[int, Heartbeat], now: float
     ) -> Straggler | None:
         passed, self._now = min(now - self._now, LONGEST_LOOK_S), now
         if len(running) < 2 or any(

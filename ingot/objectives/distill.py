@@ -33,7 +33,7 @@ class Distill:
         self.teacher, self.temperature, self.alpha = teacher, temperature, alpha
 
     @classmethod
-    def from_settings(cls, settings: config.Distill, inputs: ObjectiveInputs) -> Distill:
+    def from_settings(cls, settings: config.DistillSettings, inputs: ObjectiveInputs) -> Distill:
         assert inputs.teacher is not None
         return cls(inputs.teacher, settings.temperature, settings.alpha)
 

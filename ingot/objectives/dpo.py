@@ -42,7 +42,7 @@ class DPO:
         self.beta, self.label_smoothing, self.reference = beta, label_smoothing, reference
 
     @classmethod
-    def from_settings(cls, settings: config.DPO, inputs: ObjectiveInputs) -> DPO:
+    def from_settings(cls, settings: config.DPOSettings, inputs: ObjectiveInputs) -> DPO:
         assert inputs.reference is not None
         return cls(settings.beta, settings.label_smoothing, inputs.reference)
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ingot.config.sections.layout import Memory, Parallel, Precision
+from ingot.config.sections.layout import MemorySettings, Parallel, Precision
 from ingot.models.device import Compute
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
@@ -61,7 +61,7 @@ class WrapSettings:
     """What of a recipe says how a model is wrapped."""
 
     parallel: Parallel = field(default_factory=Parallel)
-    memory: Memory = field(default_factory=Memory)
+    memory: MemorySettings = field(default_factory=MemorySettings)
     precision: Precision = field(default_factory=Precision)
     compute: Compute = "fp32"
     compiled: bool = False

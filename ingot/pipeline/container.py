@@ -21,7 +21,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.replica import push
-from ingot.base.reports import Outcome, read_record
+from ingot.base.reports import VerbOutcome, read_record
 from ingot.cloud.clients import Google
 from ingot.cloud.secrets import resolve
 from ingot.cloud.tensorboard import live
@@ -163,7 +163,7 @@ def _of_training(recipe: Recipe, submission: str) -> list[str]:
 def _deploy(recipe: Recipe, job: Job) -> int:
     """No step of `ingot run`, so that its record is kept here."""
 
-    def do() -> Outcome:
+    def do() -> VerbOutcome:
         ended = foreground(job, results=sys.stdout)
         if ended.code != EXIT_DONE:
             raise _Ended(f"deploy ended with exit code {ended.code}, see above", ended.code)
@@ -172,7 +172,7 @@ def _deploy(recipe: Recipe, job: Job) -> int:
             raise WrongInput(
                 f"{recipe.folder.root} has nothing that was registered; run the step register first"
             )
-        return Outcome(
+        return VerbOutcome(
             f"{registered.result} deployed",
             registered.where,
             fingerprint(["deploy", registered.outputs]),

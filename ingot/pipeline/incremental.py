@@ -17,7 +17,7 @@ from ingot.base.errors import Failed, IngotError, Stopped, WrongInput
 from ingot.base.lock import folder_lock
 from ingot.base.markers import canonical_json, fingerprint
 from ingot.base.progress import say
-from ingot.base.reports import Outcome, StepRecord, is_intact, read_record, write_record
+from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, read_record, write_record
 from ingot.base.runlog import record_event
 from ingot.base.storage import find_files, fsync_folder, is_remote, stamp, write_atomic
 from ingot.config.identity import changes
@@ -41,7 +41,7 @@ class Check:
     must run.
     """
 
-    record: StepRecord | None
+    record: PipelineStepRecord | None
     reasons: tuple[str, ...]
     reads: dict[str, Any]
     """All that the step reads: knobs, inputs, stamps, versions. Kept in its record."""
@@ -62,8 +62,13 @@ def check(step: Step, recipe: Recipe, stamps: Stamps) -> Check:
 
 
 def perform(
-    step: Step, recipe: Recipe, do: Callable[[], Outcome], stamps: Stamps, *, again: bool = False
-) -> StepRecord:
+    step: Step,
+    recipe: Recipe,
+    do: Callable[[], VerbOutcome],
+    stamps: Stamps,
+    *,
+    again: bool = False,
+) -> PipelineStepRecord:
     """Do `step` by calling `do`, unless its record says that nothing changed (`again` does it all
     the same).
 
@@ -94,7 +99,7 @@ def perform(
         began = time.monotonic()
         with _noting_failure(step, recipe) if is_main else contextlib.nullcontext():
             outcome = do()
-        record = StepRecord(
+        record = PipelineStepRecord(
             step.verb,
             fingerprint(found.reads),
             outcome.outputs,

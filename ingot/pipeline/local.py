@@ -29,7 +29,7 @@ from ingot.base.errors import (
 from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.reports import Outcome, StepRecord, read_record, sizes
+from ingot.base.reports import PipelineStepRecord, VerbOutcome, file_sizes, read_record
 from ingot.base.server import ask, running_server
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
@@ -59,7 +59,7 @@ class Done:
     skipped.
     """
 
-    records: list[StepRecord] = field(default_factory=list)
+    records: list[PipelineStepRecord] = field(default_factory=list)
     skipped: set[str] = field(default_factory=set)
 
 
@@ -106,7 +106,7 @@ def run(
     return done
 
 
-def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) -> StepRecord:
+def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) -> PipelineStepRecord:
     if step.verb == "serve":
         return perform(step, recipe, lambda: serve_and_ask(recipe, arguments), stamps)
     ended = _in_its_place(step, recipe, arguments)
@@ -152,7 +152,7 @@ def _how_it_ended(ended: Ended) -> str:
     return f"failed (exit {ended.code}), see above; {onward}"
 
 
-def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
+def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
     """Serve the run's model on a free port and send `serve.prompt`; the answer goes to
     `reports/predict.json`.
 
@@ -187,11 +187,11 @@ def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
     }
     path = run.reports / "predict.json"
     write_atomic(path, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
-    return Outcome(
+    return VerbOutcome(
         f"answered in {answered - up:.1f} s",
         str(path),
         fingerprint([recipe.serve.prompt, completion]),
-        sizes(run.root, [path]),
+        file_sizes(run.root, [path]),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 
 Knobs = dict[str, Any]
 
@@ -60,7 +60,7 @@ def _documents(recipe: Recipe) -> Knobs:
     )
 
 
-def _sources(sources: list[Source]) -> Knobs:
+def _sources(sources: list[SourceSettings]) -> Knobs:
     """By number, without weights: those only matter to the order of training rows."""
     return {
         str(number): source.model_dump(exclude={"weight"}) for number, source in enumerate(sources)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.reports import EvaluationReport, Outcome, read_report, sizes
+from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, read_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
@@ -30,7 +30,7 @@ SCHEMA = 1
 GATE, REGISTERED, LINEAGE = "gate.json", "registered.json", "ingot.json"
 
 
-def gate(recipe: Recipe) -> Outcome:
+def gate(recipe: Recipe) -> VerbOutcome:
     """Compare the run's model with the live one; the decision goes to `reports/gate.json` and into
     `events.jsonl`.
 
@@ -60,8 +60,12 @@ def gate(recipe: Recipe) -> Outcome:
     )
     outputs = fingerprint({key: written[key] for key in ("decision", "candidate", "metrics")})
     code = EXIT_DONE if decision.decision == "deploy" else EXIT_KEEP
-    return Outcome(
-        f"{decision.decision}: {decision.reason}", str(path), outputs, sizes(run.root, [path]), code
+    return VerbOutcome(
+        f"{decision.decision}: {decision.reason}",
+        str(path),
+        outputs,
+        file_sizes(run.root, [path]),
+        code,
     )
 
 
@@ -105,7 +109,7 @@ def _compared(
     }
 
 
-def register(recipe: Recipe) -> Outcome:
+def register(recipe: Recipe) -> VerbOutcome:
     """Keep the run's model as a version, and make it live if the gate said so. The same model again
     makes no new version.
 
@@ -152,7 +156,7 @@ def register(recipe: Recipe) -> Outcome:
         run.events, "register", cause=f"{name} v{version.number}, {state}", version=version.number
     )
     outputs = fingerprint([name, version.number, _identity(report), is_live])
-    return Outcome(
+    return VerbOutcome(
         f"{name} v{version.number}, {state}", version.where, outputs, _kept(recipe, version)
     )
 
@@ -365,7 +369,7 @@ def _kept(recipe: Recipe, version: Any) -> dict[str, int]:
         "where": version.where,
     }
     write_atomic(note, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
-    return sizes(root, [note])
+    return file_sizes(root, [note])
 
 
 def registry_of(recipe: Recipe) -> VersionStore[Any]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ingot.base.heartbeat import SPENDINGS, Beat, Spending
+from ingot.base.heartbeat import TIME_USES, Heartbeat, TimeUse
 from ingot.report.losses import (
     DEADLY,
     Death,
@@ -31,7 +31,7 @@ from ingot.report.losses import (
 )
 
 Part = Literal["productive", "waiting", "evaluating", "saving", "starting", "lost", "down"]
-PARTS: tuple[Part, ...] = (*SPENDINGS, "starting", "lost", "down")
+PARTS: tuple[Part, ...] = (*TIME_USES, "starting", "lost", "down")
 """What wall time goes to: that of SPENDINGS; loading and compiling; what was done again or broken
 off; dead until started again.
 """
@@ -89,7 +89,7 @@ class Goodput:
 
 
 def goodput(
-    events: Iterable[Event], beat: Beat | None = None, *, alive: bool = True
+    events: Iterable[Event], beat: Heartbeat | None = None, *, alive: bool = True
 ) -> Goodput | None:
     """The account of the last training among `events`, None where none has begun. Never raises,
     whatever stands in them.
@@ -129,7 +129,7 @@ class _Turning:
     last: int
     heard: float
     """Its last own event."""
-    spent: dict[Spending, float] = field(default_factory=lambda: dict.fromkeys(SPENDINGS, 0.0))
+    spent: dict[TimeUse, float] = field(default_factory=lambda: dict.fromkeys(TIME_USES, 0.0))
     """What its checkpoints keep."""
     newest: tuple[int | None, float] = (None, 0.0)
     """Its last checkpoint: the step, and the seconds that it took as a whole."""
@@ -188,7 +188,7 @@ class _Ledger:
         elif kind in DEADLY:
             hear_of_death(self._deaths, kind, event, self._now)
 
-    def close(self, beat: Beat | None, *, alive: bool) -> Goodput:
+    def close(self, beat: Heartbeat | None, *, alive: bool) -> Goodput:
         attempt, mono = self._turning, None if beat is None else number(beat.mono)
         running = alive and not self._stands
         later = (
@@ -288,10 +288,10 @@ class _Ledger:
             self._deaths = []
         self._stands, self._finished = True, end == "finished"
 
-    def _runs_on(self, attempt: _Turning, beat: Beat | None) -> None:
+    def _runs_on(self, attempt: _Turning, beat: Heartbeat | None) -> None:
         """What a living attempt has spent since its last commit, and is spending now."""
         spent = _spent(None if beat is None else beat.spent)
-        now: Spending = (
+        now: TimeUse = (
             beat.phase
             if beat is not None and (beat.phase == "evaluating" or beat.phase == "saving")
             else "productive"
@@ -323,15 +323,15 @@ class _Ledger:
         return until
 
     def _end(
-        self, attempt: _Turning, at: float, end: End, more: dict[Spending, float], cause: str = ""
+        self, attempt: _Turning, at: float, end: End, more: dict[TimeUse, float], cause: str = ""
     ) -> float:
         """The attempt ends: what it kept and `more`, shortened where that is longer than it turned;
         what is left is lost.
         """
-        spent = {what: attempt.spent[what] + more.get(what, 0.0) for what in SPENDINGS}
+        spent = {what: attempt.spent[what] + more.get(what, 0.0) for what in TIME_USES}
         whole_s = max(at - attempt.began, 0.0)
         scale = min(whole_s / total, 1.0) if (total := sum(spent.values())) > 0 else 0.0
-        for what in SPENDINGS:
+        for what in TIME_USES:
             self._enter(what, min(self._entered + scale * spent[what], at))
         if end in ("finished", "stopped", "running"):
             self._enter("productive", at)  # but for rounding, nothing
@@ -352,7 +352,7 @@ class _Ledger:
         return lost
 
 
-def _spent(told: object) -> dict[Spending, float]:
+def _spent(told: object) -> dict[TimeUse, float]:
     """Seconds by what they went to, from an event or a beat; 0 for whatever is not told."""
     found = told if isinstance(told, dict) else {}
-    return {what: max(number(found.get(what)) or 0.0, 0.0) for what in SPENDINGS}
+    return {what: max(number(found.get(what)) or 0.0, 0.0) for what in TIME_USES}

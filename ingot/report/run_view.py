@@ -17,9 +17,15 @@ import yaml
 from pydantic import ValidationError
 
 from ingot.base.errors import IngotError
-from ingot.base.heartbeat import Beat, read_beats
+from ingot.base.heartbeat import Heartbeat, read_beats
 from ingot.base.lock import lock_holder
-from ingot.base.reports import EvaluationReport, Metric, StepRecord, read_record, read_report
+from ingot.base.reports import (
+    EvaluationReport,
+    Metric,
+    PipelineStepRecord,
+    read_record,
+    read_report,
+)
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
@@ -56,7 +62,7 @@ class RunView:
     name: str
     root: Path
     curves: Mapping[str, Series]
-    records: list[StepRecord]
+    records: list[PipelineStepRecord]
     """Finished steps, in the order of life."""
     events: list[dict[str, Any]]
     goodput: Goodput | None
@@ -85,7 +91,7 @@ class RunView:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def record(self, step: str) -> StepRecord | None:
+    def record(self, step: str) -> PipelineStepRecord | None:
         return next((record for record in self.records if record.step == step), None)
 
     def metric(self, name: str) -> Metric | None:
@@ -244,7 +250,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _records(folder: Path) -> list[StepRecord]:
+def _records(folder: Path) -> list[PipelineStepRecord]:
     found = (
         [read_record(folder, path.stem) for path in sorted(folder.glob("*.json"))]
         if folder.is_dir()
@@ -255,7 +261,7 @@ def _records(folder: Path) -> list[StepRecord]:
     return sorted(whole, key=lambda record: place.get(str(record.step), len(place)))
 
 
-def _last_beat(run: RunFolder) -> Beat | None:
+def _last_beat(run: RunFolder) -> Heartbeat | None:
     """What rank 0 of the last attempt said last, on whichever node it was."""
     paths = sorted(run.heartbeats.glob("*")) if run.heartbeats.is_dir() else []
     beats = [beat for path in paths for beat in read_beats(path) if beat.rank == 0]

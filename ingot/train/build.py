@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ingot.base.runfolder import RunFolder
-from ingot.base.runlog import Guarded, JsonLines, TensorBoard, WeightsAndBiases
+from ingot.base.runlog import FailSafeSink, JsonLines, TensorBoard, WeightsAndBiases
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import Found
 from ingot.config.load import dump_recipe
@@ -125,19 +125,19 @@ def lineage(plan: Plan, step: int, parameters: int) -> dict[str, Any]:
 
 def open_sinks(
     recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]
-) -> list[JsonLines | Guarded]:
+) -> list[JsonLines | FailSafeSink]:
     """The metric sinks of rank 0; the other ranks have none. What is `owed` at the step that
     training goes on from is written anew.
     """
     if not mesh.is_main:
         return []
-    sinks: list[JsonLines | Guarded] = [JsonLines(run.metrics, resume_step, owed)]
+    sinks: list[JsonLines | FailSafeSink] = [JsonLines(run.metrics, resume_step, owed)]
     if recipe.track.tensorboard:
-        sinks.append(Guarded("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
+        sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
     if (wandb := recipe.track.wandb) is not None:
         knobs = {"recipe": dump_recipe(recipe)}
         sinks.append(
-            Guarded(
+            FailSafeSink(
                 "W&B", lambda: WeightsAndBiases(run.root, wandb.project, recipe.name, run_id, knobs)
             )
         )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from ingot.base.heartbeat import SPENDINGS, Heart, Phase, Spending, read_beats
+from ingot.base.heartbeat import TIME_USES, HeartbeatWriter, Phase, TimeUse, read_beats
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines, record_event
 from ingot.checkpoints.saver import Saved
@@ -39,7 +39,7 @@ class Tell(Protocol):
     ) -> None: ...
 
 
-def teller(events: Path, heart: Heart, *, silent: bool) -> Tell:
+def teller(events: Path, heart: HeartbeatWriter, *, silent: bool) -> Tell:
     """Events go to the run folder, from rank 0 alone; `heart` knows which attempt it is."""
 
     def tell(
@@ -92,10 +92,10 @@ class Account:
     now.
     """
 
-    def __init__(self, heart: Heart, tell: Tell) -> None:
+    def __init__(self, heart: HeartbeatWriter, tell: Tell) -> None:
         self.heart, self._tell = heart, tell
-        self._spent: dict[Spending, float] = dict.fromkeys(SPENDINGS, 0.0)
-        self._kept: dict[int, dict[Spending, float]] = {}
+        self._spent: dict[TimeUse, float] = dict.fromkeys(TIME_USES, 0.0)
+        self._kept: dict[int, dict[TimeUse, float]] = {}
         self._mark, self._elsewhere = time.monotonic(), 0.0
         self._durations: deque[float] = deque(maxlen=WINDOW)
 
@@ -104,7 +104,7 @@ class Account:
         self._mark, self._elsewhere = time.monotonic(), 0.0
 
     @contextmanager
-    def spending(self, what: Spending, phase: Phase | None = None) -> Iterator[None]:
+    def spending(self, what: TimeUse, phase: Phase | None = None) -> Iterator[None]:
         """What happens within is not the step's own; in a `phase` of its own, where that takes
         long.
         """

@@ -19,7 +19,7 @@ import torch
 
 from ingot.base.progress import Progress
 from ingot.base.runfolder import RunFolder
-from ingot.base.runlog import Guarded, JsonLines, flush_lines
+from ingot.base.runlog import FailSafeSink, JsonLines, flush_lines
 from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.store import retain
 from ingot.config.sections.training import Checkpoint
@@ -47,7 +47,7 @@ class LogHook:
 
     def __init__(
         self,
-        sinks: Sequence[JsonLines | Guarded],
+        sinks: Sequence[JsonLines | FailSafeSink],
         progress: Progress,
         every: int,
         last: int,
@@ -155,7 +155,7 @@ class EvaluateHook:
         stopping: Tracker | None,
         patience: int,
         best: Tracker | None,
-        sinks: Sequence[JsonLines | Guarded],
+        sinks: Sequence[JsonLines | FailSafeSink],
         account: Account,
     ) -> None:
         (
@@ -229,7 +229,7 @@ class SampleHook:
         self,
         complete: Callable[[], list[dict[str, str]]],
         every: int | None,
-        sinks: Sequence[JsonLines | Guarded],
+        sinks: Sequence[JsonLines | FailSafeSink],
         mesh: Mesh,
         account: Account,
         asked: Callable[[], bool],

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ingot.base.environment import REPLICA
+from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint, problems, read_marker
 from ingot.base.progress import say
@@ -171,7 +171,7 @@ def open_mirror(
     """
     if recipe.checkpoint.upload is None:
         return None
-    replica, root = os.environ.get(REPLICA), recipe.folder.root
+    replica, root = os.environ.get(REPLICA_VARIABLE), recipe.folder.root
     # A checkpoint vouches for what was noted up to its step, wherever training goes on from it.
     mirror = BucketMirror(
         recipe.checkpoint.upload,

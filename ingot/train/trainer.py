@@ -13,11 +13,11 @@ from typing import Any
 
 from ingot.base.environment import ranks
 from ingot.base.errors import Stopped, WrongInput
-from ingot.base.heartbeat import Heart
+from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress, duration, say
-from ingot.base.reports import Outcome, sizes
-from ingot.base.runlog import Guarded, JsonLines, read_lines
+from ingot.base.reports import VerbOutcome, file_sizes
+from ingot.base.runlog import FailSafeSink, JsonLines, read_lines
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import Found
@@ -69,7 +69,7 @@ from ingot.train.step import (
 )
 
 
-def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
+def train(recipe: Recipe, *, fresh: bool = False) -> VerbOutcome:
     """Train, or go on training, until the recipe's last step; then export `model/`. Every rank
     calls it.
 
@@ -79,7 +79,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Outcome:
         Stopped: a signal came; with a committed checkpoint the same command goes on from there.
     """
     here, run = ranks(), recipe.folder
-    heart = Heart(
+    heart = HeartbeatWriter(
         run.heartbeats, rank=here.rank, local_rank=here.local_rank, attempt=next_attempt(run.events)
     )
     tell = teller(run.events, heart, silent=not here.is_main)
@@ -121,7 +121,7 @@ class Job:
 
     recipe: Recipe
     mesh: Mesh
-    heart: Heart
+    heart: HeartbeatWriter
     signals: StopSignals
     tell: Tell
     mirror: BucketMirror | None
@@ -132,7 +132,7 @@ class Job:
         return any(self.mesh.agree(float(self.signals.signum != 0)))
 
 
-def _attempt(job: Job, began: float, *, fresh: bool) -> Outcome:
+def _attempt(job: Job, began: float, *, fresh: bool) -> VerbOutcome:
     """Train from where the checkpoints say to the end; `began` is monotonic."""
     recipe, mesh, tell = job.recipe, job.mesh, job.tell
     with ExitStack() as closing:
@@ -407,7 +407,11 @@ def _tracing(plan: Plan, mesh: Mesh, first: int) -> list[Hook]:
 
 
 def _evaluation(
-    job: Job, plan: Plan, trainee: Trainee, sinks: Sequence[JsonLines | Guarded], account: Account
+    job: Job,
+    plan: Plan,
+    trainee: Trainee,
+    sinks: Sequence[JsonLines | FailSafeSink],
+    account: Account,
 ) -> EvaluateHook:
     knobs, best = plan.recipe.train, plan.recipe.checkpoint.best
     stopping = (
@@ -458,7 +462,7 @@ def _stopped(step: int | None, signum: int) -> Stopped:
     )
 
 
-def _outcome(recipe: Recipe, first: int, step: int, chosen: int, seconds: float) -> Outcome:
+def _outcome(recipe: Recipe, first: int, step: int, chosen: int, seconds: float) -> VerbOutcome:
     run = recipe.folder
     losses = [
         line["train/loss"] for line in read_lines(run.metrics) if line.get("train/loss") is not None
@@ -466,7 +470,7 @@ def _outcome(recipe: Recipe, first: int, step: int, chosen: int, seconds: float)
     loss = f", loss {losses[-1]:.3f}" if losses else ""
     best = f", the best at step {chosen:,} exported" if chosen != step else ""
     folders = [run.model, *([run.adapter] if recipe.model.lora is not None else [])]
-    files = sizes(run.root, [file for folder in folders for file in exported_files(folder)])
+    files = file_sizes(run.root, [file for folder in folders for file in exported_files(folder)])
     took = (
         f" in {duration(seconds)}"
         if first == 0
@@ -474,6 +478,6 @@ def _outcome(recipe: Recipe, first: int, step: int, chosen: int, seconds: float)
         if step > first
         else ""
     )
-    return Outcome(
+    return VerbOutcome(
         f"{step:,} steps{took}{loss}{best}", str(run.model), model_hash(run.model), files
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 import ingot
 from ingot.base.errors import EXIT_WRONG_INPUT, WrongInput
-from ingot.base.processes import tied_to_me
+from ingot.base.processes import preexec_die_with_parent
 from ingot.base.progress import Progress, say
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
@@ -257,7 +257,7 @@ def run_case(case: BenchCase, start: StartCommand) -> dict[str, Any]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             process_group=0,
-            preexec_fn=tied_to_me(),
+            preexec_fn=preexec_die_with_parent(),
         )
         try:
             _, said = child.communicate()

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.config.sections.layout import Memory, Parallel, Recompute
+from ingot.config.sections.layout import MemorySettings, Parallel, Recompute
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 MAX_PROCESSES = 8
@@ -88,7 +88,7 @@ class Layout:
     """How a training is spread, with every degree a number, and how it saves memory."""
 
     parallel: Parallel
-    memory: Memory = field(default_factory=Memory)
+    memory: MemorySettings = field(default_factory=MemorySettings)
 
     @property
     def processes(self) -> int:
@@ -132,7 +132,7 @@ def layout(**knobs: Any) -> Layout:
     recompute = knobs.pop("recompute", "none")
     return Layout(
         Parallel.model_validate({"replicate": 1, **knobs}),
-        Memory(recompute=Recompute(kind=recompute)),
+        MemorySettings(recompute=Recompute(kind=recompute)),
     )
 
 
@@ -193,7 +193,7 @@ def scaled_layout(recipe: Recipe) -> Layout:
     )
 
 
-def _possible_memory(memory: Memory, degrees: Mapping[str, int]) -> Memory:
+def _possible(memory: MemorySettings, degrees: Mapping[str, int]) -> MemorySettings:
     if memory.offload.weights and degrees["shard"] == 1:
         return memory.model_copy(
             update={"offload": memory.offload.model_copy(update={"weights": False})}

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ingot.base.errors import Failed
-from ingot.base.processes import without_main
+from ingot.base.processes import without_main_module
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class LocalRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-ranks-")
         context, port = multiprocessing.get_context("forkserver"), _free_port()
         context.set_forkserver_preload(list(self._preload))
-        with without_main():
+        with without_main_module():
             forkserver.ensure_running()
             for rank in range(self.world):
                 ours, theirs = context.Pipe()

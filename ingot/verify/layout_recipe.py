@@ -22,7 +22,7 @@ import torch
 from ingot.base.environment import Ranks
 from ingot.config.family import overridden
 from ingot.config.recipe import Recipe
-from ingot.config.sections.layout import Memory, Parallel
+from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.shape import batch_plan, degrees_of
 from ingot.data.opened import IGNORE, Ids
 from ingot.data.rows import Row, Rows
@@ -96,7 +96,7 @@ class SmallRun:
     teacher: Path | None
     seq_len: int
 
-    def laid_out(self, parallel: Parallel, memory: Memory, folder: Path) -> SmallRun:
+    def laid_out(self, parallel: Parallel, memory: MemorySettings, folder: Path) -> Shrunk:
         """The same in another layout; what it writes goes into `folder`. Raises ValueError for a
         layout that the recipe rules out.
         """
@@ -145,8 +145,8 @@ def make_small(recipe: Recipe, folder: Path) -> SmallRun:
     """Raises WrongInput where recipe, prepared data and model do not fit together. A small teacher
     is written into `folder`.
     """
-    asked = recipe.model_copy(update={"parallel": Parallel(), "memory": Memory()})
-    plan = _plan_of(json.dumps(set_knobs(asked)))
+    asked = recipe.model_copy(update={"parallel": Parallel(), "memory": MemorySettings()})
+    plan = _planned(json.dumps(as_given(asked)))
     seq_len = min(SEQ_LEN, recipe.data.seq_len // 16 * 16 or recipe.data.seq_len)
     teacher = (
         None if plan.teacher is None else _small_teacher(plan.teacher, folder / "teacher", seq_len)

@@ -13,7 +13,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.storage import open_read
 from ingot.config.recipe import Recipe
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.cleaning.cleaned import Cleaned
 from ingot.data.columns import token_dtype
 from ingot.data.documents import Shares
@@ -128,7 +128,9 @@ def _unread(recipe: Recipe) -> Iterator[Document]:
         yield from _beginning(recipe, source, file, SAMPLE_BYTES // len(files))
 
 
-def _beginning(recipe: Recipe, source: Source, file: SourceFile, most: int) -> Iterator[Document]:
+def _beginning(
+    recipe: Recipe, source: SourceSettings, file: SourceFile, most: int
+) -> Iterator[Document]:
     read, wanted = 0, Wanted.of(source, recipe.documents, recipe.labels)
     with open_read(file.path) as stream:
         for item in read_items(stream, file.path, file.format, wanted):

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.heartbeat import SLOT_BYTES, Heart, heartbeat_file, read_beats
+from ingot.base.heartbeat import SLOT_BYTES, HeartbeatWriter, heartbeat_file, read_beats
 
 
 def test_what_was_said_last_is_read(tmp_path: Path) -> None:
-    heart = Heart(tmp_path, rank=3, local_rank=0, attempt=2)
+    heart = HeartbeatWriter(tmp_path, rank=3, local_rank=0, attempt=2)
     heart.spent["waiting"] = 1.5
     heart.usual_s = 0.25
     before = time.monotonic()
@@ -41,10 +41,10 @@ def test_what_was_said_last_is_read(tmp_path: Path) -> None:
 
 
 def test_ranks_have_slots_of_their_own_whoever_comes_first(tmp_path: Path) -> None:
-    second = Heart(tmp_path, rank=5, local_rank=1, attempt=1)
+    second = HeartbeatWriter(tmp_path, rank=5, local_rank=1, attempt=1)
     second.beat("loading")
     assert [beat.rank for beat in read_beats(heartbeat_file(tmp_path))] == [5]
-    first = Heart(tmp_path, rank=4, local_rank=0, attempt=1)
+    first = HeartbeatWriter(tmp_path, rank=4, local_rank=0, attempt=1)
     first.beat("step", step=1)
     second.beat("step", step=2)
     assert [(beat.rank, beat.step) for beat in read_beats(heartbeat_file(tmp_path))] == [
@@ -55,7 +55,7 @@ def test_ranks_have_slots_of_their_own_whoever_comes_first(tmp_path: Path) -> No
 
 def test_a_slot_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     for local_rank in (0, 1):
-        Heart(tmp_path, rank=local_rank, local_rank=local_rank, attempt=1).beat("step")
+        HeartbeatWriter(tmp_path, rank=local_rank, local_rank=local_rank, attempt=1).beat("step")
     path = heartbeat_file(tmp_path)
     content = bytearray(path.read_bytes())
     struct.pack_into("<Q", content, SLOT_BYTES, 3)
@@ -93,7 +93,7 @@ def test_where_no_file_can_be_mapped_training_goes_on(
         return original(descriptor, size)
 
     monkeypatch.setattr("mmap.mmap", refused)
-    Heart(tmp_path, rank=0, local_rank=0, attempt=1).beat("step", step=1)
+    HeartbeatWriter(tmp_path, rank=0, local_rank=0, attempt=1).beat("step", step=1)
     assert (
         "cannot be mapped (No such device): nobody will see whether this rank hangs"
         in capsys.readouterr().err

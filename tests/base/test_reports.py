@@ -11,20 +11,20 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
-    StepRecord,
+    PipelineStepRecord,
+    file_sizes,
     is_intact,
     read_record,
     read_report,
-    sizes,
     write_record,
     write_report,
 )
 
 
-def a_record(root: Path) -> StepRecord:
+def a_record(root: Path) -> PipelineStepRecord:
     (root / "data").mkdir(exist_ok=True)
     (root / "data" / "a").write_bytes(b"12345")
-    return StepRecord(
+    return PipelineStepRecord(
         "prepare",
         "in",
         "out",
@@ -32,7 +32,7 @@ def a_record(root: Path) -> StepRecord:
         "12 rows",
         "data",
         {"data.seq_len": 8},
-        sizes(root, [root / "data" / "a"]),
+        file_sizes(root, [root / "data" / "a"]),
         0,
     )
 

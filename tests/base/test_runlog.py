@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.runlog import Guarded, JsonLines, TensorBoard, read_lines
-from tests.lazy import lazy
-
-EventAccumulator = lazy(
-    "tensorboard.backend.event_processing.event_accumulator", "EventAccumulator"
+from ingot.base.errors import WrongInput
+from ingot.base.runlog import (
+    FailSafeSink,
+    JsonLines,
+    TensorBoard,
+    append_line,
+    flush_lines,
+    read_lines,
+    record_event,
 )
 
 
@@ -164,7 +168,7 @@ def test_a_sink_that_fails_warns_once_and_is_then_left_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = Failing()
-    sink = Guarded("tracker", lambda: made)
+    sink = FailSafeSink("tracker", lambda: made)
     for step in range(6):
         sink.write(step, {})
     sink.close()
@@ -179,7 +183,7 @@ def test_a_sink_that_cannot_be_made_warns_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    sink = Guarded("TensorBoard", lambda: TensorBoard(tmp_path / "file" / "tensorboard"))
+    sink = FailSafeSink("TensorBoard", lambda: TensorBoard(tmp_path / "file" / "tensorboard"))
     sink.write(1, {"a": 1.0})
     sink.close()
     assert len(capsys.readouterr().err.splitlines()) == 1

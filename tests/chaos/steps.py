@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.markers import problems, read_marker
-from ingot.base.reports import Outcome, is_intact, read_record, sizes
+from ingot.base.reports import VerbOutcome, file_sizes, is_intact, read_record
 from ingot.base.runlog import read_lines
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.store import committed, newest_valid
@@ -144,9 +144,11 @@ def make_record(folder: Path, seed: int) -> Callable[[], Any]:
     recipe = record_recipe(folder, seed)
     made = recipe.folder.model / "made.txt"
 
-    def do() -> Outcome:
+    def do() -> VerbOutcome:
         write_atomic(made, f"made with seed {seed}")
-        return Outcome("made", str(made), f"seed {seed}", sizes(recipe.folder.root, [made]))
+        return VerbOutcome(
+            "made", str(made), f"seed {seed}", file_sizes(recipe.folder.root, [made])
+        )
 
     return lambda: perform(step_of("train"), recipe, do, {})
 

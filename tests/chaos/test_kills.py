@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.base.heartbeat import Beat, Phase, heartbeat_file, read_beats
+from ingot.base.heartbeat import Heartbeat, Phase, heartbeat_file, read_beats
 from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
@@ -127,7 +127,7 @@ class Killer:
             process.join(PATIENCE_S)
         assert processes[victim].exitcode == -signal.SIGKILL, "it had ended before"
 
-    def beat_of(self, process: BaseProcess) -> Beat | None:
+    def beat_of(self, process: BaseProcess) -> Heartbeat | None:
         folder = small_recipe_folder(self.root)
         return next(
             (

@@ -13,7 +13,7 @@ import typer
 
 from ingot.base.errors import Failed, Stopped, WrongInput
 from ingot.cli.app import app
-from ingot.cli.guard import Interrupted, guarded
+from ingot.cli.guard import SignalReceived, guarded
 from tests.cli.commands import clean_environment, command, ingot
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
 
@@ -219,7 +219,7 @@ def _raise(error: BaseException) -> int:
             "error: RuntimeError: first; run again with --debug to see where",
         ),
         (MemoryError(), 1, "error: MemoryError: no message; run again with --debug to see where"),
-        (Interrupted(signal.SIGTERM), 143, "stopped by SIGTERM"),
+        (SignalReceived(signal.SIGTERM), 143, "stopped by SIGTERM"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
     ],
 )

@@ -15,7 +15,7 @@ from rich.console import Console
 from ingot.base.errors import WrongInput
 from ingot.cli.audit import (
     Audit,
-    Example,
+    AuditedExample,
     audit_chats,
     audit_documents,
     audit_preferences,
@@ -125,7 +125,7 @@ def test_an_untrained_end_of_turn_shows() -> None:
     end = tokenizer.special_ids["<|im_end|>"]
     planted = Audit(
         [
-            Example(
+            AuditedExample(
                 example.ids,
                 np.where(example.ids == end, 0, example.mask).astype(np.uint8),
                 example.turns,
@@ -183,7 +183,7 @@ def test_chats_without_targets_and_refused_ones_are_counted() -> None:
 def test_colours_and_brackets() -> None:
     tokenizer = chatty()
     ids, mask, _ = encode_chats(tokenizer, [CHATS[0]], tokenizer.encode_batch)
-    example = Example(ids, mask, 2)
+    example = AuditedExample(ids, mask, 2)
     plain, coloured = (
         in_words(tokenizer, example, plain=True),
         in_words(tokenizer, example, plain=False),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.reports import Outcome
+from ingot.base.reports import VerbOutcome
 from ingot.base.storage import write_atomic
 from ingot.cli import verbs
 from ingot.config.load import dump_recipe
@@ -33,9 +33,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of the verb, put in place of its work."""
     found: dict[str, str] = {}
 
-    def look(recipe: Recipe, again: bool) -> Outcome:
+    def look(recipe: Recipe, again: bool) -> VerbOutcome:
         found.update(os.environ)
-        return Outcome("looked", str(recipe.folder.root), "made")
+        return VerbOutcome("looked", str(recipe.folder.root), "made")
 
     monkeypatch.setitem(verbs.DO, "train", look)
     for name in ("HF_TOKEN", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from ingot.base.errors import WrongInput
-from ingot.config.knobs import all_knobs, find_knob, kinds_of, nearest
+from ingot.config.knobs import all_knobs, find_knob, kinds_of, nearest_knob
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 
@@ -100,7 +100,7 @@ def test_a_knob_of_several_kinds_is_found_in_each() -> None:
     ],
 )
 def test_the_nearest_knob_is_the_one_that_was_meant(wrong: str, within: str, right: str) -> None:
-    assert nearest(wrong, within) == right
+    assert nearest_knob(wrong, within) == right
 
 
 def test_an_unknown_knob_to_explain_names_the_nearest() -> None:

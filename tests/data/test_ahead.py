@@ -16,7 +16,13 @@ import pytest
 import torch
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.remote.deferred import HIDDEN, Later, Unusable, later, leave_for_later
+from ingot.base.remote.deferred import (
+    HIDDEN,
+    DeferredFiles,
+    UnusableReplica,
+    defer_files,
+    deferred_files_of,
+)
 from ingot.base.remote.replica import pull, push
 from ingot.config.shape import BatchPlan
 from ingot.data import ahead
@@ -61,7 +67,7 @@ def left(tmp_path: Path, whole: Path) -> Path:
     """The columns of a node that has none of the parts."""
     node = tmp_path / "node"
     pull(URL, node, leave=lambda path: path.endswith((".bin", ".idx")))
-    leave_for_later(node, COLUMNS, URL)
+    defer_files(node, COLUMNS, URL)
     return node / COLUMNS
 
 
@@ -208,7 +214,9 @@ def test_a_part_that_is_nowhere_ends_training_in_one_line(left: Path, server: gc
     for name in [name for name in server.objects if name.endswith(".idx")]:
         del server.objects[name]
     ours = rows_of(left)
-    nowhere = pytest.raises(Unusable, match=r"\.idx cannot be used: .*; prepare and launch again")
+    nowhere = pytest.raises(
+        UnusableReplica, match=r"\.idx cannot be used: .*; prepare and launch again"
+    )
     with contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader, nowhere:
         loader.step(0)
 
@@ -257,7 +265,7 @@ def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(
     def broken(*_: object, **__: object) -> bool:
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(Later, "bring", broken)
+    monkeypatch.setattr(DeferredFiles, "bring", broken)
     with (
         contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader,
         pytest.raises(Failed, match=r"cannot be fetched \(.*broken\); see to the disk"),
@@ -271,7 +279,7 @@ def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(
 def test_without_the_note_what_is_missing_is_missing(
     whole: Path, spoil: Callable[[Path], None]
 ) -> None:
-    assert later(whole) is None
+    assert deferred_files_of(whole) is None
     spoil(whole / "train.tokens-00003.bin")
     with pytest.raises(WrongInput, match=r"train\.tokens-00003\.bin .*run `ingot prepare` again"):
         rows_of(whole)
@@ -297,16 +305,16 @@ def test_a_batch_of_many_windows_leaves_none_behind(left: Path) -> None:
 def test_what_goes_before_it_is_opened_comes_again(
     left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, bring, goes = rows_of(left), Later.bring, [2]
+    ours, bring, goes = rows_of(left), DeferredFiles.bring, [2]
 
-    def brought(self: Later, name: str, sha256: str, *, wait: bool = True) -> bool:
+    def brought(self: DeferredFiles, name: str, sha256: str, *, wait: bool = True) -> bool:
         done = bring(self, name, sha256, wait=wait)
         if name.endswith(".idx") and goes[0]:
             goes[0] -= 1
             self.drop(name)
         return done
 
-    monkeypatch.setattr(Later, "bring", brought)
+    monkeypatch.setattr(DeferredFiles, "bring", brought)
     assert ours.row(3).tokens.tolist() == [4, 4, 4]
     assert goes == [0]
     ours.drop(0)

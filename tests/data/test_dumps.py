@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data import dumps
 from ingot.data.dumps import fetch_dump, find_dump
 from ingot.data.ingest import ingest
@@ -78,7 +78,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def find(name: str = "wikipedia:de:20260101") -> Any:
-    return find_dump(Source(source=name), "data.train[0].source")
+    return find_dump(SourceSettings(source=name), "data.train[0].source")
 
 
 def gets(server: Server) -> list[str]:

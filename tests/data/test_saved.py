@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.ingest import ingest
 from ingot.data.items import Bad, Item
 from ingot.data.raw import open_raw
@@ -107,7 +107,7 @@ def test_the_order_of_files_is_the_saved_one(tmp_path: Path) -> None:
     (folder / "state.json").write_text(
         json.dumps({"_data_files": [{"filename": name} for name in names]})
     )
-    assert [file.name for file in find_source(Source(source=str(folder)))] == names
+    assert [file.name for file in find_source(SourceSettings(source=str(folder)))] == names
 
 
 def test_several_splits(tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_a_torn_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput, match=r"data-00001-of-00002\.arrow is missing; save the data set again"
     ):
-        find_source(Source(source=str(folder)))
+        find_source(SourceSettings(source=str(folder)))
     (folder / "state.json").write_text("{")
     with pytest.raises(WrongInput, match=r"state\.json cannot be read"):
-        find_source(Source(source=str(folder)))
+        find_source(SourceSettings(source=str(folder)))
 
 
 def test_what_the_library_itself_saves(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.data.sources import STDLIB, find_source, source_files, source_stamps
 from tests.data.small import recipe
 
@@ -35,11 +35,11 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def names(source: str, **knobs: str) -> list[str]:
-    return [file.name for file in find_source(Source(source=source, **knobs))]
+    return [file.name for file in find_source(SourceSettings(source=source, **knobs))]
 
 
 def test_a_folder_is_walked_in_order_without_hidden_files(corpus: Path) -> None:
-    files = find_source(Source(source=str(corpus)))
+    files = find_source(SourceSettings(source=str(corpus)))
     assert [(file.name, file.format) for file in files] == [
         ("a.jsonl.gz", "jsonl"),
         ("b.jsonl", "jsonl"),
@@ -77,9 +77,9 @@ def test_a_file_has_the_same_name_however_it_is_found(
 
 
 def test_a_given_format_wins(corpus: Path) -> None:
-    assert {file.format for file in find_source(Source(source=str(corpus), format="text"))} == {
-        "text"
-    }
+    assert {
+        file.format for file in find_source(SourceSettings(source=str(corpus), format="text"))
+    } == {"text"}
 
 
 def test_object_storage() -> None:
@@ -92,7 +92,9 @@ def test_object_storage() -> None:
             == names("memory://bucket/data/*.jsonl")
             == ["a.jsonl"]
         )
-        assert [file.bytes for file in find_source(Source(source="memory://bucket/data"))] == [1, 2]
+        assert [
+            file.bytes for file in find_source(SourceSettings(source="memory://bucket/data"))
+        ] == [1, 2]
     finally:
         memory.rm("/bucket", recursive=True)
 
@@ -117,7 +119,7 @@ def test_equal_names_in_two_sources_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_the_standard_library() -> None:
-    files = find_source(Source(source=STDLIB))
+    files = find_source(SourceSettings(source=STDLIB))
     found = [file.name for file in files]
     assert found == sorted(found)
     assert "stdlib/json/decoder.py" in found

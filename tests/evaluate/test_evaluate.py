@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.reports import EvaluationReport, Outcome, read_report
+from ingot.base.reports import EvaluationReport, VerbOutcome, read_report
 from ingot.config.recipe import Recipe
 from ingot.data.texts import read_documents
 from ingot.evaluate.evaluate import evaluate
@@ -108,7 +108,7 @@ def test_the_same_again_gives_the_same_outputs_and_another_model_does_not(root: 
     assert evaluate(recipe).outputs != first.outputs
 
 
-def run_evaluate(recipe: Recipe) -> Outcome:
+def run_evaluate(recipe: Recipe) -> VerbOutcome:
     return evaluate(recipe)
 
 

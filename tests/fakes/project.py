@@ -13,7 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ingot.base.remote.service import packages
+from google.cloud import (
+    aiplatform_v1,
+    artifactregistry_v1,
+    compute_v1,
+    resourcemanager_v3,
+    secretmanager_v1,
+    service_usage_v1,
+)
+from google.iam.v1 import iam_policy_pb2, policy_pb2
+
+from ingot.base.remote.service import google_packages
 from tests.fakes.google import Refused, Server
 from tests.lazy import lazy
 
@@ -192,7 +202,7 @@ class State:
         if not 1 <= number <= len(versions):
             raise Refused(404, f"Secret Version [{request.name}] not found.")
         data = versions[number - 1]
-        checksum = int.from_bytes(packages().Checksum(data).digest(), "big")
+        checksum = int.from_bytes(google_packages().Checksum(data).digest(), "big")
         payload = secretmanager_v1.SecretPayload(data=data, data_crc32c=checksum)
         return secretmanager_v1.AccessSecretVersionResponse(name=request.name, payload=payload)
 

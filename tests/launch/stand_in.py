@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ingot.base.heartbeat import Heart, heartbeat_file, read_beats
+from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file, read_beats
 from ingot.base.markers import read_marker, write_marker
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line, read_lines, record_event
@@ -39,7 +39,7 @@ def main(run: RunFolder) -> int:
     faulthandler.register(signal.SIGUSR2, all_threads=True, file=stacks)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    heart = Heart(run.heartbeats, rank=rank, local_rank=rank, attempt=attempt)
+    heart = HeartbeatWriter(run.heartbeats, rank=rank, local_rank=rank, attempt=attempt)
     done = max(
         (
             int(folder.name[5:])

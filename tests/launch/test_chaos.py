@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.heartbeat import Beat
+from ingot.base.heartbeat import Heartbeat
 from ingot.base.runlog import read_lines, record_event
 from ingot.config.load import dump_recipe
 from ingot.config.sections.deployment import Chaos
@@ -36,8 +36,8 @@ class Victims:
     def running(self) -> list[int]:
         return [0, 1, 2]
 
-    def beats(self) -> dict[int, Beat]:
-        return {rank: Beat(0, rank, 4, 7, 0, "step", 0.0, 0.0, 0.0, {}) for rank in range(3)}
+    def beats(self) -> dict[int, Heartbeat]:
+        return {rank: Heartbeat(0, rank, 4, 7, 0, "step", 0.0, 0.0, 0.0, {}) for rank in range(3)}
 
     def send(self, number: int, rank: int | None = None) -> None:
         self.sent.append(

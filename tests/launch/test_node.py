@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.heartbeat import Heart, heartbeat_file, read_beats
+from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file, read_beats
 from ingot.launch.job import Job
 from ingot.launch.meeting import EXIT, HERE, Meeting
 from ingot.launch.node import code_hash, placed, run
@@ -250,7 +250,7 @@ def test_nodes_of_one_name_beat_into_files_of_their_own(
 ) -> None:
     for rank in range(2):
         monkeypatch.setenv("GROUP_RANK", str(rank))
-        Heart(tmp_path, rank=rank, local_rank=0, attempt=1).beat("step", step=rank)
+        HeartbeatWriter(tmp_path, rank=rank, local_rank=0, attempt=1).beat("step", step=rank)
     assert sorted(beat.rank for path in tmp_path.iterdir() for beat in read_beats(path)) == [0, 1]
     monkeypatch.delenv("GROUP_RANK")
     monkeypatch.setenv("PET_NODE_RANK", "1")

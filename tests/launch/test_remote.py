@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError, WrongInput
-from ingot.base.heartbeat import Heart
+from ingot.base.heartbeat import HeartbeatWriter
 from ingot.launch.attempt import Exit
 from ingot.launch.job import Handle, Job, Log, State
 from ingot.launch.local import Ended
@@ -196,11 +196,11 @@ def test_only_beats_of_this_attempt_count_though_an_earlier_one_had_the_same_num
     place: Place, begin: Begin, tmp_path: Path
 ) -> None:
     """Attempts that die while they load have no number of their own."""
-    old = Heart(tmp_path / "heartbeats", rank=1, local_rank=0, attempt=1)
+    old = HeartbeatWriter(tmp_path / "heartbeats", rank=1, local_rank=0, attempt=1)
     old.beat("loading")
     attempt, _ = begin()
     assert attempt.beats() == {}
-    new = Heart(tmp_path / "heartbeats", rank=0, local_rank=1, attempt=1)
+    new = HeartbeatWriter(tmp_path / "heartbeats", rank=0, local_rank=1, attempt=1)
     new.beat("loading")
     assert list(attempt.beats()) == [0]
     old.beat("step", step=3)
@@ -309,7 +309,7 @@ def test_signs_of_life_that_cannot_be_had_are_no_silence_of_the_ranks(
     def away(folder: Path) -> None:
         raise OSError(116, "Stale file handle")
 
-    Heart(tmp_path / "heartbeats", rank=0, local_rank=0, attempt=1).beat("step", step=3)
+    HeartbeatWriter(tmp_path / "heartbeats", rank=0, local_rank=0, attempt=1).beat("step", step=3)
     with monkeypatch.context() as gone:
         gone.setattr("ingot.launch.remotebeats.read_beats", away)
         assert (attempt.beats(), attempt.running()) == ({}, ())

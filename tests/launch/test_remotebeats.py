@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.heartbeat import Heart, heartbeat_file
+from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file
 from ingot.base.remote.bucket import open_bucket
 from ingot.launch import remotebeats
 from ingot.launch.remotebeats import RemoteBeats
@@ -26,7 +26,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
 
 
 def beat_of(folder: Path, rank: int, step: int) -> bytes:
-    Heart(folder / str(rank), rank=rank, local_rank=0, attempt=1).beat("step", step=step)
+    HeartbeatWriter(folder / str(rank), rank=rank, local_rank=0, attempt=1).beat("step", step=step)
     return heartbeat_file(folder / str(rank)).read_bytes()
 
 

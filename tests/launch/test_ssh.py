@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.processes import machine, ticks
+from ingot.base.processes import machine_id, start_ticks
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find
 from ingot.launch.hostlog import HostsLog
@@ -408,8 +408,8 @@ def test_a_job_whose_nodes_have_all_said_how_they_ended_is_over(tmp_path: Path) 
         "meet": str(tmp_path),
         "hosts": '["a", "b"]',
         "process": str(os.getpid()),
-        "started": str(ticks(os.getpid())),
-        "machine": str(machine()),
+        "started": str(start_ticks(os.getpid())),
+        "machine": str(machine_id()),
     }
     handle = Handle("train", "ssh", "train-1", ("train",), 1.0, "", about)
     launcher, meeting = SshLauncher(recipe), Meeting(str(tmp_path))

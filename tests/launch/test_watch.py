@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from ingot.base.heartbeat import Beat, Phase
+from ingot.base.heartbeat import Heartbeat, Phase
 from ingot.config.sections.launch import Launch
 from ingot.launch.watch import Hang, HangWatch, Straggler, StragglerWatch
 
@@ -22,12 +22,12 @@ def beat(
     mono: float = 0.0,
     phase: Phase = "step",
     usual_s: float = 2.0,
-) -> Beat:
-    return Beat(100 + rank, rank, 1, step, place, phase, mono, 0.0, usual_s, {})
+) -> Heartbeat:
+    return Heartbeat(100 + rank, rank, 1, step, place, phase, mono, 0.0, usual_s, {})
 
 
 def found_after(
-    watch: HangWatch, beats: dict[int, Beat], *, ranks: int = 2, limit_s: float = 3000
+    watch: HangWatch, beats: dict[int, Heartbeat], *, ranks: int = 2, limit_s: float = 3000
 ) -> tuple[float, Hang] | None:
     """How long nobody says anything until somebody is said to hang, and who."""
     for look in range(1, int(limit_s / LOOK_S)):
@@ -84,7 +84,7 @@ def test_signs_of_life_are_no_hang() -> None:
         ({0: beat(0, 5, 1), 2: beat(2, 5, 2)}, (1,)),
     ],
 )
-def test_who_is_behind_is_named(beats: dict[int, Beat], named: tuple[int, ...]) -> None:
+def test_who_is_behind_is_named(beats: dict[int, Heartbeat], named: tuple[int, ...]) -> None:
     found = found_after(
         HangWatch(Launch(hang_s=5, start_s=60), 0.0), beats, ranks=3 if 2 in beats else 2
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ingot.base.environment import Ranks
-from ingot.config.sections.layout import Memory, Offload
+from ingot.config.sections.layout import MemorySettings, Offload
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights, local_tensor, shard_like
@@ -210,9 +210,9 @@ def test_what_excludes_each_other_is_refused() -> None:
     with pytest.raises(
         ValidationError, match=r"memory\.offload\.weights takes the whole optimizer along"
     ):
-        Memory(offload=Offload(weights=True, optimizer=0.5))
+        MemorySettings(offload=Offload(weights=True, optimizer=0.5))
     with pytest.raises(
         ValidationError,
         match=r"memory\.offload\.activations keeps what memory\.recompute\.kind=full",
     ):
-        Memory(**{"offload": {"activations": True}, "recompute": {"kind": "full"}})
+        MemorySettings(**{"offload": {"activations": True}, "recompute": {"kind": "full"}})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.layout import Memory, Parallel
+from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.training import Lora
 from ingot.config.shape import check_pipeline
 from ingot.models.adapters.lora import add_lora, lora_layers
@@ -256,9 +256,11 @@ def test_what_a_pipeline_cannot_do(
     parallel: Axes, memory: dict[str, Any], compiled: bool, dropout: float, said: str
 ) -> None:
     with pytest.raises(WrongInput, match=said):
-        check_pipeline(Parallel(**parallel), Memory(**memory), compiled=compiled, dropout=dropout)
-    check_pipeline(Parallel(), Memory(**memory), compiled=compiled, dropout=dropout)
-    check_pipeline(Parallel(pipeline=2, virtual=2), Memory(), compiled=True, dropout=0.1)
+        check_pipeline(
+            Parallel(**parallel), MemorySettings(**memory), compiled=compiled, dropout=dropout
+        )
+    check_pipeline(Parallel(), MemorySettings(**memory), compiled=compiled, dropout=dropout)
+    check_pipeline(Parallel(pipeline=2, virtual=2), MemorySettings(), compiled=True, dropout=0.1)
 
 
 def test_the_schedule_follows_from_the_stages() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ingot.config.sections.layout import Memory, Parallel, Precision
+from ingot.config.sections.layout import MemorySettings, Parallel, Precision
 from ingot.config.sections.training import SGD, AdamW, Lora
 from ingot.models.adapters.lora import add_lora, init_adapter, lora_state
 from ingot.models.device import Compute
@@ -47,7 +47,7 @@ class Case:
     def how(self) -> WrapSettings:
         return WrapSettings(
             Parallel(**self.parallel),
-            Memory(**self.memory),
+            MemorySettings(**self.memory),
             Precision(**self.precision),
             self.compute,
             self.compiled,

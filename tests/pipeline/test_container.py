@@ -13,7 +13,7 @@ import pytest
 
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.replica import pull, push
-from ingot.base.reports import StepRecord, read_record, write_record
+from ingot.base.reports import PipelineStepRecord, read_record, write_record
 from ingot.cloud.bigquery import EMULATOR
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
@@ -264,7 +264,8 @@ def _record(root: Path, verb: str, outputs: str) -> None:
     folder = root / "seen"
     pull(REPLICA, folder)
     write_record(
-        folder / "reports/steps", StepRecord(verb, "inputs", outputs, 0.1, "v1, live", "somewhere")
+        folder / "reports/steps",
+        PipelineStepRecord(verb, "inputs", outputs, 0.1, "v1, live", "somewhere"),
     )
     push(folder, REPLICA)
 

@@ -17,7 +17,7 @@ import yaml
 
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.replica import pull
-from ingot.base.reports import StepRecord, read_record
+from ingot.base.reports import PipelineStepRecord, read_record
 from ingot.config.recipe import Recipe
 from ingot.pipeline import container
 from ingot.pipeline import kubeflow as compiler
@@ -75,7 +75,7 @@ def recipe_for(root: Path, **knobs: Any) -> Recipe:
     )
 
 
-def run(recipe: Recipe, root: Path) -> dict[str, StepRecord]:
+def run(recipe: Recipe, root: Path) -> dict[str, PipelineStepRecord]:
     """Compile, run, and the records that lie in the bucket afterwards."""
     wanted = plan(recipe)
     folder, _, name = wanted.address.rpartition("/")

@@ -12,7 +12,7 @@ import pytest
 import ingot
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import folder_lock
-from ingot.base.reports import Outcome, StepRecord, read_record
+from ingot.base.reports import PipelineStepRecord, VerbOutcome, read_record
 from ingot.base.runlog import read_lines
 from ingot.cli.verbs import STAMPS
 from ingot.config.load import load_recipe
@@ -58,12 +58,12 @@ class Counted:
     def __init__(self, recipe: Recipe, outputs: str = "same") -> None:
         self.recipe, self.outputs, self.times = recipe, outputs, 0
 
-    def __call__(self) -> Outcome:
+    def __call__(self) -> VerbOutcome:
         self.times += 1
-        return Outcome("done", "there", self.outputs)
+        return VerbOutcome("done", "there", self.outputs)
 
 
-def _ingest(recipe: Recipe, again: bool = False) -> StepRecord:
+def _ingest(recipe: Recipe, again: bool = False) -> PipelineStepRecord:
     return perform(INGEST, recipe, lambda: ingest(recipe), STAMPS, again=again)
 
 
@@ -144,7 +144,7 @@ def test_a_failed_step_leaves_no_record_and_is_written_down(
     recipe = recipe_with()
     _ingest(recipe)
 
-    def fail() -> Outcome:
+    def fail() -> VerbOutcome:
         raise Failed("disk full")
 
     with pytest.raises(Failed, match="disk full"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.reports import Outcome, StepRecord, is_intact, write_report
+from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, write_report
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import Wish, deploy
@@ -32,7 +32,7 @@ def live(root: Path) -> int | None:
     return None if version is None else version.number
 
 
-def both(recipe: Recipe) -> tuple[Outcome, Outcome]:
+def both(recipe: Recipe) -> tuple[VerbOutcome, VerbOutcome]:
     return gate(recipe), register(recipe)
 
 
@@ -104,7 +104,7 @@ def test_registering_the_same_model_again_changes_nothing(tmp_path: Path) -> Non
 def test_the_step_is_void_when_the_registered_files_are_gone(tmp_path: Path) -> None:
     recipe = trained(a_recipe(tmp_path), "a")
     registered = both(recipe)[1]
-    record = StepRecord(
+    record = PipelineStepRecord(
         "register",
         "",
         registered.outputs,

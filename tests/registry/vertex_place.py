@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ingot.base.reports import Outcome
+from ingot.base.reports import VerbOutcome
 from ingot.cloud import clients, operations
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import Wish, deploy
@@ -57,7 +57,7 @@ class Place:
 
     def registered(
         self, name: str, model: str, value: float = 2.5, **sections: Any
-    ) -> tuple[Recipe, Outcome]:
+    ) -> tuple[Recipe, VerbOutcome]:
         """A run that trained `model`, went through the gate and registered it."""
         recipe = trained(self.recipe(name, **sections), model, value)
         gate(recipe)

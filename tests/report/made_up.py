@@ -10,7 +10,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ingot.base.reports import EvaluationReport, Metric, StepRecord, write_record, write_report
+from ingot.base.reports import (
+    EvaluationReport,
+    Metric,
+    PipelineStepRecord,
+    write_record,
+    write_report,
+)
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.config.load import dump_recipe
@@ -219,7 +225,7 @@ def _records(run: RunFolder, steps: int, bits: float) -> None:
         ("serve", 6.318, "answered in 1.4 s", "reports/predict.json"),
     ):
         write_record(
-            run.steps, StepRecord(verb, "in", "out", seconds, result, str(run.root / where))
+            run.steps, PipelineStepRecord(verb, "in", "out", seconds, result, str(run.root / where))
         )
 
 

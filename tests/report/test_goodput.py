@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.base.heartbeat import PHASES, Beat
+from ingot.base.heartbeat import PHASES, Heartbeat
 from ingot.base.runlog import read_lines
 from ingot.report.goodput import PARTS, Goodput, Part, goodput
 from ingot.report.losses import DEADLY, Kind
@@ -19,7 +19,9 @@ from tests import tolerances
 from tests.report.told import Told, a_beat
 
 
-def counted(told: Told | list[Any], beat: Beat | None = None, *, alive: bool = False) -> Goodput:
+def counted(
+    told: Told | list[Any], beat: Heartbeat | None = None, *, alive: bool = False
+) -> Goodput:
     found = goodput(told.events if isinstance(told, Told) else told, beat, alive=alive)
     assert found is not None
     assert sum(found.share(part) for part in PARTS) == pytest.approx(1, rel=tolerances.EXACT)
@@ -428,7 +430,7 @@ EVENTS = st.lists(
 )
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 BEATS = st.builds(
-    Beat,
+    Heartbeat,
     pid=st.just(1),
     rank=st.just(0),
     attempt=st.integers(-1, 4),
@@ -446,14 +448,14 @@ BEATS = st.builds(
 
 @given(events=EVENTS, beat=st.none() | BEATS, alive=st.booleans())
 def test_whatever_stands_in_the_events_the_shares_are_shares(
-    events: list[dict[str, Any]], beat: Beat | None, alive: bool
+    events: list[dict[str, Any]], beat: Heartbeat | None, alive: bool
 ) -> None:
     check(goodput(events, beat, alive=alive))
 
 
 @given(data=st.data(), beat=st.none() | BEATS, alive=st.booleans())
 def test_whatever_the_order_the_shares_are_shares(
-    data: st.DataObject, beat: Beat | None, alive: bool
+    data: st.DataObject, beat: Heartbeat | None, alive: bool
 ) -> None:
     check(goodput(data.draw(st.permutations(a_killed().events)), beat, alive=alive))
 

@@ -16,7 +16,7 @@ from ingot.base.lock import folder_lock
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
-    StepRecord,
+    PipelineStepRecord,
     read_report,
     write_record,
     write_report,
@@ -130,7 +130,7 @@ def test_hostile_text_stays_text_wherever_it_stands(run: RunFolder, bad: str) ->
         f"name: {json.dumps(bad)}\n{json.dumps(bad)}: {json.dumps(bad)}\n# {bad!r}\nmodel:"
         f" {{source: {json.dumps(bad)}}}\n"
     )
-    write_record(run.steps, StepRecord("train", "", "", 1.0, bad, bad))
+    write_record(run.steps, PipelineStepRecord("train", "", "", 1.0, bad, bad))
     append_line(run.events, {"kind": bad, "step": bad, "cause": bad, "t_wall": 1.0})
     append_line(run.events, {"kind": "hang", "attempt": 2, "step": bad, "cause": bad, "rank": bad})
     append_line(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.heartbeat import Heart
+from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.report.page import write_page
@@ -120,7 +120,7 @@ def test_a_training_that_runs_is_counted_up_to_its_heartbeat(run: RunFolder) -> 
             "seconds": 50.0,
         },
     )
-    heart = Heart(run.heartbeats, rank=0, local_rank=0, attempt=3)
+    heart = HeartbeatWriter(run.heartbeats, rank=0, local_rank=0, attempt=3)
     heart.spent |= {"productive": 60.0, "waiting": 15.0}
     heart.beat("evaluating", step=9)
     (run.heartbeats / "gone").write_bytes(b"torn")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingot.base.heartbeat import SPENDINGS, Beat, Phase
+from ingot.base.heartbeat import TIME_USES, Heartbeat, Phase
 
 
 class Told:
@@ -70,12 +70,12 @@ class Told:
             seconds=total_s / 2,
             total_s=total_s,
             bytes=1,
-            spent={**dict.fromkeys(SPENDINGS, 0.0), **spent},
+            spent={**dict.fromkeys(TIME_USES, 0.0), **spent},
         )
 
 
 def a_beat(
     at: float, *, attempt: int, step: int, phase: Phase, spent: dict[str, float] | None = None
-) -> Beat:
-    told = {what: (spent or {}).get(what, 0.0) for what in SPENDINGS}
-    return Beat(1, 0, attempt, step, 0, phase, Told.UPTIME + at, Told.BEGAN + at, 1.0, told)
+) -> Heartbeat:
+    told = {what: (spent or {}).get(what, 0.0) for what in TIME_USES}
+    return Heartbeat(1, 0, attempt, step, 0, phase, Told.UPTIME + at, Told.BEGAN + at, 1.0, told)

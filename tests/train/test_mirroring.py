@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.base.environment import REPLICA
+from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.replica import push
 from ingot.base.runlog import read_lines
@@ -166,7 +166,7 @@ def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(
     monkeypatch.setattr(mirroring, "push", contended)
     monkeypatch.setattr(mirroring, "AGAIN_S", (0.0, 0.0))
     replica = "gs://bucket/ingot/runs/small"
-    monkeypatch.setenv(REPLICA, replica)
+    monkeypatch.setenv(REPLICA_VARIABLE, replica)
     write, seen = server.write, list[tuple[int, list[int]]]()
 
     def look(name: str, *about: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ingot.base.errors import Stopped
-from ingot.base.remote.deferred import leave_for_later
+from ingot.base.remote.deferred import defer_files
 from ingot.base.remote.replica import pull, push
 from ingot.checkpoints.store import committed
 from ingot.data.ahead import Ahead
@@ -37,7 +37,7 @@ def left(server: gcs.Server, root: Path, tmp_path: Path) -> Path:
     push(small_recipe(root).folder.root, URL)
     node = small_recipe(tmp_path / "node").folder.root
     pull(URL, node, leave=lambda path: path.endswith((".bin", ".idx")))
-    leave_for_later(node, "data/columns", URL)
+    defer_files(node, "data/columns", URL)
     return tmp_path / "node"
 
 

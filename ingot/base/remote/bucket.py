@@ -23,11 +23,11 @@ from ingot.base.remote.service import (
     Conflict,
     Corrupt,
     Missing,
-    Parcel,
-    Upload,
+    ResumableUpload,
+    UploadSource,
     connect,
-    in_words,
-    packages,
+    google_packages,
+    translate_error,
 )
 from ingot.base.storage import CHUNK_BYTES, disk_errors
 
@@ -139,7 +139,9 @@ class Bucket:
         try:
             if isinstance(content, Path) and size > WHOLE_BYTES:
                 blob = self._put_large(
-                    Parcel(self._prefix + name, content, size, checksum, generation), name, note
+                    UploadSource(self._prefix + name, content, size, checksum, generation),
+                    name,
+                    note,
                 )
             else:
                 data = content.read_bytes() if isinstance(content, Path) else content
@@ -246,7 +248,7 @@ class Bucket:
         )
         return self._blob(blob._properties)
 
-    def _put_large(self, parcel: Parcel, name: str, note: Path | None) -> Blob:
+    def _put_large(self, parcel: UploadSource, name: str, note: Path | None) -> Blob:
         def start() -> str:
             blob = self._bucket.blob(parcel.name)
             blob.crc32c = parcel.crc32c
@@ -270,12 +272,12 @@ class Bucket:
                 allow_redirects=False,
             )
 
-        upload = Upload(
+        upload = ResumableUpload(
             parcel,
             note,
             start=start,
             send=send,
-            refused=lambda answer: packages().refused(
+            refused=lambda answer: google_packages().refused(
                 answer.status_code, answer.text, response=answer
             ),
         )
@@ -326,7 +328,7 @@ class Bucket:
     def _patiently(self, act: Callable[[], Done], name: str, verb: str) -> Done:
         """`act` until it comes off, an error comes that no repeating mends, or patience ends."""
         retry = (
-            packages()
+            google_packages()
             .retry.with_delay(FIRST_PAUSE_S, LONGEST_PAUSE_S, 2.0)
             .with_timeout(self._patience_s)
         )
@@ -335,7 +337,7 @@ class Bucket:
         except IngotError:
             raise
         except Exception as error:
-            raise in_words(error, self.url_of(name), verb, self._patience_s) from error
+            raise translate_error(error, self.url_of(name), verb, self._patience_s) from error
         return done
 
 
@@ -343,7 +345,12 @@ class _Sink:
     """Takes bytes to a stream, if there is one, and counts and sums them on the way."""
 
     def __init__(self, stream: IO[bytes] | None, digest: Digest | None) -> None:
-        self._stream, self._digest, self._crc, self.bytes = stream, digest, packages().Checksum(), 0
+        self._stream, self._digest, self._crc, self.bytes = (
+            stream,
+            digest,
+            google_packages().Checksum(),
+            0,
+        )
 
     def write(self, data: bytes) -> int:
         if self._stream is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ingot.base.errors import Failed
 from ingot.base.remote.bucket import open_bucket
-from ingot.base.remote.index import Entry, read_index
+from ingot.base.remote.index import IndexEntry, read_index
 from ingot.base.remote.service import Missing
 from ingot.base.storage import disk_errors, write_atomic
 
@@ -28,40 +28,40 @@ tries again, and may have something else to do first.
 """
 
 
-class Unusable(Failed):
+class UnusableReplica(Failed):
     """Trying again would not help."""
 
 
-def leave_for_later(root: Path, folder: str, url: str) -> None:
+def defer_files(root: Path, folder: str, url: str) -> None:
     """From now on files of `folder`, a path below the run folder `root`, come from the replica at
     `url` when they are needed; what came before is gone.
     """
-    forget(root, folder)
+    forget_deferred(root, folder)
     write_atomic(root / folder / HIDDEN / NOTE, json.dumps({"url": url, "folder": folder}))
 
 
-def forget(root: Path, folder: str) -> None:
+def forget_deferred(root: Path, folder: str) -> None:
     """From now on what is not in `folder` is missing."""
     shutil.rmtree(root / folder / HIDDEN, ignore_errors=True)
 
 
-def later(folder: Path) -> Later | None:
+def deferred_files_of(folder: Path) -> DeferredFiles | None:
     """What was left for later in a folder; None where nothing was."""
     try:
         said = json.loads((folder / HIDDEN / NOTE).read_bytes())
     except FileNotFoundError:
         return None
-    return Later(folder / HIDDEN, str(said["url"]), str(said["folder"]))
+    return DeferredFiles(folder / HIDDEN, str(said["url"]), str(said["folder"]))
 
 
-class Later:
+class DeferredFiles:
     """Files that come when they are needed, to `folder`. Threads and processes may share it: each
     file is fetched by one of them.
     """
 
     def __init__(self, folder: Path, url: str, within: str) -> None:
         self.folder, self._url, self._within = folder, url, within
-        self._entries: Mapping[str, Entry] = {}
+        self._entries: Mapping[str, IndexEntry] = {}
         self._lock = threading.Lock()
 
     def bring(self, name: str, sha256: str, *, wait: bool = True) -> bool:
@@ -124,12 +124,12 @@ class Later:
                 return
             why = "it is not what was prepared for this training"
         partial.unlink(missing_ok=True)
-        raise Unusable(
+        raise UnusableReplica(
             f"{bucket.url_of(f'{self._within}/{name}')} cannot be used: {why}; prepare and launch"
             " again"
         )
 
-    def _index(self, *, anew: bool) -> Mapping[str, Entry]:
+    def _index(self, *, anew: bool) -> Mapping[str, IndexEntry]:
         with self._lock:
             if anew or not self._entries:
                 self._entries = read_index(open_bucket(self._url, patience_s=PATIENCE_S)).entries

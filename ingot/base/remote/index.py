@@ -16,25 +16,25 @@ from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.bucket import Blob, Bucket
-from ingot.base.remote.memory import Content, Local
+from ingot.base.remote.memory import Content, LocalFile
 from ingot.base.remote.service import Conflict, Missing
 
 INDEX = "REPLICA.json"
 SCHEMA = 1
-STATES = 10
+READ_ATTEMPTS = 10
 """How many states a reader begins with, when writers are quicker than it is."""
-NEVER, WHEN_NAMED = "checkpoints", "heartbeats"
+NEVER_REPLICATED, ONLY_WHEN_NAMED = "checkpoints", "heartbeats"
 """Folders of a training: `checkpoint.upload` takes care of the one, the other says something of one
 machine only.
 """
-EARLIER = "earlier"
+SET_ASIDE = "earlier"
 """Here trainings lie that were set aside, each in a folder of its own."""
 
-Within = Callable[[str], bool]
+PathFilter = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """A file of a state; `key` is the name of its object below the address."""
 
     path: str
@@ -57,12 +57,12 @@ class Index:
     `generation` 0: there is none yet.
     """
 
-    entries: Mapping[str, Entry] = field(default_factory=dict)
+    entries: Mapping[str, IndexEntry] = field(default_factory=dict)
     garbage: Mapping[str, int] = field(default_factory=dict)
     generation: int = 0
 
 
-def scope(parts: Collection[str] | None) -> Within:
+def path_filter(parts: Collection[str] | None) -> PathFilter:
     """Says of a path whether it belongs to the `parts`: top-level names or prefixes of folders,
     None for all that a replica holds.
     """
@@ -70,10 +70,12 @@ def scope(parts: Collection[str] | None) -> Within:
 
     def within(path: str) -> bool:
         top, *below = path.split("/")
-        if top in (NEVER, INDEX) or (top == EARLIER and below[1:2] in ([NEVER], [WHEN_NAMED])):
+        if top in (NEVER_REPLICATED, INDEX) or (
+            top == SET_ASIDE and below[1:2] in ([NEVER_REPLICATED], [ONLY_WHEN_NAMED])
+        ):
             return False
         if names is None:
-            return top != WHEN_NAMED
+            return top != ONLY_WHEN_NAMED
         return any(path == name or path.startswith(f"{name}/") for name in names)
 
     return within
@@ -81,7 +83,7 @@ def scope(parts: Collection[str] | None) -> Within:
 
 def read_index(bucket: Bucket) -> Index:
     """Raises WrongInput where a newer ingot wrote it, and Failed where it is none."""
-    for _ in range(STATES):
+    for _ in range(READ_ATTEMPTS):
         try:
             with tempfile.NamedTemporaryFile() as file:
                 about = bucket.get_to_file(INDEX, Path(file.name))
@@ -89,7 +91,7 @@ def read_index(bucket: Bucket) -> Index:
         except Missing:
             if bucket.stat(INDEX) is None:
                 return Index()
-    raise busy(bucket)
+    raise written_too_fast(bucket)
 
 
 def write_index(bucket: Bucket, index: Index) -> None:
@@ -117,8 +119,8 @@ def write_index(bucket: Bucket, index: Index) -> None:
         ) from error
 
 
-def changed_there(
-    index: Index, here: Mapping[str, Local], known: Mapping[str, Content]
+def changed_remotely(
+    index: Index, here: Mapping[str, LocalFile], known: Mapping[str, Content]
 ) -> set[str]:
     """Paths under which the bucket has got something else, or nothing, since the folder last agreed
     with it, and the folder has not.
@@ -138,14 +140,14 @@ def changed_there(
     return {path for path in {*ours, *theirs} if is_theirs(path)}
 
 
-def busy(bucket: Bucket) -> Failed:
+def written_too_fast(bucket: Bucket) -> Failed:
     return Failed(
         f"{bucket.url} is written faster than it can be read; run the same command again when the"
         " run there is done"
     )
 
 
-class Keys:
+class KeyChooser:
     """Chooses objects for new content: never one that the index names, that is being deleted, or
     that holds something else.
     """
@@ -154,7 +156,7 @@ class Keys:
         self._taken = {entry.key for entry in index.entries.values()}
         self._garbage, self._listed = index.garbage, listed
 
-    def choose(self, local: Local) -> tuple[str, bool]:
+    def choose(self, local: LocalFile) -> tuple[str, bool]:
         """A name, and whether the content must be sent: an attempt that was stopped may have done
         that.
         """
@@ -171,16 +173,16 @@ class Keys:
         raise AssertionError("names do not end")
 
 
-def is_content(blob: Blob | None, local: Local) -> bool:
+def is_content(blob: Blob | None, local: LocalFile) -> bool:
     return blob is not None and (blob.bytes, blob.crc32c) == (local.bytes, local.crc32c)
 
 
-def garbage(
+def find_garbage(
     index: Index,
     listed: Mapping[str, Blob],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, IndexEntry],
     known: Collection[str],
-    within: Within,
+    within: PathFilter,
 ) -> dict[str, int]:
     """Objects that nothing needs once `entries` are the state: left by older states and by attempts
     that were stopped.
@@ -202,7 +204,7 @@ def garbage(
     }
 
 
-def _names(local: Local) -> Iterator[str]:
+def _names(local: LocalFile) -> Iterator[str]:
     beside = f"{local.path}~{base64.b64decode(local.crc32c).hex()}-{local.bytes}"
     yield from (local.path, beside)
     yield from (f"{beside}-{number}" for number in count(2))
@@ -216,7 +218,7 @@ def _parsed(content: bytes, generation: int, url: str) -> Index:
                 f"{url} has schema {about['schema']}, newer than this ingot's {SCHEMA}; upgrade"
                 " ingot"
             )
-        entries = {entry["path"]: Entry(**entry) for entry in about["files"]}
+        entries = {entry["path"]: IndexEntry(**entry) for entry in about["files"]}
         left = {item["key"]: int(item["generation"]) for item in about["garbage"]}
     except (ValueError, TypeError, KeyError) as error:
         raise Failed(

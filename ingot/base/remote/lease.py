@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ingot.base.errors import Failed, IngotError
-from ingot.base.processes import machine, ticks
+from ingot.base.processes import machine_id, start_ticks
 from ingot.base.progress import say
 from ingot.base.remote.bucket import Blob, Bucket
 from ingot.base.remote.service import Conflict, Missing
@@ -65,8 +65,8 @@ class Lease:
             "pid": os.getpid(),
             "life_s": life_s,
             "token": uuid.uuid4().hex,
-            "machine": machine(),
-            "started": ticks(os.getpid()),
+            "machine": machine_id(),
+            "started": start_ticks(os.getpid()),
         }
         self._renewals, self._generation, self._sure_until = 0, 0, 0.0
         self._taken_by: str | None = None
@@ -198,10 +198,10 @@ def _called(holder: dict[str, Any]) -> str:
 
 def _dead(holder: dict[str, Any]) -> bool:
     """The holder was a process of this machine, and is no more. False where only time can tell."""
-    here = machine()
+    here = machine_id()
     return (
         here is not None
         and holder.get("machine") == here
         and bool(holder.get("started"))
-        and ticks(holder["pid"]) != holder["started"]
+        and start_ticks(holder["pid"]) != holder["started"]
     )

@@ -36,7 +36,7 @@ UNKNOWN: Content = (-1, "")
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalFile:
     """A file of the run folder; `path` is relative to it."""
 
     path: str
@@ -49,7 +49,7 @@ class Local:
         return self.bytes, self.crc32c
 
 
-class Memory:
+class AgreedState:
     """`known`: by path the content that this folder and a state in the bucket last had in common.
     Threads may share it.
     """
@@ -64,7 +64,7 @@ class Memory:
         }
         self._checksums: dict[str, list[int | str]] = said.get("checksums", {})
 
-    def look(self, path: str, *, bytes: int | None = None) -> Local | None:
+    def look(self, path: str, *, bytes: int | None = None) -> LocalFile | None:
         """A file as it is now, read only if it changed since it was read last. None where there is
         none, or not one of `bytes`.
         """
@@ -83,7 +83,7 @@ class Memory:
                     self.remember(path, str(checksum))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return Local(path, about.st_size, str(checksum), about.st_mtime_ns)
+        return LocalFile(path, about.st_size, str(checksum), about.st_mtime_ns)
 
     def remember(self, path: str, checksum: str) -> None:
         self._checksums[path] = [*_signature((self._root / path).stat()), checksum]
@@ -115,7 +115,7 @@ class Memory:
 
 
 @contextlib.contextmanager
-def alone(root: Path) -> Iterator[None]:
+def exclusive_sync(root: Path) -> Iterator[None]:
     """One process and thread at a time brings a run folder and its replica together on a machine;
     the others wait.
     """

@@ -27,20 +27,20 @@ from ingot.base.remote import bucket as storage
 from ingot.base.remote.bucket import Blob, Bucket, open_bucket
 from ingot.base.remote.index import (
     INDEX,
-    NEVER,
-    STATES,
-    Entry,
+    NEVER_REPLICATED,
+    READ_ATTEMPTS,
     Index,
-    Keys,
-    busy,
-    changed_there,
-    garbage,
+    IndexEntry,
+    KeyChooser,
+    changed_remotely,
+    find_garbage,
     is_content,
+    path_filter,
     read_index,
-    scope,
     write_index,
+    written_too_fast,
 )
-from ingot.base.remote.memory import HIDDEN, Local, Memory, alone, local_files
+from ingot.base.remote.memory import HIDDEN, AgreedState, LocalFile, exclusive_sync, local_files
 from ingot.base.remote.service import Conflict, Missing
 from ingot.base.storage import disk_errors, fsync_folder
 
@@ -73,20 +73,20 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
         Failed: somebody else pushed meanwhile, or the service cannot be reached.
         WrongInput: the bucket is missing, or rights are.
     """
-    bucket, within = open_bucket(url), scope(parts)
-    with alone(root):
-        memory, index = Memory(root, bucket.url), read_index(bucket)
+    bucket, within = open_bucket(url), path_filter(parts)
+    with exclusive_sync(root):
+        memory, index = AgreedState(root, bucket.url), read_index(bucket)
         looked = _at_once(
-            memory.look, [path for path in local_files(root, (NEVER,)) if within(path)]
+            memory.look, [path for path in local_files(root, (NEVER_REPLICATED,)) if within(path)]
         )
         here = {found.path: found for found in looked if found is not None}
         known = {*here, *index.entries, *memory.known}
         listed = _listed(bucket, [*filter(within, known), *index.garbage])
-        theirs = {path for path in known if not within(path)} | changed_there(
+        theirs = {path for path in known if not within(path)} | changed_remotely(
             index, here, memory.known
         )
         entries = {path: entry for path, entry in index.entries.items() if path in theirs}
-        keys, absent = Keys(index, listed), []
+        keys, absent = KeyChooser(index, listed), []
         for local in (here[path] for path in here if path not in theirs):
             entry = index.entries.get(local.path)
             if (
@@ -104,7 +104,7 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
             [local.bytes for local, *_ in absent],
         )
         entries |= {entry.path: entry for entry in sent if entry is not None}
-        left = garbage(index, listed, entries, known, within)
+        left = find_garbage(index, listed, entries, known, within)
         if not index.generation or (entries, left) != (index.entries, index.garbage):
             write_index(bucket, Index(entries, left, index.generation))
         agreed = {path: entry.content for path, entry in entries.items() if path not in theirs}
@@ -135,12 +135,12 @@ def pull(
         Failed: an object is damaged or missing, or the service cannot be reached.
         WrongInput: the bucket is missing, rights are, or a newer ingot wrote there.
     """
-    bucket, within = open_bucket(url), scope(parts)
+    bucket, within = open_bucket(url), path_filter(parts)
     if bucket.stat(INDEX) is None:
         return False
-    with alone(root):
-        memory, seen = Memory(root, bucket.url), 0
-        for _ in range(STATES):
+    with exclusive_sync(root):
+        memory, seen = AgreedState(root, bucket.url), 0
+        for _ in range(READ_ATTEMPTS):
             index = read_index(bucket)
             # These are not remembered either: what is only left there must never be taken for
             # deleted here.
@@ -202,7 +202,7 @@ def pull(
             }
             memory.write()
             return True
-    raise busy(bucket)
+    raise written_too_fast(bucket)
 
 
 def _listed(bucket: Bucket, paths: Iterable[str]) -> dict[str, Blob]:
@@ -211,11 +211,13 @@ def _listed(bucket: Bucket, paths: Iterable[str]) -> dict[str, Blob]:
     return {blob.name: blob for blobs in _at_once(bucket.list, places) for blob in blobs}
 
 
-def _send(bucket: Bucket, root: Path, local: Local, key: str, is_absent: bool) -> Entry | None:
+def _send(
+    bucket: Bucket, root: Path, local: LocalFile, key: str, is_absent: bool
+) -> IndexEntry | None:
     """The file in the bucket, as it arrived: a log may grow meanwhile. None where it is gone."""
     path = root / local.path
     if not is_absent:
-        return Entry(local.path, key, local.bytes, local.crc32c, local.mtime_ns)
+        return IndexEntry(local.path, key, local.bytes, local.crc32c, local.mtime_ns)
     try:
         if local.bytes > storage.WHOLE_BYTES:
             blob = _send_large(bucket, root, local, key)
@@ -228,10 +230,10 @@ def _send(bucket: Bucket, root: Path, local: Local, key: str, is_absent: bool) -
             f"{bucket.url_of(key)} was written by somebody else meanwhile; stop one of the two and"
             " run the same command again"
         ) from error
-    return Entry(local.path, key, blob.bytes, blob.crc32c, local.mtime_ns)
+    return IndexEntry(local.path, key, blob.bytes, blob.crc32c, local.mtime_ns)
 
 
-def _send_large(bucket: Bucket, root: Path, local: Local, key: str) -> Blob:
+def _send_large(bucket: Bucket, root: Path, local: LocalFile, key: str) -> Blob:
     """Goes on where an attempt that was stopped stood; what changes while it is sent is sent from a
     copy.
     """
@@ -269,12 +271,12 @@ def _delete(bucket: Bucket, key: str, generation: int) -> None:
         bucket.delete(key, generation=generation)
 
 
-def _has(memory: Memory, entry: Entry) -> bool:
+def _has(memory: AgreedState, entry: IndexEntry) -> bool:
     here = memory.look(entry.path, bytes=entry.bytes)
     return here is not None and entry.holds(here.bytes, here.crc32c)
 
 
-def _arrival(root: Path, entry: Entry) -> Path:
+def _arrival(root: Path, entry: IndexEntry) -> Path:
     return (
         root
         / HIDDEN
@@ -283,7 +285,7 @@ def _arrival(root: Path, entry: Entry) -> Path:
     )
 
 
-def _fetch(bucket: Bucket, root: Path, entry: Entry) -> None:
+def _fetch(bucket: Bucket, root: Path, entry: IndexEntry) -> None:
     """Into a hidden file, unless an attempt that was stopped has done that: it has its own name as
     long as it is not whole.
     """
@@ -305,7 +307,7 @@ def _fetch(bucket: Bucket, root: Path, entry: Entry) -> None:
     os.replace(partial, arrival)
 
 
-def _place(root: Path, entries: Sequence[Entry], memory: Memory) -> None:
+def _place(root: Path, entries: Sequence[IndexEntry], memory: AgreedState) -> None:
     """Give what arrived its names; markers, which vouch for other files, after those."""
     for entry in sorted(entries, key=lambda entry: (entry.path.endswith(".json"), entry.path)):
         path = root / entry.path

@@ -48,7 +48,7 @@ def connect(url: str) -> tuple[Any, Any]:
     Raises:
         WrongInput: there are none, or the package is missing.
     """
-    google = packages()
+    google = google_packages()
     try:
         credentials, project = (
             (google.Anonymous(), None)
@@ -64,7 +64,7 @@ def connect(url: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def packages() -> SimpleNamespace:
+def google_packages() -> SimpleNamespace:
     """What is used of them.
 
     Raises:
@@ -96,7 +96,7 @@ def packages() -> SimpleNamespace:
     )
 
 
-def in_words(error: Any, url: str, verb: str, patience_s: float) -> IngotError:
+def translate_error(error: Any, url: str, verb: str, patience_s: float) -> IngotError:
     """What to say when an attempt to `verb` (read, write, list, delete, look at) `url` ended with
     `error`.
     """
@@ -120,7 +120,7 @@ def in_words(error: Any, url: str, verb: str, patience_s: float) -> IngotError:
             f"no right to {verb} {url} ({int(code)}: {short}); give this account the role Storage"
             f" Object User on the bucket {bucket}"
         )
-    if isinstance(error, packages().RefreshError):
+    if isinstance(error, google_packages().RefreshError):
         return WrongInput(
             f"the credentials for {url} are refused ({short}); run `gcloud auth application-default"
             " login`"
@@ -151,7 +151,7 @@ CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Parcel:
+class UploadSource:
     """What is sent where: a file, its size and checksum (base64 of CRC32C), and the generation that
     it shall replace.
     """
@@ -163,14 +163,14 @@ class Parcel:
     generation: int | None
 
 
-class Upload:
+class ResumableUpload:
     """`start()` opens an upload and gives its address; `send(address, data, headers)` puts to it;
     `refused(answer)` makes an error of an answer.
     """
 
     def __init__(
         self,
-        parcel: Parcel,
+        parcel: UploadSource,
         note: Path | None,
         *,
         start: Callable[[], str],

@@ -7,9 +7,9 @@ import re
 from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
     Draft,
+    GivenKeys,
+    KeyRow,
     Project,
-    Row,
-    Sheet,
     hub_source,
     number,
     run_name,
@@ -59,23 +59,23 @@ def precision(given: Given) -> str:
 
 
 ROWS = (
-    Row("--job-dir"),
-    Row("--train-data-file"),
-    Row("--batch-size", "train.micro_batch", whole, default="16"),
-    Row("--num-classes", read=classes, default="4"),
-    Row("--model-name", default="roberta-large"),
-    Row("--pretrained-model-path"),
-    Row("--learning-rate", "train.optimizer.lr", number, default="1e-3"),
-    Row("--gpus", read=devices),
-    Row("--num-nodes", "launch.nodes", whole),
-    Row("--tpu-cores", read=whole),
-    Row("--accelerator"),
-    Row("--precision", "precision.compute", precision),
-    Row("--max-epochs", "train.epochs", whole),
+    KeyRow("--job-dir"),
+    KeyRow("--train-data-file"),
+    KeyRow("--batch-size", "train.micro_batch", whole, default="16"),
+    KeyRow("--num-classes", read=classes, default="4"),
+    KeyRow("--model-name", default="roberta-large"),
+    KeyRow("--pretrained-model-path"),
+    KeyRow("--learning-rate", "train.optimizer.lr", number, default="1e-3"),
+    KeyRow("--gpus", read=devices),
+    KeyRow("--num-nodes", "launch.nodes", whole),
+    KeyRow("--tpu-cores", read=whole),
+    KeyRow("--accelerator"),
+    KeyRow("--precision", "precision.compute", precision),
+    KeyRow("--max-epochs", "train.epochs", whole),
 )
 
 
-def _build(sheet: Sheet, draft: Draft) -> None:
+def _build(sheet: GivenKeys, draft: Draft) -> None:
     draft.put(
         "name", run_name(sheet.get("--model-name").rpartition("/")[2]), sheet.name("--model-name")
     )
@@ -99,7 +99,7 @@ def _build(sheet: Sheet, draft: Draft) -> None:
     )
 
 
-def _places(sheet: Sheet, draft: Draft) -> None:
+def _places(sheet: GivenKeys, draft: Draft) -> None:
     job, file = sheet.get("--job-dir"), sheet.get("--train-data-file")
     if job and job.startswith("gs://"):
         if job.removeprefix("gs://").strip("/").count("/"):
@@ -142,7 +142,7 @@ def _places(sheet: Sheet, draft: Draft) -> None:
     )
 
 
-def _model(sheet: Sheet, draft: Draft) -> None:
+def _model(sheet: GivenKeys, draft: Draft) -> None:
     name, path = sheet.get("--model-name"), sheet.get("--pretrained-model-path")
     source, moved = hub_source(name)
     draft.put(
@@ -174,7 +174,7 @@ def _model(sheet: Sheet, draft: Draft) -> None:
     )
 
 
-def _devices(sheet: Sheet, draft: Draft) -> None:
+def _devices(sheet: GivenKeys, draft: Draft) -> None:
     gpus, nodes, rows = (
         sheet.get("--gpus"),
         sheet.get("--num-nodes") or 1,

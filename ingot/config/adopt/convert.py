@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from ingot.base.errors import WrongInput
 from ingot.config.adopt import classifier, llama_env, megatron, t5_pipeline, torchtune
 from ingot.config.adopt.read import File, read_file
-from ingot.config.adopt.table import Draft, Kind, Project, Sheet, apply
+from ingot.config.adopt.table import Draft, GivenKeys, Kind, Project, apply
 from ingot.config.knobs import all_knobs
 from ingot.config.recipe import Recipe
-from ingot.config.values import Path_, dotted, explain
+from ingot.config.values import KeyPath, dotted, explain_errors
 
 PROJECTS: tuple[Project, ...] = (
     torchtune.PROJECT,
@@ -55,7 +55,7 @@ def adopt(paths: Sequence[Path]) -> Adopted:
     files = [read_file(path) for path in paths]
     project = recognise(files)
     draft = Draft()
-    sheet = Sheet(project.rows, files, draft)
+    sheet = GivenKeys(project.rows, files, draft)
     apply(sheet, draft)
     project.build(sheet, draft)
     if "validation" not in draft.values.tree["data"]:
@@ -67,7 +67,7 @@ def adopt(paths: Sequence[Path]) -> Adopted:
     try:
         Recipe.model_validate(draft.values.tree)
     except ValidationError as error:
-        raise WrongInput(explain(error, draft.values)) from None
+        raise WrongInput(explain_errors(error, draft.values)) from None
     return Adopted(
         recipe_text(draft, project, [file.path for file in files]),
         tuple(note_lines(draft)),
@@ -172,7 +172,7 @@ def note_lines(draft: Draft) -> list[str]:
     ]
 
 
-def _lines(draft: Draft, path: Path_, value: Any, order: dict[str, int]) -> Iterator[str]:
+def _lines(draft: Draft, path: KeyPath, value: Any, order: dict[str, int]) -> Iterator[str]:
     indent = "  " * (len(path) - 1)
     if path not in draft.remarks and isinstance(value, dict):
         yield f"{indent}{_inline(path[-1])}:"

@@ -9,15 +9,15 @@ from typing import Any
 from ingot.config.adopt.llama_env_keys import ROWS, STAGES, stage_rows
 from ingot.config.adopt.table import (
     Draft,
+    GivenKeys,
     Project,
-    Sheet,
     hub_source,
     ratio,
     run_name,
 )
 
 
-def _build(sheet: Sheet, draft: Draft) -> None:
+def _build(sheet: GivenKeys, draft: Draft) -> None:
     stage = _objective(sheet, draft)
     draft.put(
         "name",
@@ -52,7 +52,7 @@ def _build(sheet: Sheet, draft: Draft) -> None:
     )
 
 
-def _objective(sheet: Sheet, draft: Draft) -> str:
+def _objective(sheet: GivenKeys, draft: Draft) -> str:
     """The way of training; the stage whose data and paths count comes back."""
     asked = [
         key
@@ -83,7 +83,7 @@ def _objective(sheet: Sheet, draft: Draft) -> str:
     return stage
 
 
-def _distill(sheet: Sheet, draft: Draft, stage: str) -> None:
+def _distill(sheet: GivenKeys, draft: Draft, stage: str) -> None:
     draft.put_from(sheet, "IS_MODEL_DISTILLATION", "objective.kind", "distill")
     teacher = sheet.get("TEACHER_MODEL_CHECKPOINT")
     draft.put(
@@ -105,7 +105,7 @@ def _distill(sheet: Sheet, draft: Draft, stage: str) -> None:
     )
 
 
-def _data(sheet: Sheet, draft: Draft, stage: str) -> None:
+def _data(sheet: GivenKeys, draft: Draft, stage: str) -> None:
     key = f"HF_{stage}_DATASET"
     given, subset, split = sheet.get(key), sheet.get(f"{key}_NAME"), sheet.get(f"{key}_SPLIT")
     if given:
@@ -150,7 +150,7 @@ def _data(sheet: Sheet, draft: Draft, stage: str) -> None:
             )
 
 
-def _model(sheet: Sheet, draft: Draft) -> None:
+def _model(sheet: GivenKeys, draft: Draft) -> None:
     """The sizes, over a preset of Llama 3: untied, plain rotary positions."""
     draft.put("model.source", "preset:llama-8b", "Llama's form, with the sizes below")
     dim, heads = sheet.get("DIM"), sheet.get("N_HEADS")
@@ -209,7 +209,7 @@ def feed_forward(dim: int, multiple_of: int, multiplier: float | None) -> int:
     return multiple_of * -(-width // multiple_of)
 
 
-def _tokenizer(sheet: Sheet, draft: Draft) -> None:
+def _tokenizer(sheet: GivenKeys, draft: Draft) -> None:
     path, hub = sheet.get("TOKENIZER_CHECKPOINT_PATH"), sheet.get("HUGGINGFACE_TOKENIZER")
     if hub and hub.lower() in ("true", "false", "1", "0"):
         hub = path if hub.lower() in ("true", "1") else None  # a switch that says what the path is
@@ -229,7 +229,7 @@ def _tokenizer(sheet: Sheet, draft: Draft) -> None:
         draft.put("tokenizer.template", "llama3", "Llama 3's, fixed there")
 
 
-def _lora(sheet: Sheet, draft: Draft) -> None:
+def _lora(sheet: GivenKeys, draft: Draft) -> None:
     if not sheet.get("LORA_ENABLED"):
         return
     names = {
@@ -243,7 +243,7 @@ def _lora(sheet: Sheet, draft: Draft) -> None:
         draft.put(f"model.lora.{knob}", sheet.get(key), remark, sheet.where(key))
 
 
-def _training(sheet: Sheet, draft: Draft) -> None:
+def _training(sheet: GivenKeys, draft: Draft) -> None:
     tokens, length = sheet.get("TOTAL_BATCH_SIZE"), sheet.get("MAX_SEQ_LEN")
     if tokens is not None and length is not None:
         rows = max(1, round(tokens / length))
@@ -300,7 +300,7 @@ def _training(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _watching(sheet: Sheet, draft: Draft) -> None:
+def _watching(sheet: GivenKeys, draft: Draft) -> None:
     every, patience = (
         sheet.get("VALIDATE_EVERY_X_STEPS") or 0,
         sheet.get("EARLY_STOPPING_PATIENCE") or 0,
@@ -363,7 +363,7 @@ def _watching(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _prompts(sheet: Sheet, draft: Draft, stage: str) -> None:
+def _prompts(sheet: GivenKeys, draft: Draft, stage: str) -> None:
     key, other = ("PRETRAIN", "INSTRUCT") if stage == "PRETRAIN" else ("INSTRUCT", "PRETRAIN")
     prompts = sheet.get(f"TEST_{key}_GENERATION_PROMPTS")
     if prompts:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
     Draft,
+    GivenKeys,
+    KeyRow,
     Project,
-    Row,
-    Sheet,
     hub_source,
     number,
     ratio,
@@ -40,61 +40,63 @@ def degree(given: Given) -> int:
 
 
 ROWS = (
-    Row("--executor", "launch.kind", one_of("local", "slurm"), default="local"),
-    Row("--experiment", also=("-E",), default="pretraining"),
-    Row("--account", also=("-A",), default="root"),
-    Row("--partition", also=("-P",), default="defq"),
-    Row("--container-image", also=("-I",)),
-    Row("--num-nodes", "launch.nodes", degree, also=("-N",), default="1"),
-    Row("--num-gpus", "launch.processes", degree, also=("-G",), default="8"),
-    Row("--model-name", also=("-M",)),
-    Row("--hf-model-id"),
-    Row("--nemo-model"),
-    Row("--max-steps", "train.steps", degree),
-    Row("--global-batch-size", "train.global_batch", degree, also=("-gbs",), default="2048"),
-    Row("--micro-batch-size", "train.micro_batch", degree, also=("-mbs",), default="1"),
-    Row("--seq-length", "data.seq_len", degree, default="8192"),
-    Row("--fp8", read=truth),
-    Row("--tensor-model-parallel-size", "parallel.tensor", degree, also=("-TP",), default="1"),
-    Row("--pipeline-model-parallel-size", "parallel.pipeline", degree, also=("-PP",), default="1"),
-    Row("--virtual-pipeline-model-parallel-size", read=degree, also=("-VPP",)),
-    Row("--context-parallel-size", "parallel.context", degree, also=("-CP",), default="1"),
-    Row("--sequence-parallel", "parallel.sequence", truth, also=("-SP",), default="false"),
-    Row("--dataset-dir", also=("--dataset-path",)),
-    Row("--wandb", read=truth),
-    Row("--wandb-project"),
-    Row("--wandb-name", lost="runs carry the name of the recipe"),
-    Row("--recompute-granularity", read=one_of("full", "selective")),
-    Row("--recompute-method", read=one_of("block", "uniform")),
-    Row("--recompute-num-layers", read=degree),
-    Row("--cpu-offloading", read=truth),
-    Row("--cpu-offloading-layers", lost="the activations of all layers are offloaded"),
-    Row("--cpu-offloading-activations", read=truth),
-    Row("--cpu-offloading-weights", read=truth),
-    Row("--optim-cpu-offloading", read=truth),
-    Row("--optim-cpu-offloading-frac", read=number, default="1.0"),
-    Row("--optimizer", default="adam"),
-    Row("--lr", "train.optimizer.lr", number, default="5e-6"),
-    Row("--min-lr", read=number, default="1e-6"),
-    Row("--warmup-steps", "train.schedule.warmup", whole, default="50"),
-    Row(
+    KeyRow("--executor", "launch.kind", one_of("local", "slurm"), default="local"),
+    KeyRow("--experiment", also=("-E",), default="pretraining"),
+    KeyRow("--account", also=("-A",), default="root"),
+    KeyRow("--partition", also=("-P",), default="defq"),
+    KeyRow("--container-image", also=("-I",)),
+    KeyRow("--num-nodes", "launch.nodes", degree, also=("-N",), default="1"),
+    KeyRow("--num-gpus", "launch.processes", degree, also=("-G",), default="8"),
+    KeyRow("--model-name", also=("-M",)),
+    KeyRow("--hf-model-id"),
+    KeyRow("--nemo-model"),
+    KeyRow("--max-steps", "train.steps", degree),
+    KeyRow("--global-batch-size", "train.global_batch", degree, also=("-gbs",), default="2048"),
+    KeyRow("--micro-batch-size", "train.micro_batch", degree, also=("-mbs",), default="1"),
+    KeyRow("--seq-length", "data.seq_len", degree, default="8192"),
+    KeyRow("--fp8", read=truth),
+    KeyRow("--tensor-model-parallel-size", "parallel.tensor", degree, also=("-TP",), default="1"),
+    KeyRow(
+        "--pipeline-model-parallel-size", "parallel.pipeline", degree, also=("-PP",), default="1"
+    ),
+    KeyRow("--virtual-pipeline-model-parallel-size", read=degree, also=("-VPP",)),
+    KeyRow("--context-parallel-size", "parallel.context", degree, also=("-CP",), default="1"),
+    KeyRow("--sequence-parallel", "parallel.sequence", truth, also=("-SP",), default="false"),
+    KeyRow("--dataset-dir", also=("--dataset-path",)),
+    KeyRow("--wandb", read=truth),
+    KeyRow("--wandb-project"),
+    KeyRow("--wandb-name", lost="runs carry the name of the recipe"),
+    KeyRow("--recompute-granularity", read=one_of("full", "selective")),
+    KeyRow("--recompute-method", read=one_of("block", "uniform")),
+    KeyRow("--recompute-num-layers", read=degree),
+    KeyRow("--cpu-offloading", read=truth),
+    KeyRow("--cpu-offloading-layers", lost="the activations of all layers are offloaded"),
+    KeyRow("--cpu-offloading-activations", read=truth),
+    KeyRow("--cpu-offloading-weights", read=truth),
+    KeyRow("--optim-cpu-offloading", read=truth),
+    KeyRow("--optim-cpu-offloading-frac", read=number, default="1.0"),
+    KeyRow("--optimizer", default="adam"),
+    KeyRow("--lr", "train.optimizer.lr", number, default="5e-6"),
+    KeyRow("--min-lr", read=number, default="1e-6"),
+    KeyRow("--warmup-steps", "train.schedule.warmup", whole, default="50"),
+    KeyRow(
         "--constant-steps",
         lost="the cosine ends with the last step, at the least learning rate",
         idle=("0",),
     ),
-    Row("--adam-beta1", read=number, default="0.9"),
-    Row("--adam-beta2", read=number, default="0.999"),
-    Row("--weight-decay", "train.optimizer.weight_decay", number, default="0"),
-    Row("--clip-grad", read=number, default="1"),
-    *(Row(flag) for flag in CONVERSION),
-    Row("--hf-tokenizer", also=("--ht-tokenizer",)),
-    Row("--data-prefix"),
-    Row("--input-dir"),
-    Row("--output-dir"),
+    KeyRow("--adam-beta1", read=number, default="0.9"),
+    KeyRow("--adam-beta2", read=number, default="0.999"),
+    KeyRow("--weight-decay", "train.optimizer.weight_decay", number, default="0"),
+    KeyRow("--clip-grad", read=number, default="1"),
+    *(KeyRow(flag) for flag in CONVERSION),
+    KeyRow("--hf-tokenizer", also=("--ht-tokenizer",)),
+    KeyRow("--data-prefix"),
+    KeyRow("--input-dir"),
+    KeyRow("--output-dir"),
 )
 
 
-def _build(sheet: Sheet, draft: Draft) -> None:
+def _build(sheet: GivenKeys, draft: Draft) -> None:
     draft.put("name", run_name(sheet.get("--experiment")), sheet.name("--experiment"))
     if not sheet.has("--max-steps"):
         draft.put("train.epochs", 1, "no --max-steps there")
@@ -119,7 +121,7 @@ def _build(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _slurm(sheet: Sheet, draft: Draft) -> None:
+def _slurm(sheet: GivenKeys, draft: Draft) -> None:
     if sheet.get("--executor") != "slurm":
         for key in ("--account", "--partition", "--container-image"):
             if sheet.has(key):
@@ -163,7 +165,7 @@ def _slurm(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _model(sheet: Sheet, draft: Draft) -> None:
+def _model(sheet: GivenKeys, draft: Draft) -> None:
     given = sheet.get("--hf-model-id") or (sheet.get("--source") if sheet.has("--source") else None)
     draft.put(
         "model.source",
@@ -204,7 +206,7 @@ def _model(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _data(sheet: Sheet, draft: Draft) -> None:
+def _data(sheet: GivenKeys, draft: Draft) -> None:
     folder, texts, made, prefix = (
         sheet.get(key) for key in ("--dataset-dir", "--input-dir", "--output-dir", "--data-prefix")
     )
@@ -268,7 +270,7 @@ def _data(sheet: Sheet, draft: Draft) -> None:
             )
 
 
-def _layout(sheet: Sheet, draft: Draft) -> None:
+def _layout(sheet: GivenKeys, draft: Draft) -> None:
     virtual, stages = (
         sheet.get("--virtual-pipeline-model-parallel-size"),
         sheet.get("--pipeline-model-parallel-size"),
@@ -299,7 +301,7 @@ def _layout(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _memory(sheet: Sheet, draft: Draft) -> None:
+def _memory(sheet: GivenKeys, draft: Draft) -> None:
     kind, method, layers = (
         sheet.get(f"--recompute-{what}") for what in ("granularity", "method", "num-layers")
     )
@@ -356,7 +358,7 @@ def _memory(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _optimizer(sheet: Sheet, draft: Draft) -> None:
+def _optimizer(sheet: GivenKeys, draft: Draft) -> None:
     kind = sheet.get("--optimizer").lower()
     if kind not in ("adam", "adamw", "sgd"):
         draft.note("changed", "--optimizer", f"{kind} is not offered; AdamW stands for it")

@@ -38,7 +38,7 @@ _TOKEN = re.compile(
 
 
 @dataclass(frozen=True)
-class Entry:
+class GivenEntry:
     """One key with its value, and where it stands (`gcp.env:3`). Nested keys are dotted."""
 
     key: str
@@ -57,8 +57,8 @@ class File:
 
     path: str
     form: Form
-    entries: tuple[Entry, ...]
-    secrets: tuple[Entry, ...] = ()
+    entries: tuple[GivenEntry, ...]
+    secrets: tuple[GivenEntry, ...] = ()
 
 
 def read_file(path: Path) -> File:
@@ -122,8 +122,8 @@ def _without_secrets(file: File) -> File:
     """Entries that are secrets by their name lose their values; on a command line, and under any
     other name, a secret is refused.
     """
-    kept: list[Entry] = []
-    secrets: list[Entry] = []
+    kept: list[GivenEntry] = []
+    secrets: list[GivenEntry] = []
     for entry in file.entries:
         if _SECRET.search(entry.key):
             if file.form == "flags":
@@ -133,7 +133,7 @@ def _without_secrets(file: File) -> File:
                     " WANDB_API_KEY instead"
                 )
             if not entry.empty:
-                secrets.append(Entry(entry.key, "", entry.where))
+                secrets.append(GivenEntry(entry.key, "", entry.where))
             continue
         if any(
             _TOKEN.search(text)
@@ -150,7 +150,7 @@ def _without_secrets(file: File) -> File:
     return File(file.path, file.form, tuple(kept), tuple(secrets))
 
 
-def _from_environment(text: str, path: Path) -> Iterator[Entry]:
+def _from_environment(text: str, path: Path) -> Iterator[GivenEntry]:
     """Errors do not show the line: a token could stand in it."""
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.strip()
@@ -162,10 +162,10 @@ def _from_environment(text: str, path: Path) -> Iterator[Entry]:
         value = found[2].strip()
         quoted = _QUOTED.fullmatch(value)
         value = quoted[2] if quoted else re.split(r"(?:^|\s)#", value, maxsplit=1)[0].rstrip()
-        yield Entry(found[1], value, f"{path}:{number}")
+        yield GivenEntry(found[1], value, f"{path}:{number}")
 
 
-def _from_flags(text: str, path: Path) -> Iterator[Entry]:
+def _from_flags(text: str, path: Path) -> Iterator[GivenEntry]:
     """Words before the first flag (`python train.py`) say nothing; a flag without a value is
     `true`.
     """
@@ -187,12 +187,12 @@ def _from_flags(text: str, path: Path) -> Iterator[Entry]:
             f"{path} has more than {MOST_ENTRIES:,} flags and is no command line; check the path"
         )
     for flag, given in flags:
-        yield Entry(
+        yield GivenEntry(
             flag, "true" if not given else given[0] if len(given) == 1 else tuple(given), str(path)
         )
 
 
-def _from_json(text: str, path: Path) -> list[Entry]:
+def _from_json(text: str, path: Path) -> list[GivenEntry]:
     try:
         tree = json.loads(
             text, parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=tuple
@@ -208,13 +208,17 @@ def _from_json(text: str, path: Path) -> list[Entry]:
         ) from None
     except RecursionError:
         raise WrongInput(f"{path}: nested too deeply for a configuration; check the path") from None
-    found: list[Entry] = []
+    found: list[GivenEntry] = []
     _flatten_pairs(tree, "", str(path), found)
     return found
 
 
 def _flatten_pairs(
-    pairs: tuple[tuple[str, Any], ...], prefix: str, where: str, found: list[Entry], depth: int = 0
+    pairs: tuple[tuple[str, Any], ...],
+    prefix: str,
+    where: str,
+    found: list[GivenEntry],
+    depth: int = 0,
 ) -> None:
     """JSON objects come as tuples of pairs, so that a key that stands twice is seen twice."""
     _check_size(found, depth, where)
@@ -224,13 +228,13 @@ def _flatten_pairs(
             _flatten_pairs(value, f"{name}.", where, found, depth + 1)
         elif isinstance(value, list):
             found.append(
-                Entry(
+                GivenEntry(
                     name, tuple(item if isinstance(item, str) else "{...}" for item in value), where
                 )
             )
         else:
             found.append(
-                Entry(
+                GivenEntry(
                     name,
                     (
                         value
@@ -244,12 +248,12 @@ def _flatten_pairs(
             )
 
 
-def _from_yaml(text: str, path: Path, *, required: bool) -> list[Entry] | None:
+def _from_yaml(text: str, path: Path, *, required: bool) -> list[GivenEntry] | None:
     """None where it is no mapping, unless it is `required` to be one."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if isinstance(node, yaml.MappingNode):
-            found: list[Entry] = []
+            found: list[GivenEntry] = []
             _flatten_node(node, "", path, found)
             return found
     except yaml.YAMLError as error:
@@ -271,7 +275,7 @@ def _from_yaml(text: str, path: Path, *, required: bool) -> list[Entry] | None:
 
 
 def _flatten_node(
-    node: yaml.MappingNode, prefix: str, path: Path, found: list[Entry], depth: int = 0
+    node: yaml.MappingNode, prefix: str, path: Path, found: list[GivenEntry], depth: int = 0
 ) -> None:
     _check_size(found, depth, str(path))
     for key, value in node.value:
@@ -281,7 +285,7 @@ def _flatten_node(
             _flatten_node(value, f"{name}.", path, found, depth + 1)
         elif isinstance(value, yaml.SequenceNode):
             found.append(
-                Entry(
+                GivenEntry(
                     name,
                     tuple(
                         item.value if isinstance(item, yaml.ScalarNode) else "{...}"
@@ -292,11 +296,11 @@ def _flatten_node(
             )
         else:
             found.append(
-                Entry(name, value.value if isinstance(value, yaml.ScalarNode) else "", where)
+                GivenEntry(name, value.value if isinstance(value, yaml.ScalarNode) else "", where)
             )
 
 
-def _check_size(found: list[Entry], depth: int, where: str) -> None:
+def _check_size(found: list[GivenEntry], depth: int, where: str) -> None:
     if depth > DEEPEST or len(found) > MOST_ENTRIES:
         raise WrongInput(
             f"{where}: nested too deeply, or too long, for a configuration; check the path"

@@ -10,9 +10,9 @@ from typing import Any
 from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
     Draft,
+    GivenKeys,
+    KeyRow,
     Project,
-    Row,
-    Sheet,
     hub_source,
     run_name,
     text,
@@ -48,45 +48,45 @@ def option(key: str) -> tuple[str, ...]:
 
 
 ROWS = (
-    Row("dataset"),
-    Row("dataset_subset", default="default"),
-    Row("document_column"),
-    Row("summary_column"),
-    Row("cluster_prefix", lost="machines are named after the run"),
-    Row("zone", "cloud.zone", zone),
-    Row("node_count", "launch.nodes", count, default="1"),
-    Row("model_checkpoint"),
-    Row("machine_type", "launch.machine.type"),
-    Row("gpu_type"),
-    Row("gpu_count", read=accelerators, default="1"),
-    Row("batch_size", "train.micro_batch", count, default="8"),
-    Row("epochs", "train.epochs", count, default="1"),
-    Row("model_display_name"),
-    Row("deploy_machine_type", "serve.machine.type"),
-    Row("deploy_gpu_type"),
-    Row("deploy_gpu_count", read=accelerators, default="0"),
-    Row("project", "cloud.project", also=option("project")),
-    Row("pipeline_root", also=option("pipeline_root")),
-    Row("config", lost="names the JSON; give that file too", also=option("config"), idle=("",)),
-    Row("enable_caching", "pipeline.cache", truth, also=option("enable_caching")),
-    Row("override_deploy", read=truth, also=option("override_deploy")),
-    Row(
+    KeyRow("dataset"),
+    KeyRow("dataset_subset", default="default"),
+    KeyRow("document_column"),
+    KeyRow("summary_column"),
+    KeyRow("cluster_prefix", lost="machines are named after the run"),
+    KeyRow("zone", "cloud.zone", zone),
+    KeyRow("node_count", "launch.nodes", count, default="1"),
+    KeyRow("model_checkpoint"),
+    KeyRow("machine_type", "launch.machine.type"),
+    KeyRow("gpu_type"),
+    KeyRow("gpu_count", read=accelerators, default="1"),
+    KeyRow("batch_size", "train.micro_batch", count, default="8"),
+    KeyRow("epochs", "train.epochs", count, default="1"),
+    KeyRow("model_display_name"),
+    KeyRow("deploy_machine_type", "serve.machine.type"),
+    KeyRow("deploy_gpu_type"),
+    KeyRow("deploy_gpu_count", read=accelerators, default="0"),
+    KeyRow("project", "cloud.project", also=option("project")),
+    KeyRow("pipeline_root", also=option("pipeline_root")),
+    KeyRow("config", lost="names the JSON; give that file too", also=option("config"), idle=("",)),
+    KeyRow("enable_caching", "pipeline.cache", truth, also=option("enable_caching")),
+    KeyRow("override_deploy", read=truth, also=option("override_deploy")),
+    KeyRow(
         "verify",
         lost="is an option of the verb here: ingot deploy NAME --verify",
         also=option("verify"),
         idle=("false",),
     ),
-    Row(
+    KeyRow(
         "verify_payload",
         lost="`ingot deploy NAME --verify` sends serve.prompt",
         also=option("verify_payload"),
     ),
-    Row(
+    KeyRow(
         "verify_result",
         lost="`ingot deploy NAME --verify` compares with the model's own answer",
         also=option("verify_result"),
     ),
-    Row(
+    KeyRow(
         "image_tag",
         lost=(
             "is of that project's images; build ingot's own with `ingot images build`, or name one"
@@ -97,7 +97,7 @@ ROWS = (
 )
 
 
-def _build(sheet: Sheet, draft: Draft) -> None:
+def _build(sheet: GivenKeys, draft: Draft) -> None:
     name = sheet.get("model_display_name")
     draft.put_from(sheet, "model_display_name", "name", run_name(name, "t5"))
     draft.put("registry.kind", "vertex", "fixed there")
@@ -130,7 +130,7 @@ def _build(sheet: Sheet, draft: Draft) -> None:
         draft.put("gate.override", "deploy", "override_deploy")
 
 
-def _model(sheet: Sheet, draft: Draft) -> None:
+def _model(sheet: GivenKeys, draft: Draft) -> None:
     given = sheet.get("model_checkpoint")
     source, moved = hub_source(given or "google-t5/t5-small")
     draft.put_from(sheet, "model_checkpoint", "model.source", source)
@@ -150,7 +150,7 @@ def _model(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _data(sheet: Sheet, draft: Draft) -> None:
+def _data(sheet: GivenKeys, draft: Draft) -> None:
     given, subset = sheet.get("dataset"), sheet.get("dataset_subset")
     source, moved = hub_source(given or "EdinburghNLP/xsum")
     if moved:
@@ -179,7 +179,7 @@ def _data(sheet: Sheet, draft: Draft) -> None:
     )
 
 
-def _machines(sheet: Sheet, draft: Draft) -> None:
+def _machines(sheet: GivenKeys, draft: Draft) -> None:
     nodes, devices, rows = (
         sheet.get("node_count"),
         max(1, sheet.get("gpu_count")),
@@ -226,7 +226,7 @@ def _machines(sheet: Sheet, draft: Draft) -> None:
 
 
 def _accelerator(
-    sheet: Sheet, draft: Draft, section: str, machine_key: str, type_key: str, count_key: str
+    sheet: GivenKeys, draft: Draft, section: str, machine_key: str, type_key: str, count_key: str
 ) -> None:
     """The accelerators of a machine; nothing where the machine type brings its own."""
     machine, accelerator, number = sheet.get(machine_key), sheet.get(type_key), sheet.get(count_key)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ingot.base.errors import WrongInput
-from ingot.config.adopt.read import Entry, File, Form, Given
-from ingot.config.values import NOTHING, Path_, Values, assign, get, one_line, parts
+from ingot.config.adopt.read import File, Form, Given, GivenEntry
+from ingot.config.values import MISSING, KeyPath, Values, get, one_line, parse_path, set_value
 
 Kind = Literal["fill", "clash", "changed", "lost", "unknown"]
 MOST_REFERENCES = 20
@@ -22,7 +22,7 @@ LONGEST = 63  # bits of a whole number that a recipe takes
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """One key of an older project.
 
     With a `knob` its value goes there as `read` makes it; without one it is either `lost`, which
@@ -44,16 +44,16 @@ class Row:
     """Values, in lower case, with which nothing is changed or lost."""
 
 
-class Sheet:
+class GivenKeys:
     """What the files of one project say, by its keys. Of a key that stands twice the last one
     counts.
     """
 
-    def __init__(self, rows: Iterable[Row], files: Sequence[File], draft: Draft) -> None:
+    def __init__(self, rows: Iterable[KeyRow], files: Sequence[File], draft: Draft) -> None:
         self.rows = {row.key: row for row in rows}
         self.files = files
         self.spelt = spellings(self.rows.values())
-        self.given: dict[str, Entry] = {}
+        self.given: dict[str, GivenEntry] = {}
         for file in files:
             for entry in file.entries:
                 key = self.spelt.get(canonical(entry.key))
@@ -130,7 +130,7 @@ class Draft:
     """
 
     values: Values = field(default_factory=Values)
-    remarks: dict[Path_, str] = field(default_factory=dict)
+    remarks: dict[KeyPath, str] = field(default_factory=dict)
     notes: dict[Kind, list[str]] = field(default_factory=dict)
 
     def note(self, kind: Kind, what: str, told: str) -> None:
@@ -145,18 +145,18 @@ class Draft:
                 f"{where or remark}: {knob} would be beyond {LONGEST} bits; lower the numbers that"
                 " it comes from"
             )
-        path = parts(knob.split("."))
+        path = parse_path(knob.split("."))
         before = get(self.values.tree, path)
-        if before is not NOTHING and before != value:
+        if before is not MISSING and before != value:
             self.note(
                 "clash",
                 f"{self.remarks[path]} and {remark}",
                 f"say {before} and {value} for {knob}; the last one is taken",
             )
-        assign(self.values, path, value, where or remark)
+        set_value(self.values, path, value, where or remark)
         self.remarks[path] = remark
 
-    def put_from(self, sheet: Sheet, key: str, knob: str, *value: Any) -> None:
+    def put_from(self, sheet: GivenKeys, key: str, knob: str, *value: Any) -> None:
         """Set a knob from one key: to `value`, or to what the key says."""
         self.put(knob, value[0] if value else sheet.get(key), key, sheet.where(key))
 
@@ -176,15 +176,15 @@ class Project:
 
     title: str
     looks: str
-    rows: tuple[Row, ...]
-    build: Callable[[Sheet, Draft], None]
+    rows: tuple[KeyRow, ...]
+    build: Callable[[GivenKeys, Draft], None]
 
     def knows(self, file: File) -> int:
         """How many keys of a file are this project's."""
         return len({canonical(entry.key) for entry in file.entries} & spellings(self.rows).keys())
 
 
-def apply(sheet: Sheet, draft: Draft) -> None:
+def apply(sheet: GivenKeys, draft: Draft) -> None:
     """Everything that the table alone decides."""
     for key, row in sheet.rows.items():
         entry = sheet.given.get(key)
@@ -210,12 +210,14 @@ def canonical(key: str) -> str:
     return f"--{key[2:].replace('_', '-').lower()}" if key.startswith("--") else key
 
 
-def spellings(rows: Iterable[Row]) -> dict[str, str]:
+def spellings(rows: Iterable[KeyRow]) -> dict[str, str]:
     """Every spelling of every key, and the key."""
     return {name: row.key for row in rows for name in (row.key, *row.also)}
 
 
-def _resolved(entry: Entry, given: Mapping[str, Entry], spelt: Mapping[str, str]) -> Entry:
+def _resolved(
+    entry: GivenEntry, given: Mapping[str, GivenEntry], spelt: Mapping[str, str]
+) -> GivenEntry:
     """`${KEY}` in a value is what the same files say for KEY, where they do."""
     if not isinstance(entry.value, str) or not 0 < entry.value.count("${") <= MOST_REFERENCES:
         return entry
@@ -332,7 +334,7 @@ MOVED = {
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-class Source(NamedTuple):
+class HubName(NamedTuple):
     """`source` as a recipe writes it; `moved`: the name of before, where the hub has another one
     now.
     """
@@ -341,9 +343,9 @@ class Source(NamedTuple):
     moved: str = ""
 
 
-def hub_source(name: str) -> Source:
+def hub_source(name: str) -> HubName:
     """`hf:ORG/NAME` for a name on the hub, and what is given for a path or an address."""
     name = name.removeprefix("hf:")
     if name in MOVED:
-        return Source(f"hf:{MOVED[name]}", name)
-    return Source(f"hf:{name}" if _NAME.fullmatch(name) else name)
+        return HubName(f"hf:{MOVED[name]}", name)
+    return HubName(f"hf:{name}" if _NAME.fullmatch(name) else name)

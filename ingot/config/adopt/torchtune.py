@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ingot.config.adopt.table import (
     Draft,
+    GivenKeys,
     Project,
-    Sheet,
     hub_source,
     number,
     run_name,
@@ -27,7 +27,7 @@ from ingot.config.adopt.torchtune_keys import (
 )
 
 
-def _build(sheet: Sheet, draft: Draft) -> None:
+def _build(sheet: GivenKeys, draft: Draft) -> None:
     _run(sheet, draft)
     _model(sheet, draft)
     _data(sheet, draft)
@@ -45,7 +45,7 @@ def _build(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _run(sheet: Sheet, draft: Draft) -> None:
+def _run(sheet: GivenKeys, draft: Draft) -> None:
     folder = sheet.get("output_dir")
     draft.put(
         "name",
@@ -81,7 +81,7 @@ def _run(sheet: Sheet, draft: Draft) -> None:
         draft.put("output", folder.rstrip("/").rpartition("/")[0] or "/", sheet.name("output_dir"))
 
 
-def _model(sheet: Sheet, draft: Draft) -> None:
+def _model(sheet: GivenKeys, draft: Draft) -> None:
     builder = (sheet.get("model._component_") or "").rpartition(".")[2]
     built, given = MODELS.get(builder), sheet.get("pretrained_hf_model")
     source = (
@@ -127,7 +127,7 @@ def _model(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _data(sheet: Sheet, draft: Draft) -> None:
+def _data(sheet: GivenKeys, draft: Draft) -> None:
     query = sheet.get("source_query")
     draft.put(
         "data.train",
@@ -179,7 +179,7 @@ def _data(sheet: Sheet, draft: Draft) -> None:
         )
 
 
-def _training(sheet: Sheet, draft: Draft) -> None:
+def _training(sheet: GivenKeys, draft: Draft) -> None:
     rows, times = sheet.get("batch_size"), sheet.get("gradient_accumulation_steps")
     draft.put(
         "train.global_batch",
@@ -211,7 +211,7 @@ def _training(sheet: Sheet, draft: Draft) -> None:
     draft.fixed(parallel__shard="auto")
 
 
-def _optimizer(sheet: Sheet, draft: Draft) -> None:
+def _optimizer(sheet: GivenKeys, draft: Draft) -> None:
     kind = sheet.get("optimizer._component_").rpartition(".")[2]
     if kind != "AdamW":
         draft.note(
@@ -262,7 +262,7 @@ def _optimizer(sheet: Sheet, draft: Draft) -> None:
     draft.put_from(sheet, "clip_grad_norm", "train.clip_norm")
 
 
-def _memory(sheet: Sheet, draft: Draft) -> None:
+def _memory(sheet: GivenKeys, draft: Draft) -> None:
     again, offloaded = (
         sheet.get("enable_activation_checkpointing"),
         sheet.get("enable_activation_offloading"),
@@ -281,7 +281,7 @@ def _memory(sheet: Sheet, draft: Draft) -> None:
         draft.put("memory.offload.activations", offloaded, "enable_activation_offloading")
 
 
-def _tracking(sheet: Sheet, draft: Draft) -> None:
+def _tracking(sheet: GivenKeys, draft: Draft) -> None:
     logger = (sheet.get("metric_logger._component_") or "").rpartition(".")[2]
     if logger == "WandBLogger":
         draft.put(

@@ -6,7 +6,7 @@ import re
 
 from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
-    Row,
+    KeyRow,
     number,
     text,
     truth,
@@ -78,41 +78,41 @@ def dtype(given: Given) -> str:
 
 
 CLOUD = (
-    Row("PROJECT_ID", "cloud.project"),
-    Row("PROJECT_NUMBER", lost=f"{BY_ITSELF}the project's id says which one it is"),
-    Row("REGION", "cloud.region"),
-    Row("REPOSITORY", "cloud.repository", last_part),
-    Row("SERVICE_ACCOUNT", "cloud.service_account"),
-    Row("SUBNETWORK", "cloud.subnetwork", last_part),
-    Row("HF_SECRET_NAME", "cloud.secrets.HF_TOKEN", secret_reference),
-    Row("TENSORBOARD", "cloud.tensorboard", last_part),
-    Row("BUCKET_NAME", "cloud.bucket", bucket_name),
-    Row("SPARK_RUNTIME_VERSION", "pipeline.spark.version"),
-    Row("PYTHON_VERSION", lost=f"{BY_ITSELF}ingot's images have their own Python"),
-    Row("CUDA_VERSION", lost=f"{BY_ITSELF}ingot's training image has its own CUDA"),
-    Row(
+    KeyRow("PROJECT_ID", "cloud.project"),
+    KeyRow("PROJECT_NUMBER", lost=f"{BY_ITSELF}the project's id says which one it is"),
+    KeyRow("REGION", "cloud.region"),
+    KeyRow("REPOSITORY", "cloud.repository", last_part),
+    KeyRow("SERVICE_ACCOUNT", "cloud.service_account"),
+    KeyRow("SUBNETWORK", "cloud.subnetwork", last_part),
+    KeyRow("HF_SECRET_NAME", "cloud.secrets.HF_TOKEN", secret_reference),
+    KeyRow("TENSORBOARD", "cloud.tensorboard", last_part),
+    KeyRow("BUCKET_NAME", "cloud.bucket", bucket_name),
+    KeyRow("SPARK_RUNTIME_VERSION", "pipeline.spark.version"),
+    KeyRow("PYTHON_VERSION", lost=f"{BY_ITSELF}ingot's images have their own Python"),
+    KeyRow("CUDA_VERSION", lost=f"{BY_ITSELF}ingot's training image has its own CUDA"),
+    KeyRow(
         "PYTHON_IMAGE", lost=IMAGES, also=("PYTHON_IMAGE_NAME", "PYTHON_IMAGE_URI", "IMAGE_PYTHON")
     ),
-    Row("CUDA_IMAGE", lost=IMAGES, also=("CUDA_IMAGE_NAME", "CUDA_IMAGE_URI", "IMAGE_CUDA")),
-    Row("SPARK_IMAGE", lost=IMAGES, also=("SPARK_IMAGE_NAME", "SPARK_IMAGE_URI", "IMAGE_SPARK")),
+    KeyRow("CUDA_IMAGE", lost=IMAGES, also=("CUDA_IMAGE_NAME", "CUDA_IMAGE_URI", "IMAGE_CUDA")),
+    KeyRow("SPARK_IMAGE", lost=IMAGES, also=("SPARK_IMAGE_NAME", "SPARK_IMAGE_URI", "IMAGE_SPARK")),
 )
 PIPELINE = (
-    Row("pretrained_hf_model"),
-    Row("source_query"),
-    Row("normal_form", "data.clean.normalize", normal_form),
-    Row("ngram_len", "data.clean.fuzzy.ngram", whole, default="5"),
-    Row("minhash_perm", read=whole, default="2"),
-    Row("sim_threshold", read=similarity, default="0.2"),
-    Row("train_config"),
+    KeyRow("pretrained_hf_model"),
+    KeyRow("source_query"),
+    KeyRow("normal_form", "data.clean.normalize", normal_form),
+    KeyRow("ngram_len", "data.clean.fuzzy.ngram", whole, default="5"),
+    KeyRow("minhash_perm", read=whole, default="2"),
+    KeyRow("sim_threshold", read=similarity, default="0.2"),
+    KeyRow("train_config"),
 )
 SHUFFLED = "ingot always shuffles, the same way in every run of a seed"
 TRAINING = (
-    Row("output_dir"),
-    Row("tokenizer._component_", lost=f"{BY_ITSELF}the model's own tokenizer is taken"),
-    Row("tokenizer.path"),
-    Row("tokenizer.max_seq_len", "data.seq_len", whole, default="4096"),
-    Row("dataset._component_", lost=f"{BY_ITSELF}what is read is told by data.train"),
-    Row(
+    KeyRow("output_dir"),
+    KeyRow("tokenizer._component_", lost=f"{BY_ITSELF}the model's own tokenizer is taken"),
+    KeyRow("tokenizer.path"),
+    KeyRow("tokenizer.max_seq_len", "data.seq_len", whole, default="4096"),
+    KeyRow("dataset._component_", lost=f"{BY_ITSELF}what is read is told by data.train"),
+    KeyRow(
         "dataset.packed",
         "data.pack",
         lambda given: "best_fit" if truth(given) else "none",
@@ -122,11 +122,11 @@ TRAINING = (
         ),
         idle=("false",),
     ),
-    Row("seed", "seed", whole),
-    Row("shuffle", lost=SHUFFLED, idle=("true",)),
-    Row("model._component_"),
+    KeyRow("seed", "seed", whole),
+    KeyRow("shuffle", lost=SHUFFLED, idle=("true",)),
+    KeyRow("model._component_"),
     *(
-        Row(
+        KeyRow(
             f"checkpointer.{key}",
             lost=f"{BY_ITSELF}weights come from model.source, checkpoints lie in the run folder",
         )
@@ -140,22 +140,22 @@ TRAINING = (
             "safe_serialization",
         )
     ),
-    Row(
+    KeyRow(
         "checkpointer",
         lost=f"{BY_ITSELF}weights come from model.source, checkpoints lie in the run folder",
     ),
-    Row(
+    KeyRow(
         "resume_from_checkpoint",
         lost=f"{BY_ITSELF}the same command goes on from the newest checkpoint; --fresh begins anew",
         idle=("false",),
     ),
-    Row("batch_size", "train.micro_batch", whole, default="8"),
-    Row("gradient_accumulation_steps", read=whole, default="8"),
-    Row("epochs", read=whole, default="2"),
-    Row("max_steps_per_epoch", read=whole),
-    Row("optimizer._component_", default="torch.optim.AdamW"),
-    Row("optimizer.lr", "train.optimizer.lr", number, default="2e-5"),
-    Row(
+    KeyRow("batch_size", "train.micro_batch", whole, default="8"),
+    KeyRow("gradient_accumulation_steps", read=whole, default="8"),
+    KeyRow("epochs", read=whole, default="2"),
+    KeyRow("max_steps_per_epoch", read=whole),
+    KeyRow("optimizer._component_", default="torch.optim.AdamW"),
+    KeyRow("optimizer.lr", "train.optimizer.lr", number, default="2e-5"),
+    KeyRow(
         "optimizer.weight_decay",
         "train.optimizer.weight_decay",
         number,
@@ -163,18 +163,18 @@ TRAINING = (
         changed="matrices only decay here, never norms and biases",
         idle=("0", "0.0"),
     ),
-    Row("optimizer.betas"),
-    Row("optimizer.eps", "train.optimizer.eps", number),
-    Row("optimizer.fused", lost="ingot's AdamW is always the fused one", idle=("true",)),
-    Row("lr_scheduler._component_"),
-    Row("lr_scheduler.num_warmup_steps", read=whole),
-    Row("clip_grad_norm", read=number),
-    Row("loss", lost=f"{BY_ITSELF}cross-entropy, computed in chunks"),
-    Row("loss._component_", lost=f"{BY_ITSELF}cross-entropy, computed in chunks"),
-    Row("enable_activation_checkpointing", read=truth),
-    Row("enable_activation_offloading", read=truth),
-    Row("compile", "train.compile", truth),
-    Row(
+    KeyRow("optimizer.betas"),
+    KeyRow("optimizer.eps", "train.optimizer.eps", number),
+    KeyRow("optimizer.fused", lost="ingot's AdamW is always the fused one", idle=("true",)),
+    KeyRow("lr_scheduler._component_"),
+    KeyRow("lr_scheduler.num_warmup_steps", read=whole),
+    KeyRow("clip_grad_norm", read=number),
+    KeyRow("loss", lost=f"{BY_ITSELF}cross-entropy, computed in chunks"),
+    KeyRow("loss._component_", lost=f"{BY_ITSELF}cross-entropy, computed in chunks"),
+    KeyRow("enable_activation_checkpointing", read=truth),
+    KeyRow("enable_activation_offloading", read=truth),
+    KeyRow("compile", "train.compile", truth),
+    KeyRow(
         "optimizer_in_bwd",
         lost=(
             "the step follows the whole backward pass here; memory.offload.optimizer saves memory"
@@ -182,7 +182,7 @@ TRAINING = (
         ),
         idle=("false",),
     ),
-    Row(
+    KeyRow(
         "dtype",
         "precision.compute",
         dtype,
@@ -193,22 +193,22 @@ TRAINING = (
         ),
         idle=("fp32",),
     ),
-    Row("metric_logger._component_"),
-    Row("metric_logger.project"),
-    Row("metric_logger.log_dir", lost="metrics lie in the run folder"),
-    Row("log_every_n_steps", "track.every", whole),
-    Row("log_peak_memory_stats", "track.gpu", truth),
-    Row("profiler._component_", lost="torch's profiler, by train.profile"),
-    Row("profiler.enabled", read=truth),
-    Row("profiler.wait_steps", read=whole),
-    Row("profiler.warmup_steps", read=whole),
-    Row("profiler.active_steps", read=whole),
-    Row(
+    KeyRow("metric_logger._component_"),
+    KeyRow("metric_logger.project"),
+    KeyRow("metric_logger.log_dir", lost="metrics lie in the run folder"),
+    KeyRow("log_every_n_steps", "track.every", whole),
+    KeyRow("log_peak_memory_stats", "track.gpu", truth),
+    KeyRow("profiler._component_", lost="torch's profiler, by train.profile"),
+    KeyRow("profiler.enabled", read=truth),
+    KeyRow("profiler.wait_steps", read=whole),
+    KeyRow("profiler.warmup_steps", read=whole),
+    KeyRow("profiler.active_steps", read=whole),
+    KeyRow(
         "fsdp_cpu_offload",
         "memory.offload.weights",
         truth,
         changed="runs on more than one GPU only",
         idle=("false",),
     ),
-    Row("device", lost=f"{BY_ITSELF}the machine's own is taken"),
+    KeyRow("device", lost=f"{BY_ITSELF}the machine's own is taken"),
 )

@@ -12,7 +12,7 @@ from ingot.config.section import Positive, Section, Share
 from ingot.config.sections.objective import Documents
 
 
-class Source(Section):
+class SourceSettings(Section):
     """One place that documents come from."""
 
     source: str
@@ -115,7 +115,7 @@ class Clean(Section):
         return self != Clean()
 
 
-class LocalEngine(Section):
+class LocalEngineSettings(Section):
     """Prepare with processes on this machine."""
 
     kind: Literal["local"] = "local"
@@ -124,7 +124,7 @@ class LocalEngine(Section):
     """Processes; 0 takes one per core. The output is the same for any number."""
 
 
-class SparkEngine(Section):
+class SparkEngineSettings(Section):
     """Prepare with the workers of Apache Spark, which see the run folder on a shared disk, or share
     a bucket; needs `ingot[spark]` and Java.
     """
@@ -145,7 +145,7 @@ class SparkEngine(Section):
     """
 
 
-class BeamEngine(Section):
+class BeamEngineSettings(Section):
     """Prepare with an Apache Beam runner, whose workers see the run folder on a shared disk, or
     share a bucket.
     """
@@ -178,10 +178,10 @@ def _engine_kind(value: Any) -> str:
     )
 
 
-Engine = Annotated[
-    Annotated[LocalEngine, Tag("local")]
-    | Annotated[SparkEngine, Tag("spark")]
-    | Annotated[BeamEngine, Tag("beam")],
+EngineSettings = Annotated[
+    Annotated[LocalEngineSettings, Tag("local")]
+    | Annotated[SparkEngineSettings, Tag("spark")]
+    | Annotated[BeamEngineSettings, Tag("beam")],
     Discriminator(_engine_kind),
 ]
 
@@ -192,10 +192,10 @@ Pack = Literal["cut", "best_fit", "none"]
 class Data(Section):
     """Documents in, rows of tokens out."""
 
-    train: list[Source] = Field(min_length=1)
+    train: list[SourceSettings] = Field(min_length=1)
     """The sources that are trained on."""
     validation: Annotated[
-        Annotated[list[Source], Tag("sources")] | Annotated[ValidationShare, Tag("share")],
+        Annotated[list[SourceSettings], Tag("sources")] | Annotated[ValidationShare, Tag("share")],
         Discriminator(
             lambda value: "share" if isinstance(value, dict | ValidationShare) else "sources"
         ),
@@ -231,7 +231,7 @@ class Data(Section):
     training) that are left out on purpose, such as those around a loss spike. A run that is resumed
     may leave out what it has not come to yet.
     """
-    engine: Engine = LocalEngine()
+    engine: EngineSettings = LocalEngineSettings()
     """What `prepare` runs on."""
 
 

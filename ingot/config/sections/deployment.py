@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from ingot.config.section import Positive, Section
-from ingot.config.sections.launch import Duration, Kind, Machine
+from ingot.config.sections.launch import Duration, Machine, Place
 
 GATED = "loss/bits_per_byte"
 """What the gate compares unless the kind of documents or the recipe says otherwise."""
@@ -34,7 +34,7 @@ class Gate(Section):
     """Decide this way whatever the numbers say; written down in the decision."""
 
 
-class Registry(Section):
+class RegistrySettings(Section):
     """Where model versions are kept."""
 
     kind: Literal["local", "vertex"] = "local"
@@ -210,7 +210,7 @@ class Cloud(Section):
 class StepPlace(Section):
     """The place of one step of the pipeline; what is empty is as `launch` says."""
 
-    launch: Kind | None = None
+    launch: Place | None = None
     """Where it runs, as `launch.kind` says it. Empty: train and evaluate where `launch.kind` says,
     everything else `local`: on this machine, and in a pipeline in the step's own container, which
     neither `cloud.max_run` nor `cloud.max_cost` bounds. `vertex` is a custom job of its own.
@@ -234,7 +234,7 @@ class Spark(Section):
     """Spark's properties, such as `{spark.executor.instances: "20"}`."""
 
 
-class Pipeline(Section):
+class PipelineSettings(Section):
     """The steps as a pipeline of the managed service (Kubeflow Pipelines)."""
 
     steps: dict[Verb, StepPlace] = {}

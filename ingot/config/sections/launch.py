@@ -14,13 +14,13 @@ from pydantic import BeforeValidator, Field, JsonValue
 from ingot.config.doors import PLACES
 from ingot.config.section import KindName, Positive, Section
 
-Kind = Annotated[str, KindName(PLACES)]
+Place = Annotated[str, KindName(PLACES)]
 """A place: one of the table in `ingot.config.doors`, or one that an installed package brings."""
-Code = Literal["installed", "sync", "image"]
+CodeSource = Literal["installed", "sync", "image"]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def seconds(value: Any) -> Any:
+def parse_duration(value: Any) -> Any:
     """`90m`, `1.5h`, `7d`, or plain seconds."""
     if isinstance(value, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip())
@@ -32,7 +32,7 @@ def seconds(value: Any) -> Any:
     return value
 
 
-Duration = Annotated[float, BeforeValidator(seconds), Field(gt=0)]
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
 """Seconds; written `90m`, `24h`, `7d` as well."""
 
 
@@ -110,7 +110,7 @@ class Tpu(Section):
 class Launch(Section):
     """Where verbs run."""
 
-    kind: Kind = "local"
+    kind: Place = "local"
     """Where: on this machine (`local`), on a list of hosts (`ssh`), as a Slurm job (`slurm`), on
     virtual machines made for the run (`gce`), as a custom job of Vertex AI (`vertex`), on a TPU VM
     (`tpu`); ingest and prepare also on Google's Spark (`dataproc`) or Beam (`dataflow`).
@@ -135,7 +135,7 @@ class Launch(Section):
     """The same while a rank loads, compiles, evaluates, saves or exports, or a job waits for its
     nodes to meet.
     """
-    code: Code = "installed"
+    code: CodeSource = "installed"
     """Which ingot the nodes run: the one installed there (`installed`), this one, copied to them
     (`sync`; ssh), or the image's (`image`; Slurm, the cloud). Nodes with different versions are
     refused.

@@ -111,7 +111,7 @@ class Offload(Section):
     """
 
 
-class Memory(Section):
+class MemorySettings(Section):
     """Ways to make a model fit, at the price of time."""
 
     recompute: Recompute = Recompute()
@@ -120,7 +120,7 @@ class Memory(Section):
     """Keep in the host's memory."""
 
     @model_validator(mode="after")
-    def _possible(self) -> Memory:
+    def _possible(self) -> MemorySettings:
         if self.offload.activations and self.recompute.kind != "none":
             raise ValueError(
                 f"memory.offload.activations keeps what memory.recompute.kind={self.recompute.kind}"

@@ -61,7 +61,7 @@ class ObjectiveSettings(KindSettings):
         return []
 
 
-class Pretrain(ObjectiveSettings):
+class PretrainSettings(ObjectiveSettings):
     """Next-token prediction on documents; continued pretraining is the same with loaded weights."""
 
     implementation = "ingot.objectives.cross_entropy:CrossEntropy.from_settings"
@@ -70,7 +70,7 @@ class Pretrain(ObjectiveSettings):
     """The way of training."""
 
 
-class SFT(ObjectiveSettings):
+class SFTSettings(ObjectiveSettings):
     """Supervised fine-tuning on chats: loss on what the assistant says and on its end-of-turn
     token, on nothing else.
     """
@@ -81,7 +81,7 @@ class SFT(ObjectiveSettings):
     """The way of training."""
 
 
-class DPO(ObjectiveSettings):
+class DPOSettings(ObjectiveSettings):
     """Direct preference optimisation (Rafailov et al. 2023): of two answers, the preferred one is
     to gain on the other, relative to a reference.
     """
@@ -105,7 +105,7 @@ class DPO(ObjectiveSettings):
     """
 
 
-class Distill(ObjectiveSettings):
+class DistillSettings(ObjectiveSettings):
     """Knowledge distillation (Hinton et al. 2015): cross-entropy on the data and, beside it, the
     divergence from a teacher's distribution.
     """
@@ -133,7 +133,7 @@ class Distill(ObjectiveSettings):
         return self.documents
 
 
-class Seq2Seq(ObjectiveSettings):
+class Seq2SeqSettings(ObjectiveSettings):
     """An encoder reads the source, a decoder learns to write the target: T5, mT5, BART, Marian."""
 
     implementation = "ingot.objectives.cross_entropy:CrossEntropy.from_settings"
@@ -150,7 +150,7 @@ class Seq2Seq(ObjectiveSettings):
         return self.prefix
 
 
-class Classify(ObjectiveSettings):
+class ClassifySettings(ObjectiveSettings):
     """An encoder learns which label a text has: BERT, RoBERTa and their kin."""
 
     implementation = "ingot.objectives.cross_entropy:CrossEntropy.from_settings"

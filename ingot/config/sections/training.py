@@ -54,7 +54,7 @@ class Model(Section):
     """
 
 
-class Tokenizer(Section):
+class TokenizerSettings(Section):
     """How text becomes ids."""
 
     source: str | None = None

@@ -14,7 +14,7 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 
 from ingot.base.errors import Failed
-from ingot.base.processes import without_main
+from ingot.base.processes import without_main_module
 from ingot.base.progress import Progress
 from ingot.data.engines.engine import Result, Task, Work
 from ingot.data.engines.outcome import opened
@@ -37,7 +37,7 @@ class LocalEngine:
         """
         if self._workers > 1:
             multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
-            with without_main():
+            with without_main_module():
                 forkserver.ensure_running()
 
     def run(
@@ -80,7 +80,7 @@ class _Pool:
     ) -> list[Result]:
         began, self._advanced.value = progress.done, 0
         try:
-            with without_main():
+            with without_main_module():
                 futures: list[Future[Result]] = [
                     self._pool.submit(_do, work, task) for task in tasks
                 ]

@@ -29,8 +29,8 @@ from typing import Any
 from ingot.base.errors import Failed
 from ingot.base.progress import Progress
 from ingot.base.remote.bucket import Bucket, crc32c, open_bucket
-from ingot.base.remote.index import Entry, read_index
-from ingot.base.remote.memory import Local, Memory, local_files
+from ingot.base.remote.index import IndexEntry, read_index
+from ingot.base.remote.memory import AgreedState, LocalFile, local_files
 from ingot.base.storage import disk_errors, fsync_folder
 from ingot.data.engines.engine import Advance, Engine, Result, Task, Work
 
@@ -48,7 +48,7 @@ class SharedEngine:
 
     def __init__(self, engine: Engine, root: Path, url: str) -> None:
         self._engine, self._root, self._bucket = engine, root.absolute(), open_bucket(url)
-        self._made: dict[str, Entry] | None = None  # what lies in the area, by path
+        self._made: dict[str, IndexEntry] | None = None  # what lies in the area, by path
 
     def run(
         self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
@@ -76,10 +76,10 @@ class SharedEngine:
             self._made = {}
         replica, memory = (
             read_index(self._bucket).entries,
-            Memory(self._root, self._bucket.url, "engine.json"),
+            AgreedState(self._root, self._bucket.url, "engine.json"),
         )
 
-        def known(path: str) -> Entry | None:
+        def known(path: str) -> IndexEntry | None:
             local = memory.look(path)
             if local is None or self._made is None:
                 return None
@@ -99,7 +99,7 @@ class SharedEngine:
         self._bucket.put(name, json.dumps([asdict(entry) for entry in entries]).encode())
         return name
 
-    def _take(self, written: Mapping[str, Entry]) -> None:
+    def _take(self, written: Mapping[str, IndexEntry]) -> None:
         """Bring here what the workers wrote."""
         assert self._made is not None
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -131,13 +131,13 @@ class Elsewhere:
     url: str
     listed: str
 
-    def open(self) -> Callable[[bytes, Advance], tuple[Any, list[Entry]]]:
+    def open(self) -> Callable[[bytes, Advance], tuple[Any, list[IndexEntry]]]:
         folder = _folder(self.url)
         folder.list_anew(self.listed)
         do = moved(pickle.loads(self.work), Path(self.root), folder.root).open()
         folder.fetched_by_tasks = 0
 
-        def there(task: bytes, advance: Advance) -> tuple[Any, list[Entry]]:
+        def there(task: bytes, advance: Advance) -> tuple[Any, list[IndexEntry]]:
             result = do(moved(pickle.loads(task), Path(self.root), folder.root), advance)
             return result, folder.send_new()
 
@@ -180,7 +180,7 @@ class _Folder:
         place = tempfile.mkdtemp(prefix="ingot-worker-")
         atexit.register(shutil.rmtree, place, ignore_errors=True)
         self.prefix, self.root, self._bucket = f"{place}/", SharedPath(place), open_bucket(url)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, IndexEntry] = {}
         self.fetched_by_tasks = 0
         self._seen: dict[str, tuple[int, int]] = {}  # size and time of what was fetched or sent
 
@@ -189,7 +189,9 @@ class _Folder:
         stays.
         """
         self._bucket = open_bucket(self._bucket.url)
-        entries = {entry["path"]: Entry(**entry) for entry in json.loads(self._bucket.get(name))}
+        entries = {
+            entry["path"]: IndexEntry(**entry) for entry in json.loads(self._bucket.get(name))
+        }
         for path in [path for path in self._seen if entries.get(path) != self.entries.get(path)]:
             self._drop(path)
         self.entries = entries
@@ -205,7 +207,7 @@ class _Folder:
             self._saw(path)
             self.fetched_by_tasks += entry.bytes
 
-    def send_new(self) -> list[Entry]:
+    def send_new(self) -> list[IndexEntry]:
         """Send what was written since the last call, and make room."""
         new = [
             path
@@ -215,7 +217,9 @@ class _Folder:
         sent = []
         for path in new:
             about = os.stat(self.prefix + path)
-            local = Local(path, about.st_size, crc32c(Path(self.prefix + path)), about.st_mtime_ns)
+            local = LocalFile(
+                path, about.st_size, crc32c(Path(self.prefix + path)), about.st_mtime_ns
+            )
             sent.append(_send(self._bucket, Path(self.prefix), local))
             self._saw(path)
         self.entries |= {entry.path: entry for entry in sent}
@@ -276,7 +280,7 @@ def _each(value: Any, change: Callable[[Path], Path]) -> Any:
     return value
 
 
-def fetch(bucket: Bucket, entry: Entry, path: Path) -> None:
+def fetch(bucket: Bucket, entry: IndexEntry, path: Path) -> None:
     """The file of an entry under `path`, all at once and flushed."""
     # The process stands last: by it what the dead have left is told from what is being written.
     partial = path.with_name(f".{path.name}.partial-{threading.get_ident()}-{os.getpid()}")
@@ -294,13 +298,13 @@ def fetch(bucket: Bucket, entry: Entry, path: Path) -> None:
     os.replace(partial, path)
 
 
-def _send(bucket: Bucket, root: Path, local: Local) -> Entry:
+def _send(bucket: Bucket, root: Path, local: LocalFile) -> IndexEntry:
     """A file into the area, under its path and content: who does a task twice writes the same
     object twice.
     """
     name = f"{AREA}/files/{local.path}~{local.crc32c.replace('/', '_')}-{local.bytes}"
     blob = bucket.put(name, root / local.path)
-    return Entry(local.path, name, blob.bytes, blob.crc32c, local.mtime_ns)
+    return IndexEntry(local.path, name, blob.bytes, blob.crc32c, local.mtime_ns)
 
 
 def _signature(path: str) -> tuple[int, int]:

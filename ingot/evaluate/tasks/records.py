@@ -12,7 +12,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.storage import open_read
-from ingot.config.sections.data import Source
+from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
 from ingot.data.hubrows import hub_items
 from ingot.data.items import Bad, Item
@@ -107,7 +107,7 @@ def _named_columns(
 
 
 def _read(source: str, knob: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in find_source(Source(source=source, split=split), knob):
+    for file in find_source(SourceSettings(source=source, split=split), knob):
         if file.format not in FILES:
             raise WrongInput(
                 f"{knob} {file.path} is read as {file.format}; items are JSONL, JSON, Parquet, CSV,"

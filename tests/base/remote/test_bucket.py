@@ -20,7 +20,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote import bucket as bucket_module
 from ingot.base.remote import service as upload
 from ingot.base.remote.bucket import Bucket, open_bucket
-from ingot.base.remote.service import EMULATOR, Conflict, Corrupt, Missing, packages
+from ingot.base.remote.service import EMULATOR, Conflict, Corrupt, Missing, google_packages
 from tests.gcs import KEPT_BYTES, Server, crc32c, serving
 
 CHUNK = 2 * KEPT_BYTES
@@ -351,7 +351,7 @@ def test_no_credentials_and_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         open_bucket("gs://bucket/x")
-    packages.cache_clear()
+    google_packages.cache_clear()
     monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
     with pytest.raises(WrongInput, match=r"pip install 'ingot\[gcp\]'"):
         open_bucket("gs://bucket/x")

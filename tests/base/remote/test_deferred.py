@@ -15,7 +15,14 @@ import pytest
 
 from ingot.base.errors import Failed
 from ingot.base.remote.bucket import Bucket
-from ingot.base.remote.deferred import HIDDEN, Later, Unusable, forget, later, leave_for_later
+from ingot.base.remote.deferred import (
+    HIDDEN,
+    DeferredFiles,
+    UnusableReplica,
+    defer_files,
+    deferred_files_of,
+    forget_deferred,
+)
 from ingot.base.remote.replica import pull, push
 from tests import gcs
 
@@ -47,12 +54,12 @@ def node(tmp_path: Path, sent: Path) -> Path:
     """A run folder that was pulled without the parts."""
     root = tmp_path / "node"
     pull(URL, root, leave=lambda path: path.endswith(".bin"))
-    leave_for_later(root, COLUMNS, URL)
+    defer_files(root, COLUMNS, URL)
     return root
 
 
-def those(node: Path) -> Later:
-    found = later(node / COLUMNS)
+def those(node: Path) -> DeferredFiles:
+    found = deferred_files_of(node / COLUMNS)
     assert found is not None
     return found
 
@@ -78,8 +85,8 @@ def test_a_file_comes_when_it_is_asked_for_and_goes_again(node: Path, server: gc
     assert opened.read() == bytes(5000)
     opened.close()
     assert files.bring(NAME, sha256()) is True
-    forget(node, COLUMNS)
-    assert later(node / COLUMNS) is None
+    forget_deferred(node, COLUMNS)
+    assert deferred_files_of(node / COLUMNS) is None
     assert not (node / COLUMNS / HIDDEN).exists()
 
 
@@ -133,7 +140,7 @@ def test_other_content_than_was_prepared_is_refused(node: Path, sent: Path) -> N
     (sent / COLUMNS / NAME).write_bytes(b"prepared anew" * 100)
     push(sent, URL)
     with pytest.raises(
-        Unusable,
+        UnusableReplica,
         match=(
             rf"{NAME} cannot be used: it is not what was prepared for this training; prepare and"
             r" launch again"
@@ -142,7 +149,7 @@ def test_other_content_than_was_prepared_is_refused(node: Path, sent: Path) -> N
         files.bring(NAME, sha256())
     (sent / COLUMNS / NAME).unlink()
     push(sent, URL)
-    with pytest.raises(Unusable, match="cannot be used"):
+    with pytest.raises(UnusableReplica, match="cannot be used"):
         those(node).bring(NAME, sha256())
     assert not [
         path

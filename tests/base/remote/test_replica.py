@@ -807,7 +807,7 @@ def test_a_file_that_goes_while_the_folder_is_read_is_no_error(
 ) -> None:
     send = replica._send
 
-    def gone(bucket: object, root: Path, local: replicamemory.Local, *rest: object) -> object:
+    def gone(bucket: object, root: Path, local: replicamemory.LocalFile, *rest: object) -> object:
         if local.path == "metrics.jsonl":
             (root / local.path).unlink()
         return send(bucket, root, local, *rest)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
-from ingot.config.family import KINDS
+from ingot.config.family import FAMILY_MEMBERS
 from ingot.config.presets import PRESETS
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
@@ -254,7 +254,7 @@ def test_what_a_configuration_leaves_out_means_what_it_means_in_transformers(kin
     }
     for given in (
         {},
-        {"use_sliding_window": True} if KINDS[kind].window_switch else {"head_dim": None},
+        {"use_sliding_window": True} if FAMILY_MEMBERS[kind].window_switch else {"head_dim": None},
     ):
         ours, theirs = (
             DecoderConfig.from_hf({"model_type": kind, **sizes, **given}),
