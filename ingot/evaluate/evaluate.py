@@ -227,7 +227,7 @@ def _model_identity(folder: Path) -> str:
     return fingerprint({"base": model_hash(base_folder(folder)), "adapter": files})
 
 
-def _write(recipe: Recipe, found: Found, report: EvaluationReport) -> VerbOutcome:
+def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -> VerbOutcome:
     """The report into the run folder, and beside the model where the model is this run's own; the
     examples beside the report.
     """
@@ -243,7 +243,7 @@ def _write(recipe: Recipe, found: Found, report: EvaluationReport) -> VerbOutcom
         write_examples(path, measured.examples, found.base[name].examples if found.base else ())
     show_report(report, Console(file=sys.stdout, highlight=False))
     return VerbOutcome(
-        _phrase(report, recipe),
+        _summary(report, recipe),
         str(reports[0]),
         fingerprint(asdict(report)),
         file_sizes(run.root, [*reports, *examples]),

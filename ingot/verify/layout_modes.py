@@ -193,7 +193,7 @@ def scaled_layout(recipe: Recipe) -> Layout:
     )
 
 
-def _possible(memory: MemorySettings, degrees: Mapping[str, int]) -> MemorySettings:
+def _possible_memory(memory: MemorySettings, degrees: Mapping[str, int]) -> MemorySettings:
     if memory.offload.weights and degrees["shard"] == 1:
         return memory.model_copy(
             update={"offload": memory.offload.model_copy(update={"weights": False})}

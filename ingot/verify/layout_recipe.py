@@ -96,7 +96,7 @@ class SmallRun:
     teacher: Path | None
     seq_len: int
 
-    def laid_out(self, parallel: Parallel, memory: MemorySettings, folder: Path) -> Shrunk:
+    def laid_out(self, parallel: Parallel, memory: MemorySettings, folder: Path) -> SmallRun:
         """The same in another layout; what it writes goes into `folder`. Raises ValueError for a
         layout that the recipe rules out.
         """
@@ -146,7 +146,7 @@ def make_small(recipe: Recipe, folder: Path) -> SmallRun:
     is written into `folder`.
     """
     asked = recipe.model_copy(update={"parallel": Parallel(), "memory": MemorySettings()})
-    plan = _planned(json.dumps(as_given(asked)))
+    plan = _plan_of(json.dumps(set_knobs(asked)))
     seq_len = min(SEQ_LEN, recipe.data.seq_len // 16 * 16 or recipe.data.seq_len)
     teacher = (
         None if plan.teacher is None else _small_teacher(plan.teacher, folder / "teacher", seq_len)

@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.errors import WrongInput
-from ingot.base.runlog import (
-    FailSafeSink,
-    JsonLines,
-    TensorBoard,
-    append_line,
-    flush_lines,
-    read_lines,
-    record_event,
+from ingot.base.runlog import FailSafeSink, JsonLines, TensorBoard, read_lines
+from tests.lazy import lazy
+
+EventAccumulator = lazy(
+    "tensorboard.backend.event_processing.event_accumulator", "EventAccumulator"
 )
 
 

@@ -13,16 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.cloud import (
-    aiplatform_v1,
-    artifactregistry_v1,
-    compute_v1,
-    resourcemanager_v3,
-    secretmanager_v1,
-    service_usage_v1,
-)
-from google.iam.v1 import iam_policy_pb2, policy_pb2
-
 from ingot.base.remote.service import google_packages
 from tests.fakes.google import Refused, Server
 from tests.lazy import lazy
