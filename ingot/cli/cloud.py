@@ -67,10 +67,9 @@ def build(
     from ingot.base.progress import say
     from ingot.base.remote.bucket import open_bucket
     from ingot.cloud import builds
-    from ingot.cloud.baking import bake, carried
-    from ingot.cloud.clients import Google
-    from ingot.cloud.context import source
-    from ingot.cloud.images import KINDS, untagged
+    from ingot.cloud.build_inputs import bake, ingot_source, parts_by_image
+    from ingot.cloud.clients import GoogleClients
+    from ingot.cloud.images import KINDS, untagged_name
 
     kinds = tuple(kind for kind in KINDS if kind in arguments)
     rest = [argument for argument in arguments if argument not in KINDS]
@@ -79,9 +78,13 @@ def build(
     if not kinds:
         raise WrongInput(f"no image is named; give one or more of {', '.join(KINDS)}")
     recipe = _recipe(rest)
-    google, wanted, tags = Google(recipe.cloud), carried(kinds, _listed(with_)), _tags(tag or [])
-    _ = [untagged(recipe.cloud, kind) for kind in kinds]  # before anything is sent
-    made = source()
+    google, wanted, tags = (
+        GoogleClients(recipe.cloud),
+        parts_by_image(kinds, _listed(with_)),
+        _tags(tag or []),
+    )
+    _ = [untagged_name(recipe.cloud, kind) for kind in kinds]  # before anything is sent
+    made = ingot_source()
     if made.unsaved:
         say(
             f"warning: {made.unsaved} changed or new files are not in the images; commit them if"
@@ -93,7 +96,7 @@ def build(
     builds_of_torch: dict[ImageKind, str] = {
         kind: torch or _torch(recipe, kind) for kind in kinds if kind != "spark"
     }
-    wish = builds.Wish(
+    wish = builds.BuildRequest(
         kinds,
         made.revision,
         name,
@@ -102,9 +105,9 @@ def build(
         bake(google, recipe, wanted, send=not dry_run),
     )
     if dry_run:
-        print(builds.rendered(google, wish), end="")
+        print(builds.render_build(google, wish), end="")
         return 0
-    for image in builds.build(google, wish):
+    for image in builds.run_build(google, wish):
         print(f"{image.name} {image.digest}")
     return 0
 

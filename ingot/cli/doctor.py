@@ -68,11 +68,14 @@ def examine_cloud(arguments: Sequence[str]) -> int:
     is 1 when something is needed and missing.
     """
     from ingot.cli.arguments import read_recipe, settings_without_recipe, split
-    from ingot.cloud import check_machines, check_project, check_resources, checks
+    from ingot.cloud.doctor import context as checks
+    from ingot.cloud.doctor import machines as check_machines
+    from ingot.cloud.doctor import project as check_project
+    from ingot.cloud.doctor import resources as check_resources
 
     recipe = read_recipe(arguments) if split(arguments)[0] else settings_without_recipe(arguments)
-    site = checks.site_of(recipe)
-    findings = checks.examine(
+    site = checks.check_context(recipe)
+    findings = checks.run_checks(
         site,
         (
             ("project", check_project.project),

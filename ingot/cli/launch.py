@@ -15,8 +15,8 @@ import typer
 if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
     from ingot.launch.job import Job, Launcher
-    from ingot.launch.known import Known
-    from ingot.launch.local import Ended, LocalLauncher
+    from ingot.launch.job_control import SubmittedJob
+    from ingot.launch.places.local import JobExit, LocalLauncher
 
 launch = typer.Typer(
     no_args_is_help=True,
@@ -139,7 +139,7 @@ def _launch(
     from ingot.base.errors import WrongInput
     from ingot.cli.arguments import read_recipe
     from ingot.launch.job import Job
-    from ingot.launch.local import LocalLauncher
+    from ingot.launch.places.local import LocalLauncher
     from ingot.pipeline.steps import STEPS
 
     recipe = read_recipe(arguments).at(verb)
@@ -151,12 +151,16 @@ def _launch(
         return _show(here, job) if dry_run else _submit(job, recipe, here)
     # `run` itself goes on here; the steps that several nodes can share go where the recipe says.
     if recipe.launch.kind != "local" and verb != "run":
-        from ingot.launch.missing import away
-        from ingot.launch.places import launcher, place
+        from ingot.launch.run_job import job_of, launcher_of
+        from ingot.launch.staging import unreachable_inputs
 
-        job = place(recipe, verb, shared=shared, options=options)
+        job = job_of(recipe, verb, distributed=shared, options=options)
         return (
-            _show(launcher(recipe), job, away(recipe, verb) if job.mirror else ())
+            _show(
+                launcher_of(recipe),
+                job,
+                unreachable_inputs(recipe, verb) if job.run_folder_url else (),
+            )
             if dry_run
             else _here(job, recipe, here, handled=handled)
         )
@@ -232,15 +236,15 @@ def _here(job: Job, recipe: Recipe, launcher: LocalLauncher, *, handled: bool) -
     return code
 
 
-def _done(job: Job, recipe: Recipe) -> Ended:
-    from ingot.launch.local import foreground
-    from ingot.launch.supervise import supervise
+def _done(job: Job, recipe: Recipe) -> JobExit:
+    from ingot.launch.places.local import foreground
+    from ingot.launch.supervisor.supervise import supervise
 
     supervised = job.name == "train"
     if recipe.launch.kind != "local" and job.name != "run":
-        from ingot.launch.places import do
+        from ingot.launch.run_job import run_job
 
-        return do(recipe, job, supervised=supervised)
+        return run_job(recipe, job, supervised=supervised)
     return (
         supervise(job, recipe, results=sys.stdout)
         if supervised
@@ -259,7 +263,7 @@ def status(run: RunOrRecipe) -> int:
         state = job.state()
         more = f", for {duration(time.time() - job.handle.started)}" if state == "running" else ""
         if state == "running" and job.handle.name in ("train", "run"):
-            more += job.how_far()
+            more += job.progress()
         print(f"{job.handle.name:<10}{state:<11}{job.where}{more}")
     return 0
 
@@ -272,7 +276,7 @@ def logs(
 ) -> int:
     """What a job has said that is detached, or runs elsewhere."""
     from ingot.base.errors import WrongInput
-    from ingot.launch.job import OVER
+    from ingot.launch.job import FINAL_STATES
 
     found = _jobs(run, job)
     told = next((each for each in found if each.has_log), None)
@@ -286,13 +290,13 @@ def logs(
         state = told.state()  # asked before reading, so that nothing it said is left out
         # How a process of this machine ended that was killed will never be known; another place may
         # only not answer at the moment.
-        over = state in OVER or (state == "unknown" and told.handle.kind == "local")
+        over = state in FINAL_STATES or (state == "unknown" and told.handle.kind == "local")
         while text := log.read():
             sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
         if over or not follow:
             return 0
-        time.sleep(told.look_s)
+        time.sleep(told.poll_s)
 
 
 @launch.command(epilog="Example: ingot launch cancel runs/quickstart")
@@ -318,7 +322,7 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
     return 0
 
 
-def _of_one(running: list[Known]) -> list[Known]:
+def _of_one(running: list[SubmittedJob]) -> list[SubmittedJob]:
     """Whoever waits for the last job, and that job itself, where it runs elsewhere: under `run` the
     job of one of its steps.
     """
@@ -330,14 +334,14 @@ def _of_one(running: list[Known]) -> list[Known]:
     ]
 
 
-def _jobs(run: str, name: str | None) -> list[Known]:
+def _jobs(run: str, name: str | None) -> list[SubmittedJob]:
     """The jobs of a run, the last one first; whoever waits for a job comes before it."""
     from ingot.base.errors import WrongInput
-    from ingot.cli.console import run_folder
-    from ingot.launch.known import known_jobs
+    from ingot.cli.look import run_folder
+    from ingot.launch.job_control import submitted_jobs
 
     root = run_folder(run).root
-    jobs = known_jobs(root)
+    jobs = submitted_jobs(root)
     found = [job for job in jobs if name in (None, job.handle.name)]
     if not found:
         others = f", only of {', '.join(job.handle.name for job in jobs)}" if jobs else ""

@@ -17,8 +17,8 @@ from ingot.cli.arguments import read_recipe
 from ingot.cli.console import show_report
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.local import foreground
-from ingot.pipeline.incremental import perform
+from ingot.launch.places.local import foreground
+from ingot.pipeline.perform import perform
 from ingot.pipeline.steps import step_of
 
 
@@ -93,10 +93,10 @@ def prepare_environment(recipe: Recipe) -> None:
         if name not in os.environ
     }
     if absent:
-        from ingot.cloud.clients import Google
-        from ingot.cloud.secrets import resolve
+        from ingot.cloud.clients import GoogleClients
+        from ingot.cloud.secrets import resolve_secrets
 
-        os.environ.update(resolve(Google(recipe.cloud), absent))
+        os.environ.update(resolve_secrets(GoogleClients(recipe.cloud), absent))
 
 
 @contextlib.contextmanager
@@ -105,10 +105,10 @@ def _shown(verb: str, recipe: Recipe) -> Iterator[None]:
     if verb != "train" or recipe.cloud.tensorboard is None or not ranks().is_main:
         yield
         return
-    from ingot.cloud.clients import Google
-    from ingot.cloud.tensorboard import live
+    from ingot.cloud.clients import GoogleClients
+    from ingot.cloud.vertex.tensorboard import upload_metrics
 
-    with live(Google(recipe.cloud), recipe.name, recipe.folder.metrics):
+    with upload_metrics(GoogleClients(recipe.cloud), recipe.name, recipe.folder.metrics):
         yield
 
 

@@ -14,10 +14,8 @@ from typing import Any
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
-from ingot.base.remote.bucket import open_bucket
-from ingot.base.remote.service import Missing
-from ingot.cloud.clients import Google, ask, messages
-from ingot.cloud.images import ImageKind, untagged
+from ingot.cloud.clients import GoogleClients, call_api, message_types
+from ingot.cloud.images import ImageKind, untagged_name
 
 FOLDER = "ingot/builds"
 """In the bucket: sources, what is baked in, logs."""
@@ -33,7 +31,7 @@ MODULE = "google.cloud.devtools.cloudbuild_v1"
 
 
 @dataclass(frozen=True)
-class Baked:
+class BakedParts:
     """What of a run goes into an image: an archive in the bucket."""
 
     run: str
@@ -42,7 +40,7 @@ class Baked:
 
 
 @dataclass(frozen=True)
-class Wish:
+class BuildRequest:
     """Images to build from one source. `tags` go on each beside the commit and `latest`; `torch` is
     the build of torch by kind.
     """
@@ -52,11 +50,11 @@ class Wish:
     source: str
     tags: tuple[str, ...] = ()
     torch: dict[ImageKind, str] = field(default_factory=dict)
-    baked: dict[ImageKind, Baked] = field(default_factory=dict)
+    baked: dict[ImageKind, BakedParts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltImage:
     """An image with the hash that the registry knows it by."""
 
     name: str
@@ -68,11 +66,11 @@ class Built:
         return f"{self.name.rpartition(':')[0]}@{self.digest}"
 
 
-def request(google: Google, wish: Wish, *, generation: int = 0) -> Any:
+def build_message(google: GoogleClients, wish: BuildRequest, *, generation: int = 0) -> Any:
     """The build to ask for. `generation`: of the source's object, so that nothing else is built
     than what was sent.
     """
-    types, cloud = messages(MODULE), google.cloud
+    types, cloud = message_types(MODULE), google.cloud
     bucket = google.bucket.removeprefix("gs://")
     steps = [step for kind in wish.kinds for step in _steps(google, wish, kind, types)]
     baked = sum(baked.bytes for baked in wish.baked.values())
@@ -83,7 +81,7 @@ def request(google: Google, wish: Wish, *, generation: int = 0) -> Any:
             )
         ),
         steps=steps,
-        images=[name for kind in wish.kinds for name in names(google, wish, kind)],
+        images=[name for kind in wish.kinds for name in image_names(google, wish, kind)],
         timeout={"seconds": TIMEOUT_S},
         queue_ttl={"seconds": QUEUE_S},
         service_account=(
@@ -102,31 +100,31 @@ def request(google: Google, wish: Wish, *, generation: int = 0) -> Any:
     )
 
 
-def names(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
+def image_names(google: GoogleClients, wish: BuildRequest, kind: ImageKind) -> list[str]:
     """All names that an image of a kind gets, those of the run that is baked in at the end."""
     return [*_plain(google, wish, kind), *_of_run(google, wish, kind)]
 
 
-def _plain(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
+def _plain(google: GoogleClients, wish: BuildRequest, kind: ImageKind) -> list[str]:
     return [
-        f"{untagged(google.cloud, kind)}:{tag}"
+        f"{untagged_name(google.cloud, kind)}:{tag}"
         for tag in dict.fromkeys([wish.revision, "latest", *wish.tags])
     ]
 
 
-def _of_run(google: Google, wish: Wish, kind: ImageKind) -> list[str]:
+def _of_run(google: GoogleClients, wish: BuildRequest, kind: ImageKind) -> list[str]:
     """`latest` is never the image of one run, since every other run would start from it."""
     if kind not in wish.baked:
         return []
-    image, run = untagged(google.cloud, kind), wish.baked[kind].run
+    image, run = untagged_name(google.cloud, kind), wish.baked[kind].run
     return [f"{image}:{wish.revision}-{run}", f"{image}:run-{run}"]
 
 
-def _steps(google: Google, wish: Wish, kind: ImageKind, types: Any) -> list[Any]:
+def _steps(google: GoogleClients, wish: BuildRequest, kind: ImageKind, types: Any) -> list[Any]:
     """The image, from its own newest as far as nothing changed, and on it the one with what is
     baked in. Kinds do not wait for each other.
     """
-    image, baked = untagged(google.cloud, kind), wish.baked.get(kind)
+    image, baked = untagged_name(google.cloud, kind), wish.baked.get(kind)
     arguments = {"COMMIT": wish.revision, "BUILDKIT_INLINE_CACHE": "1"} | (
         {"TORCH_BUILD": wish.torch[kind]} if kind in wish.torch else {}
     )
@@ -198,9 +196,9 @@ def _docker(
     ]
 
 
-def rendered(google: Google, wish: Wish) -> str:
+def render_build(google: GoogleClients, wish: BuildRequest) -> str:
     """The build as JSON, as it would be asked for."""
-    build = request(google, wish)
+    build = build_message(google, wish)
     text: str = type(build).to_json(
         build,
         use_integers_for_enums=False,
@@ -210,7 +208,7 @@ def rendered(google: Google, wish: Wish) -> str:
     return text + "\n"
 
 
-def build(google: Google, wish: Wish) -> list[Built]:
+def run_build(google: GoogleClients, wish: BuildRequest) -> list[BuiltImage]:
     """Ask for the build, follow it to its end, and tell the images with their digests; stopped
     meanwhile, it is cancelled.
 
@@ -224,7 +222,7 @@ def build(google: Google, wish: Wish) -> list[Built]:
             f"the source gs://{google.bucket.removeprefix('gs://')}/{wish.source} is gone; run the"
             " same command again"
         )
-    wanted = request(google, wish, generation=stat.generation)
+    wanted = build_message(google, wish, generation=stat.generation)
     mark = f"ingot-{uuid.uuid4().hex[:16]}"
     wanted.tags.append(mark)
     name = _submit(google, wanted, mark)
@@ -236,13 +234,13 @@ def build(google: Google, wish: Wish) -> list[Built]:
     if done.status.name != "SUCCESS":
         raise _failure(google, done)
     found = {image.name: image.digest for image in done.results.images}
-    called = [name for kind in wish.kinds for name in names(google, wish, kind)]
+    called = [name for kind in wish.kinds for name in image_names(google, wish, kind)]
     if absent := [name for name in called if name not in found]:
         raise Failed(f"the build ended well without {absent[0]}; see {done.log_url}")
-    return [Built(name, found[name]) for name in called]
+    return [BuiltImage(name, found[name]) for name in called]
 
 
-def _submit(google: Google, wanted: Any, mark: str) -> str:
+def _submit(google: GoogleClients, wanted: Any, mark: str) -> str:
     """The name of the build. An answer that got lost is no reason to build twice: the build is
     looked for by its mark.
     """
@@ -254,7 +252,7 @@ def _submit(google: Google, wanted: Any, mark: str) -> str:
     )
     try:
         # The long-running operation itself is of no use: the build says more.
-        operation = ask(
+        operation = call_api(
             client.create_build,
             f"build the images {kinds}",
             again=False,
@@ -265,7 +263,7 @@ def _submit(google: Google, wanted: Any, mark: str) -> str:
         made = operation.metadata.build
     except Failed:
         found = list(
-            ask(
+            call_api(
                 client.list_builds,
                 "find the build",
                 request={"parent": google.parent, "filter": f'tags="{mark}"'},
@@ -278,11 +276,11 @@ def _submit(google: Google, wanted: Any, mark: str) -> str:
     return f"{google.parent}/builds/{made.id}"
 
 
-def _follow(google: Google, name: str) -> Any:
+def _follow(google: GoogleClients, name: str) -> Any:
     """Look until it is over, telling each step as it begins and ends."""
     client, told = google.client("builds"), _Told()
     while True:
-        now = ask(client.get_build, "look at the build", request={"name": name})
+        now = call_api(client.get_build, "look at the build", request={"name": name})
         told.tell(now)
         if now.status.name not in GOING_ON:
             return now
@@ -305,7 +303,7 @@ class _Told:
                 say(f"{key}: {state.lower()} after {duration(time.monotonic() - self._began)}")
 
 
-def _failure(google: Google, build: Any) -> Failed:
+def _failure(google: GoogleClients, build: Any) -> Failed:
     step = next(
         (
             step.id
@@ -328,7 +326,7 @@ def _failure(google: Google, build: Any) -> Failed:
     )
 
 
-def _log(google: Google, number: str) -> list[str]:
+def _log(google: GoogleClients, number: str) -> list[str]:
     """The last lines of a build's log; none where it cannot be read."""
     try:
         data = open_bucket(f"{google.bucket}/{FOLDER}/logs").get(f"log-{number}.txt")
@@ -337,10 +335,10 @@ def _log(google: Google, number: str) -> list[str]:
     return data.decode(errors="replace").splitlines()[-TOLD_LINES:]
 
 
-def _cancel(google: Google, name: str) -> None:
+def _cancel(google: GoogleClients, name: str) -> None:
     """End a build that nobody waits for any more. One that is over says so, which is as good."""
     try:
-        ask(google.client("builds").cancel_build, "cancel the build", request={"name": name})
+        call_api(google.client("builds").cancel_build, "cancel the build", request={"name": name})
         say("the build is cancelled")
     except IngotError as error:
         say(f"warning: the build may go on ({error})")

@@ -120,7 +120,7 @@ SERVICES: dict[str, tuple[str, str, str]] = {
 
 
 @dataclass(frozen=True)
-class Google:
+class GoogleClients:
     """The clients of one recipe's `cloud` section."""
 
     cloud: Cloud
@@ -159,7 +159,7 @@ class Google:
 
     def session(self) -> Any:
         """A `requests` session with the credentials, for what Google has no REST client for."""
-        google = packages()
+        google = google_packages()
         credentials, _ = _credentials(self.cloud.endpoint)
         return google["AuthorizedSession"](credentials)
 
@@ -173,7 +173,7 @@ class Google:
 
 
 @functools.cache
-def packages() -> dict[str, Any]:
+def google_packages() -> dict[str, Any]:
     """What is used of Google's common packages. Raises WrongInput when they are not installed."""
     try:
         import google.api_core.exceptions as exceptions
@@ -199,7 +199,7 @@ def packages() -> dict[str, Any]:
     }
 
 
-def messages(module: str) -> Any:
+def message_types(module: str) -> Any:
     """The message types of one of Google's client packages, such as `google.cloud.aiplatform_v1`.
     Raises WrongInput when it is not installed.
     """
@@ -213,7 +213,7 @@ def messages(module: str) -> Any:
 def _client(service: str, endpoint: str | None, region: str) -> Any:
     module, name, host = SERVICES[service]
     credentials, _ = _credentials(endpoint)
-    kind = getattr(messages(module), name)
+    kind = getattr(message_types(module), name)
     return kind(
         credentials=credentials,
         transport="rest",
@@ -223,7 +223,7 @@ def _client(service: str, endpoint: str | None, region: str) -> Any:
 
 @functools.cache
 def _credentials(endpoint: str | None) -> tuple[Any, str | None]:
-    google = packages()
+    google = google_packages()
     if endpoint is not None and endpoint.startswith("http://"):
         return google["Anonymous"](), None
     try:
@@ -234,7 +234,7 @@ def _credentials(endpoint: str | None) -> tuple[Any, str | None]:
 
 
 @contextmanager
-def in_words(what: str, *, missing: str = "", denied: str = "") -> Iterator[None]:
+def google_errors(what: str, *, missing: str = "", denied: str = "") -> Iterator[None]:
     """Whatever a client raises inside as one line: `what` is what was attempted, `make the job
     ingot-x`. `missing` and `denied` are the next action where something is not found, and where the
     right is missing.
@@ -244,7 +244,7 @@ def in_words(what: str, *, missing: str = "", denied: str = "") -> Iterator[None
             quota.
         Failed: the service cannot be reached or broke down; trying again may help.
     """
-    google = packages()
+    google = google_packages()
     exceptions = google["exceptions"]
     try:
         yield
@@ -275,7 +275,7 @@ def in_words(what: str, *, missing: str = "", denied: str = "") -> Iterator[None
         raise Failed(f"could not {what}: {short(error)}; run the same command again") from error
 
 
-def ask(
+def call_api(
     call: Callable[..., Any],
     what: str,
     *,
@@ -286,9 +286,9 @@ def ask(
 ) -> Any:
     """Call a client's method with the fields of its request (or `request=` itself). Where `again`,
     what may pass is tried again for PATIENCE_S: only for calls that are safe to repeat. Raises as
-    `in_words` does.
+    `google_errors` does.
     """
-    google = packages()
+    google = google_packages()
     exceptions = google["exceptions"]
     passing = google["if_exception_type"](
         exceptions.ServiceUnavailable,
@@ -298,7 +298,7 @@ def ask(
         ConnectionError,
         google["ConnectionError"],
     )
-    with in_words(what, missing=missing, denied=denied):
+    with google_errors(what, missing=missing, denied=denied):
         retry = (
             google["Retry"](
                 predicate=passing, initial=FIRST_WAIT_S, maximum=10.0, timeout=PATIENCE_S

@@ -8,8 +8,8 @@ import re
 from typing import Literal, get_args
 
 from ingot.base.errors import WrongInput
-from ingot.cloud.clients import Google
-from ingot.config.sections.deployment import Cloud
+from ingot.cloud.clients import GoogleClients
+from ingot.config.cloud import Cloud
 
 ImageKind = Literal["train", "spark", "serve"]
 KINDS: tuple[ImageKind, ...] = get_args(ImageKind)
@@ -29,10 +29,10 @@ def image_of(cloud: Cloud, kind: ImageKind) -> str:
             f"no container image for {kind}; set cloud.images.{kind}, or cloud.repository and run"
             f" `ingot images build {kind}`"
         )
-    return given or f"{untagged(cloud, kind)}:latest"
+    return given or f"{untagged_name(cloud, kind)}:latest"
 
 
-def untagged(cloud: Cloud, kind: ImageKind) -> str:
+def untagged_name(cloud: Cloud, kind: ImageKind) -> str:
     """`REGION-docker.pkg.dev/PROJECT/REPOSITORY/ingot-KIND`, to which a tag belongs.
 
     Raises:
@@ -49,5 +49,5 @@ def untagged(cloud: Cloud, kind: ImageKind) -> str:
             " digits, hyphens); give its name alone"
         )
     # A project of a domain is `example.com:name` in an id, and `example.com/name` in an image.
-    project = Google(cloud).project.replace(":", "/")
+    project = GoogleClients(cloud).project.replace(":", "/")
     return f"{cloud.region}-docker.pkg.dev/{project}/{repository}/ingot-{kind}"

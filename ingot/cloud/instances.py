@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.markers import fingerprint
-from ingot.cloud.clients import Google, ask, in_words, messages, packages
+from ingot.base.fingerprint import fingerprint
+from ingot.cloud.clients import (
+    GoogleClients,
+    call_api,
+    google_errors,
+    google_packages,
+    message_types,
+)
 
 MODULE = "google.cloud.compute_v1"
 POLL_S, LIMIT_S = 2.0, 600.0
@@ -43,18 +49,18 @@ _NO_SUCH = re.compile(
 )
 
 
-class NoRoom(Failed):
+class NoCapacity(Failed):
     """A zone has no machines of this kind now, or a quota is used up: another zone, or a later
     hour, may have them.
     """
 
 
-class NoSuch(NoRoom):
+class NoSuchMachine(NoCapacity):
     """A zone never has machines of this kind, or there is no such zone."""
 
 
 @dataclass(frozen=True)
-class Found:
+class Instance:
     """A machine that there is. `id` is Compute Engine's own number."""
 
     name: str
@@ -64,11 +70,11 @@ class Found:
     id: str
 
     @property
-    def is_gone(self) -> bool:
+    def is_stopped(self) -> bool:
         return self.state in GONE
 
 
-def name_of(text: str, *, room: int = 0) -> str:
+def resource_name(text: str, *, room: int = 0) -> str:
     """`text` as the name of a machine, to which `room` characters are added; where that loses
     something it ends in a hash of the whole.
     """
@@ -92,7 +98,7 @@ def label(text: str) -> str:
     )
 
 
-def insert(google: Google, zone: str, machines: Sequence[Any]) -> None:
+def insert(google: GoogleClients, zone: str, machines: Sequence[Any]) -> None:
     """Make all of these machines (messages `Instance`) in a zone, and wait until each is there.
     What was made when one is refused stays.
 
@@ -100,11 +106,11 @@ def insert(google: Google, zone: str, machines: Sequence[Any]) -> None:
     no second one.
 
     Raises:
-        NoRoom: the zone has not enough of them now, or a quota is used up.
-        NoSuch: it never has such machines, or there is no such zone.
+        NoCapacity: the zone has not enough of them now, or a quota is used up.
+        NoSuchMachine: it never has such machines, or there is no such zone.
         WrongInput, Failed: it cannot be made, or not now.
     """
-    client, compute = google.client("instances"), messages(MODULE)
+    client, compute = google.client("instances"), message_types(MODULE)
     refusals: list[IngotError] = []
     asked: list[tuple[str, str]] = []
     for machine in machines:
@@ -118,7 +124,7 @@ def insert(google: Google, zone: str, machines: Sequence[Any]) -> None:
         try:
             asked.append(
                 (
-                    ask(
+                    call_api(
                         client.insert_unary,
                         what,
                         request=request,
@@ -132,7 +138,7 @@ def insert(google: Google, zone: str, machines: Sequence[Any]) -> None:
             break
     for operation, what in asked:
         try:
-            wait(google, zone, operation, what)
+            wait_for_zone_operation(google, zone, operation, what)
         except (WrongInput, Failed) as error:
             refusals.append(error)
     if refusals:
@@ -145,34 +151,38 @@ def _worst(refusals: Sequence[IngotError]) -> IngotError:
         if not _NO_ROOM.search(str(error)) and not _NO_SUCH.search(str(error)):
             return error
     return next(
-        (NoSuch(str(error)) for error in refusals if _NO_SUCH.search(str(error))),
-        NoRoom(str(refusals[0])),
+        (NoSuchMachine(str(error)) for error in refusals if _NO_SUCH.search(str(error))),
+        NoCapacity(str(refusals[0])),
     )
 
 
-def labelled(google: Google, labels: Mapping[str, str]) -> list[Found]:
+def labelled(google: GoogleClients, labels: Mapping[str, str]) -> list[Instance]:
     """All machines of the project with these labels, in whatever zone, by name."""
     wanted = " AND ".join(f'(labels.{key} = "{value}")' for key, value in labels.items())
-    request = messages(MODULE).AggregatedListInstancesRequest(project=google.project, filter=wanted)
+    request = message_types(MODULE).AggregatedListInstancesRequest(
+        project=google.project, filter=wanted
+    )
     what = f"list the machines of the project {google.project}"
-    pages = ask(google.client("instances").aggregated_list, what, request=request)
+    pages = call_api(google.client("instances").aggregated_list, what, request=request)
     found = []
-    with in_words(what):
+    with google_errors(what):
         for zone, scoped in pages:
             found += [
-                Found(one.name, zone.rpartition("/")[2], one.status, dict(one.labels), str(one.id))
+                Instance(
+                    one.name, zone.rpartition("/")[2], one.status, dict(one.labels), str(one.id)
+                )
                 for one in scoped.instances
             ]
     return sorted(found, key=lambda one: one.name)
 
 
-def delete(google: Google, machines: Collection[Found]) -> None:
+def delete(google: GoogleClients, machines: Collection[Instance]) -> None:
     """Delete these machines and wait until they are gone; that one is gone already is as well.
 
     Raises:
         WrongInput, Failed: one could not be deleted; the others are, as far as that can be.
     """
-    client, compute = google.client("instances"), messages(MODULE)
+    client, compute = google.client("instances"), message_types(MODULE)
     asked, errors = [], []
     for machine in machines:
         what = f"delete the machine {machine.name} in {machine.zone}"
@@ -183,19 +193,21 @@ def delete(google: Google, machines: Collection[Found]) -> None:
             request_id=str(uuid.uuid4()),
         )
         try:
-            asked.append((machine.zone, ask(client.delete_unary, what, request=request).name, what))
+            asked.append(
+                (machine.zone, call_api(client.delete_unary, what, request=request).name, what)
+            )
         except (WrongInput, Failed) as error:
             errors += [] if _is_missing(error) else [error]
     for zone, operation, what in asked:
         try:
-            wait(google, zone, operation, what)
+            wait_for_zone_operation(google, zone, operation, what)
         except (WrongInput, Failed) as error:
             errors += [] if _is_missing(error) else [error]
     if errors:
         raise errors[0]
 
 
-def wait(google: Google, zone: str, operation: str, what: str) -> None:
+def wait_for_zone_operation(google: GoogleClients, zone: str, operation: str, what: str) -> None:
     """Until an operation of a zone is done.
 
     Raises:
@@ -203,7 +215,7 @@ def wait(google: Google, zone: str, operation: str, what: str) -> None:
     """
     client, until = google.client("zone operations"), time.monotonic() + LIMIT_S
     while (
-        found := ask(client.get, what, project=google.project, zone=zone, operation=operation)
+        found := call_api(client.get, what, project=google.project, zone=zone, operation=operation)
     ).status.name != "DONE":
         if time.monotonic() > until:
             raise Failed(
@@ -213,21 +225,21 @@ def wait(google: Google, zone: str, operation: str, what: str) -> None:
         time.sleep(POLL_S)
     if found.error.errors:
         first = found.error.errors[0]
-        with in_words(what):
-            raise packages()["exceptions"].from_http_status(
+        with google_errors(what):
+            raise google_packages()["exceptions"].from_http_status(
                 int(found.http_error_status_code or 500), f"{first.code}: {first.message}"
             )
 
 
-def serial_port(google: Google, machine: Found, start: int = 0) -> tuple[str, int]:
+def serial_port(google: GoogleClients, machine: Instance, start: int = 0) -> tuple[str, int]:
     """What a machine said on its serial port from byte `start`, and where it goes on; nothing where
     the machine is gone.
     """
-    request = messages(MODULE).GetSerialPortOutputInstanceRequest(
+    request = message_types(MODULE).GetSerialPortOutputInstanceRequest(
         project=google.project, zone=machine.zone, instance=machine.name, start=start
     )
     try:
-        said = ask(
+        said = call_api(
             google.client("instances").get_serial_port_output,
             f"read what {machine.name} said",
             request=request,

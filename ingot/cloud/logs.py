@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ingot.cloud.clients import Google, in_words, packages
+from ingot.cloud.clients import GoogleClients, google_errors, google_packages
 
 HOST = "logging.googleapis.com"
 PAGE, MOST_PAGES = 1000, 10
@@ -21,7 +21,7 @@ CALL_S = 60.0
 
 
 @dataclass(frozen=True)
-class Line:
+class LogEntry:
     """What was said: the text of one entry, when (RFC 3339), and the labels of the resource that
     said it.
     """
@@ -31,7 +31,7 @@ class Line:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def entries(google: Google, filter: str, after: str = "") -> tuple[list[Line], str]:
+def read_entries(google: GoogleClients, filter: str, after: str = "") -> tuple[list[LogEntry], str]:
     """The entries that are new since `after`, oldest first, and what to hand in as `after` the next
     time; "" at first.
 
@@ -55,7 +55,7 @@ def entries(google: Google, filter: str, after: str = "") -> tuple[list[Line], s
     return [_line(entry) for entry in found], json.dumps(recent)
 
 
-def _unseen(google: Google, filter: str, seen: Mapping[str, str]) -> list[dict[str, Any]]:
+def _unseen(google: GoogleClients, filter: str, seen: Mapping[str, str]) -> list[dict[str, Any]]:
     """`seen`: when each entry was, by its id."""
     if not seen:
         return _asked(google, filter)[0]
@@ -69,7 +69,7 @@ def _unseen(google: Google, filter: str, seen: Mapping[str, str]) -> list[dict[s
     return []
 
 
-def _asked(google: Google, filter: str) -> tuple[list[dict[str, Any]], bool]:
+def _asked(google: GoogleClients, filter: str) -> tuple[list[dict[str, Any]], bool]:
     """The first entries that fit, and whether those are all."""
     body: dict[str, Any] = {
         "resourceNames": [f"projects/{google.project}"],
@@ -78,13 +78,13 @@ def _asked(google: Google, filter: str) -> tuple[list[dict[str, Any]], bool]:
         "pageSize": PAGE,
     }
     found: list[dict[str, Any]] = []
-    with in_words("read Cloud Logging", denied="ask for the role Logs Viewer"):
+    with google_errors("read Cloud Logging", denied="ask for the role Logs Viewer"):
         for _ in range(MOST_PAGES):
             answer = google.session().post(
                 f"{google.address(HOST)}/v2/entries:list", json=body, timeout=CALL_S
             )
             if not answer.ok:
-                raise packages()["exceptions"].from_http_response(answer)
+                raise google_packages()["exceptions"].from_http_response(answer)
             page = answer.json()
             found += page.get("entries", [])
             if "nextPageToken" not in page:
@@ -93,14 +93,14 @@ def _asked(google: Google, filter: str) -> tuple[list[dict[str, Any]], bool]:
     return found, False
 
 
-def _line(entry: Mapping[str, Any]) -> Line:
+def _line(entry: Mapping[str, Any]) -> LogEntry:
     payload = entry.get("jsonPayload", {})
     text = (
         entry.get("textPayload")
         or payload.get("message")
         or (json.dumps(payload) if payload else "")
     )
-    return Line(text.rstrip(), entry["timestamp"], entry.get("resource", {}).get("labels", {}))
+    return LogEntry(text.rstrip(), entry["timestamp"], entry.get("resource", {}).get("labels", {}))
 
 
 def _moment(at: str) -> datetime:

@@ -21,12 +21,12 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.deployment import Cloud
 from ingot.config.sections.launch import Machine
 
-LEAST_S = 600.0
+SHORTEST_RUN_S = 600.0
 """Machines come up, load and meet in minutes: a bound below this pays for nothing."""
 
 
 @functools.cache
-def table() -> dict[str, Any]:
+def price_table() -> dict[str, Any]:
     """The table of prices, as in its file; `date` says of what day it is."""
     text = (
         importlib.resources.files("ingot.cloud").joinpath("prices.yaml").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def table() -> dict[str, Any]:
     return found
 
 
-def hourly(cloud: Cloud, machine: Machine, nodes: int) -> float | None:
+def hourly_price(cloud: Cloud, machine: Machine, nodes: int) -> float | None:
     """US dollars an hour of `nodes` such machines; None where the price of one is not known.
 
     A price in `cloud.prices` is taken as it stands, on demand or spot; one for a machine type that
@@ -55,7 +55,7 @@ def hourly(cloud: Cloud, machine: Machine, nodes: int) -> float | None:
     return None if each is None else (whole + each * count) * nodes
 
 
-def hourly_tpu(cloud: Cloud, kind: str, *, spot: bool = False) -> float | None:
+def hourly_price_of_tpu(cloud: Cloud, kind: str, *, spot: bool = False) -> float | None:
     """US dollars an hour of a TPU VM of an accelerator type such as `v5litepod-8`; None where its
     price is not known.
     """
@@ -63,11 +63,11 @@ def hourly_tpu(cloud: Cloud, kind: str, *, spot: bool = False) -> float | None:
     if given is not None:
         return given
     each = _listed("chips", kind.partition("-")[0], spot)
-    count = chips(kind)
+    count = tpu_chips(kind)
     return None if each is None or count is None else each * count
 
 
-def chips(kind: str) -> int | None:
+def tpu_chips(kind: str) -> int | None:
     """Chips of a TPU's accelerator type: `v5litepod-8` and `v6e-8` count chips, `v2-8` to `v5p-8`
     count cores, of which a chip has two.
     """
@@ -89,10 +89,10 @@ def time_limit_s(
         WrongInput: `max_cost` is set, and the machine's price is not known, or all of it pays for
             less than it takes to come up.
     """
-    cloud, each = recipe.cloud, hourly_of(recipe, nodes)
+    cloud, each = recipe.cloud, hourly_price_of(recipe, nodes)
     if cloud.max_cost is None or not each:
         return cloud.max_run - used[0]
-    if cloud.max_cost / each * 3600 < LEAST_S:
+    if cloud.max_cost / each * 3600 < SHORTEST_RUN_S:
         raise WrongInput(
             f"cloud.max_cost {cloud.max_cost:g} pays for {duration(cloud.max_cost / each * 3600)}"
             f" at {each:.2f} US dollars an hour, too little to start with; raise it, or take fewer"
@@ -101,15 +101,21 @@ def time_limit_s(
     return min(cloud.max_run - used[0], (cloud.max_cost - used[1]) / each * 3600)
 
 
-def hourly_of(recipe: Recipe, nodes: int | None = None) -> float:
+def hourly_price_of(recipe: Recipe, nodes: int | None = None) -> float:
     """US dollars an hour of the machines that the recipe asks for; 0 where that is not known and
     `cloud.max_cost` does not ask. Raises WrongInput where it does.
     """
     cloud, launch = recipe.cloud, recipe.launch
     if launch.kind == "tpu":
-        each, name = hourly_tpu(cloud, launch.tpu.type, spot=launch.machine.spot), launch.tpu.type
+        each, name = (
+            hourly_price_of_tpu(cloud, launch.tpu.type, spot=launch.machine.spot),
+            launch.tpu.type,
+        )
     else:
-        each, name = hourly(cloud, launch.machine, nodes or launch.nodes), _name(launch.machine)
+        each, name = (
+            hourly_price(cloud, launch.machine, nodes or launch.nodes),
+            _name(launch.machine),
+        )
     if each is None and cloud.max_cost is not None:
         raise WrongInput(
             f"cloud.max_cost {cloud.max_cost:g} cannot be kept: the price of {name} is not known;"
@@ -134,5 +140,5 @@ def _priced(cloud: Cloud, name: str, part: str, spot: bool) -> float | None:
 
 
 def _listed(part: str, name: str, spot: bool) -> float | None:
-    prices = table()[part].get(name)
+    prices = price_table()[part].get(name)
     return None if prices is None else float(prices[spot])

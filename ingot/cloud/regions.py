@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ingot.base.errors import WrongInput
-from ingot.base.remote.service import connect
-from ingot.cloud.clients import Google, in_words
-from ingot.config.sections.deployment import Cloud
+from ingot.base.gcs import connect
+from ingot.cloud.clients import GoogleClients, google_errors
+from ingot.config.cloud import Cloud
 
 _CHECK_S = (10.0, 60.0)
 """How long it may take to connect to the service of buckets, and to be answered."""
@@ -27,7 +27,7 @@ _PAIRS = {
 }
 
 
-def fits(location: str, region: str, within: Iterable[str] = ()) -> bool:
+def serves_region(location: str, region: str, within: Iterable[str] = ()) -> bool:
     """Does a bucket in `location` (a region, a multi-region or a pair) serve machines of `region`?
     `within`: the regions of a pair that was chosen.
     """
@@ -51,18 +51,18 @@ def region_mismatch(cloud: Cloud) -> str | None:
         WrongInput: no bucket is set, there is none of this name, or there are no credentials.
         Failed: the service cannot be reached.
     """
-    google = Google(cloud)
+    google = GoogleClients(cloud)
     url = google.bucket
     client, _ = connect(url)
     try:
-        with in_words(f"look at the bucket {url}", missing="create it, or mend cloud.bucket"):
+        with google_errors(f"look at the bucket {url}", missing="create it, or mend cloud.bucket"):
             found = client.get_bucket(cloud.bucket, timeout=_CHECK_S)
     except WrongInput as error:
         if getattr(error.__cause__, "code", None) == 403:
             return None
         raise
     location, within = str(found.location or ""), tuple(found.data_locations or ())
-    if fits(location, cloud.region, within):
+    if serves_region(location, cloud.region, within):
         return None
     where = "+".join(within or (location,)).lower()
     return (

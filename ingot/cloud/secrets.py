@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.remote.service import google_packages
-from ingot.cloud.clients import Google, ask
+from ingot.base.gcs import packages
+from ingot.cloud.clients import GoogleClients, call_api
 
 _REFERENCE = re.compile(r"secret:([A-Za-z0-9_-]{1,255})(?:/([1-9][0-9]*|latest))?", re.ASCII)
 
 
-def parsed(variable: str, reference: str) -> tuple[str, str]:
+def parse_reference(variable: str, reference: str) -> tuple[str, str]:
     """Name and version (`latest` unless it says one) of `secret:NAME` or `secret:NAME/VERSION`.
     Raises WrongInput when it is neither.
     """
@@ -28,23 +28,25 @@ def parsed(variable: str, reference: str) -> tuple[str, str]:
     return found[1], found[2] or "latest"
 
 
-def resolve(google: Google, references: Mapping[str, str]) -> dict[str, str]:
+def resolve_secrets(google: GoogleClients, references: Mapping[str, str]) -> dict[str, str]:
     """The values behind references, by variable: `{"HF_TOKEN": "secret:hf-token"}`.
 
     Raises:
         WrongInput: names the variable and the secret that is missing, disabled, or may not be read.
         Failed: the service cannot be reached, or gave something damaged.
     """
-    wanted = {variable: parsed(variable, reference) for variable, reference in references.items()}
+    wanted = {
+        variable: parse_reference(variable, reference) for variable, reference in references.items()
+    }
     return {
         variable: _value(google, variable, name, version)
         for variable, (name, version) in wanted.items()
     }
 
 
-def _value(google: Google, variable: str, name: str, version: str) -> str:
+def _value(google: GoogleClients, variable: str, name: str, version: str) -> str:
     project = google.project
-    answer = ask(
+    answer = call_api(
         google.client("secrets").access_secret_version,
         f"read the secret {name} for ${variable}",
         missing=(

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ingot.base.errors import Failed
-from ingot.cloud.clients import Google, in_words, packages
+from ingot.cloud.clients import GoogleClients, google_errors, google_packages
 
 HOST = "tpu.googleapis.com"
 CALL_S, POLL_S, LIMIT_S = 60.0, 5.0, 600.0
@@ -17,7 +17,7 @@ TRIES = 5
 FIRST_WAIT_S = 1.0
 
 
-def create(google: Google, zone: str, id: str, wanted: dict[str, Any]) -> None:
+def create(google: GoogleClients, zone: str, id: str, wanted: dict[str, Any]) -> None:
     """Ask for a queued resource by an id of our own; one of that id that is there already is ours,
     from a lost answer.
     """
@@ -29,7 +29,7 @@ def create(google: Google, zone: str, id: str, wanted: dict[str, Any]) -> None:
             raise
 
 
-def state(google: Google, zone: str, id: str) -> str | None:
+def state(google: GoogleClients, zone: str, id: str) -> str | None:
     """Of a queued resource: ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDED,
     FAILED, ...; None where there is none.
     """
@@ -37,7 +37,7 @@ def state(google: Google, zone: str, id: str) -> str | None:
     return None if found is None else str(found.get("state", {}).get("state", "STATE_UNSPECIFIED"))
 
 
-def delete(google: Google, zone: str, id: str) -> None:
+def delete(google: GoogleClients, zone: str, id: str) -> None:
     """Delete a queued resource with its TPU VM, and wait until it is gone. Raises Failed when it
     stays.
     """
@@ -62,7 +62,7 @@ def delete(google: Google, zone: str, id: str) -> None:
         time.sleep(POLL_S)
 
 
-def _get(google: Google, zone: str, id: str) -> dict[str, Any] | None:
+def _get(google: GoogleClients, zone: str, id: str) -> dict[str, Any] | None:
     try:
         return _call(
             google,
@@ -77,12 +77,12 @@ def _get(google: Google, zone: str, id: str) -> dict[str, Any] | None:
 
 
 def _call(
-    google: Google, verb: str, path: str, what: str, body: dict[str, Any] | None = None
+    google: GoogleClients, verb: str, path: str, what: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """What passes is tried again: reads and deletes may be repeated, and so may what is made under
     an id of our own.
     """
-    with in_words(what, denied="ask for the role TPU Admin"):
+    with google_errors(what, denied="ask for the role TPU Admin"):
         for number in range(TRIES):
             answer = google.session().request(
                 verb.upper(), f"{google.address(HOST)}/v2/{path}", json=body, timeout=CALL_S
@@ -91,6 +91,6 @@ def _call(
                 break
             time.sleep(FIRST_WAIT_S * 2**number)
         if not answer.ok:
-            raise packages()["exceptions"].from_http_response(answer)
+            raise google_packages()["exceptions"].from_http_response(answer)
         found: dict[str, Any] = answer.json()
     return found

@@ -9,7 +9,7 @@ import sys
 from ingot.base.errors import IngotError
 from ingot.base.progress import say
 from ingot.launch.job import Job
-from ingot.launch.local import foreground
+from ingot.launch.places.local import foreground
 
 
 def main() -> int:

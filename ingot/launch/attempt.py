@@ -1,5 +1,5 @@
-"""One start of a job's ranks: what whoever supervises it must be able to ask of it, wherever the
-ranks run.
+"""One start of a job's ranks, as its supervisor sees it wherever they run, and the requests to stop
+that are forwarded to them.
 """
 
 from __future__ import annotations
@@ -8,50 +8,53 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, EXIT_STOPPED
 from ingot.base.heartbeat import Heartbeat
 from ingot.launch.job import Job
-from ingot.launch.stops import Stops
 
 POLL_S = 0.1
-WELL = (EXIT_DONE, EXIT_KEEP, EXIT_STOPPED)
+NON_FAILURE_CODES = (EXIT_DONE, EXIT_KEEP, EXIT_STOPPED)
 """Exit codes of a rank that are no failure."""
+SAME_REQUEST_S = 2.0
+"""A terminal, a launcher and a service manager may each send a signal for one request to stop."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
-class Exit:
-    """How an attempt ended: the rank that decided it, and its exit code, negative where a signal
-    ended it; `how` in words where that says more.
+class AttemptExit:
+    """How an attempt ended: the rank that decided it and its exit code, negative where a signal
+    ended it. `reason` says it in words where the place knows more.
     """
 
     rank: int
     code: int
-    how: str = ""
+    reason: str = ""
 
     @property
-    def shown(self) -> int:
-        """The code as a shell shows it: 128 + signal."""
+    def shell_code(self) -> int:
+        """The exit code as a shell reports it: 128 + signal."""
         return 128 - self.code if self.code < 0 else self.code
 
-    def told(self) -> str:
-        if self.how:
-            return self.how
+    def describe(self) -> str:
+        if self.reason:
+            return self.reason
         if self.code < 0:
             return f"rank {self.rank} was ended by {signal.Signals(-self.code).name}"
         return f"rank {self.rank} failed (exit {self.code})"
 
 
 class Attempt(Protocol):
-    """The ranks of one start. None of these waits, but for `stop`. `stacks_s`: how long stacks that
-    ranks were asked for may take to be seen here.
+    """The ranks of one start. No method waits, except `stop`. `stacks_s`: how long the stacks that
+    ranks were asked for may take to arrive.
     """
 
     stacks_s: float
 
-    def poll(self) -> Exit | None:
-        """None while a rank runs. The first that fails decides how all end; the others are ended
+    def poll(self) -> AttemptExit | None:
+        """None while a rank runs. The first rank that fails decides the exit; the others are ended
         then.
         """
         ...
@@ -60,19 +63,17 @@ class Attempt(Protocol):
         """The ranks that have not ended yet."""
         ...
 
-    def beats(self) -> dict[int, Heartbeat]:
-        """The last sign of life of each of these ranks, ended ones too; ranks that gave none are
-        left out.
-        """
+    def beats(self) -> dict[int, Beat]:
+        """The last heartbeat by rank, of ended ranks too; ranks that sent none are missing."""
         ...
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """A signal to one rank, or to all that run."""
+        """Send a signal to one rank, or to all that run."""
         ...
 
-    def taken(self) -> bool:
-        """Once ended: whether the place did it (a time limit, a machine taken away) and nobody had
-        asked, so that it is to be started again.
+    def preempted(self) -> bool:
+        """After the end: whether the place ended it without a request of ours (a time limit, a
+        machine that was reclaimed), so that it is to be started again.
         """
         ...
 
@@ -81,20 +82,60 @@ class Attempt(Protocol):
         ...
 
 
-Start = Callable[[Job], Attempt]
+StartAttempt = Callable[[Job], Attempt]
 
 
-def follow(attempt: Attempt, stops: Stops, look: Callable[[], bool] = lambda: False) -> Exit:
-    """Wait for the end. The first request to stop is handed on, the next one ends all ranks at
-    once; so does `look`, called often, by saying True.
+class StopRequests:
+    """While entered, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are only recorded: `first` is the first
+    that came (0: none), `repeated` says that another request followed.
     """
-    handed = False
+
+    def __init__(self) -> None:
+        self.first, self.repeated = 0, False
+        self._first_at = 0.0
+        self._previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        for number in STOP_SIGNALS:
+            # An ignored signal stays ignored: `nohup ingot run` survives the end of its terminal.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous_handlers[number] = signal.signal(number, self._record)
+        return self
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if not self.first:
+            self.first, self._first_at = number, time.monotonic()
+        elif time.monotonic() - self._first_at > SAME_REQUEST_S:
+            self.repeated = True
+
+    @property
+    def signal_to_forward(self) -> int:
+        """The signal for the ranks: a closed terminal (SIGHUP) is a request to stop cleanly."""
+        return signal.SIGTERM if self.first == signal.SIGHUP else self.first
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+
+def follow(
+    attempt: Attempt, stops: StopRequests, must_end: Callable[[], bool] = lambda: False
+) -> AttemptExit:
+    """Wait for the end. The first request to stop is forwarded to the ranks; a second one ends them
+    at once, and so does `must_end`, which is called often, when it returns True.
+    """
+    forwarded = False
     while (end := attempt.poll()) is None:
-        if stops.again or look():
+        if stops.repeated or must_end():
             attempt.stop()
             continue
-        if stops.first and not handed:
-            attempt.send(stops.asked)
-            handed = True
+        if stops.first and not forwarded:
+            attempt.send(stops.signal_to_forward)
+            forwarded = True
         time.sleep(POLL_S)
     return end

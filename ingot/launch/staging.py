@@ -1,5 +1,5 @@
-"""Before a start elsewhere: what its nodes need is put where they look for it, on the disk that
-they share with us or into the bucket.
+"""Before a start at another place: what its nodes would lack is reported before a machine is made,
+and what they need is put where they look for it, on the shared disk or in the bucket.
 """
 
 from __future__ import annotations
@@ -9,81 +9,77 @@ from dataclasses import replace
 from pathlib import Path
 
 from ingot.base.errors import Failed
+from ingot.base.markers import read_marker
 from ingot.base.progress import say
-from ingot.base.remote.bucket import open_bucket
-from ingot.base.remote.replica import push
-from ingot.base.storage import write_atomic
+from ingot.base.replica import push
+from ingot.base.replicaindex import read_index
+from ingot.base.storage import is_remote, write_atomic
+from ingot.cloud.regions import region_mismatch
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.launch.handles import find, jobs_folder
-from ingot.launch.job import Job
-from ingot.launch.sending import bring_back
-from ingot.launch.supervise import Stamp, committed
+from ingot.launch.job import Job, find_handle, jobs_folder
+from ingot.launch.rendezvous import clear_rendezvous
+from ingot.launch.run_folder_sync import pull_results
+from ingot.launch.supervisor.supervise import FRESH, FileStamp, committed_steps
+
+MANIFEST = "manifest.json"
 
 
-def staged(recipe: Recipe, job: Job) -> Job:
-    """The same job for one more start, with all that its nodes need where they look for it. What an
-    earlier start has made and nobody fetched is fetched before.
+def stage_start(recipe: Recipe, job: Job) -> Job:
+    """The job for one more start, with all that its nodes need where they look for it. What an
+    earlier start has made and nobody fetched is fetched first.
     """
     if (
-        job.mirror is not None
-        and find(recipe.folder.root, job.name, recipe.launch.kind) is not None
+        job.run_folder_url is not None
+        and find_handle(recipe.folder.root, job.name, recipe.launch.kind) is not None
     ):
-        bring_back(job.mirror, recipe.folder.root)
-    job = again(recipe, job)
-    stage(recipe, job)
+        pull_results(job.run_folder_url, recipe.folder.root)
+    job = with_next_rendezvous(recipe, job)
+    put_inputs(recipe, job)
     return job
 
 
-def again(recipe: Recipe, job: Job) -> Job:
-    """The same job for one more start: it meets in a place of its own, which exists from then
-    on.
-    """
-    folder = meeting_of(recipe.folder.root.absolute(), job.name)
+def with_next_rendezvous(recipe: Recipe, job: Job) -> Job:
+    """The job with a rendezvous of its own, which exists from now on and is empty."""
+    folder = next_rendezvous(recipe.folder.root.absolute(), job.name)
     folder.mkdir(parents=True, exist_ok=True)
-    if job.mirror is None:
-        return replace(job, meet=str(folder))
-    meet = f"{job.mirror}/jobs/{folder.name}"
-    for place in (
-        meet,
-        f"{job.mirror}/heartbeats",
-        f"{job.mirror}/stacks",
-    ):  # of a run of this name whose folder is gone from here, of earlier starts
-        bucket = open_bucket(place)
-        for left in bucket.list():
-            bucket.delete(left.name)
-    return replace(job, meet=meet)
+    if job.run_folder_url is None:
+        return replace(job, rendezvous=str(folder))
+    rendezvous = f"{job.run_folder_url}/jobs/{folder.name}"
+    clear_rendezvous(rendezvous)
+    for left in ("heartbeats", "stacks"):  # of earlier starts
+        clear_rendezvous(f"{job.run_folder_url}/{left}")
+    return replace(job, rendezvous=rendezvous)
 
 
-def stage(recipe: Recipe, job: Job) -> None:
-    """Put what the nodes need where they see it: the recipe as they are to read it, and the run
-    folder where they share no disk with us.
+def put_inputs(recipe: Recipe, job: Job) -> None:
+    """Put the resolved recipe, and the run folder where no disk is shared, where the nodes read
+    them.
     """
-    given = recipe.folder.root / "jobs" / f"nodes.{job.name}.yaml"
-    if job.mirror is None:
-        write_atomic(given, dump_recipe(recipe))
+    resolved = recipe.folder.root / "jobs" / f"nodes.{job.name}.yaml"
+    if job.run_folder_url is None:
+        write_atomic(resolved, dump_recipe(recipe))
         return
-    write_atomic(given, dump_recipe(for_nodes(recipe, job.mirror)))
-    push(recipe.folder.root, job.mirror)
+    write_atomic(resolved, dump_recipe(recipe_for_nodes(recipe, job.run_folder_url)))
+    push(recipe.folder.root, job.run_folder_url)
 
 
-def for_nodes(recipe: Recipe, mirror: str) -> Recipe:
-    """The recipe as the nodes of a job without a shared disk read it: checkpoints go to the bucket,
-    and nothing is launched from there.
+def recipe_for_nodes(recipe: Recipe, run_folder_url: str) -> Recipe:
+    """The recipe as nodes without a shared disk read it: checkpoints go to the bucket, and nothing
+    is launched from there.
     """
-    upload = recipe.checkpoint.upload or f"{mirror}/checkpoints"
+    upload = recipe.checkpoint.upload or f"{run_folder_url}/checkpoints"
+    launch = {"kind": "local", "nodes": 1, "detach": False}
     return recipe.model_copy(
         update={
             "checkpoint": recipe.checkpoint.model_copy(update={"upload": upload}),
-            "launch": recipe.launch.model_copy(
-                update={"kind": "local", "nodes": 1, "detach": False}
-            ),
+            "launch": recipe.launch.model_copy(update=launch),
         }
     )
 
 
-def meeting_of(root: Path, verb: str) -> Path:
-    """A place of its own for each start, numbered."""
+def next_rendezvous(root: Path, verb: str) -> Path:
+    """A folder of its own for each start, numbered."""
     numbers = [
         int(path.name.rpartition("-")[2])
         for path in jobs_folder(root).glob(f"{verb}-*")
@@ -92,32 +88,119 @@ def meeting_of(root: Path, verb: str) -> Path:
     return jobs_folder(root) / f"{verb}-{max(numbers, default=0) + 1}"
 
 
-def checkpoints(recipe: Recipe, job: Job) -> Callable[[], dict[int, Stamp]]:
-    """What tells the committed steps, wherever the job's checkpoints go."""
-    if job.mirror is None:
-        return lambda: committed(recipe.folder.checkpoints)
-    url = recipe.checkpoint.upload or f"{job.mirror}/checkpoints"
+def committed_anywhere(recipe: Recipe, job: Job) -> Callable[[], dict[int, FileStamp]]:
+    """Returns the committed steps, wherever the job's checkpoints go; while the bucket does not
+    answer, those that were seen last.
+    """
+    if job.run_folder_url is None:
+        return lambda: committed_steps(recipe.folder.checkpoints)
+    url = recipe.checkpoint.upload or f"{job.run_folder_url}/checkpoints"
+    last_seen: dict[int, FileStamp] = {}
 
-    known: dict[int, Stamp] = {}
-
-    def in_bucket() -> dict[int, Stamp]:
-        """As they were last seen, where the bucket does not answer."""
+    def in_bucket() -> dict[int, FileStamp]:
+        nonlocal last_seen
         try:
-            markers = [
-                blob
-                for blob in open_bucket(url).list("step-")
-                if blob.name.endswith("/COMMIT.json")
-            ]
+            blobs = open_bucket(url).list("step-")
         except Failed as error:
             say(f"warning: {error}")
-            return dict(known)
-        known.clear()
-        known.update(
-            {
-                int(blob.name.partition("/")[0].removeprefix("step-")): (blob.generation, 0)
-                for blob in markers
-            }
-        )
-        return dict(known)
+            return dict(last_seen)
+        last_seen = {
+            int(blob.name.partition("/")[0].removeprefix("step-")): (blob.generation, 0)
+            for blob in blobs
+            if blob.name.endswith("/COMMIT.json")
+        }
+        return dict(last_seen)
 
     return in_bucket
+
+
+def missing_inputs(recipe: Recipe, job: Job) -> list[str]:
+    """Why nodes at any place without a shared disk could not do a job: what it reads does not
+    exist, or lies on this machine alone. One reason each.
+    """
+    if job.run_folder_url is None:
+        return []
+    if reasons := unreachable_inputs(recipe, job.name):
+        return reasons
+    if (mismatch := region_mismatch(recipe.cloud)) is not None:
+        return [mismatch]
+    if (
+        job.name in ("train", "evaluate")
+        and read_marker(recipe.folder.columns, MANIFEST) is None
+        and f"data/columns/{MANIFEST}" not in read_index(open_bucket(job.run_folder_url)).entries
+    ):
+        return [
+            f"nothing is prepared, neither here nor in {job.run_folder_url}; run `ingot ingest` and"
+            " `ingot prepare` with the same recipe first"
+        ]
+    return _checkpoint_conflict(recipe, job) if job.name == "train" else []
+
+
+def _checkpoint_conflict(recipe: Recipe, job: Job) -> list[str]:
+    """Where the checkpoints of this machine and those in the bucket would not resume alike."""
+    here = max(committed_steps(recipe.folder.checkpoints), default=0)
+    remote = max(committed_anywhere(recipe, job)(), default=0)
+    upload = recipe.checkpoint.upload or f"{job.run_folder_url}/checkpoints"
+    if FRESH in job.argv and remote:
+        return [
+            f"{upload} holds checkpoints up to step {remote:,}, which --fresh would not begin"
+            " from; set checkpoint.upload to another folder"
+        ]
+    if FRESH not in job.argv and here > remote:
+        folder = recipe.folder.checkpoints / f"step-{here:08d}"
+        return [
+            f"checkpoint {here:,} of this machine is newer than what {upload} holds; send it"
+            f" (gcloud storage cp -r {folder} {upload}/), or begin anew with another `name`"
+        ]
+    return []
+
+
+def unreachable_inputs(recipe: Recipe, verb: str) -> list[str]:
+    """Why nodes without a shared disk could not do a verb: what it reads lies on this machine
+    alone.
+    """
+    reasons = []
+    if recipe.cloud.bucket is None:
+        reasons.append(
+            f"launch.kind {recipe.launch.kind} keeps the run folder in a bucket; set cloud.bucket"
+        )
+    if Path(recipe.output).is_absolute():
+        reasons.append(
+            f"output {recipe.output} is a folder of this machine; give one relative to the working"
+            " folder, such as runs"
+        )
+    if verb in ("ingest", "run"):
+        reasons += [
+            f"data source {source} is a file of this machine; put it into the bucket, or run `ingot"
+            " ingest` here first"
+            for source in recipe.sources
+            if ":" not in source and not is_remote(source)
+        ]
+    if verb in ("prepare", "train", "evaluate", "run"):
+        reasons += [
+            f"{knob} {value} cannot be read by the nodes, which see no folder of this machine and"
+            " fetch models from the hub alone; give hf:ORGANIZATION/NAME"
+            for knob, value in local_folders(recipe).items()
+        ]
+    return reasons
+
+
+def local_folders(recipe: Recipe) -> dict[str, str]:
+    """The models, tokenizers, adapters and checkpoints that the recipe names by a path or address,
+    by knob.
+    """
+    objective, lora = recipe.objective, recipe.model.lora
+    named: dict[str, str | None] = {
+        "model.source": recipe.model.source,
+        "tokenizer.source": recipe.tokenizer.source,
+        "evaluate.model": recipe.evaluate.model,
+        "objective.teacher": getattr(objective, "teacher", None),
+        "objective.reference": getattr(objective, "reference", None),
+        "model.lora.adapter": getattr(lora, "adapter", None),
+        "train.start_from": recipe.train.start_from,
+    }
+    return {
+        knob: value
+        for knob, value in named.items()
+        if value not in (None, "train", "none") and not value.startswith(("hf:", "preset:"))
+    }

@@ -19,18 +19,17 @@ from typing import NamedTuple
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, Failed, IngotError, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.remote.bucket import open_bucket
-from ingot.base.remote.replica import push
-from ingot.base.reports import VerbOutcome, read_record
-from ingot.cloud.clients import Google
-from ingot.cloud.secrets import resolve
-from ingot.cloud.tensorboard import live
+from ingot.base.replica import push
+from ingot.base.steprecord import Outcome, read_record
+from ingot.cloud.clients import GoogleClients
+from ingot.cloud.secrets import resolve_secrets
+from ingot.cloud.vertex.tensorboard import upload_metrics
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.local import foreground
-from ingot.launch.sending import Sending, bring
-from ingot.pipeline.incremental import perform, what_it_reads
+from ingot.launch.places.local import foreground
+from ingot.launch.run_folder_sync import RunFolderPusher, pull_run_folder
+from ingot.pipeline.perform import perform
 from ingot.pipeline.plan import DEPLOYS, KEEPS
 from ingot.pipeline.steps import DEPLOY, step_of
 
@@ -68,10 +67,16 @@ def _do(verb: str, address: str, replica: str, place: list[str], submission: str
     Path(RECIPE).write_bytes(open_bucket(folder).get(name))
     recipe = load_recipe([RECIPE], place, environ={}, dotenv=None)
     root = recipe.folder.root
-    os.environ.update(resolve(Google(recipe.cloud), recipe.cloud.secrets))
-    bring(replica, root, "submit" if place and verb in ("train", "evaluate") else verb, recipe)
+    os.environ.update(resolve_secrets(GoogleClients(recipe.cloud), recipe.cloud.secrets))
+    pull_run_folder(
+        replica, root, "submit" if place and verb in ("train", "evaluate") else verb, recipe
+    )
     job = _job(verb, place, _options(verb, recipe, submission))
-    with contextlib.nullcontext() if place else _shown(recipe, Job(verb, job.argv, mirror=replica)):
+    with (
+        contextlib.nullcontext()
+        if place
+        else _shown(recipe, Job(verb, job.argv, run_folder_url=replica))
+    ):
         code = (
             _deploy(recipe, job) if verb == "deploy" else foreground(job, results=sys.stdout).code
         )
@@ -93,9 +98,9 @@ def _shown(recipe: Recipe, job: Job) -> Iterator[None]:
     """
     trains = job.name == "train"
     with (
-        Sending(job, recipe.folder.root, 0),
+        RunFolderPusher(job.run_folder_url or "", recipe.folder.root, 0),
         (
-            live(Google(recipe.cloud), recipe.name, recipe.folder.metrics)
+            upload_metrics(GoogleClients(recipe.cloud), recipe.name, recipe.folder.metrics)
             if trains
             else contextlib.nullcontext()
         ),

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from ingot.base.errors import WrongInput
-from ingot.cloud.clients import messages
-from ingot.cloud.instances import name_of
+from ingot.cloud.clients import message_types
+from ingot.cloud.instances import resource_name
+from ingot.pipeline.component import gate, step
 from ingot.pipeline.plan import DEPLOYS, GATED, Plan, Planned
 
 
@@ -68,8 +69,8 @@ def compiled(plan: Plan) -> dict[str, Any]:
                     task = _task(dsl, plan, planned, recipe, where, after)
                     where, after = task.outputs["replica"], task.outputs["fingerprint"]
 
-    made = dsl.pipeline(name=name_of(f"ingot-{plan.name}"))(pipeline)
-    found: dict[str, Any] = messages("google.protobuf.json_format").MessageToDict(
+    made = dsl.pipeline(name=resource_name(f"ingot-{plan.name}"))(pipeline)
+    found: dict[str, Any] = message_types("google.protobuf.json_format").MessageToDict(
         made.pipeline_spec
     )
     return found

@@ -12,16 +12,13 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.remote.replica import replica_url
 from ingot.base.storage import is_remote
-from ingot.cloud.clients import Google
+from ingot.cloud.clients import GoogleClients
 from ingot.cloud.images import image_of
 from ingot.cloud.machines import accelerators_of, check_machine, machine_type, vertex_accelerator
 from ingot.cloud.prices import time_limit_s
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.config.sections.deployment import StepPlace, Verb
-from ingot.config.sections.launch import Machine
-from ingot.launch.missing import local_folders
-from ingot.launch.staging import for_nodes
+from ingot.launch.staging import local_folders, recipe_for_nodes
 from ingot.pipeline.steps import STEPS
 
 VERBS: tuple[Verb, ...] = ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
@@ -80,10 +77,10 @@ def plan(recipe: Recipe) -> Plan:
     """Raises WrongInput where there is no bucket, no image, or a place that the pipeline cannot
     reach.
     """
-    bucket = Google(recipe.cloud).bucket
+    bucket = GoogleClients(recipe.cloud).bucket
     root = (recipe.pipeline.root or f"{bucket}/ingot/pipelines").rstrip("/")
     replica = replica_url(bucket, recipe.name)
-    text = dump_recipe(for_nodes(recipe.model_copy(update={"output": OUTPUT}), replica))
+    text = dump_recipe(recipe_for_nodes(recipe.model_copy(update={"output": OUTPUT}), replica))
     steps = tuple(_planned(recipe, verb) for verb in VERBS)
     return Plan(
         recipe.name,
@@ -135,7 +132,7 @@ def reasons(recipe: Recipe) -> list[str]:
         found += [f"{verb}: {reason}" for reason in _misplaced(recipe, verb)]
     bounded = [verb for verb in VERBS if _is_shared(verb) and _kind(recipe, verb) in BOUNDED]
     looks: tuple[Callable[[], object], ...] = (
-        lambda: Google(recipe.cloud).project,
+        lambda: GoogleClients(recipe.cloud).project,
         lambda: plan(recipe),
         lambda: [time_limit_s(recipe.at(verb)) for verb in bounded],
     )

@@ -22,13 +22,12 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import INDEX
 from ingot.base.remote.replica import push
 from ingot.base.storage import write_atomic
-from ingot.cloud import pipelines
-from ingot.cloud.clients import Google
-from ingot.cloud.instances import label, name_of
+from ingot.cloud.clients import GoogleClients
+from ingot.cloud.instances import label, resource_name
 from ingot.cloud.regions import region_mismatch
+from ingot.cloud.vertex import jobs as pipelines
 from ingot.config.recipe import Recipe
-from ingot.launch.sending import bring_back
-from ingot.pipeline.kubeflow import compiled, text_of
+from ingot.launch.run_folder_sync import pull_results
 from ingot.pipeline.plan import VERBS, Plan, plan, reasons
 
 LOOK_S = 15.0
@@ -46,7 +45,7 @@ class Submission:
     REST interface takes it.
     """
 
-    google: Google
+    google: GoogleClients
     plan: Plan
     spec: dict[str, Any]
     job: dict[str, Any]
@@ -73,11 +72,11 @@ def prepared(recipe: Recipe) -> Submission:
     """
     if found := reasons(recipe):
         raise WrongInput(f"{recipe.name} cannot be submitted: {'; '.join(found)}")
-    google, cloud = Google(recipe.cloud), recipe.cloud
+    google, cloud = GoogleClients(recipe.cloud), recipe.cloud
     wanted = plan(recipe)
     spec = compiled(wanted)
     job: dict[str, Any] = {
-        "displayName": name_of(f"ingot-{recipe.name}"),
+        "displayName": resource_name(f"ingot-{recipe.name}"),
         "pipelineSpec": spec,
         "labels": {
             **{label(key): label(value) for key, value in cloud.labels.items()},
@@ -126,7 +125,7 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
     _look(recipe, google)
     last = _noted(note)
     if last is not None and last["mark"] == submission.mark:
-        standing = pipelines.get(google, last["id"])
+        standing = pipelines.get_pipeline_job(google, last["id"])
         if standing is not None and standing.is_alive:
             return last["id"], True
         id = (
@@ -134,18 +133,20 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
         )  # one that never came to be gets its name now
     else:
         id = _new_id(submission)
-    if others := [other for other in pipelines.alive(google, _labels(recipe)) if other != id]:
+    if others := [
+        other for other in pipelines.running_pipeline_jobs(google, _labels(recipe)) if other != id
+    ]:
         raise Failed(
             f"the pipeline {others[0]} of {recipe.name} goes on, and two would write one run: wait"
             f" for it or cancel it, {submission.link(others[0])}"
         )
     _send(recipe, submission)
     write_atomic(note, json.dumps({"schema": 1, "id": id, "mark": submission.mark}) + "\n")
-    pipelines.create(google, id, submission.job)
+    pipelines.create_pipeline_job(google, id, submission.job)
     return id, False
 
 
-def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.Scheduled:
+def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.ScheduleStatus:
     """Start the pipeline again and again at the times of `cron`; in the place of what was scheduled
     for this run before.
     """
@@ -167,7 +168,7 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
     trouble = ""
     while True:
         try:
-            standing = pipelines.get(submission.google, id)
+            standing = pipelines.get_pipeline_job(submission.google, id)
         except Failed as error:
             if str(error) != trouble:
                 say(f"warning: {error}")
@@ -190,7 +191,7 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
 
 def _bring_back(replica: str, root: Path) -> None:
     try:
-        bring_back(replica, root, parts=SHOWN)
+        pull_results(replica, root, parts=SHOWN)
         say(
             f"its metrics and reports are in {root} (`ingot show run {root}`); model and data stay"
             f" in {replica}"
@@ -203,10 +204,10 @@ def cancel(recipe: Recipe) -> list[str]:
     """End what runs of this recipe's pipeline; the ids. What its jobs elsewhere do ends with their
     containers.
     """
-    google = Google(recipe.cloud)
-    found = pipelines.alive(google, _labels(recipe))
+    google = GoogleClients(recipe.cloud)
+    found = pipelines.running_pipeline_jobs(google, _labels(recipe))
     for id in found:
-        pipelines.cancel(google, id)
+        pipelines.cancel_pipeline_job(google, id)
     return found
 
 
@@ -248,7 +249,7 @@ def _labels(recipe: Recipe) -> dict[str, str]:
     return {"ingot-run": label(recipe.name), "ingot-verb": "pipeline"}
 
 
-def _look(recipe: Recipe, google: Google) -> None:
+def _look(recipe: Recipe, google: GoogleClients) -> None:
     """What only Google can tell: credentials, the bucket and its region."""
     google.client("pipelines")
     if reason := region_mismatch(recipe.cloud):
@@ -272,7 +273,7 @@ def _send(recipe: Recipe, submission: Submission) -> None:
         push(recipe.folder.root, wanted.replica)
 
 
-def _judge(submission: Submission, standing: pipelines.Standing) -> None:
+def _judge(submission: Submission, standing: pipelines.PipelineJobStatus) -> None:
     failed = next(
         (task for task in standing.tasks if task.name in VERBS and task.state == "FAILED"), None
     )

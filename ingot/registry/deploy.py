@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
-from ingot.cloud.clients import Google
+from ingot.cloud.clients import GoogleClients
 from ingot.config.recipe import Recipe
 from ingot.registry.verbs import approved, compared_with, lies_in, newest, registry_of
 from ingot.registry.versions import Registered, VertexVersion
@@ -70,7 +70,7 @@ def deploy(recipe: Recipe, name: str, wish: Wish, *, is_run: bool = False) -> Re
             else:
                 registry.point(name, version.number, reason, instead_of=instead_of)
 
-        roll_out(Google(recipe.cloud), plan, lambda: _live(registry, name), allow, commit)
+        roll_out(GoogleClients(recipe.cloud), plan, lambda: _live(registry, name), allow, commit)
         return version
     if wish.back:
         before: Registered = registry.rollback(name, "rolled back by hand")
@@ -89,7 +89,7 @@ def rehearse(recipe: Recipe, name: str, wish: Wish, *, is_run: bool = False) -> 
     registry = registry_of(recipe)
     if isinstance(registry, VertexRegistry):
         version, _, _ = _chosen(recipe, registry, name, wish, is_run)
-        return render(Google(recipe.cloud), _planned(recipe, version, wish, None))
+        return render(GoogleClients(recipe.cloud), _planned(recipe, version, wish, None))
     if wish.back:
         return f"{name} back to the version that was live before\n"
     chosen = newest(registry, name) if wish.number is None else registry.version(name, wish.number)
@@ -98,7 +98,7 @@ def rehearse(recipe: Recipe, name: str, wish: Wish, *, is_run: bool = False) -> 
 
 def address(recipe: Recipe, name: str) -> str | None:
     """The endpoint that serves a name; None where the registry has none."""
-    there = find(Google(recipe.cloud), name) if recipe.registry.kind == "vertex" else None
+    there = find(GoogleClients(recipe.cloud), name) if recipe.registry.kind == "vertex" else None
     return there.name if there else None
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
-from ingot.launch.supervise import committed
+from ingot.launch.supervisor.supervise import committed_steps
 from tests.cli.commands import clean_environment, command, ingot
 from tests.launch.blocking import wait_until
 from tests.small import small_recipe
@@ -54,7 +54,7 @@ def test_a_detached_training_is_found_followed_cancelled_and_goes_on(place: Path
     handle = json.loads(started.stdout)
     run = small_recipe(place).folder
     try:
-        wait_until(lambda: bool(committed(run.checkpoints)), 120)
+        wait_until(lambda: bool(committed_steps(run.checkpoints)), 120)
         status = ingot("launch", "status", "runs/small", cwd=place).stdout
         assert status.startswith(f"train     running    process {handle['id']}, for ")
         assert " steps done, " in status
@@ -108,7 +108,7 @@ def test_a_killed_training_is_started_again(verb: tuple[str, ...], place: Path) 
     )
     run = small_recipe(place).folder
     try:
-        wait_until(lambda: len(committed(run.checkpoints)) > 0, 120)
+        wait_until(lambda: len(committed_steps(run.checkpoints)) > 0, 120)
         (rank,) = psutil.Process(process.pid).children()
         rank.kill()
         wait_until(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ingot.cli.arguments import read_recipe, split
-from ingot.cloud.needs import needs_of
-from ingot.cloud.prices import hourly_of
+from ingot.cloud.doctor.context import needs_of
+from ingot.cloud.prices import hourly_price_of
 from ingot.config.recipe import Recipe
-from ingot.launch.places import launcher, place
+from ingot.launch.run_job import job_of, launcher_of
 from ingot.pipeline.plan import reasons
 from tests.house.source import PROJECT
 
@@ -62,7 +62,7 @@ def test_each_is_taken_and_bounded() -> None:
     assert {demand.why for demand in asked.machines} == {"launch.machine", "serve.machine"}
     for words in (shown, trained):
         recipe = recipe_of(words)
-        assert launcher(recipe).can(place(recipe, "train", shared=True)) == []
+        assert launcher_of(recipe).can(job_of(recipe, "train", distributed=True)) == []
         assert recipe.launch.machine == recipe_of(doctor).launch.machine
     assert ("--dry-run" in shown, "--dry-run" in trained) == (True, False)
     assert trained.index("ingest") < trained.index("prepare") < trained.index("launch")
@@ -70,5 +70,5 @@ def test_each_is_taken_and_bounded() -> None:
     for words in (trained, submitted):
         recipe = recipe_of(words)
         assert recipe.cloud.max_cost == 2.0
-        assert 0 < hourly_of(recipe) < 1.0
+        assert 0 < hourly_price_of(recipe) < 1.0
     assert f"labels.ingot-run={recipe_of(trained).name}`" in OURS

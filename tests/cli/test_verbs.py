@@ -130,7 +130,7 @@ def test_the_main_rank_alone_shows_a_training_on_tensorboard(
             shown.append((self.name, json.loads(metrics.read_text())["loss"]))
             return 1
 
-    monkeypatch.setattr("ingot.cloud.tensorboard.Board", Board)
+    monkeypatch.setattr("ingot.cloud.vertex.tensorboard.TensorboardRun", Board)
     arguments = written(tmp_path, cloud__tensorboard="board", cloud__project="proj")
     (tmp_path / "runs" / "small").mkdir(parents=True)
     (tmp_path / "runs" / "small" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n')

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.cloud import context
+from ingot.cloud import build_inputs as context
 
 PROJECT = Path(__file__).resolve().parents[2]
 

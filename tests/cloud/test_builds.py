@@ -12,10 +12,10 @@ import pytest
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.bucket import open_bucket
 from ingot.cloud import builds, clients
-from ingot.cloud.builds import Baked, Wish
-from ingot.cloud.clients import Google
-from ingot.cloud.context import source
-from ingot.config.sections.deployment import Cloud
+from ingot.cloud.build_inputs import ingot_source
+from ingot.cloud.builds import BakedParts, BuildRequest
+from ingot.cloud.clients import GoogleClients
+from ingot.config.cloud import Cloud
 from tests import gcs, golden
 from tests.cloud.checkout import committed, running_from
 from tests.fakes import builds as fake
@@ -36,7 +36,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.St
     server.server_close()
 
 
-def google_of(service: fake.State, **more: object) -> Google:
+def google_of(service: fake.State, **more: object) -> GoogleClients:
     values = {
         "project": "proj",
         "bucket": "bucket",
@@ -44,27 +44,27 @@ def google_of(service: fake.State, **more: object) -> Google:
         "endpoint": service.server.address,
         **more,
     }
-    return Google(Cloud.model_validate(values))
+    return GoogleClients(Cloud.model_validate(values))
 
 
-def wish_of(google: Google, *kinds: str, **more: object) -> Wish:
-    made = source()
+def wish_of(google: GoogleClients, *kinds: str, **more: object) -> BuildRequest:
+    made = ingot_source()
     name = f"ingot/builds/source-{made.sha256[:16]}.tgz"
     open_bucket(google.bucket).put(name, made.data)
-    return Wish(kinds or ("train",), made.revision, name, **more)  # type: ignore[arg-type]
+    return BuildRequest(kinds or ("train",), made.revision, name, **more)  # type: ignore[arg-type]
 
 
 def test_what_is_asked_for(service: fake.State) -> None:
     google = google_of(service, service_account="builder@proj.iam.gserviceaccount.com")
-    wish = Wish(
+    wish = BuildRequest(
         ("train", "spark", "serve"),
         "0123456789ab",
         "ingot/builds/source-0123456789abcdef.tgz",
         ("v1",),
         {"train": "cu126", "serve": "cpu"},
-        {"train": Baked("docs", "ingot/builds/baked-0123456789abcdef.tar", 60 * 10**9)},
+        {"train": BakedParts("docs", "ingot/builds/baked-0123456789abcdef.tar", 60 * 10**9)},
     )
-    golden.check("build.json", builds.rendered(google, wish))
+    golden.check("build.json", builds.render_build(google, wish))
     assert not service.server.calls
 
 
@@ -73,7 +73,7 @@ def test_images_are_built_tagged_and_told_with_their_digests(
 ) -> None:
     google = google_of(service)
     wish = wish_of(google, "train", "serve", tags=("v1",), torch={"train": "cu126", "serve": "cpu"})
-    built = builds.build(google, wish)
+    built = builds.run_build(google, wish)
     wanted = [
         f"{HERE}/ingot-{kind}:{tag}"
         for kind in ("train", "serve")
@@ -103,20 +103,22 @@ def test_images_are_built_tagged_and_told_with_their_digests(
 def test_the_source_is_the_very_object_that_was_sent(service: fake.State) -> None:
     google = google_of(service)
     wish = wish_of(google)
-    builds.build(google, wish)
+    builds.run_build(google, wish)
     assert (
         service.build.source.storage_source.generation
         == service.storage.objects[wish.source].generation
     )
     with pytest.raises(Failed, match="the source gs://bucket/ingot/builds/none is gone"):
-        builds.build(google, Wish(("train",), "0", "ingot/builds/none"))
+        builds.run_build(google, BuildRequest(("train",), "0", "ingot/builds/none"))
 
 
 def test_the_image_of_a_run_is_never_the_latest(service: fake.State) -> None:
     google = google_of(service)
     open_bucket("gs://bucket").put("ingot/builds/baked-1.tar", b"tar")
-    wish = wish_of(google, "train", baked={"train": Baked("docs", "ingot/builds/baked-1.tar", 3)})
-    built = builds.build(google, wish)
+    wish = wish_of(
+        google, "train", baked={"train": BakedParts("docs", "ingot/builds/baked-1.tar", 3)}
+    )
+    built = builds.run_build(google, wish)
     assert [image.name.partition(":")[2] for image in built] == [
         wish.revision,
         "latest",
@@ -142,7 +144,7 @@ def test_a_build_that_fails_tells_the_step_and_the_end_of_its_log(
             r" https://console"
         ),
     ):
-        builds.build(google, wish_of(google))
+        builds.run_build(google, wish_of(google))
     told = capsys.readouterr().err
     assert "  line 99\n" in told
     assert "line 79\n" not in told
@@ -162,7 +164,7 @@ def test_each_other_end_is_told(service: fake.State, status: str, says: str) -> 
     service.ends = status
     google = google_of(service)
     with pytest.raises(Failed, match=says):
-        builds.build(google, wish_of(google))
+        builds.run_build(google, wish_of(google))
     assert service.pushed == {}
 
 
@@ -180,7 +182,7 @@ def test_a_build_that_nobody_waits_for_is_cancelled(
 
     monkeypatch.setattr(builds.time, "sleep", stopped)
     with pytest.raises(KeyboardInterrupt):
-        builds.build(google, wish_of(google))
+        builds.run_build(google, wish_of(google))
     assert looked.is_set()
     assert service.cancelled == [service.build.id]
 
@@ -188,7 +190,7 @@ def test_a_build_that_nobody_waits_for_is_cancelled(
 def test_an_answer_that_got_lost_does_not_build_twice(service: fake.State) -> None:
     google = google_of(service)
     service.server.fault("CloudBuild.CreateBuild", 503, lose=True)
-    assert len(builds.build(google, wish_of(google))) == 2
+    assert len(builds.run_build(google, wish_of(google))) == 2
     assert len(service.builds) == 1
 
 
@@ -198,14 +200,14 @@ def test_a_service_that_is_away_is_told_and_nothing_is_left(service: fake.State)
     with pytest.raises(
         Failed, match=r"could not build the images train: on purpose; run the same command again"
     ):
-        builds.build(google, wish_of(google))
+        builds.run_build(google, wish_of(google))
     assert service.builds == {}
 
 
 def test_a_short_silence_while_it_is_followed_does_no_harm(service: fake.State) -> None:
     google = google_of(service)
     service.server.fault("CloudBuild.GetBuild", 503, times=3)
-    assert builds.build(google, wish_of(google))
+    assert builds.run_build(google, wish_of(google))
 
 
 @pytest.mark.parametrize(
@@ -229,18 +231,19 @@ def test_what_the_service_refuses_is_one_line(
     google = google_of(service)
     service.server.fault("CloudBuild.CreateBuild", code, message=message)
     with pytest.raises((WrongInput, Failed), match=says):
-        builds.build(google, wish_of(google))
+        builds.run_build(google, wish_of(google))
     assert service.builds == {}
 
 
 def test_the_disk_has_room_for_what_is_baked_in(service: fake.State) -> None:
     google = google_of(service)
-    small = builds.request(google, Wish(("train",), "0", "s"))
-    large = builds.request(
-        google, Wish(("train",), "0", "s", baked={"train": Baked("docs", "b", 200 * 10**9)})
+    small = builds.build_message(google, BuildRequest(("train",), "0", "s"))
+    large = builds.build_message(
+        google,
+        BuildRequest(("train",), "0", "s", baked={"train": BakedParts("docs", "b", 200 * 10**9)}),
     )
     assert (small.options.disk_size_gb, large.options.disk_size_gb) == (100, 900)
-    huge = builds.request(
-        google, Wish(("train",), "0", "s", baked={"train": Baked("docs", "b", 10**13)})
+    huge = builds.build_message(
+        google, BuildRequest(("train",), "0", "s", baked={"train": BakedParts("docs", "b", 10**13)})
     )
     assert huge.options.disk_size_gb == 4000

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.cloud.context import Source, source
+from ingot.cloud.build_inputs import BuildSource, ingot_source
 from tests.cloud.checkout import PROJECT, committed, git, plain, running_from
 
 
-def names(made: Source) -> set[str]:
+def names(made: BuildSource) -> set[str]:
     with tarfile.open(fileobj=io.BytesIO(made.data), mode="r:gz") as tar:
         return {item.name for item in tar if item.isfile()}
 
@@ -31,7 +31,7 @@ def test_of_a_checkout_only_what_is_committed_goes_out(
     (root / "runs" / "big").write_text("x")
     (root / "ingot" / "scratch.py").write_text("new")
     (root / "ingot" / "__init__.py").write_text("changed")
-    made = source()
+    made = ingot_source()
     assert {
         "ingot/__init__.py",
         "images/train.Dockerfile",
@@ -54,24 +54,24 @@ def test_the_same_commit_is_the_same_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running_from(monkeypatch, committed(tmp_path / "one"))
-    first = source()
+    first = ingot_source()
     running_from(monkeypatch, committed(tmp_path / "two"))
-    assert source() == first
+    assert ingot_source() == first
 
 
 def test_without_git_the_archive_does_not_tell_when_it_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = running_from(monkeypatch, plain(tmp_path / "one"))
-    made = source()
+    made = ingot_source()
     (first / "ingot" / "__pycache__").mkdir()
     (first / "ingot" / "__pycache__" / "x.pyc").write_bytes(b"x")
     os.utime(first / "LICENSE", (time.time() - 1000, time.time() - 1000))
-    again = source()
+    again = ingot_source()
     assert again == made
     assert "-" in made.revision
     (first / "ingot" / "__init__.py").write_text("other")
-    assert source().revision != made.revision
+    assert ingot_source().revision != made.revision
 
 
 def test_what_is_incomplete_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_what_is_incomplete_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         WrongInput,
         match=r"this ingot lacks constraints.txt, of which images are built; install it anew",
     ):
-        source()
+        ingot_source()
 
 
 def test_a_checkout_that_git_cannot_read_is_told_in_one_line(
@@ -91,7 +91,7 @@ def test_a_checkout_that_git_cannot_read_is_told_in_one_line(
     git(root, "rm", "-r", "--quiet", "images")
     git(root, "commit", "--quiet", "--message", "gone")
     with pytest.raises(Failed, match=r"git archive failed in .*: .*images.*; mend the checkout"):
-        source()
+        ingot_source()
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_an_installed_ingot_builds_images_too(tmp_path: Path) -> None:
     )
     beside = next(Path(path) for path in sys.path if path.endswith("site-packages"))
     code = (
-        "import io, tarfile; from ingot.cloud.context import source; made = source();"
+        "import io, tarfile; from ingot.cloud.build_inputs import source; made = ingot_source();"
         " print(made.revision, *sorted(item.name for item in"
         " tarfile.open(fileobj=io.BytesIO(made.data), mode='r:gz')))"
     )
@@ -154,4 +154,4 @@ def test_an_installed_ingot_builds_images_too(tmp_path: Path) -> None:
         "README.md",
         "LICENSE",
     } <= set(found)
-    assert "ingot/cloud/context.py" in found
+    assert "ingot/cloud/build_inputs.py" in found

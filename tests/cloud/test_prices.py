@@ -10,58 +10,66 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.cloud.machines import ACCELERATORS, MACHINES
-from ingot.cloud.prices import chips, hourly, hourly_tpu, table, time_limit_s
-from ingot.config.sections.deployment import Cloud
-from ingot.config.sections.launch import Machine
+from ingot.cloud.prices import (
+    hourly_price,
+    hourly_price_of_tpu,
+    price_table,
+    time_limit_s,
+    tpu_chips,
+)
+from ingot.config.cloud import Cloud
+from ingot.config.launch import Machine
 from tests.small import small_recipe
 
 DAY = 86_400.0
 
 
 def test_the_table_has_a_price_for_every_machine_and_says_of_what_day_it_is() -> None:
-    assert date.fromisoformat(table()["date"])
-    assert table()["approximate"] is True
+    assert date.fromisoformat(price_table()["date"])
+    assert price_table()["approximate"] is True
     for name in MACHINES:
         on_demand, spot = (
-            hourly(Cloud(), Machine(type=name), 1),
-            hourly(Cloud(), Machine(type=name, spot=True), 1),
+            hourly_price(Cloud(), Machine(type=name), 1),
+            hourly_price(Cloud(), Machine(type=name, spot=True), 1),
         )
         assert 0 < (spot or 0) < (on_demand or 0), name
     attached = [name for name, accelerator in ACCELERATORS.items() if accelerator.counts]
-    assert set(table()["accelerators"]) == set(attached)
+    assert set(price_table()["accelerators"]) == set(attached)
 
 
 def test_nodes_accelerators_and_spot_count() -> None:
-    each = table()["accelerators"]["nvidia-tesla-t4"]
-    bare = hourly(Cloud(), Machine(), 1)
-    assert bare == pytest.approx(8 * table()["vcpus"]["n1-standard"][0])
+    each = price_table()["accelerators"]["nvidia-tesla-t4"]
+    bare = hourly_price(Cloud(), Machine(), 1)
+    assert bare == pytest.approx(8 * price_table()["vcpus"]["n1-standard"][0])
     with_two = Machine(accelerator="NVIDIA_TESLA_T4", accelerators=2)
-    assert hourly(Cloud(), with_two, 3) == pytest.approx(3 * (bare + 2 * each[0]))
-    assert hourly(Cloud(), with_two.model_copy(update={"spot": True}), 1) == pytest.approx(
-        8 * table()["vcpus"]["n1-standard"][1] + 2 * each[1]
+    assert hourly_price(Cloud(), with_two, 3) == pytest.approx(3 * (bare + 2 * each[0]))
+    assert hourly_price(Cloud(), with_two.model_copy(update={"spot": True}), 1) == pytest.approx(
+        8 * price_table()["vcpus"]["n1-standard"][1] + 2 * each[1]
     )
     assert (
-        hourly(Cloud(), Machine(type="a2-highgpu-8g"), 2)
-        == 2 * table()["machines"]["a2-highgpu-8g"][0]
+        hourly_price(Cloud(), Machine(type="a2-highgpu-8g"), 2)
+        == 2 * price_table()["machines"]["a2-highgpu-8g"][0]
     )  # its accelerators are in that
 
 
 def test_a_price_of_ones_own_takes_the_place_of_the_tables() -> None:
     assert (
-        hourly(Cloud(prices={"a2-highgpu-8g": 20.0}), Machine(type="a2-highgpu-8g", spot=True), 2)
+        hourly_price(
+            Cloud(prices={"a2-highgpu-8g": 20.0}), Machine(type="a2-highgpu-8g", spot=True), 2
+        )
         == 40.0
     )
     cloud = Cloud(prices={"n1-standard-8": 0.5, "NVIDIA_TESLA_T4": 0.25})
-    assert hourly(cloud, Machine(accelerator="nvidia-tesla-t4", accelerators=4), 1) == 1.5
-    assert hourly(Cloud(), Machine(type="n2-custom-8-16384"), 1) is None
+    assert hourly_price(cloud, Machine(accelerator="nvidia-tesla-t4", accelerators=4), 1) == 1.5
+    assert hourly_price(Cloud(), Machine(type="n2-custom-8-16384"), 1) is None
     assert (
-        hourly(Cloud(prices={"n2-custom-8-16384": 0.3}), Machine(type="n2-custom-8-16384"), 1)
+        hourly_price(Cloud(prices={"n2-custom-8-16384": 0.3}), Machine(type="n2-custom-8-16384"), 1)
         == 0.3
     )
 
 
 def test_tpus_count_chips_or_cores_by_their_generation() -> None:
-    assert [chips(kind) for kind in ("v5litepod-8", "v6e-4", "v4-8", "v2-8", "v5p", "t4")] == [
+    assert [tpu_chips(kind) for kind in ("v5litepod-8", "v6e-4", "v4-8", "v2-8", "v5p", "t4")] == [
         8,
         4,
         4,
@@ -69,9 +77,11 @@ def test_tpus_count_chips_or_cores_by_their_generation() -> None:
         None,
         None,
     ]
-    assert hourly_tpu(Cloud(), "v5litepod-8") == pytest.approx(8 * table()["chips"]["v5litepod"][0])
-    assert hourly_tpu(Cloud(prices={"v5litepod-8": 1.0}), "v5litepod-8") == 1.0
-    assert hourly_tpu(Cloud(), "v9-8") is None
+    assert hourly_price_of_tpu(Cloud(), "v5litepod-8") == pytest.approx(
+        8 * price_table()["chips"]["v5litepod"][0]
+    )
+    assert hourly_price_of_tpu(Cloud(prices={"v5litepod-8": 1.0}), "v5litepod-8") == 1.0
+    assert hourly_price_of_tpu(Cloud(), "v9-8") is None
 
 
 @pytest.mark.parametrize(
@@ -120,4 +130,6 @@ def test_a_tpu_has_a_bound_too(tmp_path: Path) -> None:
     recipe = small_recipe(
         tmp_path, **{"launch.kind": "tpu", "cloud.max_cost": 96, "launch.tpu.type": "v5litepod-8"}
     )
-    assert time_limit_s(recipe) == pytest.approx(96 / (8 * table()["chips"]["v5litepod"][0]) * 3600)
+    assert time_limit_s(recipe) == pytest.approx(
+        96 / (8 * price_table()["chips"]["v5litepod"][0]) * 3600
+    )

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.cloud.regions import fits, region_mismatch
-from ingot.config.sections.deployment import Cloud
+from ingot.cloud.regions import region_mismatch, serves_region
+from ingot.config.cloud import Cloud
 from tests import gcs
 
 
@@ -38,12 +38,12 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
     ],
 )
 def test_a_multi_region_serves_its_regions(location: str, region: str, near: bool) -> None:
-    assert fits(location, region) is near
+    assert serves_region(location, region) is near
 
 
 def test_a_pair_that_was_chosen_serves_its_two() -> None:
-    assert fits("US", "us-east1", ["US-CENTRAL1", "US-EAST1"])
-    assert not fits("US", "us-west1", ["US-CENTRAL1", "US-EAST1"])
+    assert serves_region("US", "us-east1", ["US-CENTRAL1", "US-EAST1"])
+    assert not serves_region("US", "us-west1", ["US-CENTRAL1", "US-EAST1"])
 
 
 @pytest.mark.parametrize(

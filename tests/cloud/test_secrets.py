@@ -8,9 +8,9 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.cloud import clients
-from ingot.cloud.clients import Google
-from ingot.cloud.secrets import resolve
-from ingot.config.sections.deployment import Cloud
+from ingot.cloud.clients import GoogleClients
+from ingot.cloud.secrets import resolve_secrets
+from ingot.config.cloud import Cloud
 from tests.fakes import project
 from tests.fakes.google import Server
 
@@ -24,19 +24,19 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[project.State]:
     server.server_close()
 
 
-def google_of(there: project.State) -> Google:
-    return Google(Cloud(project="proj", endpoint=there.server.address))
+def google_of(there: project.State) -> GoogleClients:
+    return GoogleClients(Cloud(project="proj", endpoint=there.server.address))
 
 
 def test_the_newest_version_or_the_one_that_is_named(there: project.State) -> None:
     there.secrets["key"] = [b"first", b"second"]
     wanted = {"HF_TOKEN": "secret:hf-token", "OLD": "secret:key/1", "NEW": "secret:key/latest"}
-    assert resolve(google_of(there), wanted) == {
+    assert resolve_secrets(google_of(there), wanted) == {
         "HF_TOKEN": "hunter2",
         "OLD": "first",
         "NEW": "second",
     }
-    assert resolve(google_of(there), {}) == {}
+    assert resolve_secrets(google_of(there), {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_is_no_reference_is_not_repeated(there: project.State, reference: s
     with pytest.raises(
         WrongInput, match=r"cloud.secrets.HF_TOKEN is no reference; write secret:NAME"
     ) as raised:
-        resolve(google_of(there), {"HF_TOKEN": reference})
+        resolve_secrets(google_of(there), {"HF_TOKEN": reference})
     assert "hunter2" not in str(raised.value)
     assert there.server.calls == []
 
@@ -67,9 +67,9 @@ def test_a_secret_that_is_missing_says_how_to_make_it(there: project.State) -> N
             r" create nothing --data-file=-"
         ),
     ):
-        resolve(google_of(there), {"KEY": "secret:nothing"})
+        resolve_secrets(google_of(there), {"KEY": "secret:nothing"})
     with pytest.raises(WrongInput, match="gcloud secrets versions list hf-token --project=proj"):
-        resolve(google_of(there), {"KEY": "secret:hf-token/7"})
+        resolve_secrets(google_of(there), {"KEY": "secret:hf-token/7"})
 
 
 def test_a_secret_that_may_not_be_read_says_which_role(there: project.State) -> None:
@@ -85,7 +85,7 @@ def test_a_secret_that_may_not_be_read_says_which_role(there: project.State) -> 
             r" --project=proj"
         ),
     ):
-        resolve(google_of(there), {"HF_TOKEN": "secret:hf-token"})
+        resolve_secrets(google_of(there), {"HF_TOKEN": "secret:hf-token"})
 
 
 def test_a_version_that_is_disabled(there: project.State) -> None:
@@ -95,15 +95,17 @@ def test_a_version_that_is_disabled(there: project.State) -> None:
         message="Secret Version [hf-token/2] is in DISABLED state.",
     )
     with pytest.raises(WrongInput, match="DISABLED state"):
-        resolve(google_of(there), {"HF_TOKEN": "secret:hf-token"})
+        resolve_secrets(google_of(there), {"HF_TOKEN": "secret:hf-token"})
 
 
 def test_a_service_that_is_away_is_asked_again_for_a_while(there: project.State) -> None:
     there.server.fault("SecretManagerService.AccessSecretVersion", 503, times=2)
-    assert resolve(google_of(there), {"HF_TOKEN": "secret:hf-token"}) == {"HF_TOKEN": "hunter2"}
+    assert resolve_secrets(google_of(there), {"HF_TOKEN": "secret:hf-token"}) == {
+        "HF_TOKEN": "hunter2"
+    }
     there.server.fault("SecretManagerService.AccessSecretVersion", 503, times=10_000)
     with pytest.raises(Failed, match=r"could not read the secret hf-token for \$HF_TOKEN"):
-        resolve(google_of(there), {"HF_TOKEN": "secret:hf-token"})
+        resolve_secrets(google_of(there), {"HF_TOKEN": "secret:hf-token"})
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"\xff\xfe", b"a\0b"])
@@ -112,7 +114,7 @@ def test_what_cannot_be_a_variable_is_refused_without_telling_it(
 ) -> None:
     there.secrets["hf-token"] = [data]
     with pytest.raises(WrongInput, match="is empty or no text; add a version"):
-        resolve(google_of(there), {"HF_TOKEN": "secret:hf-token"})
+        resolve_secrets(google_of(there), {"HF_TOKEN": "secret:hf-token"})
 
 
 def test_a_value_that_was_damaged_on_its_way_is_refused(
@@ -127,6 +129,6 @@ def test_a_value_that_was_damaged_on_its_way_is_refused(
 
     there.server.on("SecretManagerService.AccessSecretVersion", damaged)
     with pytest.raises(Failed, match="arrived damaged") as raised:
-        resolve(google_of(there), {"HF_TOKEN": "secret:hf-token"})
+        resolve_secrets(google_of(there), {"HF_TOKEN": "secret:hf-token"})
     said = capsys.readouterr()
     assert "hunter2" not in f"{raised.value}{said.out}{said.err}"

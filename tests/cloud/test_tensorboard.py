@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import IngotError
-from ingot.base.runlog import JsonLines, append_line
-from ingot.cloud import tensorboard
-from ingot.cloud.clients import Google
-from ingot.cloud.tensorboard import Board, live
-from ingot.config.sections.deployment import Cloud
+from ingot.base.events import append_line
+from ingot.base.sinks import JsonLines
+from ingot.cloud.clients import GoogleClients
+from ingot.cloud.vertex import tensorboard
+from ingot.cloud.vertex.tensorboard import TensorboardRun, upload_metrics
+from ingot.config.cloud import Cloud
 from tests.fakes import google, tensorboards
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Google, tensorboards.State]]:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GoogleClients, tensorboards.State]]:
     monkeypatch.setattr(tensorboard, "LOOK_S", 0.02)
     server = google.Server()
     try:
         yield (
-            Google(Cloud(project="proj", endpoint=server.address, tensorboard="77")),
+            GoogleClients(Cloud(project="proj", endpoint=server.address, tensorboard="77")),
             tensorboards.install(server),
         )
     finally:
@@ -47,10 +48,12 @@ def logged(path: Path, steps: range, resume_step: int = 0) -> Path:
 
 
 def test_numbers_come_as_scalars_of_the_runs_experiment(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     google_, state = place
-    assert Board(google_, "Run 1.x").send(logged(tmp_path / "metrics.jsonl", range(3))) == 6
+    assert (
+        TensorboardRun(google_, "Run 1.x").send(logged(tmp_path / "metrics.jsonl", range(3))) == 6
+    )
     assert set(state.points) == {"train/loss", "train/lr"}
     assert state.points["train/loss"] == [(0, 10.0), (1, 9.0), (2, 8.0)]
     (experiment,) = state.experiments.values()
@@ -60,10 +63,10 @@ def test_numbers_come_as_scalars_of_the_runs_experiment(
 
 
 def test_only_what_is_new_is_sent_and_a_new_key_begins_a_series(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     google_, state = place
-    path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
+    path, board = tmp_path / "metrics.jsonl", TensorboardRun(google_, "run")
     board.send(logged(path, range(1, 4)))
     assert board.send(path) == 0
     JsonLines(path, 10**9).write(4, {"train/loss": 6.0, "held_out/loss": 5.0})
@@ -73,20 +76,20 @@ def test_only_what_is_new_is_sent_and_a_new_key_begins_a_series(
 
 
 def test_after_a_restart_from_a_checkpoint_no_step_comes_twice(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     google_, state = place
     path = tmp_path / "metrics.jsonl"
-    Board(google_, "run").send(logged(path, range(8)))
-    Board(google_, "run").send(logged(path, range(6, 12), resume_step=5))
+    TensorboardRun(google_, "run").send(logged(path, range(8)))
+    TensorboardRun(google_, "run").send(logged(path, range(6, 12), resume_step=5))
     assert [step for step, _ in state.points["train/loss"]] == list(range(12))
 
 
 def test_a_lost_answer_makes_no_point_twice(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     google_, state = place
-    path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
+    path, board = tmp_path / "metrics.jsonl", TensorboardRun(google_, "run")
     board.send(logged(path, range(1)))
     for first in (1, 4):
         logged(path, range(first, first + 3), resume_step=10**6)
@@ -98,7 +101,7 @@ def test_a_lost_answer_makes_no_point_twice(
 
 
 def test_a_long_run_goes_in_several_requests(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     google_, state = place
     path = tmp_path / "metrics.jsonl"
@@ -108,23 +111,23 @@ def test_a_long_run_goes_in_several_requests(
             for step in range(2_500)
         )
     )
-    assert Board(google_, "run").send(path) == 2_500
+    assert TensorboardRun(google_, "run").send(path) == 2_500
     assert [step for step, _ in state.points["train/loss"]] == list(range(2_500))
 
 
 def test_the_board_goes_by_its_whole_name_too(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     google_, state = place
-    whole = Google(google_.cloud.model_copy(update={"tensorboard": state.board}))
-    assert Board(whole, "run").send(logged(tmp_path / "metrics.jsonl", range(3))) == 6
+    whole = GoogleClients(google_.cloud.model_copy(update={"tensorboard": state.board}))
+    assert TensorboardRun(whole, "run").send(logged(tmp_path / "metrics.jsonl", range(3))) == 6
 
 
 def test_a_look_at_a_long_run_reads_only_what_is_new(
-    tmp_path: Path, place: tuple[Google, tensorboards.State], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     google_, state = place
-    path, board, read = tmp_path / "metrics.jsonl", Board(google_, "run"), []
+    path, board, read = tmp_path / "metrics.jsonl", TensorboardRun(google_, "run"), []
 
     def loads(text: str | bytes, really: Callable[..., Any] = json.loads, **options: Any) -> Any:
         read.extend(
@@ -154,13 +157,13 @@ def test_a_look_at_a_long_run_reads_only_what_is_new(
 
 
 def test_a_file_that_a_resumed_run_wrote_anew_is_read_anew(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     """By the same board, as in a process that goes on; the file is shorter than what was read of
     it, or longer again already.
     """
     google_, state = place
-    path, board = tmp_path / "metrics.jsonl", Board(google_, "run")
+    path, board = tmp_path / "metrics.jsonl", TensorboardRun(google_, "run")
     board.send(logged(path, range(20)))
     logged(path, range(6, 8), resume_step=5)
     assert board.send(path) == 0
@@ -173,11 +176,11 @@ def test_a_file_that_a_resumed_run_wrote_anew_is_read_anew(
 
 
 def test_what_is_logged_last_is_there_when_the_run_is_over(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     google_, state = place
     path = tmp_path / "metrics.jsonl"
-    with live(google_, "run", path):
+    with upload_metrics(google_, "run", path):
         logged(path, range(2))
         until = time.monotonic() + 30
         while len(state.points.get("train/loss", [])) < 2 and time.monotonic() < until:
@@ -188,11 +191,13 @@ def test_what_is_logged_last_is_there_when_the_run_is_over(
 
 
 def test_a_board_that_fails_is_told_once_and_stops_nothing(
-    tmp_path: Path, place: tuple[Google, tensorboards.State], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    place: tuple[GoogleClients, tensorboards.State],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     google_, state = place
     state.board = "projects/proj/locations/us-central1/tensorboards/78"
-    with live(google_, "run", logged(tmp_path / "metrics.jsonl", range(2))):
+    with upload_metrics(google_, "run", logged(tmp_path / "metrics.jsonl", range(2))):
         time.sleep(0.3)
     said = capsys.readouterr().err
     assert said.count("warning") == 1
@@ -202,43 +207,45 @@ def test_a_board_that_fails_is_told_once_and_stops_nothing(
 
 def test_nothing_that_goes_wrong_is_raised_where_it_is_entered(
     tmp_path: Path,
-    place: tuple[Google, tensorboards.State],
+    place: tuple[GoogleClients, tensorboards.State],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     google_, _ = place
     path = logged(tmp_path / "metrics.jsonl", range(2))
-    with live(Google(google_.cloud.model_copy(update={"project": None})), "run", path):
+    with upload_metrics(
+        GoogleClients(google_.cloud.model_copy(update={"project": None})), "run", path
+    ):
         pass
     assert "set cloud.project" in capsys.readouterr().err
 
     def broken(*_: object) -> int:
         raise ValueError("what no client should raise")
 
-    monkeypatch.setattr(Board, "send", broken)
-    with live(google_, "run", path):
+    monkeypatch.setattr(TensorboardRun, "send", broken)
+    with upload_metrics(google_, "run", path):
         time.sleep(0.2)
     assert capsys.readouterr().err.count("what no client should raise") == 1
 
 
 def test_a_board_that_does_not_answer_keeps_nobody_from_ending(
-    tmp_path: Path, place: tuple[Google, tensorboards.State], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     google_, state = place
     monkeypatch.setattr(tensorboard, "END_S", 0.3)
     state.server.fault("*", 0, times=10**6, delay_s=5.0)
     began = time.monotonic()
-    with live(google_, "run", logged(tmp_path / "metrics.jsonl", range(2))):
+    with upload_metrics(google_, "run", logged(tmp_path / "metrics.jsonl", range(2))):
         time.sleep(0.2)
     assert 0.4 < time.monotonic() - began < 3.0
 
 
 def test_without_a_board_nothing_is_asked(
-    tmp_path: Path, place: tuple[Google, tensorboards.State]
+    tmp_path: Path, place: tuple[GoogleClients, tensorboards.State]
 ) -> None:
     google_, state = place
-    with live(
-        Google(google_.cloud.model_copy(update={"tensorboard": None})),
+    with upload_metrics(
+        GoogleClients(google_.cloud.model_copy(update={"tensorboard": None})),
         "run",
         logged(tmp_path / "metrics.jsonl", range(2)),
     ):

@@ -12,13 +12,13 @@ import pytest
 
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.local import Ended
-from ingot.launch.supervise import supervise
+from ingot.launch.places.local import JobExit
+from ingot.launch.supervisor.supervise import supervise
 from tests.launch import stand_in
 from tests.small import small_recipe
 
 Made = Callable[..., Recipe]
-Supervised = Callable[..., Ended]
+Supervised = Callable[..., JobExit]
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def made(tmp_path: Path) -> Made:
 def run(monkeypatch: pytest.MonkeyPatch) -> Supervised:
     """Supervise the stand-in as if it were `ingot train`."""
 
-    def supervised(recipe: Recipe, *options: str, processes: int = 1) -> Ended:
+    def supervised(recipe: Recipe, *options: str, processes: int = 1) -> JobExit:
         monkeypatch.setattr(
-            "ingot.launch.ranks.python",
+            "ingot.launch.node.ranks.rank_command",
             lambda job: [sys.executable, stand_in.__file__, str(recipe.folder.root), *job.argv],
         )
         return supervise(Job("train", ("train", "r.yaml", *options), processes), recipe)

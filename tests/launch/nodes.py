@@ -23,7 +23,7 @@ from filelock import FileLock
 from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.launch.ranks import free_port
+from ingot.launch.node.ranks import free_port
 from tests.launch.blocking import wait_until
 from tests.small import copy_of, small_recipe
 

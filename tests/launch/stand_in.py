@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def main(run: RunFolder) -> int:
             do(deed, argument)
         time.sleep(plan["step_s"] * (argument if rank == who and deed == "slow" else 1))
         heart.beat(place=1)
-        wait_for_others(run, done, attempt, world)
+        wait_for_others(run, done, attempt, world, asked)
         done += 1
         if rank == 0 and (done % plan["every"] == 0 or asked):
             write_marker(
@@ -86,10 +87,15 @@ def hang_here() -> None:
         time.sleep(60)
 
 
-def wait_for_others(run: RunFolder, step: int, attempt: int, world: int) -> None:
-    """As in a collective: until all ranks of this attempt have come as far."""
+def wait_for_others(
+    run: RunFolder, step: int, attempt: int, world: int, asked: Sequence[int]
+) -> None:
+    """As in a collective: until all ranks of this attempt have come as far, or we were asked to
+    stop, as others may have been a step earlier.
+    """
     while (
-        sum(
+        not asked
+        and sum(
             (beat.step, beat.place) >= (step, 1)
             for beat in read_beats(heartbeat_file(run.heartbeats))
             if beat.attempt == attempt

@@ -15,9 +15,9 @@ import pytest
 from ingot.base.heartbeat import Heartbeat
 from ingot.base.runlog import read_lines, record_event
 from ingot.config.load import dump_recipe
-from ingot.config.sections.deployment import Chaos
-from ingot.launch.chaos import Kills
-from ingot.launch.local import Ended
+from ingot.config.place import Chaos
+from ingot.launch.places.local import JobExit
+from ingot.launch.supervisor.attempt_watch import ChaosKills
 from tests.launch import stand_in
 from tests.launch.conftest import Made, Supervised
 from tests.launch.test_supervise import SCRIPT, events, starts
@@ -55,16 +55,18 @@ def drawn(
     found = []
     for _ in range(count):
         now = [0.0]
-        monkeypatch.setattr("ingot.launch.chaos.time.monotonic", lambda now=now: now[0])
-        kills, victims = Kills(knobs, path), Victims(path)
+        monkeypatch.setattr(
+            "ingot.launch.supervisor.attempt_watch.time.monotonic", lambda now=now: now[0]
+        )
+        kills, victims = ChaosKills(knobs, path), Victims(path)
         kills.arm()
         while not victims.sent:
             now[0] += 0.01
-            kills.look(victims)
+            kills.kill_if_due(victims)
         number, rank, noted = victims.sent[0]
         assert number == signal.SIGKILL
         assert noted[-1] == ("killed", rank), "written down before it happens"
-        assert kills.struck
+        assert kills.has_killed
         event = list(read_lines(path))[-1]
         assert (event["cause"], event["phase"], event["step"], event["attempt"]) == (
             "chaos",
@@ -73,7 +75,7 @@ def drawn(
             4,
         )
         found.append((round(now[0], 2), event["what"], rank))
-        kills.look(victims)
+        kills.kill_if_due(victims)
         assert len(victims.sent) == 1, "once an attempt"
     return found
 
@@ -100,7 +102,7 @@ def test_the_seed_and_how_many_were_killed_decide_the_next_kill(
 
 def test_without_the_knob_nothing_is_killed(made: Made, run: Supervised) -> None:
     recipe = made(chaos__what="[group]")
-    assert run(recipe) == Ended(0, 0)
+    assert run(recipe) == JobExit(0, 0)
     assert not events(recipe, "killed")
 
 
@@ -110,7 +112,7 @@ def test_ranks_are_killed_and_training_ends_well(
     recipe = made(
         steps=60, step_s=0.03, chaos__kill_every_s=1.2, chaos__what="[rank, group]", chaos__seed=3
     )
-    assert run(recipe, processes=2) == Ended(0, 0)
+    assert run(recipe, processes=2) == JobExit(0, 0)
     killed = events(recipe, "killed")
     assert killed
     assert len(events(recipe, "restart")) == len(killed)
@@ -131,20 +133,22 @@ def test_what_chaos_did_is_no_reason_to_give_up_but_to_wait(
     """
     numbers = iter(range(1, 100))
 
-    def arm(kills: Kills) -> None:
-        kills.struck, kills._draw, kills._due = (
+    def arm(kills: ChaosKills) -> None:
+        kills.has_killed, kills._random, kills._due = (
             False,
             random.Random(0),
             0.0 if next(numbers) in (1, 2, 4) else None,
         )
 
-    look = Kills.look
-    monkeypatch.setattr(Kills, "arm", arm)
+    kill_if_due = ChaosKills.kill_if_due
+    monkeypatch.setattr(ChaosKills, "arm", arm)
     monkeypatch.setattr(
-        Kills, "look", lambda kills, attempt: look(kills, attempt) if attempt.beats() else None
+        ChaosKills,
+        "kill_if_due",
+        lambda kills, attempt: kill_if_due(kills, attempt) if attempt.beats() else None,
     )
     recipe = made(None, None, [0, 3, "exit", 6], None, [0, 3, "exit", 8], chaos__kill_every_s=1.0)
-    assert run(recipe) == Ended(8, 0)
+    assert run(recipe) == JobExit(8, 0)
     assert len(events(recipe, "killed")) == 3
     assert len(starts(recipe)) == 5
     assert [round(event["seconds"]) for event in events(recipe, "restart")] == [0, 1, 2, 4]

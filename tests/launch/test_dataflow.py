@@ -19,13 +19,12 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import folder_lock
-from ingot.base.markers import fingerprint
-from ingot.cloud import clients, dataflows
+from ingot.cloud import clients
+from ingot.cloud import data_jobs as dataflows
 from ingot.config.recipe import Recipe
-from ingot.launch.dataflow import DataflowLauncher
-from ingot.launch.handles import find, jobs_folder
-from ingot.launch.job import Handle, Job
-from ingot.launch.meeting import EXIT, Meeting
+from ingot.launch.job import Handle, Job, find_handle, jobs_folder
+from ingot.launch.places.dataflow import DataflowLauncher
+from ingot.launch.rendezvous import EXIT, Rendezvous
 from tests import gcs, golden
 from tests.data.engines.places import BEAM, needs_beam
 from tests.fakes import dataflow
@@ -57,8 +56,8 @@ JOB = Job(
     ("prepare", "runs/small/jobs/nodes.prepare.yaml"),
     environment={"COLOUR": "blue"},
     image="us-docker.pkg.dev/proj/images/beam:1",
-    meet=f"{MIRROR}/jobs/prepare-1",
-    mirror=MIRROR,
+    rendezvous=f"{MIRROR}/jobs/prepare-1",
+    run_folder_url=MIRROR,
 )
 NAME = f"ingot-small-{fingerprint(MIRROR)[:6]}-prepare"
 OURS = {
@@ -219,7 +218,7 @@ def test_what_it_cannot_do_it_says_before_anything_starts(
     assert len(DataflowLauncher(recipe).can(job)) == 1
     with pytest.raises(WrongInput, match=told):
         DataflowLauncher(recipe).submit(job)
-    assert find(recipe.folder.root, "prepare", "dataflow") is None
+    assert find_handle(recipe.folder.root, "prepare", "dataflow") is None
     assert DataflowLauncher(made()).can(JOB) == []
 
 
@@ -246,11 +245,11 @@ def test_its_end_is_what_the_driver_notes(
 ) -> None:
     launcher = Driven(made())
     launcher.program = "import os; print(os.environ['COLOUR'])"
-    Meeting(JOB.meet or "").leave(0, EXIT, rank=0, code=code, how="")
+    Rendezvous(JOB.rendezvous or "").leave(0, EXIT, rank=0, code=code, how="")
     handle = launcher.submit(JOB)
     assert ended(launcher, handle) == state
     assert launcher.log(handle).read() == b"blue\n"
-    assert find(launcher._recipe.folder.root, "prepare", "dataflow") == handle
+    assert find_handle(launcher._recipe.folder.root, "prepare", "dataflow") == handle
 
 
 def test_a_driver_that_died_without_a_word_failed(made: Callable[..., Recipe]) -> None:
@@ -262,7 +261,9 @@ def test_a_driver_that_died_without_a_word_failed(made: Callable[..., Recipe]) -
 def test_a_signal_is_a_note(made: Callable[..., Recipe]) -> None:
     launcher = Driven(made())
     launcher.signal(launcher.submit(JOB), signal.SIGTERM)
-    assert [note["number"] for note in Meeting(JOB.meet or "").signals(set())] == [signal.SIGTERM]
+    assert [note["number"] for note in Rendezvous(JOB.rendezvous or "").signals(set())] == [
+        signal.SIGTERM
+    ]
 
 
 def some_jobs(service: dataflow.State) -> None:
@@ -330,7 +331,7 @@ def test_one_that_did_its_work_asks_for_nothing(
     made: Callable[..., Recipe], service: dataflow.State
 ) -> None:
     launcher = Driven(made())
-    Meeting(JOB.meet or "").leave(0, EXIT, rank=0, code=0, how="")
+    Rendezvous(JOB.rendezvous or "").leave(0, EXIT, rank=0, code=0, how="")
     assert ended(launcher, launcher.submit(JOB)) == "succeeded"
     assert not service.server.calls
 
@@ -372,7 +373,7 @@ def test_a_command_that_is_repeated_while_it_runs_starts_no_second_driver(
     launcher = Driven(made())
     launcher.program = "import time; time.sleep(600)"
     first = launcher.submit(JOB)
-    again = dataclasses.replace(JOB, meet=f"{MIRROR}/jobs/prepare-2")
+    again = dataclasses.replace(JOB, rendezvous=f"{MIRROR}/jobs/prepare-2")
     assert Driven(made()).submit(again) == first
     with (
         folder_lock(jobs_folder(launcher._recipe.folder.root), "prepare.dataflow.lock"),
@@ -381,7 +382,7 @@ def test_a_command_that_is_repeated_while_it_runs_starts_no_second_driver(
         launcher.submit(again)
     launcher.cancel(first)
     assert launcher.submit(again).id != first.id
-    launcher.cancel(find(launcher._recipe.folder.root, "prepare", "dataflow") or first)
+    launcher.cancel(find_handle(launcher._recipe.folder.root, "prepare", "dataflow") or first)
 
 
 @needs_beam

@@ -19,17 +19,15 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import folder_lock
-from ingot.base.markers import fingerprint
-from ingot.base.remote.replica import pull, replica_url
-from ingot.cloud import batches, clients
+from ingot.base.replica import pull, replica_url
+from ingot.cloud import clients, data_jobs
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.launch.dataproc import DataprocLauncher
-from ingot.launch.handles import find, jobs_folder
-from ingot.launch.job import Job
-from ingot.launch.meeting import EXIT, Meeting
-from ingot.launch.staging import for_nodes, stage
+from ingot.launch.job import Job, find_handle, jobs_folder
+from ingot.launch.places.dataproc import DataprocLauncher
+from ingot.launch.rendezvous import EXIT, Rendezvous
+from ingot.launch.staging import put_inputs, recipe_for_nodes
 from tests import gcs, golden
 from tests.data.engines.places import SPARK, needs_spark
 from tests.data.small import everything
@@ -57,8 +55,8 @@ JOB = Job(
     "prepare",
     ("prepare", "runs/small/jobs/nodes.prepare.yaml"),
     environment={"COLOUR": "blue"},
-    meet=f"{MIRROR}/jobs/prepare-1",
-    mirror=MIRROR,
+    rendezvous=f"{MIRROR}/jobs/prepare-1",
+    run_folder_url=MIRROR,
 )
 
 
@@ -70,7 +68,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
 
 @pytest.fixture
 def service(bucket: gcs.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[dataproc.State]:
-    monkeypatch.setattr(batches, "LOOK_S", 0.05)
+    monkeypatch.setattr(data_jobs, "LOOK_S", 0.05)
     monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.05)
     server = Server()
     yield dataproc.install(server, bucket)
@@ -129,11 +127,11 @@ def test_a_batch_is_made_as_it_was_rendered(
     }
     engine = args.pop()
     assert args == [
-        "--meet",
-        JOB.meet,
-        "--mirror",
+        "--rendezvous",
+        JOB.rendezvous,
+        "--run-folder-url",
         MIRROR,
-        "--root",
+        "--run-folder",
         "runs/small",
         "--",
         "prepare",
@@ -286,7 +284,7 @@ def test_a_lost_answer_makes_no_second_batch(
     assert list(service.batches) == [handle.id]
 
 
-AGAIN = dataclasses.replace(JOB, meet=f"{MIRROR}/jobs/prepare-2")
+AGAIN = dataclasses.replace(JOB, rendezvous=f"{MIRROR}/jobs/prepare-2")
 """The same job of another command."""
 
 
@@ -315,16 +313,16 @@ def test_a_batch_whose_handle_is_lost_is_found_by_its_labels(
     """As when the pipeline tries its step again in another container."""
     service.running_s = 10**6
     DataprocLauncher(made(name="other")).submit(
-        dataclasses.replace(JOB, mirror="gs://bucket/ingot/runs/other")
+        dataclasses.replace(JOB, run_folder_url="gs://bucket/ingot/runs/other")
     )
     recipe = made()
     first = DataprocLauncher(recipe).submit(JOB)
     (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
     again = DataprocLauncher(recipe).submit(AGAIN)
-    assert (again.id, again.about["meet"]) == (first.id, JOB.meet)
-    assert find(recipe.folder.root, "prepare", "dataproc") == again
+    assert (again.id, again.about["meet"]) == (first.id, JOB.rendezvous)
+    assert find_handle(recipe.folder.root, "prepare", "dataproc") == again
     assert len(service.batches) == 2
-    elsewhere = dataclasses.replace(JOB, mirror="gs://another/runs/small")
+    elsewhere = dataclasses.replace(JOB, run_folder_url="gs://another/runs/small")
     (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
     assert DataprocLauncher(recipe).submit(elsewhere).id != first.id, (
         "a run of this name with another replica"
@@ -372,24 +370,24 @@ def test_killed_before_or_after_the_request_the_handle_tells_which(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "create", killed)
+        patch.setattr(data_jobs, "create_batch", killed)
         with pytest.raises(KeyboardInterrupt):
             DataprocLauncher(recipe).submit(JOB)
-    handle = find(recipe.folder.root, "prepare", "dataproc")
+    handle = find_handle(recipe.folder.root, "prepare", "dataproc")
     assert handle is not None
     assert DataprocLauncher(recipe).status(handle) == "failed", "there is none"
     DataprocLauncher(recipe).cancel(handle)
-    create = batches.create
+    create = data_jobs.create_batch
 
     def killed_after(*arguments: Any) -> None:
         create(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "create", killed_after)
+        patch.setattr(data_jobs, "create_batch", killed_after)
         with pytest.raises(KeyboardInterrupt):
             DataprocLauncher(recipe).submit(JOB)
-    handle = find(recipe.folder.root, "prepare", "dataproc")
+    handle = find_handle(recipe.folder.root, "prepare", "dataproc")
     assert handle is not None
     assert service.alive == [handle.id]
     DataprocLauncher(recipe).cancel(handle)
@@ -397,7 +395,7 @@ def test_killed_before_or_after_the_request_the_handle_tells_which(
 
 
 @pytest.mark.parametrize("when", ["queued", "running", "succeeded"])
-def test_cancelled_it_is_gone(
+def test_cancelled_it_is_stopped(
     when: str, made: Callable[..., Recipe], service: dataproc.State
 ) -> None:
     launcher = DataprocLauncher(made())
@@ -416,7 +414,7 @@ def test_cancelled_it_is_gone(
 def test_one_that_does_not_end_is_told(
     made: Callable[..., Recipe], service: dataproc.State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "GONE_S", 0.2)
+    monkeypatch.setattr(data_jobs, "GONE_S", 0.2)
     service.pending_s = service.ending_s = 10**6
     launcher = DataprocLauncher(made())
     handle = launcher.submit(JOB)
@@ -429,7 +427,7 @@ def test_a_signal_is_a_note_for_the_driver(
 ) -> None:
     launcher = DataprocLauncher(made())
     launcher.signal(launcher.submit(JOB), signal.SIGTERM)
-    (note,) = Meeting(JOB.meet or "").signals(set())
+    (note,) = Rendezvous(JOB.rendezvous or "").signals(set())
     assert note["number"] == signal.SIGTERM
 
 
@@ -439,8 +437,8 @@ def test_a_runs_batches_are_found_by_their_labels(
     recipe = made()
     handle = DataprocLauncher(recipe).submit(JOB)
     DataprocLauncher(made(name="other")).submit(JOB)
-    found = batches.labelled(
-        clients.Google(recipe.cloud), {"ingot-run": "small", "ingot-verb": "prepare"}
+    found = data_jobs.labelled_batches(
+        clients.GoogleClients(recipe.cloud), {"ingot-run": "small", "ingot-verb": "prepare"}
     )
     assert [standing.name.rpartition("/")[2] for standing in found] == [handle.id]
 
@@ -453,12 +451,15 @@ def test_a_page_that_fails_is_told_in_one_line(
         DataprocLauncher(recipe).submit(
             dataclasses.replace(
                 JOB,
-                mirror=f"gs://bucket/runs/{number}",
-                meet=f"gs://bucket/runs/{number}/jobs/prepare-1",
+                run_folder_url=f"gs://bucket/runs/{number}",
+                rendezvous=f"gs://bucket/runs/{number}/jobs/prepare-1",
             )
         )
         (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
-    assert len(batches.labelled(clients.Google(recipe.cloud), {"ingot-run": "small"})) == 5
+    assert (
+        len(data_jobs.labelled_batches(clients.GoogleClients(recipe.cloud), {"ingot-run": "small"}))
+        == 5
+    )
     listed = service.server.handlers["BatchController.ListBatches"]
 
     def fails_later(request: Any) -> Any:
@@ -468,7 +469,7 @@ def test_a_page_that_fails_is_told_in_one_line(
 
     service.server.on("BatchController.ListBatches", fails_later)
     with pytest.raises(WrongInput, match=r"could not list Spark batches: .*no more of it"):
-        batches.labelled(clients.Google(recipe.cloud), {"ingot-run": "small"})
+        data_jobs.labelled_batches(clients.GoogleClients(recipe.cloud), {"ingot-run": "small"})
 
 
 @pytest.mark.parametrize("name", ["x" * 100, "Ünicode Name", "a_b.c-", "9"])
@@ -494,12 +495,12 @@ def test_the_batch_really_prepares_what_this_machine_would(
     mirror = replica_url("bucket", recipe.name)
     job = dataclasses.replace(
         JOB,
-        mirror=mirror,
-        meet=f"{mirror}/jobs/prepare-1",
+        run_folder_url=mirror,
+        rendezvous=f"{mirror}/jobs/prepare-1",
         environment={"TOKENIZERS_PARALLELISM": "false"},
     )
-    stage(recipe, job)
-    assert for_nodes(recipe, mirror).launch.kind == "local"
+    put_inputs(recipe, job)
+    assert recipe_for_nodes(recipe, mirror).launch.kind == "local"
 
     def submit(batch: Any) -> tuple[int, bytes]:
         machine = tmp_path / "machine"
@@ -547,7 +548,7 @@ def test_the_batch_really_prepares_what_this_machine_would(
     said = log.read().decode()
     assert launcher.status(handle) == "succeeded", said
     assert "Starting job: collect" in said, "Spark did it"
-    assert Meeting(job.meet or "").notes(EXIT)[0]["code"] == 0
+    assert Rendezvous(job.rendezvous or "").notes(EXIT)[0]["code"] == 0
     assert pull(mirror, recipe.folder.root)
     spark = everything(recipe.folder.columns)
     here = small_recipe(tmp_path, output=str(tmp_path / "here"))

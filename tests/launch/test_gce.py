@@ -22,13 +22,12 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
 from ingot.cloud import clients, instances
-from ingot.cloud.instances import NoRoom
+from ingot.cloud.instances import NoCapacity
 from ingot.config.recipe import Recipe
-from ingot.launch import cloudlog, gce, gce_cluster
-from ingot.launch.gce import GceLauncher
-from ingot.launch.handles import find, jobs_folder
-from ingot.launch.job import OVER, Handle, Job
-from ingot.launch.meeting import EXIT, HERE, SIGNAL, Meeting
+from ingot.launch.job import FINAL_STATES, Handle, Job, find_handle, jobs_folder
+from ingot.launch.places import gce, gce_machines, logs
+from ingot.launch.places.gce import GceLauncher
+from ingot.launch.rendezvous import ARRIVED, EXIT, SIGNAL, Rendezvous
 from tests import gcs, golden
 from tests.fakes import compute, google
 from tests.small import small_recipe
@@ -41,7 +40,7 @@ MONTH_S = 30 * 86_400.0
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
     monkeypatch.setattr(instances, "POLL_S", 0.01)
     monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(cloudlog, "LOOK_S", 0.0)
+    monkeypatch.setattr(logs, "QUERY_INTERVAL_S", 0.0)
     with gcs.serving(monkeypatch) as server:
         yield server
 
@@ -77,8 +76,8 @@ def job_of(recipe: Recipe, start: int = 1, **about: Any) -> Job:
         argv,
         recipe.launch.processes,
         recipe.launch.nodes,
-        meet=f"{REPLICA}/jobs/train-{start}",
-        mirror=REPLICA,
+        rendezvous=f"{REPLICA}/jobs/train-{start}",
+        run_folder_url=REPLICA,
         time_limit_s=recipe.cloud.max_run,
         **about,
     )
@@ -98,10 +97,10 @@ class Run:
     def leave(self, handle: Handle, kind: str, **codes: int) -> None:
         """Notes of nodes, `n0=0`: as if it had come, or had ended with this code."""
         for node, code in codes.items():
-            Meeting(handle.about["meet"]).leave(int(node[1:]), kind, rank=0, code=code)
+            Rendezvous(handle.about["meet"]).leave(int(node[1:]), kind, rank=0, code=code)
 
     def come(self, handle: Handle) -> None:
-        self.end(handle, 0, HERE)
+        self.end(handle, 0, ARRIVED)
 
     def end(self, handle: Handle, code: int, kind: str = EXIT) -> None:
         """All nodes alike."""
@@ -109,7 +108,7 @@ class Run:
 
     @property
     def handle(self) -> Handle | None:
-        return find(self.recipe.folder.root, "train", "gce")
+        return find_handle(self.recipe.folder.root, "train", "gce")
 
 
 @pytest.fixture
@@ -180,19 +179,19 @@ def test_what_is_sent_is_what_was_shown(run: Run, cloud: compute.Compute) -> Non
         assert script.value in shown
         script.value = "(the script below)"
         for labels in (machine.labels, machine.disks[0].initialize_params.labels):
-            labels[gce_cluster.START] = gce_cluster.Cluster.start
+            labels[gce_machines.START] = gce_machines.Cluster.start
         assert instances.as_json(machine) in shown
         assert (request.project, request.zone) == ("p", "us-central1-a")
 
 
-def test_a_cluster_comes_up_runs_and_is_gone_when_it_is_done(
+def test_a_cluster_comes_up_runs_and_is_stopped_when_it_is_done(
     run: Run, cloud: compute.Compute
 ) -> None:
     handle = run.submit()
     assert cloud.names() == NAMES
     assert run.handle == handle
     assert run.launcher.status(handle) == "queued"
-    run.leave(handle, HERE, n0=0, n2=0)
+    run.leave(handle, ARRIVED, n0=0, n2=0)
     assert run.launcher.status(handle) == "queued"
     run.come(handle)
     assert run.launcher.status(handle) == "running"
@@ -241,7 +240,7 @@ def test_a_machine_that_failed_while_another_was_lost_is_a_failure(
     assert run.launcher.status(handle) == "failed"
 
 
-def test_nobody_comes_back_and_all_is_gone_when_the_time_is_over(
+def test_nobody_comes_back_and_all_is_stopped_when_the_time_is_over(
     run: Run, cloud: compute.Compute
 ) -> None:
     run.submit()
@@ -254,9 +253,9 @@ def test_nobody_comes_back_and_all_is_gone_when_the_time_is_over(
 def test_machines_that_never_come_up_are_told_apart(tmp_path: Path, cloud: compute.Compute) -> None:
     run = Run(tmp_path, cloud, **{"launch.start_s": 1})
     handle = run.submit()
-    place = Meeting(handle.about["meet"])
-    place.leave(0, HERE)
-    place.leave(1, gce_cluster.BOOT, phase="pulling the image")
+    place = Rendezvous(handle.about["meet"])
+    place.leave(0, ARRIVED)
+    place.leave(1, gce_machines.BOOT, phase="pulling the image")
     deadline = time.monotonic() + 60
     while (state := run.launcher.status(handle)) == "queued" and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -352,7 +351,7 @@ def test_no_room_anywhere_is_one_line_and_may_be_tried_again(
     cloud.quota = 5
     cloud.rooms = {"us-central1-a": 1, "us-central1-c": 0, "us-central1-f": 0}
     with pytest.raises(
-        NoRoom,
+        NoCapacity,
         match=(
             r"no room for 3 x n1-standard-8 in us-central1-a,"
             r" .*RESOURCE_POOL_EXHAUSTED.*QUOTA_EXCEEDED"
@@ -397,7 +396,7 @@ def test_a_lost_answer_makes_no_second_machine(run: Run, cloud: compute.Compute,
     assert len(cloud.server.requests("Instances.Insert")) == 5
 
 
-def test_deleting_is_gone_on_with_when_the_service_breaks_down(
+def test_deleting_is_stopped_on_with_when_the_service_breaks_down(
     run: Run, cloud: compute.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = run.submit()
@@ -418,8 +417,8 @@ def test_a_run_of_the_same_name_in_another_bucket_is_left_alone(
     ours, theirs = Run(tmp_path / "a", cloud), Run(tmp_path / "b", cloud)
     other = replace(
         job_of(theirs.recipe, 7),
-        mirror="gs://bucket/elsewhere",
-        meet="gs://bucket/elsewhere/jobs/train-7",
+        run_folder_url="gs://bucket/elsewhere",
+        rendezvous="gs://bucket/elsewhere/jobs/train-7",
     )
     handle = theirs.launcher.submit(other)
     ours.submit()
@@ -434,8 +433,8 @@ def test_two_runs_of_one_name_in_one_project_run_side_by_side(
     ours, theirs = Run(tmp_path / "a", cloud), Run(tmp_path / "b", cloud)
     other = replace(
         job_of(theirs.recipe),
-        mirror="gs://bucket/elsewhere",
-        meet="gs://bucket/elsewhere/jobs/train-1",
+        run_folder_url="gs://bucket/elsewhere",
+        rendezvous="gs://bucket/elsewhere/jobs/train-1",
     )
     handles = [ours.submit(), theirs.launcher.submit(other)]
     assert len(cloud.names()) == 6
@@ -479,7 +478,7 @@ def test_after_no_room_here_another_computer_is_not_taken_for_us(
 ) -> None:
     here, there = Run(tmp_path / "here", cloud), Run(tmp_path / "there", cloud)
     cloud.quota = 0
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoCapacity):
         here.submit()
     cloud.quota = None
     there.submit()
@@ -593,7 +592,7 @@ def follow_to_the_end(run: Run, code: int) -> None:
     run.come(handle)
     run.launcher.status(handle)
     run.end(handle, code)
-    while run.launcher.status(handle) not in OVER:
+    while run.launcher.status(handle) not in FINAL_STATES:
         pass
 
 
@@ -659,7 +658,7 @@ def check_what_follows(run: Run, cloud: compute.Compute, *, wait: bool) -> None:
     if handle is None:
         return
     launcher = GceLauncher(run.recipe)
-    if launcher.status(handle) in OVER:
+    if launcher.status(handle) in FINAL_STATES:
         assert cloud.names() == []
         second = launcher.submit(job_of(run.recipe, 2))
         assert cloud.names() == [f"{NAME}-2-{node}" for node in range(2)]
@@ -685,13 +684,13 @@ def test_the_next_start_removes_what_a_killed_one_left(
 def test_an_interrupt_while_machines_are_made_removes_them(
     run: Run, cloud: compute.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked = instances.wait
+    looked = instances.wait_for_zone_operation
 
     def interrupted(*about: Any, **more: Any) -> None:
-        monkeypatch.setattr(instances, "wait", looked)
+        monkeypatch.setattr(instances, "wait_for_zone_operation", looked)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(instances, "wait", interrupted)
+    monkeypatch.setattr(instances, "wait_for_zone_operation", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.submit()
     cloud.settle()
@@ -748,14 +747,16 @@ def test_what_is_not_given_on_demand_can_be_had_as_spot(
         tmp_path, None, **{"launch.machine.type": kind, "launch.machine.spot": True}
     )
     assert GceLauncher(recipe).can(job_of(recipe)) == []
-    machine = gce_cluster.Cluster(recipe, job_of(recipe)).machine(0, "us-central1-a")
+    machine = gce_machines.Cluster(recipe, job_of(recipe)).machine(0, "us-central1-a")
     assert machine.disks[0].initialize_params.disk_type == f"zones/us-central1-a/diskTypes/{disk}"
 
 
 def test_without_a_bucket_there_is_no_cluster(run: Run) -> None:
     assert any(
         "cloud.bucket" in reason
-        for reason in run.launcher.can(replace(job_of(run.recipe), mirror=None, meet=None))
+        for reason in run.launcher.can(
+            replace(job_of(run.recipe), run_folder_url=None, rendezvous=None)
+        )
     )
 
 
@@ -812,10 +813,10 @@ def test_once_it_logs_the_serial_port_is_left_alone(run: Run, cloud: compute.Com
 def test_names_fit_and_tell_apart(tmp_path: Path) -> None:
     long = recipe_for(tmp_path, None, name="A_run.with-" + "x" * 80)
     other = recipe_for(tmp_path, None, name="A_run.with-" + "x" * 81)
-    names = [gce_cluster.Cluster(recipe, job_of(recipe)).name(999) for recipe in (long, other)]
+    names = [gce_machines.Cluster(recipe, job_of(recipe)).name(999) for recipe in (long, other)]
     assert len(set(names)) == 2
     assert all(compute.NAME.fullmatch(name) for name in names)
     assert all(
         compute.LABEL_VALUE.fullmatch(value)
-        for value in gce_cluster.Cluster(long, job_of(long)).labels(0).values()
+        for value in gce_machines.Cluster(long, job_of(long)).labels(0).values()
     )

@@ -19,12 +19,12 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.launch import places
-from ingot.launch.gce import GceLauncher
+from ingot.launch import run_job
 from ingot.launch.job import Handle, Job
-from ingot.launch.meeting import EXIT, Meeting
-from ingot.launch.ranks import free_port
-from ingot.launch.supervise import supervise
+from ingot.launch.node.ranks import free_port
+from ingot.launch.places.gce import GceLauncher
+from ingot.launch.rendezvous import EXIT, Rendezvous
+from ingot.launch.supervisor.supervise import supervise
 from tests import gcs
 from tests.fakes import compute, google
 from tests.fakes.compute import Stored
@@ -37,7 +37,7 @@ Machines = tuple[compute.Compute, list[Machine]]
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
     monkeypatch.setattr(instances, "POLL_S", 0.01)
-    monkeypatch.setattr(GceLauncher, "look_s", 0.5)
+    monkeypatch.setattr(GceLauncher, "poll_s", 0.5)
     with gcs.serving(monkeypatch) as server:
         yield server
 
@@ -130,7 +130,7 @@ def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is
     expected = trained_here(here, monkeypatch)
     prepared_in(there, monkeypatch)
     recipe = on_machines(there, cloud.server.address)
-    monkeypatch.setitem(places.LAUNCHERS, "gce", GceLauncher)
+    monkeypatch.setitem(run_job.LAUNCHERS, "gce", GceLauncher)
 
     write = bucket.write
 
@@ -142,9 +142,9 @@ def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is
         return answer
 
     monkeypatch.setattr(bucket, "write", take_one_away)
-    job = places.place(recipe, "train", shared=True)
+    job = run_job.job_of(recipe, "train", distributed=True)
     with folder_lock(recipe.folder.root, "run-lock"):
-        ended = places.do(recipe, job, supervised=True)
+        ended = run_job.run_job(recipe, job, supervised=True)
     assert ended.code == 0, "\n\n".join(machine.serial for machine in made)
     assert len(made) == 4
     assert cloud.names() == []
@@ -199,7 +199,7 @@ def one_machine(
     recipe = on_machines(tmp_path, cloud.server.address, **{"launch.nodes": 1, **knobs})
     launcher = GceLauncher(recipe)
     handle = launcher.submit(
-        replace(places.place(recipe, "train", shared=True), argv=("train", "r.yaml"))
+        replace(run_job.job_of(recipe, "train", distributed=True), argv=("train", "r.yaml"))
     )
     deadline = time.monotonic() + 120
     while not cloud.server.requests("Instances.Delete") and time.monotonic() < deadline:
@@ -217,13 +217,13 @@ def test_a_machine_that_cannot_have_the_image_says_so_and_deletes_itself(
     cloud.settle()
     assert cloud.names() == [], made[0].serial
     assert launcher.status(handle) == "failed"
-    [note] = Meeting(handle.about["meet"]).notes(EXIT).values()
+    [note] = Rendezvous(handle.about["meet"]).notes(EXIT).values()
     assert note["code"] == 1
     assert (
         "the image could not be pulled: Error response from daemon: manifest for  it  not found"
         in note["how"]
     )
-    [last] = Meeting(handle.about["meet"]).notes("boot").values()
+    [last] = Rendezvous(handle.about["meet"]).notes("boot").values()
     assert last["phase"] == "over"
 
 
@@ -269,6 +269,6 @@ def test_a_machine_that_came_up_too_late_starts_nothing(
         tmp_path, machines, monkeypatch, {"pull-takes": "4"}, **{"cloud.max_run": "142s"}
     )
     assert launcher.status(handle) == "failed"
-    [note] = Meeting(handle.about["meet"]).notes(EXIT).values()
+    [note] = Rendezvous(handle.about["meet"]).notes(EXIT).values()
     assert "its time was over before the container could start; raise cloud.max_run" in note["how"]
     assert not [call for call in machines[1][0].calls if call[:2] == ["docker", "run"]]

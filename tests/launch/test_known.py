@@ -12,9 +12,8 @@ import pytest
 
 from ingot.base.errors import Failed
 from ingot.cli.launch import cancel
-from ingot.launch.handles import jobs_folder, store
-from ingot.launch.job import Handle, State
-from ingot.launch.known import There, known_jobs
+from ingot.launch.job import Handle, JobState, jobs_folder, store_handle
+from ingot.launch.job_control import RemoteJob, submitted_jobs
 from tests.small import small_recipe
 
 HANDLE = Handle("train", "slurm", "7", ("train",), 1.0, "")
@@ -23,12 +22,12 @@ HANDLE = Handle("train", "slurm", "7", ("train",), 1.0, "")
 class Place:
     """Stands in for a launcher: its job saves and ends when it is asked, unless it is `deaf`."""
 
-    look_s = 0.01
+    poll_s = 0.01
 
-    def __init__(self, state: State = "running", *, deaf: bool = False) -> None:
+    def __init__(self, state: JobState = "running", *, deaf: bool = False) -> None:
         self.now, self.deaf, self.did = state, deaf, list[str]()
 
-    def status(self, handle: Handle) -> State:
+    def status(self, handle: Handle) -> JobState:
         return self.now
 
     def signal(self, handle: Handle, number: int) -> None:
@@ -42,10 +41,10 @@ class Place:
 
 
 @pytest.fixture
-def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteJob:
     recipe = small_recipe(tmp_path, launch__kind="slurm", checkpoint__grace_s=1)
-    store(recipe.folder.root, HANDLE, recipe)
-    return There(recipe.folder.root, HANDLE)
+    store_handle(recipe.folder.root, HANDLE, recipe)
+    return RemoteJob(recipe.folder.root, HANDLE)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +57,9 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
     ],
 )
 def test_a_job_that_is_cancelled_has_the_time_to_save(
-    place: Place, did: list[str], state: State, there: There, monkeypatch: pytest.MonkeyPatch
+    place: Place, did: list[str], state: JobState, there: RemoteJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.launch.known.MORE_S", 0.5)
+    monkeypatch.setattr("ingot.launch.job_control.STOP_MARGIN_S", 0.5)
     monkeypatch.setattr(there, "_launcher", place)
     began = time.monotonic()
     there.cancel()
@@ -71,12 +70,12 @@ def test_a_job_that_is_cancelled_has_the_time_to_save(
 def test_a_job_whose_recipe_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, launch__kind="slurm")
     root = recipe.folder.root
-    store(root, HANDLE, recipe)
-    store(root, Handle("evaluate", "slurm", "8", ("evaluate",), 2.0, ""), recipe)
+    store_handle(root, HANDLE, recipe)
+    store_handle(root, Handle("evaluate", "slurm", "8", ("evaluate",), 2.0, ""), recipe)
     with (jobs_folder(root) / "evaluate.slurm.yaml").open("a") as stream:
         stream.write("knob_of_tomorrow: 1\n")
-    unreadable, readable = known_jobs(root)
-    assert isinstance(readable, There)
+    unreadable, readable = submitted_jobs(root)
+    assert isinstance(readable, RemoteJob)
     assert (unreadable.state(), unreadable.has_log) == ("unknown", False)
     assert unreadable.where.startswith("slurm 8, which cannot be asked: ")
     assert "knob_of_tomorrow" in unreadable.where
@@ -99,7 +98,7 @@ def test_who_waits_for_a_job_and_the_job_itself_are_both_cancelled(
     """Under `ingot launch run` they have different names."""
 
     class Known:
-        where, has_log, look_s = "", False, 0.0
+        where, has_log, poll_s = "", False, 0.0
 
         def __init__(self, handle: Handle) -> None:
             self.handle, self.now = handle, "running"
@@ -111,6 +110,6 @@ def test_who_waits_for_a_job_and_the_job_itself_are_both_cancelled(
             self.now = "cancelled"
 
     known = [Known(Handle(waits, "local", "1", (), 2.0, "")), Known(HANDLE)]
-    monkeypatch.setattr("ingot.launch.known.known_jobs", lambda root: known)
+    monkeypatch.setattr("ingot.launch.job_control.submitted_jobs", lambda root: known)
     assert cancel(str(tmp_path)) == 0
     assert capsys.readouterr().err == "".join(f"{name}: cancelled\n" for name in ends)

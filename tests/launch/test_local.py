@@ -13,16 +13,16 @@ import psutil
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.processes import machine_id, start_ticks
+from ingot.base.processes import machine, ticks
+from ingot.launch.attempt import SAME_REQUEST_S
 from ingot.launch.job import Handle, Job
-from ingot.launch.local import LocalLauncher, command, environment, foreground
-from ingot.launch.stops import SAME_REQUEST_S
+from ingot.launch.places.local import LocalLauncher, command, environment, foreground
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
 
 FOREGROUND = """
 import sys
 from ingot.launch.job import Job
-from ingot.launch.local import foreground
+from ingot.launch.places.local import foreground
 ended = foreground(Job("test", tuple(sys.argv[1:])))
 print(ended.code, ended.signum)
 """

@@ -15,8 +15,8 @@ from ingot.base.markers import write_marker
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.replica import push
 from ingot.config.recipe import Recipe
-from ingot.launch import places
-from ingot.launch.missing import away, what_is_missing
+from ingot.launch import run_job
+from ingot.launch.staging import missing_inputs, unreachable_inputs
 from tests import gcs
 from tests.small import small_recipe
 
@@ -39,7 +39,7 @@ def recipe_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **knobs: Any) -> 
 
 
 def missing(recipe: Recipe, verb: str = "train", *options: str) -> list[str]:
-    return what_is_missing(recipe, places.place(recipe, verb, shared=True, options=options))
+    return missing_inputs(recipe, run_job.job_of(recipe, verb, distributed=True, options=options))
 
 
 def test_columns_are_here_or_in_the_bucket(
@@ -121,7 +121,7 @@ def test_what_lies_on_this_machine_alone_is_named(
             values["tokenizer"] = {"source": "hf:a/b"}
             inner = values[sections[0]]
         inner[name] = value
-    [reason] = away(Recipe.model_validate(values), "train")
+    [reason] = unreachable_inputs(Recipe.model_validate(values), "train")
     assert told in reason
     assert ";" in reason
 
@@ -134,7 +134,7 @@ def test_a_bucket_elsewhere_is_told_before_anything_is_sent(
     [reason] = missing(recipe)
     assert "EUROPE-WEST4" in reason.upper()
     assert "us-central1" in reason
-    job = places.place(recipe, "train", shared=True)
+    job = run_job.job_of(recipe, "train", distributed=True)
     with pytest.raises(WrongInput, match=r"launch\.kind gce"):
-        places.do(recipe, job, supervised=True)
+        run_job.run_job(recipe, job, supervised=True)
     assert not server.objects

@@ -18,10 +18,10 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file, read_beats
 from ingot.launch.job import Job
-from ingot.launch.meeting import EXIT, HERE, Meeting
-from ingot.launch.node import code_hash, placed, run
-from ingot.launch.nodewatch import flushing
-from ingot.launch.ranks import Node, free_port
+from ingot.launch.node.main import code_hash, job_and_position, run_node
+from ingot.launch.node.ranks import NodePosition, free_port
+from ingot.launch.node.watch import flush_heartbeats
+from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
 from tests.launch.nodes import end_all
 
@@ -68,7 +68,7 @@ def nodes(
                     sys.executable,
                     "-m",
                     "ingot.launch.node",
-                    "--meet",
+                    "--rendezvous",
                     str(meet),
                     *options,
                     "--",
@@ -90,12 +90,15 @@ def said(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_the_place_of_a_node_is_told_by_torchruns_variables() -> None:
-    job, node = placed(("train", "r.yaml"), TWO, meet="there")
+    job, node = job_and_position(("train", "r.yaml"), TWO, rendezvous="there")
     assert (job, node) == (
-        Job("train", ("train", "r.yaml"), 4, 2, meet="there"),
-        Node(1, "10.0.0.7", 29501),
+        Job("train", ("train", "r.yaml"), 4, 2, rendezvous="there"),
+        NodePosition(1, "10.0.0.7", 29501),
     )
-    assert placed(("train",), {}) == (Job("train", ("train",), 1, 1), Node(0, "", 0))
+    assert job_and_position(("train",), {}) == (
+        Job("train", ("train",), 1, 1),
+        NodePosition(0, "", 0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,9 +112,9 @@ def test_the_place_of_a_node_is_told_by_torchruns_variables() -> None:
 )
 def test_variables_that_make_no_sense_are_refused(changed: dict[str, str], told: str) -> None:
     with pytest.raises(WrongInput, match=told):
-        placed(("train",), {**TWO, **changed})
+        job_and_position(("train",), {**TWO, **changed})
     with pytest.raises(WrongInput, match="no verb"):
-        placed((), TWO)
+        job_and_position((), TWO)
 
 
 def test_exit_codes_come_back_as_they_are_and_are_noted(tmp_path: Path) -> None:
@@ -126,13 +129,13 @@ def test_exit_codes_come_back_as_they_are_and_are_noted(tmp_path: Path) -> None:
         said(process)
         for process in nodes(tmp_path / "meet", ("show", "config", "missing.yaml"), processes=2)
     ]
-    meeting = Meeting(str(tmp_path / "meet"))
+    meeting = Rendezvous(str(tmp_path / "meet"))
     notes = meeting.notes(EXIT)
     assert {number: note["rank"] // 2 for number, note in notes.items()} == {0: 0, 1: 1}
     by_themselves = [number for number, note in notes.items() if "because" not in note]
     assert {notes[number]["code"] for number in by_themselves} == {2}
     assert [code for code, _ in two] == [2 if number in by_themselves else 1 for number in range(2)]
-    assert {note["code"] for note in meeting.notes(HERE).values()} == {code_hash()}
+    assert {note["code"] for note in meeting.notes(ARRIVED).values()} == {code_hash()}
     (tmp_path / "r.yaml").write_text("name: here\ndata: {train: [{source: nothing}]}\n")
     assert [
         process.wait(60)
@@ -149,7 +152,7 @@ def test_a_rank_that_dies_on_one_node_ends_the_ranks_of_the_other(tmp_path: Path
     victim.kill()
     (zero, _), (one, _) = said(two[0]), said(two[1])
     assert (zero, one) == (1, 128 + signal.SIGKILL)
-    notes = Meeting(str(tmp_path / "meet")).notes(EXIT)
+    notes = Rendezvous(str(tmp_path / "meet")).notes(EXIT)
     assert (notes[1]["rank"], notes[1]["code"], "because" in notes[1]) == (
         1,
         -signal.SIGKILL,
@@ -162,7 +165,7 @@ def test_a_rank_that_dies_on_one_node_ends_the_ranks_of_the_other(tmp_path: Path
 def test_signals_come_as_notes_to_all_ranks_or_to_one(tmp_path: Path) -> None:
     argv = blocking_argv(tmp_path)
     two = nodes(tmp_path / "meet", argv)
-    meeting = Meeting(str(tmp_path / "meet"))
+    meeting = Rendezvous(str(tmp_path / "meet"))
     wait_until(lambda: len(waiting_on(argv)) == 2)
     meeting.send(signal.SIGUSR2)  # which a rank that has no handler for it would die of
     meeting.send(signal.SIGUSR2, 0)
@@ -188,23 +191,28 @@ def test_different_code_is_refused_and_so_is_a_place_that_is_not_seen(
 ) -> None:
     meet = tmp_path / "meet"
     meet.mkdir()
-    Meeting(str(meet)).leave(1, HERE, host="other", version="0.0.1", code="f00")
+    Rendezvous(str(meet)).leave(1, ARRIVED, host="other", version="0.0.1", code="f00")
     first = nodes(meet, ("show", "config", "missing.yaml"))
     first[1].kill()  # which is the other one
     first[1].communicate()
-    Meeting(str(meet)).leave(1, HERE, host="other", version="0.0.1", code="f00")
-    Meeting(str(meet)).leave(1, EXIT, rank=1, code=2)
+    Rendezvous(str(meet)).leave(1, ARRIVED, host="other", version="0.0.1", code="f00")
+    Rendezvous(str(meet)).leave(1, EXIT, rank=1, code=2)
     code, err = said(first[0])
     assert code == 2
     assert "the nodes run different code" in err
     assert "node 1 (other) has ingot 0.0.1 (f00)" in err
-    monkeypatch.setattr("ingot.launch.node.SEEN_S", 0.1)
+    monkeypatch.setattr("ingot.launch.node.main.FOLDER_TIMEOUT_S", 0.1)
     with pytest.raises(WrongInput, match=r"node 0 .* does not see .*; set `output`"):
-        run(Job("show", ("show",), 1, 2, meet=str(tmp_path / "nowhere")), Node(0, "127.0.0.1", 1))
+        run_node(
+            Job("show", ("show",), 1, 2, rendezvous=str(tmp_path / "nowhere")),
+            NodePosition(0, "127.0.0.1", 1),
+        )
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
-    first, second = nodes(tmp_path / "meet", ("show", "config", "missing.yaml"), "--meet-s", "3")
+    first, second = nodes(
+        tmp_path / "meet", ("show", "config", "missing.yaml"), "--rendezvous-timeout-s", "3"
+    )
     second.kill()
     second.communicate()
     Path(tmp_path / "meet" / "here-1.json").unlink(missing_ok=True)
@@ -215,7 +223,7 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def test_a_tied_node_gets_secrets_and_ends_with_its_connection(tmp_path: Path) -> None:
     argv = blocking_argv(tmp_path)
-    (node,) = nodes(tmp_path / "meet", argv, "--tied", count=1)
+    (node,) = nodes(tmp_path / "meet", argv, "--launcher-on-stdin", count=1)
     assert node.stdin is not None
     node.stdin.write(json.dumps({"TOKEN_OF_MINE": "hush"}) + "\n\n")
     node.stdin.flush()
@@ -224,7 +232,7 @@ def test_a_tied_node_gets_secrets_and_ends_with_its_connection(tmp_path: Path) -
     node.stdin.close()
     assert node.wait(20) == 1
     assert not waiting_on(argv)
-    assert Meeting(str(tmp_path / "meet")).notes(EXIT)[0]["because"] == "launcher"
+    assert Rendezvous(str(tmp_path / "meet")).notes(EXIT)[0]["because"] == "launcher"
 
 
 def test_secrets_in_a_file_are_read_and_removed(tmp_path: Path) -> None:
@@ -258,14 +266,14 @@ def test_nodes_of_one_name_beat_into_files_of_their_own(
 
 
 def test_signs_of_life_are_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingot.launch.nodewatch.FLUSH_S", 0.02)
+    monkeypatch.setattr("ingot.launch.node.watch.FLUSH_INTERVAL_S", 0.02)
     flushed = []
     monkeypatch.setattr(
         "os.fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     )
     path = heartbeat_file(tmp_path / "heartbeats")
     path.parent.mkdir()
-    with flushing(tmp_path):
+    with flush_heartbeats(tmp_path):
         time.sleep(0.1)
         assert flushed == [], "no rank has beaten yet"
         path.touch()

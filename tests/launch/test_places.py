@@ -18,12 +18,11 @@ from ingot.base.runlog import read_lines, record_event
 from ingot.base.storage import write_atomic
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
-from ingot.launch import places, staging
-from ingot.launch.handles import store
-from ingot.launch.job import Handle, Job, State
-from ingot.launch.local import Ended
-from ingot.launch.meeting import EXIT, Meeting
-from ingot.launch.remote import FileLog
+from ingot.launch import run_job, staging
+from ingot.launch.job import Handle, Job, JobState, store_handle
+from ingot.launch.places.local import JobExit
+from ingot.launch.places.logs import FileLog
+from ingot.launch.rendezvous import EXIT, Rendezvous
 from tests import gcs
 from tests.small import small_recipe
 
@@ -31,10 +30,10 @@ from tests.small import small_recipe
 class Standing:
     """A launcher of which only the state of its job is asked."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: JobState) -> None:
         self.state = state
 
-    def status(self, handle: Handle) -> State:
+    def status(self, handle: Handle) -> JobState:
         return self.state
 
 
@@ -42,10 +41,10 @@ def test_nodes_meet_where_nobody_has_left_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
-    job = places.place(recipe, "train", shared=True)
+    job = run_job.job_of(recipe, "train", distributed=True)
     with gcs.serving(monkeypatch) as server:
-        open_bucket(job.meet or "").put("exit-0.json", b"{}")
-        assert staging.again(recipe, job).meet == job.meet
+        open_bucket(job.rendezvous or "").put("exit-0.json", b"{}")
+        assert staging.with_next_rendezvous(recipe, job).rendezvous == job.rendezvous
         assert not server.objects
 
 
@@ -54,14 +53,14 @@ def test_nodes_meet_where_nobody_has_left_anything(
     [("running", True), ("queued", True), ("failed", False), ("preempted", False)],
 )
 def test_a_job_that_an_earlier_launcher_left_running_is_known(
-    tmp_path: Path, state: State, runs: bool
+    tmp_path: Path, state: JobState, runs: bool
 ) -> None:
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
-    job = places.place(recipe, "train", shared=True)
+    job = run_job.job_of(recipe, "train", distributed=True)
     elsewhere = Standing(state)
-    assert not places._runs_already(recipe, elsewhere, job)
-    store(recipe.folder.root, Handle("train", "gce", "ingot-1", job.argv, 0.0, ""), recipe)
-    assert places._runs_already(recipe, elsewhere, job) is runs
+    assert not run_job._already_runs(recipe, elsewhere, job)
+    store_handle(recipe.folder.root, Handle("train", "gce", "ingot-1", job.argv, 0.0, ""), recipe)
+    assert run_job._already_runs(recipe, elsewhere, job) is runs
 
 
 class Ending:
@@ -69,9 +68,9 @@ class Ending:
     were given.
     """
 
-    look_s = 0.01
+    poll_s = 0.01
 
-    def __init__(self, states: list[State]) -> None:
+    def __init__(self, states: list[JobState]) -> None:
         self.states, self.limits = states, list[float | None]()
 
     def can(self, job: Job) -> list[str]:
@@ -80,10 +79,10 @@ class Ending:
     def submit(self, job: Job) -> Handle:
         self.limits.append(job.time_limit_s)
         if self.states[-1:] == ["succeeded"]:
-            Meeting(job.meet or "").leave(0, EXIT, rank=0, code=0)
+            Rendezvous(job.rendezvous or "").leave(0, EXIT, rank=0, code=0)
         return Handle(job.name, "gce", str(len(self.limits)), job.argv, 1.0, "")
 
-    def status(self, handle: Handle) -> State:
+    def status(self, handle: Handle) -> JobState:
         return self.states.pop(0)
 
     def log(self, handle: Handle) -> FileLog:
@@ -95,12 +94,12 @@ def bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     def staged(recipe: Recipe, job: Job) -> Job:
         meet = tmp_path / f"meet-{time.monotonic_ns()}"
         meet.mkdir()
-        return replace(job, meet=str(meet))
+        return replace(job, rendezvous=str(meet))
 
-    monkeypatch.setattr(places, "staged", staged)
-    monkeypatch.setattr(places, "what_is_missing", lambda recipe, job: [])
-    monkeypatch.setattr("ingot.launch.remote.NOTES_S", 0.0)
-    monkeypatch.setattr(places, "checkpoints", lambda recipe, job: lambda: {4: (1, 1)})
+    monkeypatch.setattr(run_job, "stage_start", staged)
+    monkeypatch.setattr(run_job, "missing_inputs", lambda recipe, job: [])
+    monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.NOTES_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(run_job, "committed_anywhere", lambda recipe, job: lambda: {4: (1, 1)})
     monkeypatch.chdir(tmp_path)
     return small_recipe(
         tmp_path,
@@ -113,12 +112,14 @@ def bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
 
 
 def run_out(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, states: list[State], *options: str
-) -> tuple[Ended, list[float | None]]:
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, states: list[JobState], *options: str
+) -> tuple[JobExit, list[float | None]]:
     elsewhere = Ending(states)
-    monkeypatch.setitem(places.LAUNCHERS, "gce", lambda recipe: elsewhere)
-    job = replace(places.place(recipe, "train", shared=True, options=options), mirror=None)
-    return places.do(recipe, job, supervised=True), elsewhere.limits
+    monkeypatch.setitem(run_job.LAUNCHERS, "gce", lambda recipe: elsewhere)
+    job = replace(
+        run_job.job_of(recipe, "train", distributed=True, options=options), run_folder_url=None
+    )
+    return run_job.run_job(recipe, job, supervised=True), elsewhere.limits
 
 
 def test_the_bounds_hold_for_all_launches_together_until_the_job_is_done(
@@ -156,7 +157,7 @@ def test_a_restart_asks_nobody_how_its_own_last_start_ended(
     submit = Ending.submit
 
     def stored(self: Ending, job: Job) -> Handle:
-        return store(bounded.folder.root, submit(self, job), bounded)
+        return store_handle(bounded.folder.root, submit(self, job), bounded)
 
     monkeypatch.setattr(Ending, "submit", stored)
     ended, limits = run_out(bounded, monkeypatch, ["preempted", "succeeded"])
@@ -173,7 +174,9 @@ def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(
         json.dumps({"node": 0, "rank": 0, "code": 0, "t_wall": now - 80_000})
     )
     root = bounded.folder.root
-    store(root, Handle("train", "gce", "0", ("train",), 1.0, "", {"meet": str(meet)}), bounded)
+    store_handle(
+        root, Handle("train", "gce", "0", ("train",), 1.0, "", {"meet": str(meet)}), bounded
+    )
     write_atomic(
         root / "jobs" / "train.spent.json",
         json.dumps({"since": now - 81_800, "limit_s": 7200, "dollars_an_hour": 2.0}),
@@ -186,15 +189,15 @@ def test_a_place_that_does_not_say_whether_the_job_runs_is_sent_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
-    store(recipe.folder.root, Handle("train", "gce", "ingot-1", ("train",), 0.0, ""), recipe)
+    store_handle(recipe.folder.root, Handle("train", "gce", "ingot-1", ("train",), 0.0, ""), recipe)
     with pytest.raises(
         Failed,
         match=(
             r"whether gce ingot-1 still does train cannot be told now; run the same command again"
         ),
     ):
-        places._runs_already(
-            recipe, Standing("unknown"), places.place(recipe, "train", shared=True)
+        run_job._already_runs(
+            recipe, Standing("unknown"), run_job.job_of(recipe, "train", distributed=True)
         )
 
 
@@ -213,8 +216,8 @@ def test_nodes_read_the_recipe_as_it_is_resolved_here(
             train__steps=7,
         )
         with gcs.serving(monkeypatch):
-            job = staging.staged(
-                recipe, places.place(recipe, "train", shared=True, options=options)
+            job = staging.stage_start(
+                recipe, run_job.job_of(recipe, "train", distributed=True, options=options)
             )
         verb, given, *more = job.argv
         assert (verb, given, more) == ("train", "runs/small/jobs/nodes.train.yaml", list(options))
@@ -228,17 +231,17 @@ def test_what_a_job_made_while_nobody_waited_is_not_written_over(
     recipe = small_recipe(tmp_path, launch__kind="gce", cloud__bucket="bucket", cloud__project="p")
     root, node = recipe.folder.root, tmp_path / "node"
     with gcs.serving(monkeypatch):
-        job = staging.staged(recipe, places.place(recipe, "train", shared=True))
-        store(root, Handle("train", "gce", "1", job.argv, 0.0, ""), recipe)
+        job = staging.stage_start(recipe, run_job.job_of(recipe, "train", distributed=True))
+        store_handle(root, Handle("train", "gce", "1", job.argv, 0.0, ""), recipe)
         record_event(recipe.folder.events, "hang", rank=1)
-        pull(job.mirror or "", node)
+        pull(job.run_folder_url or "", node)
         (node / "model").mkdir()
         (node / "model" / "model.safetensors").write_bytes(b"weights")
         (node / "metrics.jsonl").write_text('{"step": 1}\n')
         record_event(node / "events.jsonl", "finish", step=1)
-        push(node, job.mirror or "")
-        staging.staged(recipe, places.place(recipe, "train", shared=True))
-        pull(job.mirror or "", tmp_path / "third")
+        push(node, job.run_folder_url or "")
+        staging.stage_start(recipe, run_job.job_of(recipe, "train", distributed=True))
+        pull(job.run_folder_url or "", tmp_path / "third")
     for folder in (root, tmp_path / "third"):
         assert (folder / "model" / "model.safetensors").read_bytes() == b"weights"
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'

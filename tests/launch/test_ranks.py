@@ -14,18 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ingot.launch.attempt import Exit, follow
+from ingot.launch.attempt import AttemptExit, StopRequests, follow
 from ingot.launch.job import Job
-from ingot.launch.local import command
-from ingot.launch.ranks import PORTS, LocalRanks, free_port
-from ingot.launch.stops import Stops
+from ingot.launch.node.ranks import PORTS, LocalRanks, free_port
+from ingot.launch.places.local import command
 from tests.cli.commands import clean_environment
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
 
 TWO = """
 import sys
 from ingot.launch.job import Job
-from ingot.launch.local import foreground
+from ingot.launch.places.local import foreground
 ended = foreground(Job("test", tuple(sys.argv[1:]), processes=2))
 print(ended.code, ended.signum)
 """
@@ -38,12 +37,14 @@ print(*(os.environ.get(name, '-') for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[LocalRanks]:
     """Ranks that run a script of Python instead of a verb."""
-    monkeypatch.setattr("ingot.launch.ranks.python", lambda job: [sys.executable, "-c", *job.argv])
+    monkeypatch.setattr(
+        "ingot.launch.node.ranks.rank_command", lambda job: [sys.executable, "-c", *job.argv]
+    )
     return LocalRanks
 
 
-def wait_for(attempt: LocalRanks) -> Exit:
-    with Stops() as stops:
+def wait_for(attempt: LocalRanks) -> AttemptExit:
+    with StopRequests() as stops:
         return follow(attempt, stops)
 
 
@@ -51,7 +52,7 @@ def test_each_rank_is_told_who_it_is_as_torchrun_would(
     ranks: type[LocalRanks], tmp_path: Path
 ) -> None:
     with (tmp_path / "out").open("w") as out:
-        assert wait_for(ranks(Job("test", (SHOW,), processes=3), results=out)) == Exit(0, 0)
+        assert wait_for(ranks(Job("test", (SHOW,), processes=3), results=out)) == AttemptExit(0, 0)
     lines = sorted((tmp_path / "out").read_text().splitlines())
     assert [line.rsplit(" ", 1)[0] for line in lines] == [
         f"{rank} {rank} 3 3 127.0.0.1" for rank in range(3)
@@ -75,21 +76,24 @@ def test_one_process_is_no_rank(ranks: type[LocalRanks], tmp_path: Path) -> None
                 "import os, sys, time; r = os.environ['RANK']; time.sleep(0 if r == '1' else 60);"
                 " sys.exit(5)"
             ),
-            Exit(1, 5),
+            AttemptExit(1, 5),
         ),
         (
             (
                 "import os, time; r = os.environ['RANK']; os.kill(os.getpid(), 9) if r == '2' else"
                 " time.sleep(60)"
             ),
-            Exit(2, -9),
+            AttemptExit(2, -9),
         ),
-        ("import os, sys; sys.exit({'0': 0, '1': 75, '2': 0}[os.environ['RANK']])", Exit(1, 75)),
+        (
+            "import os, sys; sys.exit({'0': 0, '1': 75, '2': 0}[os.environ['RANK']])",
+            AttemptExit(1, 75),
+        ),
         ("import os, sys; sys.exit({'0': 1, '1': 2, '2': 0}[os.environ['RANK']])", None),
     ],
 )
 def test_the_first_rank_that_fails_decides_and_the_others_are_ended(
-    ranks: type[LocalRanks], code: str, expected: Exit | None
+    ranks: type[LocalRanks], code: str, expected: AttemptExit | None
 ) -> None:
     attempt = ranks(Job("test", (code,), processes=3))
     began = time.monotonic()
@@ -118,7 +122,7 @@ def test_of_those_that_are_found_ended_together_the_killed_one_was_first(
     for process in attempt._processes:
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-    assert attempt.poll() == Exit(1, -9)
+    assert attempt.poll() == AttemptExit(1, -9)
 
 
 def test_a_rank_that_ended_well_does_not_end_the_others(
@@ -129,7 +133,7 @@ def test_a_rank_that_ended_well_does_not_end_the_others(
         "import os, time; os.environ['RANK'] == '0' and (time.sleep(4),"
         f" open({str(tmp_path / 'done')!r}, 'w').close())"
     )
-    assert wait_for(ranks(Job("test", (code,), processes=2))) == Exit(0, 0)
+    assert wait_for(ranks(Job("test", (code,), processes=2))) == AttemptExit(0, 0)
     assert (tmp_path / "done").exists()
 
 
@@ -138,7 +142,7 @@ def test_what_a_rank_started_goes_with_it(ranks: type[LocalRanks], tmp_path: Pat
         f"import os, subprocess, sys; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path)!r}"
         " + '/pid', 'w').write(str(p.pid)); sys.exit(4)"
     )
-    assert wait_for(ranks(Job("test", (code,)))) == Exit(0, 4)
+    assert wait_for(ranks(Job("test", (code,)))) == AttemptExit(0, 4)
     left = int((tmp_path / "pid").read_text())
     wait_until(
         lambda: (

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError, WrongInput
-from ingot.base.heartbeat import HeartbeatWriter
-from ingot.launch.attempt import Exit
-from ingot.launch.job import Handle, Job, Log, State
-from ingot.launch.local import Ended
-from ingot.launch.meeting import EXIT, SIGNAL, Meeting
-from ingot.launch.remote import FileLog, RemoteAttempt
-from ingot.launch.remotebeats import RemoteBeats
-from ingot.launch.supervise import supervise
+from ingot.base.heartbeat import Heart
+from ingot.launch.attempt import AttemptExit
+from ingot.launch.job import Handle, Job, JobLog, JobState
+from ingot.launch.places.local import JobExit
+from ingot.launch.places.logs import FileLog
+from ingot.launch.rendezvous import EXIT, SIGNAL, Rendezvous
+from ingot.launch.supervisor.remote_attempt import RemoteAttempt, RemoteHeartbeats
+from ingot.launch.supervisor.supervise import supervise
 from tests.launch.blocking import wait_until
 from tests.small import small_recipe
 
@@ -33,7 +33,7 @@ class Place:
     what it raises.
     """
 
-    look_s = 0.01
+    poll_s = 0.01
 
     def __init__(self, folder: Path) -> None:
         self.log_file, self.state, self.did = folder / "log", "queued", list[str]()
@@ -53,12 +53,12 @@ class Place:
         self.did.append("submit")
         return Handle(job.name, "place", str(len(self.did)), job.argv, 1.0, str(self.log_file))
 
-    def status(self, handle: Handle) -> State:
+    def status(self, handle: Handle) -> JobState:
         if self.state == "error":
             raise Failed("no answer")
         return self.state  # type: ignore[return-value]
 
-    def log(self, handle: Handle) -> Log:
+    def log(self, handle: Handle) -> JobLog:
         return FileLog(lambda: [self.log_file])
 
     def signal(self, handle: Handle, number: int) -> None:
@@ -80,24 +80,27 @@ def place(tmp_path: Path) -> Place:
 @pytest.fixture
 def begin(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[RemoteAttempt, Meeting]]:
-    monkeypatch.setattr("ingot.launch.remote.NOTES_S", 0.2)
-    monkeypatch.setattr("ingot.launch.remote.RETRY_S", 0.01)
+) -> Callable[..., tuple[RemoteAttempt, Rendezvous]]:
+    monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.NOTES_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.RETRY_S", 0.01)
 
     def make(
         *, name: str = "train", mirror: str | None = None, **knobs: Any
-    ) -> tuple[RemoteAttempt, Meeting]:
+    ) -> tuple[RemoteAttempt, Rendezvous]:
         meet = tmp_path / "meet"
         meet.mkdir(exist_ok=True)
         place.state = "queued"
         return RemoteAttempt(
-            place, Job(name, (name,), 2, 2, meet=str(meet), mirror=mirror), tmp_path, **knobs
-        ), Meeting(str(meet))
+            place,
+            Job(name, (name,), 2, 2, rendezvous=str(meet), run_folder_url=mirror),
+            tmp_path,
+            **knobs,
+        ), Rendezvous(str(meet))
 
     return make
 
 
-Begin = Callable[..., tuple[RemoteAttempt, Meeting]]
+Begin = Callable[..., tuple[RemoteAttempt, Rendezvous]]
 Note = dict[str, Any]
 
 
@@ -105,38 +108,43 @@ Note = dict[str, Any]
     ("state", "notes", "end", "taken"),
     [
         # All went well, or was stopped in good order by whom nobody asked.
-        ("succeeded", [{"code": 0}, {"code": 0}], Exit(0, 0), False),
+        ("succeeded", [{"code": 0}, {"code": 0}], AttemptExit(0, 0), False),
         (
             "failed",
             [{"code": 75}, {"code": 75}],
-            Exit(0, 75, "place stopped the job before its time"),
+            AttemptExit(0, 75, "place stopped the job before its time"),
             True,
         ),
         # The one that failed by itself decides; a killed one before those that noticed.
-        ("failed", [{"code": 1, "because": "1"}, {"code": 7, "rank": 3}], Exit(3, 7), False),
-        ("failed", [{"code": 1}, {"code": -9, "rank": 2}], Exit(2, -9), False),
-        ("failed", [{"code": 2}, {"code": 2, "rank": 2}], Exit(0, 2), False),
+        ("failed", [{"code": 1, "because": "1"}, {"code": 7, "rank": 3}], AttemptExit(3, 7), False),
+        ("failed", [{"code": 1}, {"code": -9, "rank": 2}], AttemptExit(2, -9), False),
+        ("failed", [{"code": 2}, {"code": 2, "rank": 2}], AttemptExit(0, 2), False),
         (
             "failed",
             [{"code": 1, "how": "port 5 of node 0 is taken"}],
-            Exit(0, 1, "port 5 of node 0 is taken"),
+            AttemptExit(0, 1, "port 5 of node 0 is taken"),
             False,
         ),
-        ("failed", [{"code": 1, "because": "1"}, None], Exit(2, 1, "node 1 was lost"), False),
-        ("failed", [], Exit(0, 1, "place says that the job failed"), False),
-        ("succeeded", [{"code": 0}, None], Exit(2, 1, "node 1 was lost"), False),
+        (
+            "failed",
+            [{"code": 1, "because": "1"}, None],
+            AttemptExit(2, 1, "node 1 was lost"),
+            False,
+        ),
+        ("failed", [], AttemptExit(0, 1, "place says that the job failed"), False),
+        ("succeeded", [{"code": 0}, None], AttemptExit(2, 1, "node 1 was lost"), False),
         # What the place took away is started again, whatever those said who were left alone.
         (
             "preempted",
             [{"code": 1}, None],
-            Exit(0, EXIT_STOPPED, "place took the job's machines away"),
+            AttemptExit(0, EXIT_STOPPED, "place took the job's machines away"),
             True,
         ),
-        ("cancelled", [{"code": 143}, {"code": 143}], Exit(0, EXIT_STOPPED), False),
+        ("cancelled", [{"code": 143}, {"code": 143}], AttemptExit(0, EXIT_STOPPED), False),
     ],
 )
 def test_how_it_ended(
-    state: str, notes: list[Note | None], end: Exit, taken: bool, place: Place, begin: Begin
+    state: str, notes: list[Note | None], end: AttemptExit, taken: bool, place: Place, begin: Begin
 ) -> None:
     attempt, meeting = begin()
     assert attempt.poll() is None
@@ -149,7 +157,7 @@ def test_how_it_ended(
     place.state = state
     wait_until(lambda: attempt.poll() is not None)
     assert attempt.poll() == end
-    assert attempt.taken() is taken
+    assert attempt.preempted() is taken
 
 
 def test_asked_by_its_place_before_there_was_anything_to_save_it_is_started_again(
@@ -163,7 +171,7 @@ def test_asked_by_its_place_before_there_was_anything_to_save_it_is_started_agai
         meeting.leave(node, EXIT, rank=2 * node, code=138)
     place.state = "failed"
     wait_until(lambda: attempt.poll() is not None)
-    assert attempt.taken()
+    assert attempt.preempted()
 
 
 def test_what_we_asked_for_is_not_taken(place: Place, begin: Begin) -> None:
@@ -180,8 +188,8 @@ def test_what_we_asked_for_is_not_taken(place: Place, begin: Begin) -> None:
         meeting.leave(node, EXIT, rank=2 * node, code=75)
     place.state = "failed"
     wait_until(lambda: attempt.poll() is not None)
-    assert attempt.poll() == Exit(0, 75)
-    assert not attempt.taken()
+    assert attempt.poll() == AttemptExit(0, 75)
+    assert not attempt.preempted()
 
 
 def test_being_asked_for_stacks_is_no_request_to_stop(place: Place, begin: Begin) -> None:
@@ -189,7 +197,7 @@ def test_being_asked_for_stacks_is_no_request_to_stop(place: Place, begin: Begin
     attempt.send(signal.SIGUSR2, 0)
     place.state = "preempted"
     wait_until(lambda: attempt.poll() is not None)
-    assert attempt.taken()
+    assert attempt.preempted()
 
 
 def test_only_beats_of_this_attempt_count_though_an_earlier_one_had_the_same_number(
@@ -237,7 +245,7 @@ def test_a_place_that_takes_no_job_is_an_error_at_first_and_asked_again_later(
     place.refuses = 100
     attempt, _ = begin(patience_s=0.1)
     wait_until(lambda: attempt.poll() is not None)
-    assert attempt.poll() == Exit(0, EXIT_FAILED, "the place is not there")
+    assert attempt.poll() == AttemptExit(0, EXIT_FAILED, "the place is not there")
 
 
 def test_what_was_right_at_the_first_start_is_not_wrong_input_later(
@@ -264,7 +272,7 @@ def test_what_is_to_be_ready_is_made_ready_once_and_as_patiently(
         return replace(job, argv=("evaluate",))
 
     place.refuses = 2
-    attempt, _ = begin(patience_s=60.0, ready=ready)
+    attempt, _ = begin(patience_s=60.0, prepare=ready)
     wait_until(lambda: attempt.poll() is None and attempt.handle is not None)
     assert attempt.handle is not None
     assert (made, attempt.handle.argv) == (["try"] * 3, ("evaluate",))
@@ -293,7 +301,7 @@ def test_a_place_is_asked_to_cancel_until_it_answers(
     attempt.stop()
     assert place.did == ["submit", "cancel"]
     attempt, _ = begin()
-    monkeypatch.setattr("ingot.launch.remote.STOP_S", 0.05)
+    monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.CANCEL_TIMEOUT_S", 0.05)
     place.refuses = 1000
     with pytest.raises(Failed, match=r"place 3 may still run: `ingot launch cancel .*` ends it"):
         attempt.stop()
@@ -311,7 +319,7 @@ def test_signs_of_life_that_cannot_be_had_are_no_silence_of_the_ranks(
 
     HeartbeatWriter(tmp_path / "heartbeats", rank=0, local_rank=0, attempt=1).beat("step", step=3)
     with monkeypatch.context() as gone:
-        gone.setattr("ingot.launch.remotebeats.read_beats", away)
+        gone.setattr("ingot.launch.supervisor.remote_attempt.read_beats", away)
         assert (attempt.beats(), attempt.running()) == ({}, ())
         assert attempt.poll() is None
     assert (list(attempt.beats()), attempt.running()) == ([0], range(4))
@@ -327,17 +335,18 @@ def test_results_are_fetched_until_the_bucket_answers(
         if len(tries) < 3 or mirror.endswith("never"):
             raise Failed("no answer")
 
-    monkeypatch.setattr("ingot.launch.remote.bring_back", bring_back)
+    monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.pull_results", bring_back)
     monkeypatch.setattr(
-        "ingot.launch.remote.RemoteBeats", lambda root, mirror: RemoteBeats(root, None)
+        "ingot.launch.supervisor.remote_attempt.RemoteHeartbeats",
+        lambda root, mirror: RemoteHeartbeats(root, None),
     )
     attempt, meeting = begin(mirror="gs://bucket/run")
     for node in range(2):
         meeting.leave(node, EXIT, rank=2 * node, code=0)
     place.state = "succeeded"
     wait_until(lambda: attempt.poll() is not None)
-    assert (attempt.poll(), len(tries)) == (Exit(0, 0), 3)
-    monkeypatch.setattr("ingot.launch.remote.BRING_S", 0.05)
+    assert (attempt.poll(), len(tries)) == (AttemptExit(0, 0), 3)
+    monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.RESULTS_TIMEOUT_S", 0.05)
     attempt, _ = begin(mirror="gs://bucket/never")
     place.state = "succeeded"
     wait_until(lambda: attempt.poll() is not None)
@@ -350,7 +359,7 @@ def test_results_are_fetched_until_the_bucket_answers(
 def test_what_somebody_cancelled_goes_on_only_where_there_is_a_checkpoint(
     tmp_path: Path, place: Place, begin: Begin
 ) -> None:
-    def ended(name: str, checkpoints: dict[int, tuple[int, int]]) -> Ended:
+    def ended(name: str, checkpoints: dict[int, tuple[int, int]]) -> JobExit:
         attempt, _ = begin(name=name)
         place.state = "cancelled"
         return supervise(
@@ -360,12 +369,12 @@ def test_what_somebody_cancelled_goes_on_only_where_there_is_a_checkpoint(
             checkpoints=lambda: checkpoints,
         )
 
-    assert ended("train", {4: (1, 1)}) == Ended(75, 0)
-    assert ended("train", {}) == Ended(143, 0)
+    assert ended("train", {4: (1, 1)}) == JobExit(75, 0)
+    assert ended("train", {}) == JobExit(143, 0)
     attempt, _ = begin(name="evaluate")
     place.state = "cancelled"
     wait_until(lambda: attempt.poll() is not None)
-    assert attempt.poll() == Exit(0, 143)
+    assert attempt.poll() == AttemptExit(0, 143)
 
 
 @pytest.mark.parametrize(("checkpoints", "code"), [({4: (1, 1)}, 75), ({}, 130)])
@@ -383,7 +392,7 @@ def test_stopped_in_the_queue_it_goes_on_where_earlier_starts_were(
         small_recipe(tmp_path),
         start=start,
         checkpoints=lambda: checkpoints,
-    ) == Ended(code, signal.SIGINT)
+    ) == JobExit(code, signal.SIGINT)
     assert place.did == ["submit", "cancel"]
 
 
@@ -398,7 +407,7 @@ def test_a_job_in_the_queue_is_no_hang(tmp_path: Path, place: Place, begin: Begi
         place.state = "succeeded"
 
     threading.Thread(target=later).start()
-    assert supervise(Job("train", ("train",), 2, 2), recipe, start=lambda job: attempt) == Ended(
+    assert supervise(Job("train", ("train",), 2, 2), recipe, start=lambda job: attempt) == JobExit(
         0, 0
     )
     assert place.did == ["submit"]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file
-from ingot.base.remote.bucket import open_bucket
-from ingot.launch import remotebeats
-from ingot.launch.remotebeats import RemoteBeats
+from ingot.base.heartbeat import Heart, heartbeat_file
+from ingot.launch.supervisor import remote_attempt
+from ingot.launch.supervisor.remote_attempt import RemoteHeartbeats
 from tests import gcs
 from tests.launch.blocking import wait_until
 
@@ -20,7 +19,7 @@ MIRROR = "gs://bucket/ingot/runs/small"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
-    monkeypatch.setattr(remotebeats, "BEATS_S", 0.05)
+    monkeypatch.setattr(remote_attempt, "HEARTBEAT_POLL_S", 0.05)
     with gcs.serving(monkeypatch) as server:
         yield server
 
@@ -35,7 +34,7 @@ def test_only_what_is_new_is_fetched_and_what_lay_there_does_not_count(
 ) -> None:
     bucket = open_bucket(f"{MIRROR}/heartbeats")
     bucket.put("old", beat_of(tmp_path, 5, 9))
-    beats = RemoteBeats(tmp_path, MIRROR)
+    beats = RemoteHeartbeats(tmp_path, MIRROR)
     assert beats.latest() == {}
     bucket.put("a", beat_of(tmp_path, 0, 3))
     bucket.put("b", beat_of(tmp_path, 1, 4))
@@ -53,7 +52,7 @@ def test_a_bucket_that_does_not_answer_makes_nobody_wait(
     server: gcs.Server, tmp_path: Path
 ) -> None:
     bucket = open_bucket(f"{MIRROR}/heartbeats")
-    beats = RemoteBeats(tmp_path, MIRROR)
+    beats = RemoteHeartbeats(tmp_path, MIRROR)
     bucket.put("a", beat_of(tmp_path, 0, 3))
     wait_until(lambda: 0 in beats.latest())
     server.fault("list", code=503, times=10_000)
@@ -74,7 +73,7 @@ def test_stacks_come_when_they_were_asked_for(server: gcs.Server, tmp_path: Path
     stacks = open_bucket(f"{MIRROR}/stacks")
     stacks.put("stacks-rank3.txt", b"Thread 1\n")
     stacks.put("..", b"no file of ours")
-    beats = RemoteBeats(tmp_path, MIRROR)
+    beats = RemoteHeartbeats(tmp_path, MIRROR)
     time.sleep(0.3)
     assert not (tmp_path / "logs").exists()
     beats.want_stacks()

@@ -13,21 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.environment import REPLICA_VARIABLE
-from ingot.base.heartbeat import HeartbeatWriter
-from ingot.base.remote.deferred import deferred_files_of
-from ingot.base.remote.replica import pull, push
-from ingot.base.runlog import append_line, read_lines
-from ingot.launch import sending
+from ingot.base.environment import REPLICA
+from ingot.base.heartbeat import Heart
+from ingot.base.later import later
+from ingot.base.replica import pull, push
+from ingot.launch import run_folder_sync
 from ingot.launch.job import Job
-from ingot.launch.sending import Sending, bring, bring_back
+from ingot.launch.run_folder_sync import RunFolderPusher, pull_results, pull_run_folder
 from tests import gcs
 from tests.launch.blocking import wait_until
 
 MIRROR = "gs://bucket/ingot/runs/one"
 NODES = "name: one\ndata: {train: [{source: text}]}\n"
 PARTS = ("train.tokens-00000.bin", "train.tokens-00000.idx")
-JOB = Job("train", ("train",), 1, 2, mirror=MIRROR)
+JOB = Job("train", ("train",), 1, 2, run_folder_url=MIRROR)
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(
     server: gcs.Server, root: Path, tmp_path: Path
 ) -> None:
     node = tmp_path / "node"
-    bring(MIRROR, node, "train")
+    pull_run_folder(MIRROR, node, "train")
     fill(
         root,
         {
@@ -96,7 +95,7 @@ def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(
     )
     push(node, MIRROR)
     for _ in range(2):  # the second time there is nothing to do
-        bring_back(MIRROR, root)
+        pull_results(MIRROR, root)
         assert [event["kind"] for event in read_lines(root / "events.jsonl")] == [
             "submitted",
             "start",
@@ -141,7 +140,7 @@ def test_a_node_in_the_launchers_own_folder_leaves_alone_what_that_goes_on_writi
             "recipe.yaml": "other",
         },
     )
-    bring(MIRROR, root, "train")
+    pull_run_folder(MIRROR, root, "train")
     texts = [
         (root / name).read_text()
         for name in (
@@ -192,7 +191,7 @@ def test_what_a_verb_does_not_read_or_a_part_at_a_time_stays_in_the_bucket(
     push(root, MIRROR)
     node = tmp_path / "node"
     for _ in range(2):  # a start, and another one of the same machine
-        bring(MIRROR, node, verb)
+        pull_run_folder(MIRROR, node, verb)
         columns = node / "data/columns"
         for kind, names in large.items():
             found = sorted(
@@ -207,12 +206,12 @@ def test_what_a_verb_does_not_read_or_a_part_at_a_time_stays_in_the_bucket(
         server.objects
     )
     # A verb that needs all of it finds nothing left over from one that does not.
-    bring(MIRROR, node, "prepare")
+    pull_run_folder(MIRROR, node, "prepare")
     assert all((node / "data" / kind / name).exists() for kind in large for name in large[kind])
     assert deferred_files_of(columns) is None
     # Where everything is at hand, as on the launcher's own machine, nothing is left for later.
-    bring(MIRROR, root, verb)
-    assert deferred_files_of(root / "data/columns") is None
+    pull_run_folder(MIRROR, root, verb)
+    assert later(root / "data/columns") is None
 
 
 def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(
@@ -231,8 +230,8 @@ def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(
     for submits in (False, True):  # the second one in a container of a pipeline
         launcher = tmp_path / f"launcher-{submits}"
         if submits:
-            bring(MIRROR, launcher, "submit")
-        bring_back(MIRROR, launcher)
+            pull_run_folder(MIRROR, launcher, "submit")
+        pull_results(MIRROR, launcher)
         assert (launcher / "model/config.json").exists()
         assert (launcher / "data/columns/manifest.json").exists()
         assert [(launcher / path).exists() for path in large] == [not submits] * 2
@@ -243,19 +242,19 @@ def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(
 def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "BEAT_S", 0.05)
-    monkeypatch.setattr(sending, "LIVE_S", 0.05)
+    monkeypatch.setattr(run_folder_sync, "HEARTBEAT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(run_folder_sync, "PROGRESS_INTERVAL_S", 0.05)
     slow, over = threading.Event(), threading.Event()
 
     def take_long(*arguments: object, **knobs: object) -> None:
         slow.set()
         over.wait(60)
 
-    monkeypatch.setattr(sending, "push", take_long)
-    heart = HeartbeatWriter(root / "heartbeats", rank=0, local_rank=0, attempt=1)
+    monkeypatch.setattr(run_folder_sync, "push", take_long)
+    heart = Heart(root / "heartbeats", rank=0, local_rank=0, attempt=1)
     heart.beat("step")
     name = next((root / "heartbeats").iterdir()).name
-    with Sending(JOB, root, 0):
+    with RunFolderPusher(JOB, root, 0):
         try:
             assert slow.wait(20)
             before = generation(server, f"heartbeats/{name}")
@@ -268,20 +267,20 @@ def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(
 def test_a_bucket_that_does_not_answer_is_not_waited_for_by_signs_of_life(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "BEAT_S", 1.5)
-    HeartbeatWriter(root / "heartbeats", rank=0, local_rank=0, attempt=1).close()
+    monkeypatch.setattr(run_folder_sync, "HEARTBEAT_INTERVAL_S", 1.5)
+    Heart(root / "heartbeats", rank=0, local_rank=0, attempt=1).close()
     name = next((root / "heartbeats").iterdir()).name
     server.fault("insert", delay_s=60, code=503)
-    with Sending(JOB, root, 1):
+    with RunFolderPusher(JOB, root, 1):
         wait_until(lambda: generation(server, f"heartbeats/{name}") > 0, timeout_s=30)
 
 
 def test_every_node_shows_stacks_that_were_written_since_it_began(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_folder_sync, "HEARTBEAT_INTERVAL_S", 0.05)
     fill(root, {"logs/stacks-rank2.txt": "of a start before", "logs/stacks-rank3.txt": ""})
-    with Sending(JOB, root, 1):
+    with RunFolderPusher(JOB, root, 1):
         fill(root, {"logs/stacks-rank3.txt": "once"})
         wait_until(lambda: generation(server, "stacks/stacks-rank3.txt") > 0)
         first = generation(server, "stacks/stacks-rank3.txt")
@@ -294,8 +293,8 @@ def test_every_node_shows_stacks_that_were_written_since_it_began(
 def test_ranks_are_told_of_the_replica_as_long_as_it_is_sent_to(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(REPLICA_VARIABLE, raising=False)
-    with Sending(JOB, root, 1):
+    monkeypatch.delenv(REPLICA, raising=False)
+    with RunFolderPusher(JOB, root, 1):
         said = subprocess.run(
             [sys.executable, "-c", f"import os; print(os.environ[{REPLICA_VARIABLE!r}])"],
             capture_output=True,

@@ -17,15 +17,13 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
-from ingot.launch import cluster
-from ingot.launch.attempt import follow
-from ingot.launch.handles import find
-from ingot.launch.job import Handle, Job
-from ingot.launch.places import place
-from ingot.launch.remote import RemoteAttempt
-from ingot.launch.slurm import SlurmLauncher
-from ingot.launch.staging import again
-from ingot.launch.stops import Stops
+from ingot.launch.attempt import StopRequests, follow
+from ingot.launch.job import Handle, Job, find_handle
+from ingot.launch.places import slurm_cluster
+from ingot.launch.places.slurm import SlurmLauncher
+from ingot.launch.run_job import job_of
+from ingot.launch.staging import with_next_rendezvous
+from ingot.launch.supervisor.remote_attempt import RemoteAttempt
 from tests import golden
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
 from tests.launch.nodes import (
@@ -68,7 +66,7 @@ def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluste
 @pytest.fixture
 def slurm(running_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("SLURM_CONF", str(running_cluster.conf))
-    monkeypatch.setattr(SlurmLauncher, "look_s", 0.3)
+    monkeypatch.setattr(SlurmLauncher, "poll_s", 0.3)
     assert running_cluster.jobs() == []
     return running_cluster
 
@@ -83,7 +81,7 @@ def on_cluster(root: Path, **knobs: Any) -> Recipe:
 
 
 def handle_of(recipe: Recipe, name: str = "train") -> Handle | None:
-    return find(recipe.folder.root, name, "slurm")
+    return find_handle(recipe.folder.root, name, "slurm")
 
 
 def gone(root: Path, slurm: Cluster, seconds: float = 40) -> None:
@@ -111,7 +109,7 @@ def test_the_script_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         2,
         {"NCCL_SOCKET_IFNAME": "eth0"},
         ("WANDB_API_KEY",),
-        meet=meet,
+        rendezvous=meet,
     )
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     full = script_of(
@@ -126,7 +124,7 @@ def test_the_script_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         launch__slurm__signal_s=600,
         launch__slurm__options={"constraint": "h100", "cpus-per-task": "64"},
     )
-    least = script_of(tmp_path, Job("evaluate", ("evaluate", "r.yaml"), meet=meet))
+    least = script_of(tmp_path, Job("evaluate", ("evaluate", "r.yaml"), rendezvous=meet))
     for name, text in (("slurm-full.sh", full), ("slurm-least.sh", least)):
         assert SECRET not in text
         golden.check(name, text)
@@ -134,7 +132,7 @@ def test_the_script_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "--exclusive" in least
     assert "--exclusive" not in full, "the person said how many cores"
     assert "--exclusive" not in script_of(
-        tmp_path, Job("evaluate", ("evaluate",), meet=meet), launch__slurm__gpus=1
+        tmp_path, Job("evaluate", ("evaluate",), rendezvous=meet), launch__slurm__gpus=1
     ), "one of several devices of a node"
 
 
@@ -151,14 +149,14 @@ def test_the_script_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_times_are_read_as_slurm_writes_them(written: str, seconds: float | None) -> None:
-    assert cluster.seconds(written) == seconds
+    assert slurm_cluster.parse_time(written) == seconds
     if seconds:
-        assert cluster.seconds(cluster.written(seconds)) == seconds
+        assert slurm_cluster.parse_time(slurm_cluster.format_time(seconds)) == seconds
 
 
 def test_every_state_of_slurm_is_one_of_ours() -> None:
     assert {
-        name: cluster.STATES[name]
+        name: slurm_cluster.STATES[name]
         for name in (
             "TIMEOUT",
             "NODE_FAIL",
@@ -245,8 +243,8 @@ def program(folder: Path, name: str, script: str) -> None:
 def waiting(root: Path, **knobs: Any) -> tuple[SlurmLauncher, Job]:
     """A job on both nodes that waits for ever."""
     recipe = on_cluster(root, **knobs)
-    job = dataclasses.replace(place(recipe, "show", shared=True), argv=blocking_argv(root))
-    return SlurmLauncher(recipe), again(recipe, job)
+    job = dataclasses.replace(job_of(recipe, "show", distributed=True), argv=blocking_argv(root))
+    return SlurmLauncher(recipe), with_next_rendezvous(recipe, job)
 
 
 def test_a_lost_answer_makes_no_second_job_and_secrets_are_nowhere(
@@ -254,7 +252,7 @@ def test_a_lost_answer_makes_no_second_job_and_secrets_are_nowhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKEN_OF_MINE", SECRET)
-    monkeypatch.setattr("ingot.launch.slurm.TRY_AGAIN_S", 0.1)
+    monkeypatch.setattr("ingot.launch.places.slurm.RETRY_S", 0.1)
     # The first time the answer is lost, and the job is there; before that the controller is not
     # reached at all.
     program(
@@ -290,9 +288,9 @@ exit 1""",
     ]
     assert kept == []
     # The same command finds the job that runs; another one is refused.
-    assert launcher.submit(again(launcher.recipe, job)) == handle
+    assert launcher.submit(with_next_rendezvous(launcher.recipe, job)) == handle
     with pytest.raises(Failed, match=f"as Slurm job {handle.id} with other arguments"):
-        launcher.submit(Job("show", ("show", "else"), 1, 2, meet=job.meet))
+        launcher.submit(Job("show", ("show", "else"), 1, 2, rendezvous=job.rendezvous))
     # Signals reach the ranks of both nodes, and nothing else.
     launcher.signal(handle, signal.SIGTERM)
     wait_until(lambda: launcher.status(handle) == "cancelled")
@@ -305,8 +303,8 @@ def test_a_submission_that_nobody_answers_for_is_asked_about_before_another_is_m
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKEN_OF_MINE", SECRET)
-    monkeypatch.setattr("ingot.launch.slurm.TRY_AGAIN_S", 0.1)
-    monkeypatch.setattr("ingot.launch.remote.RETRY_S", 0.1)
+    monkeypatch.setattr("ingot.launch.places.slurm.RETRY_S", 0.1)
+    monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.RETRY_S", 0.1)
     lost = "slurm_load_jobs error: Socket timed out on send/recv operation"
     program(
         tmp_path / "bin",
@@ -343,9 +341,9 @@ echo '{lost}' >&2; exit 1""",
         # Another command of the same verb finds it too, whoever had asked.
         (tmp_path / "asked").unlink()
         with pytest.raises(Failed, match="whether show was submitted is unknown"):
-            launcher.submit(again(launcher.recipe, job))
+            launcher.submit(with_next_rendezvous(launcher.recipe, job))
     (job_id,) = slurm.jobs()
-    assert launcher.submit(again(launcher.recipe, job)).id == job_id
+    assert launcher.submit(with_next_rendezvous(launcher.recipe, job)).id == job_id
     assert slurm.jobs() == [job_id]
     slurm.ask("scancel", job_id)
     gone(tmp_path, slurm)
@@ -363,7 +361,7 @@ def test_a_refusal_of_sbatch_leaves_nothing_to_ask_about(
     )
     with pytest.raises(Failed, match="sbatch: "):
         launcher.submit(job)
-    assert sorted(path.name for path in Path(job.meet or "").iterdir()) == ["slurm.sh"]
+    assert sorted(path.name for path in Path(job.rendezvous or "").iterdir()) == ["slurm.sh"]
 
 
 def test_a_controller_that_does_not_answer_is_no_fault_of_the_recipe(
@@ -383,7 +381,7 @@ def test_a_controller_that_does_not_answer_is_no_fault_of_the_recipe(
         launcher.submit(job)
     launcher, job = (
         SlurmLauncher(on_cluster(tmp_path, launch__code="sync")),
-        again(launcher.recipe, job),
+        with_next_rendezvous(launcher.recipe, job),
     )
     with pytest.raises(WrongInput, match=r"launch\.code=sync"):
         launcher.submit(job)
@@ -405,9 +403,9 @@ def test_a_job_of_another_recipe_is_not_taken_over(
                 " cancel"
             ),
         ):
-            other.submit(again(other.recipe, job))
+            other.submit(with_next_rendezvous(other.recipe, job))
     elsewhere = SlurmLauncher(on_cluster(tmp_path, launch__slurm__time="30m", serve__port=9999))
-    assert elsewhere.submit(again(elsewhere.recipe, job)) == handle
+    assert elsewhere.submit(with_next_rendezvous(elsewhere.recipe, job)) == handle
     assert slurm.jobs() == [handle.id]
     launcher.cancel(handle)
     gone(tmp_path, slurm)
@@ -455,7 +453,7 @@ def test_a_persons_variables_do_not_override_the_script(
 def test_a_job_that_does_not_go_is_told_of(
     tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.launch.slurm.GONE_S", 1.0)
+    monkeypatch.setattr("ingot.launch.places.slurm.CANCEL_TIMEOUT_S", 1.0)
     program(tmp_path / "bin", "scontrol", "echo 'JobId=7 JobState=COMPLETING'")
     program(tmp_path / "bin", "scancel", f"echo $1 >> {tmp_path}/cancelled")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -478,9 +476,9 @@ def test_a_job_that_a_person_cancels_is_not_started_again(
     wait_until(lambda: attempt.poll() is None and len(waiting_on(job.argv)) == 2)
     assert attempt.handle is not None
     slurm.ask("scancel", attempt.handle.id)
-    with Stops() as stops:
+    with StopRequests() as stops:
         end = follow(attempt, stops)
-    assert (end.code, attempt.taken()) == (128 + signal.SIGTERM, False)
+    assert (end.code, attempt.preempted()) == (128 + signal.SIGTERM, False)
     gone(tmp_path, slurm)
 
 
@@ -496,7 +494,7 @@ def test_a_job_in_the_queue_is_cancelled_when_we_are_asked_to_stop(
     wait_until(lambda: attempt.poll() is not None)
     end = attempt.poll()
     assert end is not None
-    assert (end.shown, attempt.taken()) == (128 + signal.SIGTERM, False)
+    assert (end.shell_code, attempt.preempted()) == (128 + signal.SIGTERM, False)
     gone(tmp_path, slurm)
 
 

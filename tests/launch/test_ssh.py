@@ -20,11 +20,10 @@ import pytest
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.processes import machine_id, start_ticks
 from ingot.config.recipe import Recipe
-from ingot.launch.handles import find
-from ingot.launch.hostlog import HostsLog
-from ingot.launch.job import Handle, Job
-from ingot.launch.meeting import EXIT, Meeting
-from ingot.launch.ssh import SshLauncher
+from ingot.launch.job import Handle, Job, find_handle
+from ingot.launch.places.logs import HostsLog
+from ingot.launch.places.ssh import SshLauncher
+from ingot.launch.rendezvous import EXIT, Rendezvous
 from tests import golden
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
 from tests.launch.nodes import (
@@ -130,7 +129,7 @@ def test_what_is_started_is_shown_without_secrets(
         2,
         {"A": "b c", "GLOO_SOCKET_IFNAME": "eth0"},
         ("WANDB_API_KEY",),
-        meet=str(recipe.folder.root / "jobs" / "train-1"),
+        rendezvous=str(recipe.folder.root / "jobs" / "train-1"),
     )
     launcher = SshLauncher(recipe)
     assert launcher.can(job) == []
@@ -278,10 +277,10 @@ import os, sys, time
 from pathlib import Path
 from ingot.config.load import load_recipe
 from ingot.launch.job import Job
-from ingot.launch.ssh import SshLauncher
+from ingot.launch.places.ssh import SshLauncher
 recipe = load_recipe([sys.argv[1]])
 launcher = SshLauncher(recipe)
-handle = launcher.submit(Job("show", tuple(sys.argv[3:]), 1, 2, meet=sys.argv[2]))
+handle = launcher.submit(Job("show", tuple(sys.argv[3:]), 1, 2, rendezvous=sys.argv[2]))
 while (state := launcher.status(handle)) == "running":
     time.sleep(0.1)
 sys.stderr.write(launcher.log(handle).read().decode())
@@ -315,7 +314,7 @@ class Waiting:
 
     @property
     def handle(self) -> Handle:
-        handle = find(self.recipe.folder.root, "show", "ssh")
+        handle = find_handle(self.recipe.folder.root, "show", "ssh")
         assert handle is not None
         return handle
 
@@ -329,7 +328,7 @@ def test_the_nodes_end_with_their_launcher_and_are_found_again(
     assert launcher.status(waiting.handle) == "running"
     # A second launcher does not start what runs already.
     with pytest.raises(Failed, match="runs already"):
-        launcher.submit(Job("show", waiting.argv, 1, 2, meet=waiting.handle.about["meet"]))
+        launcher.submit(Job("show", waiting.argv, 1, 2, rendezvous=waiting.handle.about["meet"]))
     # A signal from another process reaches the ranks.
     launcher.signal(waiting.handle, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -351,7 +350,7 @@ def test_the_nodes_end_with_their_launcher_and_are_found_again(
     waiting.process.communicate()
     assert launcher.status(waiting.handle) == "running"
     assert len(waiting_on(waiting.argv)) == 2
-    monkeypatch.setattr("ingot.launch.ssh.GONE_S", 0.5)
+    monkeypatch.setattr("ingot.launch.places.ssh_hosts.END_TIMEOUT_S", 0.5)
     launcher.cancel(waiting.handle)
     gone(root)
     assert launcher.status(waiting.handle) == "failed"
@@ -365,13 +364,13 @@ def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(
     waiting = Waiting(root, hosts)
     launcher, handle = SshLauncher(waiting.recipe), waiting.handle
     with monkeypatch.context() as patch:
-        patch.setattr("ingot.launch.ssh.machine", lambda: "another")
+        patch.setattr("ingot.launch.places.ssh.machine", lambda: "another")
         assert launcher.status(handle) == "running"
         with pytest.raises(
             Failed,
             match=f"show runs already and was started on {socket.gethostname()}; cancel it there",
         ):
-            launcher.submit(Job("show", waiting.argv, 1, 2, meet=handle.about["meet"]))
+            launcher.submit(Job("show", waiting.argv, 1, 2, rendezvous=handle.about["meet"]))
         launcher.cancel(handle)
         assert launcher.status(handle) == "cancelled"
     out, err = waiting.process.communicate(timeout=60)
@@ -393,7 +392,7 @@ def test_a_launcher_lives_whatever_the_clock_says(
     )  # counted from a time of boot that moves when the clock is set
     with pytest.raises(Failed, match="runs already, started by process"):
         SshLauncher(waiting.recipe).submit(
-            Job("show", waiting.argv, 1, 2, meet=waiting.handle.about["meet"])
+            Job("show", waiting.argv, 1, 2, rendezvous=waiting.handle.about["meet"])
         )
     assert len(waiting_on(waiting.argv)) == 2
     waiting.process.kill()
@@ -412,7 +411,7 @@ def test_a_job_whose_nodes_have_all_said_how_they_ended_is_over(tmp_path: Path) 
         "machine": str(machine_id()),
     }
     handle = Handle("train", "ssh", "train-1", ("train",), 1.0, "", about)
-    launcher, meeting = SshLauncher(recipe), Meeting(str(tmp_path))
+    launcher, meeting = SshLauncher(recipe), Rendezvous(str(tmp_path))
     meeting.leave(0, EXIT, rank=0, code=0)
     assert launcher.status(handle) == "running"
     meeting.leave(1, EXIT, rank=1, code=0)
@@ -428,7 +427,7 @@ def test_a_copied_ingot_comes_before_what_the_recipe_puts_on_the_path(
     meet.mkdir(parents=True)
     launcher, argv = SshLauncher(recipe), blocking_argv(root)
     handle = launcher.submit(
-        Job("show", argv, environment={"PYTHONPATH": "/opt/my libraries"}, meet=str(meet))
+        Job("show", argv, environment={"PYTHONPATH": "/opt/my libraries"}, rendezvous=str(meet))
     )
     wait_until(lambda: len(waiting_on(argv)) == 1)
     code, theirs = waiting_on(argv)[0].environ()["PYTHONPATH"].split(":")
@@ -518,7 +517,7 @@ def test_what_is_wrong_with_a_host_is_one_line_and_nothing_is_started(
     meet = tmp_path / "runs" / "small" / "jobs" / "train-1"
     meet.mkdir(parents=True)
     with pytest.raises(kind) as caught:
-        launcher.submit(Job("train", ("train", "r.yaml"), 1, 2, meet=str(meet)))
+        launcher.submit(Job("train", ("train", "r.yaml"), 1, 2, rendezvous=str(meet)))
     assert told.format(port=port) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not ranks_of(tmp_path)

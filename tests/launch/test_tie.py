@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from ingot.base.errors import Failed
-from ingot.launch.tie import Tie
+from ingot.launch.node.watch import LauncherLease
 
 HIGH = 2_000
 """A descriptor that `select` would not take: a process that has many files open gives such ones."""
@@ -36,7 +36,7 @@ def test_the_first_line_is_the_environment_and_nothing_behind_it_is_read(
     pipe: tuple[int, int],
 ) -> None:
     os.write(pipe[1], b'{"KEY": "secret", "N": 1}\n\n')
-    assert Tie(pipe[0]).environment() == {"KEY": "secret", "N": "1"}
+    assert LauncherLease(pipe[0]).read_environment() == {"KEY": "secret", "N": "1"}
     assert os.read(pipe[0], 10) == b"\n"
 
 
@@ -45,28 +45,28 @@ def test_a_launcher_that_says_nothing_or_half_a_line_is_not_waited_for(
 ) -> None:
     os.write(pipe[1], b'{"KEY"')
     with pytest.raises(Failed, match="the launcher was gone before"):
-        Tie(pipe[0], silent_s=0.05).environment()
+        LauncherLease(pipe[0], lease_s=0.05).read_environment()
 
 
 def test_signs_of_life_and_their_end(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("ingot.launch.tie.time.monotonic", lambda: now[0])
-    tie = Tie(pipe[0], silent_s=45)
+    monkeypatch.setattr("ingot.launch.node.watch.time.monotonic", lambda: now[0])
+    lease = LauncherLease(pipe[0], lease_s=45)
     now[0] = 144.0
     os.write(pipe[1], b"\n" * 5_000)
-    assert tie.broken() is None
+    assert lease.expired() is None
     now[0] = 188.0
-    assert tie.broken() is None
+    assert lease.expired() is None
     now[0] = 190.0
-    assert tie.broken() == "the launcher gave no sign of life for 45 s"
+    assert lease.expired() == "the launcher sent no heartbeat for 45 s"
 
 
 def test_a_closed_connection_is_told_at_once() -> None:
     reading, writing = os.pipe()
     os.close(writing)
-    assert Tie(reading).broken() == "the connection to the launcher was closed"
+    assert LauncherLease(reading).expired() == "the connection to the launcher was closed"
     os.close(reading)
 
 
@@ -74,5 +74,5 @@ def test_a_connection_that_is_reset_is_closed() -> None:
     ours, theirs = socket.socketpair()
     ours.send(b"what the other side never reads")
     theirs.close()
-    assert Tie(ours.fileno()).broken() == "the connection to the launcher was closed"
+    assert LauncherLease(ours.fileno()).expired() == "the connection to the launcher was closed"
     ours.close()

@@ -16,8 +16,8 @@ from ingot.base.errors import WrongInput
 from ingot.cloud import tpus as calls
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.meeting import EXIT, HERE, Meeting
-from ingot.launch.tpu import TpuLauncher
+from ingot.launch.places.tpu import TpuLauncher
+from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous
 from tests import gcs, golden
 from tests.fakes import google, tpus
 from tests.fakes.vm import Machine
@@ -71,8 +71,8 @@ def job_of(recipe: Recipe, start: int = 1) -> Job:
         1,
         1,
         image=recipe.launch.image,
-        meet=f"{REPLICA}/jobs/train-{start}",
-        mirror=REPLICA,
+        rendezvous=f"{REPLICA}/jobs/train-{start}",
+        run_folder_url=REPLICA,
         time_limit_s=recipe.cloud.max_run,
     )
 
@@ -87,7 +87,7 @@ def test_what_would_be_sent_stands_in_a_golden_file(tmp_path: Path) -> None:
     golden.check("tpu/one.txt", TpuLauncher(recipe).render(job_of(recipe)))
 
 
-def test_a_tpu_is_asked_for_and_is_gone_when_the_job_is_over(
+def test_a_tpu_is_asked_for_and_is_stopped_when_the_job_is_over(
     tmp_path: Path, server: google.Server, service: tpus.Tpus
 ) -> None:
     recipe = recipe_for(tmp_path, server.address)
@@ -96,10 +96,10 @@ def test_a_tpu_is_asked_for_and_is_gone_when_the_job_is_over(
     assert launcher.status(handle) == "queued"
     service.states[handle.id] = "ACTIVE"
     assert launcher.status(handle) == "queued"
-    Meeting(handle.about["meet"]).leave(0, HERE)
+    Rendezvous(handle.about["meet"]).leave(0, ARRIVED)
     assert launcher.status(handle) == "running"
     assert launcher.submit(job_of(recipe, 2)) == handle
-    Meeting(handle.about["meet"]).leave(0, EXIT, rank=0, code=0)
+    Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=0)
     assert launcher.status(handle) == "succeeded"
     assert service.states == {}
 
@@ -204,7 +204,7 @@ def test_a_tpu_whose_container_cannot_start_has_failed_and_says_why(
     assert launcher.status(handle) == "failed"
     assert service.states == {}
     assert len(server.requests("post /v2/projects/p/locations/us-central1-a/queuedResources")) == 1
-    [note] = Meeting(handle.about["meet"]).notes(EXIT).values()
+    [note] = Rendezvous(handle.about["meet"]).notes(EXIT).values()
     assert note["code"] == code
     assert note["how"].startswith(f"node 0 ({handle.id}): {told}")
     assert said.startswith(b"ingot: pulling the image\n")

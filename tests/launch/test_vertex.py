@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.runlog import read_lines
-from ingot.cloud import clients, jobs
+from ingot.base.events import read_lines
+from ingot.cloud import clients
+from ingot.cloud.vertex import jobs
 from ingot.config.recipe import Recipe
-from ingot.launch import places, remotebeats, vertex
-from ingot.launch.handles import find
-from ingot.launch.job import OVER, Handle, Job
-from ingot.launch.meeting import Meeting
-from ingot.launch.vertex import VertexLauncher
+from ingot.launch import run_job
+from ingot.launch.job import FINAL_STATES, Handle, Job, find_handle
+from ingot.launch.places import logs, vertex
+from ingot.launch.places.vertex import VertexLauncher
+from ingot.launch.rendezvous import Rendezvous
+from ingot.launch.supervisor import remote_attempt
 from tests import gcs, golden
 from tests.fakes import google, vertex_jobs
 from tests.fakes.vertex_jobs import STATE
@@ -34,12 +36,12 @@ REPLICA = "gs://bucket/ingot/runs/small"
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
     for module, name, value in (
         (clients, "FIRST_WAIT_S", 0.01),
-        (vertex, "FIND_PAUSE_S", 0.01),
-        (vertex, "LOG_S", 0.0),
-        (vertex, "FIND_S", 0.1),
+        (vertex, "FIND_POLL_S", 0.01),
+        (logs, "QUERY_INTERVAL_S", 0.0),
+        (vertex, "FIND_TIMEOUT_S", 0.1),
     ):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(VertexLauncher, "look_s", 0.02)
+    monkeypatch.setattr(VertexLauncher, "poll_s", 0.02)
     with gcs.serving(monkeypatch) as server:
         yield server
 
@@ -77,8 +79,8 @@ def job_of(recipe: Recipe, start: int = 1, **about: Any) -> Job:
         argv,
         recipe.launch.processes,
         recipe.launch.nodes,
-        meet=f"{REPLICA}/jobs/train-{start}",
-        mirror=REPLICA,
+        rendezvous=f"{REPLICA}/jobs/train-{start}",
+        run_folder_url=REPLICA,
         time_limit_s=recipe.cloud.max_run,
         **about,
     )
@@ -95,7 +97,7 @@ def launched(
 def followed(launcher: VertexLauncher, handle: Handle) -> list[str]:
     """The states that it goes through, each once."""
     states: list[str] = []
-    while not states or states[-1] not in OVER:
+    while not states or states[-1] not in FINAL_STATES:
         if (state := launcher.status(handle)) not in states[-1:]:
             states.append(state)
     return states
@@ -157,7 +159,7 @@ def test_what_is_sent_is_what_was_rendered_and_the_service_takes_it(
     mark = sent.custom_job.labels.pop(vertex.MARK)
     assert len(mark) == 16
     assert sent == jobs.request(launcher._google, launcher.custom_job(job))
-    assert find(recipe.folder.root, "train", "vertex") == handle
+    assert find_handle(recipe.folder.root, "train", "vertex") == handle
     assert (
         handle.log
         == f"https://console.cloud.google.com/vertex-ai/locations/us-central1/training/{handle.id.rpartition('/')[2]}?project=proj"
@@ -304,7 +306,7 @@ def test_a_job_that_was_never_made_is_told_and_not_made_twice(
 def test_a_used_up_quota_is_told_at_once(
     tmp_path: Path, service: vertex_jobs.State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vertex, "FIND_S", 3600.0)
+    monkeypatch.setattr(vertex, "FIND_TIMEOUT_S", 3600.0)
     service.quota = 2
     with pytest.raises(Failed, match=r"custom_model_training_cpus.*a quota is used up"):
         launched(tmp_path, service)
@@ -359,13 +361,13 @@ def test_of_several_alive_only_the_newest_is_left(
 def test_notes_of_a_run_that_had_the_name_before_are_gone(
     tmp_path: Path, service: vertex_jobs.State
 ) -> None:
-    old = Meeting(f"{REPLICA}/jobs/train-1")
+    old = Rendezvous(f"{REPLICA}/jobs/train-1")
     old.leave(0, "exit", rank=0, code=1)
     launched(tmp_path, service)
     assert old.notes("exit") == {}
 
 
-def test_cancel_waits_until_the_job_is_gone_and_may_be_asked_twice(
+def test_cancel_waits_until_the_job_is_stopped_and_may_be_asked_twice(
     tmp_path: Path, service: vertex_jobs.State
 ) -> None:
     launcher, handle = launched(tmp_path, service)
@@ -380,7 +382,7 @@ def test_a_signal_goes_by_a_note_that_the_nodes_look_for(
 ) -> None:
     launcher, handle = launched(tmp_path, service)
     launcher.signal(handle, signal.SIGTERM)
-    (asked,) = Meeting(handle.about["meet"]).signals(set())
+    (asked,) = Rendezvous(handle.about["meet"]).signals(set())
     assert asked["number"] == signal.SIGTERM
 
 
@@ -407,9 +409,9 @@ def test_a_training_on_two_workers_whose_machines_are_taken_away_goes_on_from_it
     """The containers' commands really run, each in a folder of its own; all that they share is the
     bucket.
     """
-    monkeypatch.setitem(places.LAUNCHERS, "vertex", VertexLauncher)
-    monkeypatch.setattr(remotebeats, "BEATS_S", 0.5)
-    monkeypatch.setattr(VertexLauncher, "look_s", 0.5)
+    monkeypatch.setitem(run_job.LAUNCHERS, "vertex", VertexLauncher)
+    monkeypatch.setattr(remote_attempt, "HEARTBEAT_POLL_S", 0.5)
+    monkeypatch.setattr(VertexLauncher, "poll_s", 0.5)
     monkeypatch.setattr(VertexLauncher, "_image", lambda self, job: IMAGE)
     service.workers = tmp_path / "workers"
     recipe = recipe_for(
@@ -438,8 +440,8 @@ def test_a_training_on_two_workers_whose_machines_are_taken_away_goes_on_from_it
         return really(request)
 
     service.server.on("JobService.GetCustomJob", get)
-    job = places.place(recipe, "train", shared=True)
-    ended = places.do(recipe, job, supervised=True)
+    job = run_job.job_of(recipe, "train", distributed=True)
+    ended = run_job.run_job(recipe, job, supervised=True)
     assert ended.code == 0
     assert len(taken) == 1
     assert len(service.jobs) == 2

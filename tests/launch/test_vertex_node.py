@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.launch.vertex_node import torchrun_variables
+from ingot.launch.node.main import torchrun_variables
 
 
 def _cluster(pool: str, index: int, *others: int) -> dict[str, str]:
@@ -64,7 +64,7 @@ def test_a_description_that_makes_no_sense_is_refused(environ: dict[str, str]) -
 def test_outside_a_custom_job_it_ends_with_one_line() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "CLUSTER_SPEC"}
     done = subprocess.run(
-        [sys.executable, "-m", "ingot.launch.vertex_node", "--", "train"],
+        [sys.executable, "-m", "ingot.launch.node", "--cluster-spec", "--", "train"],
         env=environment,
         capture_output=True,
         text=True,

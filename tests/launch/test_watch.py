@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from ingot.base.heartbeat import Heartbeat, Phase
-from ingot.config.sections.launch import Launch
-from ingot.launch.watch import Hang, HangWatch, Straggler, StragglerWatch
+from ingot.base.heartbeat import Beat, Phase
+from ingot.config.launch import Launch
+from ingot.launch.supervisor.hang_detection import Hang, HangDetector, Straggler, StragglerDetector
 
 LOOK_S = 0.25
 
@@ -27,11 +27,11 @@ def beat(
 
 
 def found_after(
-    watch: HangWatch, beats: dict[int, Heartbeat], *, ranks: int = 2, limit_s: float = 3000
+    watch: HangDetector, beats: dict[int, Beat], *, ranks: int = 2, limit_s: float = 3000
 ) -> tuple[float, Hang] | None:
     """How long nobody says anything until somebody is said to hang, and who."""
     for look in range(1, int(limit_s / LOOK_S)):
-        if hang := watch.look(range(ranks), beats, look * LOOK_S):
+        if hang := watch.check(range(ranks), beats, look * LOOK_S):
             return look * LOOK_S, hang
     return None
 
@@ -53,19 +53,19 @@ def test_silence_is_a_hang_after_the_bound_of_the_phase(
     phase: Phase, knobs: dict[str, float], usual_s: float, bound_s: float
 ) -> None:
     beats = {rank: beat(rank, phase=phase, usual_s=usual_s) for rank in (0, 1)}
-    found = found_after(HangWatch(Launch(**knobs), 0.0), beats)
+    found = found_after(HangDetector(Launch(**knobs), 0.0), beats)
     assert found is not None
     assert bound_s < found[0] <= bound_s + 3 * LOOK_S
-    assert found[1].bound_s == bound_s
+    assert found[1].limit_s == bound_s
 
 
 def test_signs_of_life_are_no_hang() -> None:
-    watch = HangWatch(Launch(hang_s=5), 0.0)
+    watch = HangDetector(Launch(hang_s=5), 0.0)
     for look in range(1, 400):
         # Every four seconds one of the two.
         said = LOOK_S * (look - look % 16)
         assert (
-            watch.look(
+            watch.check(
                 [0, 1],
                 {0: beat(0, look // 16, mono=said), 1: beat(1, look // 16, mono=said)},
                 look * LOOK_S,
@@ -86,7 +86,7 @@ def test_signs_of_life_are_no_hang() -> None:
 )
 def test_who_is_behind_is_named(beats: dict[int, Heartbeat], named: tuple[int, ...]) -> None:
     found = found_after(
-        HangWatch(Launch(hang_s=5, start_s=60), 0.0), beats, ranks=3 if 2 in beats else 2
+        HangDetector(Launch(hang_s=5, start_s=60), 0.0), beats, ranks=3 if 2 in beats else 2
     )
     assert found is not None
     assert found[1].ranks == named
@@ -96,39 +96,39 @@ def test_who_waits_for_a_rank_that_measures_does_not_hang() -> None:
     """Rank 1 stands in its next step already and says nothing, for rank 0 evaluates for ten
     minutes.
     """
-    watch = HangWatch(Launch(hang_s=5, start_s=60), 0.0)
+    watch = HangDetector(Launch(hang_s=5, start_s=60), 0.0)
     waits = beat(1, 6, 0)
     for look in range(1, 2400):
         works = beat(0, 6, 0, phase="evaluating", mono=LOOK_S * (look - look % 100))
-        assert watch.look([0, 1], {0: works, 1: waits}, look * LOOK_S) is None
+        assert watch.check([0, 1], {0: works, 1: waits}, look * LOOK_S) is None
 
 
 def test_a_rank_that_never_says_anything_hangs_after_the_starts_bound() -> None:
-    found = found_after(HangWatch(Launch(start_s=20), 0.0), {}, ranks=1)
+    found = found_after(HangDetector(Launch(start_s=20), 0.0), {}, ranks=1)
     assert found is not None
     assert 20 < found[0] < 21
     assert (
-        found[1].told()
-        == "rank 0 hangs in phase `loading`: no sign of life for 20s, 20s are allowed"
+        found[1].describe()
+        == "rank 0 hangs in phase `loading`: no heartbeat for 20s, 20s are allowed"
     )
 
 
 def test_a_machine_that_slept_is_no_hang() -> None:
     """Nobody was awake, we neither: an hour passes between two looks."""
-    watch = HangWatch(Launch(hang_s=5), 0.0)
+    watch = HangDetector(Launch(hang_s=5), 0.0)
     beats = {0: beat(0)}
-    assert watch.look([0], beats, 0.25) is None
-    assert watch.look([0], beats, 3600.0) is None
-    assert watch.look([0], {0: beat(0, mono=3600.1)}, 3600.25) is None
+    assert watch.check([0], beats, 0.25) is None
+    assert watch.check([0], beats, 3600.0) is None
+    assert watch.check([0], {0: beat(0, mono=3600.1)}, 3600.25) is None
     assert found_after(watch, {0: beat(0, mono=3600.1)}, ranks=1, limit_s=10) is None, (
         "time that ran backwards counts for nothing"
     )
 
 
 def test_ended_ranks_are_not_judged() -> None:
-    watch = HangWatch(Launch(hang_s=5), 0.0)
+    watch = HangDetector(Launch(hang_s=5), 0.0)
     for look in range(1, 400):
-        assert watch.look([0], {0: beat(0, look, mono=look), 1: beat(1, 3)}, look * LOOK_S) is None
+        assert watch.check([0], {0: beat(0, look, mono=look), 1: beat(1, 3)}, look * LOOK_S) is None
 
 
 def places(
@@ -152,9 +152,11 @@ def places(
 
 
 def stragglers(looks: Iterator[tuple[float, list[tuple[int, int]]]]) -> list[Straggler]:
-    watch = StragglerWatch()
+    watch = StragglerDetector()
     seen = (
-        watch.look(range(len(at)), {rank: beat(rank, *place) for rank, place in enumerate(at)}, now)
+        watch.check(
+            range(len(at)), {rank: beat(rank, *place) for rank, place in enumerate(at)}, now
+        )
         for now, at in looks
     )
     return [found for found in seen if found is not None]
@@ -169,7 +171,9 @@ def test_a_rank_twice_as_slow_is_named_once_a_window(ranks: int) -> None:
         assert 0.6 < one.seconds < 1.4
         assert one.share > 0.9
     assert (
-        found[0].told().startswith(f"rank {ranks - 1} holds the others up: they wait for it about ")
+        found[0]
+        .describe()
+        .startswith(f"rank {ranks - 1} holds the others up: they wait for it about ")
     )
 
 
@@ -186,7 +190,7 @@ def test_ranks_on_a_busy_machine_are_no_stragglers(noise: float, seed: int) -> N
 
 
 def test_while_one_measures_or_saves_nobody_is_a_straggler() -> None:
-    watch = StragglerWatch()
+    watch = StragglerDetector()
     for look in range(4000):
         at = {0: beat(0, look // 4, 0, phase="saving"), 1: beat(1, look // 4, 1)}
-        assert watch.look([0, 1], at, look * LOOK_S) is None
+        assert watch.check([0, 1], at, look * LOOK_S) is None

@@ -17,7 +17,7 @@ from ingot.base.reports import PipelineStepRecord, read_record, write_record
 from ingot.cloud.bigquery import EMULATOR
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
-from ingot.launch.local import Ended
+from ingot.launch.places.local import JobExit
 from ingot.pipeline import container
 from ingot.pipeline.plan import plan
 from tests import gcs
@@ -133,11 +133,11 @@ def test_a_container_fetches_the_data_that_its_verb_reads(
     push(tmp_path / "there", REPLICA)
     seen: list[str] = []
 
-    def look(*_: Any, **__: Any) -> Ended:
+    def look(*_: Any, **__: Any) -> JobExit:
         root = load_recipe([container.RECIPE], environ={}, dotenv=None).folder.root
         assert all((root / "data" / kind / "manifest.json").exists() for kind in large)
         seen.extend(kind for kind, name in large.items() if (root / "data" / kind / name).exists())
-        return Ended(1, 0)
+        return JobExit(1, 0)
 
     monkeypatch.setattr(container, "foreground", look)
     with pytest.raises(SystemExit):
@@ -243,7 +243,7 @@ def test_a_deployment_is_recorded_so_that_the_next_run_skips_it(
 
     def foreground(job: Any, **_: Any) -> Any:
         asked.append(job.argv)
-        return Ended(0, 0)
+        return JobExit(0, 0)
 
     monkeypatch.setattr(container, "foreground", foreground)
     recipe = sent(tmp_path)

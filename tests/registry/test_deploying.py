@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.cloud import endpoints, models
+from ingot.cloud.vertex import endpoints, models
 from ingot.config.recipe import Recipe
 from ingot.registry import deploy as deploying
 from ingot.registry.deploy import Wish, deploy, rehearse

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from ingot.base.reports import VerbOutcome
-from ingot.cloud import clients, operations
+from ingot.base.steprecord import Outcome
+from ingot.cloud import clients
+from ingot.cloud.vertex import jobs as operations
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import Wish, deploy
 from ingot.registry.verbs import gate, register

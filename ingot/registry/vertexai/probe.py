@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed
-from ingot.cloud import endpoints
-from ingot.cloud.clients import Google
+from ingot.cloud.clients import GoogleClients
+from ingot.cloud.vertex import endpoints
 from ingot.config.serving import RAW, answered, question
 
 SHARE = 10
@@ -88,7 +88,7 @@ def answer_of(folder: Path, prompt: str) -> str:
     return done.stdout.removesuffix("\n")
 
 
-def probe(google: Google, endpoint: str, deployed: str, share: int, check: Check) -> None:
+def probe(google: GoogleClients, endpoint: str, deployed: str, share: int, check: Check) -> None:
     """Ask until the deployed model `deployed`, which has `share` percent of the traffic, has
     answered.
 
@@ -112,7 +112,7 @@ def probe(google: Google, endpoint: str, deployed: str, share: int, check: Check
     )
 
 
-def _asked(google: Google, endpoint: str, deployed: str, check: Check) -> list[Any] | None:
+def _asked(google: GoogleClients, endpoint: str, deployed: str, check: Check) -> list[Any] | None:
     """The answers to one prompt; None where they are another deployed model's, whose words may be
     others.
     """

@@ -22,11 +22,11 @@ from ingot.base.remote.lease import lease
 from ingot.base.remote.service import Missing
 from ingot.base.reports import EvaluationReport, parse_report
 from ingot.base.storage import atomic_folder
-from ingot.cloud import models
-from ingot.cloud.clients import Google
-from ingot.cloud.models import ModelVersion
-from ingot.cloud.operations import code_of
+from ingot.cloud.clients import GoogleClients
 from ingot.cloud.regions import region_mismatch
+from ingot.cloud.vertex import models
+from ingot.cloud.vertex.jobs import http_status_of
+from ingot.cloud.vertex.models import ModelVersion
 from ingot.config.recipe import Recipe
 from ingot.registry.versions import Turn, VertexVersion
 from ingot.registry.vertexai import objects as pointer
@@ -55,7 +55,7 @@ class VertexRegistry:
     """The registry in `cloud.project`, `cloud.region` and `cloud.bucket`."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._google = recipe, Google(recipe.cloud)
+        self._recipe, self._google = recipe, GoogleClients(recipe.cloud)
 
     @property
     def place(self) -> str:
@@ -348,7 +348,7 @@ class VertexRegistry:
                 return
             except WrongInput as error:
                 if (
-                    not first or code_of(error) != 409
+                    not first or http_status_of(error) != 409
                 ):  # another process made the first version of this name meanwhile
                     raise
 

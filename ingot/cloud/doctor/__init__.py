@@ -1,0 +1,1 @@
+"""`ingot doctor --cloud`: what of Google Cloud a recipe needs, and whether it exists. No torch."""

@@ -1,0 +1,198 @@
+"""Checks of the project itself: is it there, which services are on, what may the caller and the
+jobs' service account do?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ingot.base.errors import WrongInput
+from ingot.cloud.clients import call_api
+from ingot.cloud.doctor.context import CALLER, SERVICES, CheckContext, CloudFinding, Use
+
+ACCOUNT_ROLES: dict[str, tuple[str, tuple[Use, ...]]] = {
+    "roles/bigquery.jobUser": ("BigQuery Job User", ("bigquery",)),
+    "roles/dataproc.worker": ("Dataproc Worker", ("dataproc",)),
+    "roles/dataflow.worker": ("Dataflow Worker", ("dataflow",)),
+    "roles/aiplatform.user": ("Vertex AI User", ("vertex",)),
+    "roles/secretmanager.secretAccessor": ("Secret Manager Secret Accessor", ("secrets",)),
+    "roles/artifactregistry.writer": ("Artifact Registry Writer", ("images",)),
+    "roles/logging.logWriter": (
+        "Logs Writer",
+        ("compute", "vertex", "dataproc", "dataflow", "tpu"),
+    ),
+    "roles/compute.instanceAdmin.v1": ("Compute Instance Admin (v1)", ("compute",)),
+    "roles/tpu.admin": ("TPU Admin", ("tpu",)),
+}
+"""What the account of jobs must be allowed; by the last two machines delete themselves. Nothing
+that runs asks for a build; images are built by who types the command.
+"""
+BROADER: dict[str, set[str]] = {
+    "roles/owner": set(ACCOUNT_ROLES),
+    "roles/editor": set(ACCOUNT_ROLES) - {"roles/secretmanager.secretAccessor"},
+    "roles/bigquery.admin": {"roles/bigquery.jobUser"},
+    "roles/bigquery.user": {"roles/bigquery.jobUser"},
+    "roles/aiplatform.admin": {"roles/aiplatform.user"},
+    "roles/secretmanager.admin": {"roles/secretmanager.secretAccessor"},
+    "roles/artifactregistry.admin": {"roles/artifactregistry.writer"},
+    "roles/artifactregistry.repoAdmin": {"roles/artifactregistry.writer"},
+    "roles/logging.admin": {"roles/logging.logWriter"},
+    "roles/compute.admin": {"roles/compute.instanceAdmin.v1"},
+}
+"""Roles that hold others."""
+CALLER_MAY: dict[str, tuple[str, str, tuple[Use, ...]]] = {
+    "cloudbuild.builds.create": (
+        "Cloud Build Editor",
+        "roles/cloudbuild.builds.editor",
+        ("images",),
+    ),
+    "bigquery.jobs.create": ("BigQuery Job User", "roles/bigquery.jobUser", ("bigquery",)),
+    "compute.instances.create": (
+        "Compute Instance Admin (v1)",
+        "roles/compute.instanceAdmin.v1",
+        ("compute",),
+    ),
+    "dataproc.batches.create": ("Dataproc Editor", "roles/dataproc.editor", ("dataproc",)),
+    "dataflow.jobs.create": ("Dataflow Developer", "roles/dataflow.developer", ("dataflow",)),
+    "aiplatform.customJobs.create": ("Vertex AI User", "roles/aiplatform.user", ("vertex",)),
+    "tpu.nodes.create": ("TPU Admin", "roles/tpu.admin", ("tpu",)),
+}
+
+
+def project(site: CheckContext) -> Iterator[CloudFinding]:
+    what = f"project {site.project}"
+    try:
+        number = site.number
+    except WrongInput as error:
+        # Google says of a project that is not there the same as of one that one may not see.
+        text = str(error).rpartition(";")[0]
+        disabled = "has not been used" in text or "is disabled" in text
+        get = (
+            f"gcloud services enable cloudresourcemanager.googleapis.com --project={site.project}"
+            if disabled
+            else "gcloud projects list"
+        )
+        yield CloudFinding(what, None if disabled else False, text, get, needed=not disabled)
+        return
+    yield CloudFinding(what, True, f"number {number}")
+
+
+def services(site: CheckContext) -> Iterator[CloudFinding]:
+    """The services that are needed must be on; of the usual ones the others are told as well."""
+    listed = [
+        name
+        for name, (_, uses) in SERVICES.items()
+        if name not in ("dataflow.googleapis.com", "tpu.googleapis.com") or site.needs.why(uses)
+    ]
+    answer = call_api(
+        site.google.client("services").batch_get_services,
+        "ask which services are on",
+        request={
+            "parent": f"projects/{site.project}",
+            "names": [f"projects/{site.project}/services/{name}" for name in listed],
+        },
+    )
+    states = {service.name.rpartition("/")[2]: service.state.name for service in answer.services}
+    for name in listed:
+        title, uses = SERVICES[name]
+        why = site.needs.why(uses)
+        on = states.get(name) == "ENABLED"
+        get = f"gcloud services enable {name} --project={site.project}"
+        yield CloudFinding(
+            f"service {title}", on, "on" if on else _off(why), get, needed=why is not None
+        )
+
+
+def _off(why: str | None) -> str:
+    return f"not enabled, and {why} needs it" if why else "not enabled; this recipe does without it"
+
+
+def account_roles(site: CheckContext) -> Iterable[CloudFinding]:
+    """What the project grants the account of jobs. What it has from a folder or an organisation is
+    not seen from here.
+    """
+    account = site.account
+    policy = call_api(
+        site.google.client("projects").get_iam_policy,
+        "read who may do what",
+        resource=f"projects/{site.project}",
+    )
+    member = f"serviceAccount:{account}"
+    granted = {
+        binding.role
+        for binding in policy.bindings
+        if member in binding.members and not binding.condition.expression
+    }
+    granted |= {role for broad in granted for role in BROADER.get(broad, ())}
+    for role, (title, uses) in ACCOUNT_ROLES.items():
+        why = site.needs.why(uses)
+        if not why:
+            continue
+        get = (
+            f"gcloud projects add-iam-policy-binding {site.project} --member={member} --role={role}"
+            " --condition=None"
+        )
+        has = role in granted
+        found = (
+            "granted"
+            if has
+            else (
+                f"not granted by the project, and {why} needs it (one that a folder or an"
+                " organisation grants is not seen here)"
+            )
+        )
+        yield CloudFinding(f"{account}: {title}", has, found, get, needed=True)
+
+
+def caller_rights(site: CheckContext) -> Iterable[CloudFinding]:
+    """What the caller may do, wherever the right comes from."""
+    wanted = {name: about for name, about in CALLER_MAY.items() if site.needs.why(about[2])}
+    if not wanted:
+        return
+    answer = call_api(
+        site.google.client("projects").test_iam_permissions,
+        "ask what you may do",
+        resource=f"projects/{site.project}",
+        permissions=sorted(wanted),
+    )
+    for name, (title, role, uses) in wanted.items():
+        has = name in answer.permissions
+        get = (
+            f"gcloud projects add-iam-policy-binding {site.project} --member={CALLER} --role={role}"
+            " --condition=None"
+        )
+        yield CloudFinding(
+            f"you: {title}",
+            has,
+            f"{name}" if has else f"you lack {name}, and {site.needs.why(uses)} needs it",
+            get,
+            needed=True,
+        )
+
+
+def acting(site: CheckContext) -> Iterable[CloudFinding]:
+    """Jobs that run as an account can be started only by who may act as it."""
+    if (
+        site.needs.why(("compute", "vertex", "dataproc", "dataflow", "tpu")) is None
+        or "@gcp-sa-" in site.account
+    ):
+        return  # Google's own agents act by themselves
+    answer = call_api(
+        site.google.client("projects").test_iam_permissions,
+        "ask whether you may act as the account",
+        resource=f"projects/{site.project}",
+        permissions=["iam.serviceAccounts.actAs"],
+    )
+    account = site.account
+    get = (
+        f"gcloud iam service-accounts add-iam-policy-binding {account} --member={CALLER}"
+        f" --role=roles/iam.serviceAccountUser --project={site.project}"
+    )
+    has = "iam.serviceAccounts.actAs" in answer.permissions
+    # The right may be given on the account alone, which the project does not tell.
+    yield CloudFinding(
+        f"you: act as {account}",
+        True if has else None,
+        "may be acted as" if has else "not granted by the project; the account itself may",
+        get,
+    )

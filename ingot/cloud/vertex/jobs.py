@@ -1,0 +1,359 @@
+"""Long-running operations of Vertex AI's services: to wait for one, to see which still run on a
+thing, to give one up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.cloud.clients import (
+    GoogleClients,
+    call_api,
+    google_errors,
+    google_packages,
+    message_types,
+)
+
+POLL_S = 5.0
+"""Seconds between two looks."""
+LIMIT_S = 7200.0
+"""How long an operation is waited for: the longest that Vertex AI gives a deployment."""
+
+
+def wait_for_operation(
+    google: GoogleClients,
+    service: str,
+    name: str,
+    what: str,
+    response: str | None = None,
+    *,
+    limit_s: float = LIMIT_S,
+) -> Any:
+    """Look at the operation `name` until it is done; its response as a message of the type
+    `response`.
+
+    Raises:
+        WrongInput, Failed: it ended with an error, or not within `limit_s`.
+    """
+    client, deadline = google.client(service), time.monotonic() + limit_s
+    while not (operation := call_api(client.get_operation, what, request={"name": name})).done:
+        if time.monotonic() > deadline:
+            raise Failed(
+                f"could not {what}: {name} was not done after {limit_s:g} s; look at it in the"
+                " console, then run the same command again"
+            )
+        time.sleep(POLL_S)
+    if operation.error.code:
+        with google_errors(what):
+            raise google_packages()["exceptions"].from_grpc_status(
+                operation.error.code, operation.error.message
+            )
+    if response is None:
+        return None
+    kind = getattr(message_types("google.cloud.aiplatform_v1"), response)
+    raw = kind.pb(kind())
+    operation.response.Unpack(raw)
+    return kind.wrap(raw)
+
+
+def running_operations(google: GoogleClients, service: str, thing: str) -> list[str]:
+    """Names of the operations on `thing` (a model, an endpoint) that are not done; none where there
+    is no such thing.
+    """
+    client, found, page = google.client(service), [], ""
+    try:
+        while True:
+            answer = call_api(
+                client.list_operations,
+                f"see what is done to {thing}",
+                request={"name": thing, "page_token": page},
+            )
+            found += [operation.name for operation in answer.operations if not operation.done]
+            if not (page := answer.next_page_token):
+                return found
+    except WrongInput as error:
+        if http_status_of(error) == 404:
+            return []
+        raise
+
+
+def cancel_operation(google: GoogleClients, service: str, name: str) -> None:
+    """Ask for the end of an operation; it may be done all the same."""
+    call_api(google.client(service).cancel_operation, f"give up {name}", request={"name": name})
+
+
+def http_status_of(error: BaseException) -> int | None:
+    """The HTTP status with which Google refused, of an error that `call_api` or `google_errors` made; None
+    where it was no refusal.
+    """
+    code = getattr(error.__cause__, "code", None)
+    return int(code) if code is not None else None
+
+
+_TYPES = "google.cloud.aiplatform_v1"
+CUSTOM_JOB_ALIVE = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "UPDATING", "CANCELLING")
+"""States of a job that may still do something, without their prefix."""
+_JOB_PREFIX = "JOB_STATE_"
+
+
+@dataclass(frozen=True)
+class CustomJobStatus:
+    """How a job stands: `name` is its resource's, `state` without its prefix, `code` (of
+    google.rpc) and `error` why it ended.
+    """
+
+    name: str
+    state: str
+    labels: Mapping[str, str]
+    created: float
+    code: int = 0
+    error: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in CUSTOM_JOB_ALIVE
+
+
+def custom_job_request(google: GoogleClients, job: Mapping[str, Any]) -> Any:
+    """The request that makes `job`, which is written as the REST interface has it. Raises
+    ValueError for a field that there is not.
+    """
+    types = message_types(_TYPES)
+    return types.CreateCustomJobRequest(
+        parent=google.parent, custom_job=types.CustomJob.from_json(json.dumps(job))
+    )
+
+
+def create_custom_job(google: GoogleClients, job: Mapping[str, Any]) -> CustomJobStatus:
+    """Make a job. Not repeated: the service gives the name, and asking twice would make two.
+
+    Raises:
+        WrongInput: it is refused: no right, no such machine or region.
+        Failed: the quota is used up, or the service breaks down, after which the job may be there
+            all the same.
+    """
+    what = f"make the job {job['displayName']}"
+    return _custom_job_status(
+        call_api(
+            google.client("jobs").create_custom_job,
+            what,
+            again=False,
+            denied="ask for the role Vertex AI User",
+            request=custom_job_request(google, job),
+        )
+    )
+
+
+def get_custom_job(google: GoogleClients, name: str) -> CustomJobStatus:
+    return _custom_job_status(
+        call_api(google.client("jobs").get_custom_job, f"look at the job {name}", name=name)
+    )
+
+
+def cancel_custom_job(google: GoogleClients, name: str) -> None:
+    """Ask for the end of a job; it takes a while. One that is over is left as it is."""
+    call_api(google.client("jobs").cancel_custom_job, f"cancel the job {name}", name=name)
+
+
+def labelled_custom_jobs(google: GoogleClients, labels: Mapping[str, str]) -> list[CustomJobStatus]:
+    """All jobs of project and region with these labels, the newest first."""
+    wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
+    what = f"look for jobs with {wanted}"
+    with google_errors(what):
+        found = [
+            _custom_job_status(job)
+            for job in call_api(
+                google.client("jobs").list_custom_jobs,
+                what,
+                request={"parent": google.parent, "filter": wanted},
+            )
+        ]
+    return sorted(found, key=lambda job: job.created, reverse=True)
+
+
+def _custom_job_status(job: Any) -> CustomJobStatus:
+    created = job.create_time.timestamp() if job.create_time else 0.0
+    return CustomJobStatus(
+        job.name,
+        job.state.name.removeprefix(_JOB_PREFIX),
+        dict(job.labels),
+        created,
+        job.error.code,
+        job.error.message,
+    )
+
+
+_PIPELINE_PREFIX = "PIPELINE_STATE_"
+PIPELINE_JOB_ALIVE = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
+"""States of a pipeline job that may still do something, without their prefix."""
+_DENIED = "ask for the role Vertex AI User"
+_EXISTS = 409
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """One step of a pipeline job: `name` as compiled, `id` of this start of it."""
+
+    id: int
+    name: str
+    state: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class PipelineJobStatus:
+    """How a pipeline job stands; `id` is the last part of its name."""
+
+    id: str
+    state: str
+    tasks: tuple[PipelineTask, ...] = ()
+    error: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in PIPELINE_JOB_ALIVE
+
+
+@dataclass(frozen=True)
+class ScheduleStatus:
+    """A schedule by its whole name; `next` is when it starts a job, seconds since the epoch, 0
+    where that is not known.
+    """
+
+    name: str
+    next: float
+
+
+def create_pipeline_job(google: GoogleClients, id: str, job: Mapping[str, Any]) -> None:
+    """Make the pipeline job `id`; one that is there already, since the answer got lost, is as good.
+
+    Raises:
+        WrongInput: it is refused.
+        Failed: the service breaks down, or a quota is used up.
+    """
+    types = message_types(_TYPES)
+    request = types.CreatePipelineJobRequest(
+        parent=google.parent,
+        pipeline_job=types.PipelineJob.from_json(json.dumps(job)),
+        pipeline_job_id=id,
+    )
+    try:
+        call_api(
+            google.client("pipelines").create_pipeline_job,
+            f"submit the pipeline {id}",
+            denied=_DENIED,
+            request=request,
+        )
+    except WrongInput as error:
+        if http_status_of(error) != _EXISTS:
+            raise
+
+
+def get_pipeline_job(google: GoogleClients, id: str) -> PipelineJobStatus | None:
+    """None where there is no such job."""
+    try:
+        return _pipeline_job_status(
+            call_api(
+                google.client("pipelines").get_pipeline_job,
+                f"look at the pipeline {id}",
+                name=f"{google.parent}/pipelineJobs/{id}",
+            )
+        )
+    except WrongInput as error:
+        if http_status_of(error) == 404:
+            return None
+        raise
+
+
+def running_pipeline_jobs(google: GoogleClients, labels: Mapping[str, str]) -> list[str]:
+    """Ids of the pipeline jobs with these labels that are not over."""
+    wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
+    states = " OR ".join(f'state="{_PIPELINE_PREFIX}{state}"' for state in PIPELINE_JOB_ALIVE)
+    what = "look for pipelines of this run"
+    request = {"parent": google.parent, "filter": f"{wanted} AND ({states})"}
+    with google_errors(what):
+        return [
+            job.name.rpartition("/")[2]
+            for job in call_api(
+                google.client("pipelines").list_pipeline_jobs, what, denied=_DENIED, request=request
+            )
+        ]
+
+
+def cancel_pipeline_job(google: GoogleClients, id: str) -> None:
+    """Ask for the end of a job; its steps are told to stop."""
+    call_api(
+        google.client("pipelines").cancel_pipeline_job,
+        f"cancel the pipeline {id}",
+        name=f"{google.parent}/pipelineJobs/{id}",
+    )
+
+
+def put_schedule(google: GoogleClients, schedule: Mapping[str, Any]) -> ScheduleStatus:
+    """Make the schedule, or put it in the place of the one that has its display name; of several,
+    all but one are deleted.
+
+    Raises:
+        WrongInput, Failed: as `create_pipeline_job` does.
+    """
+    types, client, name = message_types(_TYPES), google.client("schedules"), schedule["displayName"]
+    found = _schedules(google, name)
+    wanted = types.Schedule.from_json(json.dumps(schedule))
+    for other in found[1:]:
+        begun = call_api(
+            client.delete_schedule, f"delete the schedule {other.name}", name=other.name
+        )
+        wait_for_operation(
+            google, "schedules", begun.operation.name, f"delete the schedule {other.name}"
+        )
+    if not found:
+        made = call_api(
+            client.create_schedule,
+            f"make the schedule {name}",
+            again=False,
+            denied=_DENIED,
+            parent=google.parent,
+            schedule=wanted,
+        )
+    else:
+        wanted.name = found[0].name
+        mask = {"paths": ["cron", "create_pipeline_job_request", "max_concurrent_run_count"]}
+        made = call_api(
+            client.update_schedule,
+            f"change the schedule {name}",
+            denied=_DENIED,
+            schedule=wanted,
+            update_mask=mask,
+        )
+    return ScheduleStatus(made.name, made.next_run_time.timestamp() if made.next_run_time else 0.0)
+
+
+def _schedules(google: GoogleClients, name: str) -> list[Any]:
+    """Oldest first."""
+    what = f"look for the schedule {name}"
+    with google_errors(what):
+        request = {"parent": google.parent, "filter": f'display_name="{name}"'}
+        return sorted(
+            call_api(
+                google.client("schedules").list_schedules, what, denied=_DENIED, request=request
+            ),
+            key=lambda found: found.create_time,
+        )
+
+
+def _pipeline_job_status(job: Any) -> PipelineJobStatus:
+    tasks = tuple(
+        PipelineTask(int(task.task_id), task.task_name, task.state.name, task.error.message)
+        for task in job.job_detail.task_details
+    )
+    return PipelineJobStatus(
+        job.name.rpartition("/")[2],
+        job.state.name.removeprefix(_PIPELINE_PREFIX),
+        tasks,
+        job.error.message,
+    )

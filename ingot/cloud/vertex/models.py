@@ -1,0 +1,206 @@
+"""Versions of models in Vertex AI's Model Registry. Plain values in and out; what a version means
+is the registry's to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.cloud.clients import GoogleClients, call_api, google_errors, message_types
+from ingot.cloud.vertex.jobs import http_status_of, running_operations, wait_for_operation
+
+_TYPES = "google.cloud.aiplatform_v1"
+_PAGE = 100
+
+
+@dataclass(frozen=True)
+class ServingContainer:
+    """What serves a model: image, what runs in it, and where it is asked. Both routes are always
+    given: the service's defaults for them are one.
+    """
+
+    image: str
+    args: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    port: int = 8080
+    health: str = "/health"
+    predict: str = "/predict"
+    timeout_s: int = 3600
+    shared_memory_mb: int = 0
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """One version of a model; `model` is the resource's name without it."""
+
+    model: str
+    number: int
+    display_name: str
+    artifacts: str
+    aliases: tuple[str, ...]
+    labels: dict[str, str]
+    created: float
+
+
+def model_name(google: GoogleClients, model_id: str) -> str:
+    return f"{google.parent}/models/{model_id}"
+
+
+def upload_request(
+    google: GoogleClients,
+    model_id: str,
+    *,
+    first: bool,
+    display_name: str,
+    artifacts: str,
+    container: ServingContainer,
+    labels: Mapping[str, str],
+    description: str,
+) -> Any:
+    """The request that makes a version of a model: of a new one where it is the `first`."""
+    types = message_types(_TYPES)
+    spec = types.ModelContainerSpec(
+        image_uri=container.image,
+        command=container.command,
+        args=container.args,
+        ports=[types.Port(container_port=container.port)],
+        env=[
+            types.EnvVar(name=name, value=value)
+            for name, value in sorted(container.environment.items())
+        ],
+        health_route=container.health,
+        predict_route=container.predict,
+        deployment_timeout={"seconds": container.timeout_s},
+        shared_memory_size_mb=container.shared_memory_mb,
+    )
+    model = types.Model(
+        display_name=display_name,
+        version_description=description,
+        artifact_uri=artifacts,
+        container_spec=spec,
+        labels=dict(labels),
+    )
+    which = {"model_id": model_id} if first else {"parent_model": model_name(google, model_id)}
+    return types.UploadModelRequest(
+        parent=google.parent,
+        model=model,
+        service_account=google.cloud.service_account or "",
+        **which,
+    )
+
+
+def upload(google: GoogleClients, request: Any) -> int:
+    """Make the version that `upload_request` describes, and wait for it; its number."""
+    what = f"register {request.model.display_name}"
+    begun = call_api(
+        google.client("models").upload_model,
+        what,
+        again=False,
+        request=request,
+        denied="ask for the role Vertex AI User",
+    )
+    made = wait_for_operation(google, "models", begun.operation.name, what, "UploadModelResponse")
+    return int(made.model_version_id)
+
+
+def being_uploaded(google: GoogleClients, model_id: str) -> list[str]:
+    """Operations on a model that still run: somebody's upload."""
+    return running_operations(google, "models", model_name(google, model_id))
+
+
+def await_upload(google: GoogleClients, operation: str) -> None:
+    """Wait until somebody's upload is over, however it ends."""
+    with _ended():
+        wait_for_operation(google, "models", operation, "wait for another upload")
+
+
+def versions(google: GoogleClients, model_id: str) -> list[ModelVersion]:
+    """All versions of a model, oldest first; none where there is no such model."""
+    name = model_name(google, model_id)
+    what = f"list the versions of {name}"
+    try:
+        with google_errors(what):
+            found = [
+                _version(model)
+                for model in call_api(
+                    google.client("models").list_model_versions,
+                    what,
+                    request={"name": name, "page_size": _PAGE},
+                )
+            ]
+    except WrongInput as error:
+        if http_status_of(error) == 404:
+            return []
+        raise
+    return sorted(found, key=lambda version: version.number)
+
+
+def models(google: GoogleClients) -> list[ModelVersion]:
+    """The models of project and region, each by its default version."""
+    what = f"list the models of {google.parent}"
+    with google_errors(what):
+        return [
+            _version(model)
+            for model in call_api(
+                google.client("models").list_models,
+                what,
+                request={"parent": google.parent, "page_size": _PAGE},
+            )
+        ]
+
+
+def change_aliases(
+    google: GoogleClients,
+    version: ModelVersion,
+    *,
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+) -> None:
+    """Aliases of one version; the names that others ask for it by."""
+    request = {
+        "name": f"{version.model}@{version.number}",
+        "version_aliases": [*add, *(f"-{alias}" for alias in remove)],
+    }
+    call_api(
+        google.client("models").merge_version_aliases, f"name {request['name']}", request=request
+    )
+
+
+def update_labels(google: GoogleClients, version: ModelVersion, labels: Mapping[str, str]) -> None:
+    """Replace the labels of one version."""
+    types, name = message_types(_TYPES), f"{version.model}@{version.number}"
+    call_api(
+        google.client("models").update_model,
+        f"label {name}",
+        request=types.UpdateModelRequest(
+            model=types.Model(name=name, labels=dict(labels)), update_mask={"paths": ["labels"]}
+        ),
+    )
+
+
+def _version(model: Any) -> ModelVersion:
+    name, _, _ = model.name.partition("@")
+    created = model.version_create_time.timestamp() if model.version_create_time else 0.0
+    return ModelVersion(
+        name,
+        int(model.version_id),
+        model.display_name,
+        model.artifact_uri,
+        tuple(model.version_aliases),
+        dict(model.labels),
+        created,
+    )
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """It is not ours whether it came off."""
+    try:
+        yield
+    except (Failed, WrongInput):
+        return

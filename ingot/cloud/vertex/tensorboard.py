@@ -1,0 +1,279 @@
+"""Metrics of a run to a managed TensorBoard while it trains: what `metrics.jsonl` holds goes there,
+each step once, whoever was restarted meanwhile.
+
+The service itself knows how far it is, by the highest step of each time series; nothing is kept on
+this disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.base.progress import say
+from ingot.cloud.clients import GoogleClients, call_api, google_errors, message_types
+from ingot.cloud.instances import resource_name
+from ingot.cloud.vertex.jobs import http_status_of
+
+LOOK_S = 30.0
+"""Between two looks for new metrics."""
+END_S = 60.0
+"""How long the last of them may take when a run is over."""
+MOST_POINTS = 1000
+"""Of one time series in one request: the lines that are read at a time, so that a long run's are
+never in memory together.
+"""
+RUN = "train"
+_TYPES = "google.cloud.aiplatform_v1"
+_EXISTS = 409
+
+
+@dataclass
+class _Series:
+    name: str
+    sent: int
+    """The highest step that is there; -1 for none."""
+
+
+@contextlib.contextmanager
+def upload_metrics(google: GoogleClients, name: str, metrics: Path) -> Iterator[None]:
+    """While entered, and at its end, what comes to the file `metrics` goes to `cloud.tensorboard`
+    as the experiment `name`. Without one, nothing.
+
+    What goes wrong is warned of once and never raised, and the end takes END_S at the most: it may
+    be entered in the training itself.
+    """
+    if google.cloud.tensorboard is None:
+        yield
+        return
+    over = threading.Event()
+
+    def go_on() -> None:
+        board, told = None, False
+        while True:
+            is_last = over.wait(LOOK_S)
+            try:
+                board = board or TensorboardRun(google, name)
+                board.send(metrics)
+            except Exception as error:  # whatever a client raises: none of it may stop a training
+                if not told:
+                    say(f"warning: metrics do not reach TensorBoard ({error}); training goes on")
+                told = True
+            if is_last:
+                return
+
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(END_S)
+
+
+def tensorboard_name(google: GoogleClients) -> str:
+    """The whole name of `cloud.tensorboard`, which may be given by it or by its id alone. Raises
+    WrongInput where no project is known.
+    """
+    given = google.cloud.tensorboard or ""
+    return given if given.startswith("projects/") else f"{google.parent}/tensorboards/{given}"
+
+
+class TensorboardRun:
+    """One run of one experiment. Raises WrongInput where no project is known."""
+
+    def __init__(self, google: GoogleClients, name: str) -> None:
+        self._google, self._name = google, name
+        self._experiment = f"{tensorboard_name(google)}/experiments/{resource_name(name)}"
+        self._series: dict[str, _Series] | None = None
+        self._at, self._last = 0, b""
+
+    def send(self, metrics: Path) -> int:
+        """Send what the file holds and the service has not yet; how many points that were.
+
+        Raises:
+            WrongInput, Failed: as Google's services do; what was sent is looked up again before
+                anything more is.
+        """
+        sent = 0
+        try:
+            while lines := self._unsent(metrics):
+                sent += self._send(_points(lines))
+                self._at, self._last = self._at + sum(map(len, lines)), lines[-1]
+            return sent
+        except WrongInput as error:
+            if http_status_of(error) == 404:
+                raise WrongInput(
+                    f"{error} (cloud.tensorboard {self._google.cloud.tensorboard})"
+                ) from error
+            raise
+
+    def _unsent(self, metrics: Path) -> list[bytes]:
+        """The next whole lines, MOST_POINTS at the most. Where the last one that was sent is there
+        no more, a resumed run has written the file anew: then from its beginning.
+        """
+        with contextlib.suppress(FileNotFoundError), metrics.open("rb") as stream:
+            stream.seek(self._at - len(self._last))
+            if stream.read(len(self._last)) != self._last:
+                self._at, self._last = 0, b""
+                stream.seek(0)
+            return list(takewhile(lambda line: line.endswith(b"\n"), islice(stream, MOST_POINTS)))
+        return []
+
+    def _send(self, points: Mapping[str, list[tuple[int, float, float]]]) -> int:
+        """Those beyond the highest step of their series."""
+        if not points:
+            return 0
+        series = self._series if self._series is not None else self._known()
+        self._series = None  # until this has come off
+        self._add(series, points.keys() - series.keys())
+        new = {
+            tag: wanted
+            for tag, found in points.items()
+            if (wanted := [point for point in found if point[0] > series[tag].sent])
+        }
+        if new:
+            self._write(series, new)
+        for tag, written in new.items():
+            series[tag].sent = written[-1][0]
+        self._series = series
+        return sum(map(len, new.values()))
+
+    def _known(self) -> dict[str, _Series]:
+        """The time series that there are; experiment and run are made where they are not."""
+        types, client = message_types(_TYPES), self._google.client("tensorboards")
+        parent, _, id = self._experiment.partition("/experiments/")
+        _made(
+            client.create_tensorboard_experiment,
+            request=types.CreateTensorboardExperimentRequest(
+                parent=parent,
+                tensorboard_experiment_id=id,
+                tensorboard_experiment=types.TensorboardExperiment(display_name=self._name[:128]),
+            ),
+        )
+        _made(
+            client.create_tensorboard_run,
+            request=types.CreateTensorboardRunRequest(
+                parent=self._experiment,
+                tensorboard_run_id=RUN,
+                tensorboard_run=types.TensorboardRun(display_name=RUN),
+            ),
+        )
+        what, found = "look at the time series of TensorBoard", {}
+        with google_errors(what):
+            for series in call_api(
+                client.list_tensorboard_time_series,
+                what,
+                again=False,
+                parent=f"{self._experiment}/runs/{RUN}",
+            ):
+                # Without points there is no highest step: step 0 may still come.
+                is_empty = not series.metadata.max_wall_time
+                found[series.display_name] = _Series(
+                    series.name, -1 if is_empty else series.metadata.max_step
+                )
+        return found
+
+    def _add(self, series: dict[str, _Series], tags: set[str]) -> None:
+        if not tags:
+            return
+        types, parent = message_types(_TYPES), f"{self._experiment}/runs/{RUN}"
+        wanted = [
+            types.CreateTensorboardTimeSeriesRequest(
+                parent=parent,
+                tensorboard_time_series=types.TensorboardTimeSeries(
+                    display_name=tag,
+                    value_type=types.TensorboardTimeSeries.ValueType.SCALAR,
+                    plugin_name="scalars",
+                ),
+            )
+            for tag in sorted(tags)
+        ]
+        made = call_api(
+            self._google.client("tensorboards").batch_create_tensorboard_time_series,
+            "make time series of TensorBoard",
+            again=False,
+            parent=self._experiment,
+            requests=wanted,
+        )
+        series |= {one.display_name: _Series(one.name, -1) for one in made.tensorboard_time_series}
+
+    def _write(
+        self, series: Mapping[str, _Series], points: Mapping[str, list[tuple[int, float, float]]]
+    ) -> None:
+        types = message_types(_TYPES)
+        data = [
+            types.TimeSeriesData(
+                tensorboard_time_series_id=series[tag].name.rpartition("/")[2],
+                value_type=types.TensorboardTimeSeries.ValueType.SCALAR,
+                values=[
+                    types.TimeSeriesDataPoint(
+                        step=step,
+                        wall_time=datetime.fromtimestamp(wall, UTC),
+                        scalar=types.Scalar(value=value),
+                    )
+                    for step, wall, value in found
+                ],
+            )
+            for tag, found in points.items()
+        ]
+        run = types.WriteTensorboardRunDataRequest(
+            tensorboard_run=f"{self._experiment}/runs/{RUN}", time_series_data=data
+        )
+        call_api(
+            self._google.client("tensorboards").write_tensorboard_experiment_data,
+            "write to TensorBoard",
+            again=False,
+            tensorboard_experiment=self._experiment,
+            write_run_data_requests=[run],
+        )
+
+
+def _made(create: Any, request: Any) -> None:
+    """Make something, unless it is there."""
+    try:
+        call_api(
+            create,
+            "make the experiment in TensorBoard",
+            again=False,
+            denied="ask for the role Vertex AI User",
+            request=request,
+        )
+    except WrongInput as error:
+        if http_status_of(error) != _EXISTS:
+            raise
+
+
+def _points(lines: Iterable[bytes]) -> dict[str, list[tuple[int, float, float]]]:
+    """Step, seconds since the epoch and value by key, in the order of steps, each step once. Torn
+    lines are left out.
+    """
+    found: dict[str, dict[int, tuple[int, float, float]]] = {}
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if not isinstance(line, dict):
+            continue
+        step, wall = line.get("step"), line.get("t_wall")
+        if not isinstance(step, int) or not isinstance(wall, int | float):
+            continue
+        for key, value in line.items():
+            if (
+                key not in ("step", "t_wall")
+                and isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            ):
+                found.setdefault(key, {})[step] = (step, wall, float(value))
+    return {key: [points[step] for step in sorted(points)] for key, points in found.items()}

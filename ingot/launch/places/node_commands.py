@@ -1,0 +1,241 @@
+"""What a node runs at any place, with which variables, labels and paths; and why no place of a kind
+could run a job. Nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.cloud.instances import label
+from ingot.cloud.machines import accelerators_of, check_machine
+from ingot.config.recipe import Recipe
+from ingot.launch.job import Job
+
+MODULE = "ingot.launch.node"
+RENDEZVOUS_SHARE = 0.9
+"""Nodes wait for each other for this share of `launch.start_s`, so that they report which node did
+not come before their silence counts as a hang.
+"""
+RUN, VERB, ATTEMPT, NODE, REPLICA, START = (
+    "ingot-run",
+    "ingot-verb",
+    "ingot-attempt",
+    "ingot-node",
+    "ingot-replica",
+    "ingot-start",
+)
+"""Labels of what is made in the cloud for a job."""
+
+
+# --- places whose nodes share our disk: ssh, Slurm
+
+
+def working_folder(recipe: Recipe) -> str:
+    """The working folder on the nodes."""
+    return recipe.launch.folder or str(Path.cwd())
+
+
+def path_on_nodes(path: str | Path) -> str:
+    """A path of ours as the nodes see it: what lies below our working folder lies below theirs."""
+    absolute, here = Path(path).absolute(), Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+
+
+def interpreter(recipe: Recipe) -> str:
+    return recipe.launch.python or sys.executable
+
+
+def shared_disk_command(recipe: Recipe, job: Job, python: str, *options: str) -> list[str]:
+    """The command line of a node that shares our disk; it runs in `working_folder`."""
+    return [
+        python,
+        "-m",
+        MODULE,
+        *_rendezvous_options(recipe, path_on_nodes(job.rendezvous or "")),
+        "--run-folder",
+        path_on_nodes(recipe.folder.root),
+        *options,
+        *_secret_options(recipe),
+        "--",
+        *job.argv,
+    ]
+
+
+def node_variables(recipe: Recipe, job: Job) -> dict[str, str]:
+    """The variables of all nodes, without secrets; PET_NODE_RANK and PET_MASTER_ADDR differ by node
+    and are not among them.
+    """
+    torchrun = {
+        "PET_NNODES": str(job.nodes),
+        "PET_NPROC_PER_NODE": str(job.processes),
+        "PET_MASTER_PORT": str(recipe.launch.port),
+    }
+    values = {**job.environment, **torchrun}
+    return {name: value for name, value in sorted(values.items()) if name not in job.secrets}
+
+
+def secret_values(job: Job) -> dict[str, str]:
+    """The values that are handed to nodes and never written into what is rendered."""
+    return {name: os.environ[name] for name in job.secrets if name in os.environ}
+
+
+def write_secrets(path: Path, values: Mapping[str, str]) -> None:
+    """In a file for one node, which removes it when it has read it."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+    ) as stream:
+        json.dump(dict(values), stream)
+
+
+def remove_secrets(rendezvous: Path) -> None:
+    for path in rendezvous.glob("secrets-*.json"):
+        path.unlink(missing_ok=True)
+
+
+def shared_disk_reasons(recipe: Recipe, job: Job) -> list[str]:
+    """Why no place whose nodes share our disk could run `job`."""
+    reasons = [
+        f"launch.secrets names {name}, which is not set here; export it first"
+        for name in job.secrets
+        if name not in os.environ
+    ]
+    if recipe.launch.folder is not None and not Path(recipe.launch.folder).is_absolute():
+        reasons.append(
+            f"launch.folder {recipe.launch.folder} is not absolute; give the whole path as the"
+            " nodes see it"
+        )
+    return reasons
+
+
+# --- places that work from the run folder's replica
+
+
+def container_command(recipe: Recipe, job: Job) -> list[str]:
+    """What runs in the container of each node. Secrets are named here, and read there."""
+    return [
+        "python",
+        "-m",
+        MODULE,
+        *_rendezvous_options(recipe, job.rendezvous or ""),
+        "--run-folder-url",
+        job.run_folder_url or "",
+        "--run-folder",
+        str(Path(recipe.output) / recipe.name),
+        *_secret_options(recipe),
+        "--",
+        *job.argv,
+    ]
+
+
+def job_labels(recipe: Recipe, verb: str, run_folder_url: str) -> dict[str, str]:
+    """The labels of all that is made for a run's verb, in every start. The replica's tells runs
+    apart that have one name.
+    """
+    return {RUN: label(recipe.name), VERB: label(verb), REPLICA: fingerprint(run_folder_url)}
+
+
+def start_labels(recipe: Recipe, job: Job) -> dict[str, str]:
+    """The labels of one start: the user's own, the job's, and the number of the start."""
+    return {
+        **user_labels(recipe),
+        **job_labels(recipe, job.name, job.run_folder_url or ""),
+        ATTEMPT: job.start_number,
+    }
+
+
+def user_labels(recipe: Recipe) -> dict[str, str]:
+    return {label(key): label(value) for key, value in recipe.cloud.labels.items()}
+
+
+def machine_reasons(recipe: Recipe, job: Job) -> list[str]:
+    """Why machines that are made for a job could not run it, wherever they are made."""
+    launch = recipe.launch
+    reasons = check_machine(launch.machine)
+    accelerators = accelerators_of(launch.machine)[1]
+    if accelerators and job.processes > accelerators:
+        reasons.append(
+            f"{job.processes} processes share {accelerators} accelerators on each machine;"
+            " lower launch.processes, or take larger machines"
+        )
+    if launch.code == "sync":
+        reasons.append(
+            "launch.code sync copies ingot to hosts that are there already; set it to image and"
+            " build one with `ingot images build train`"
+        )
+    return [*reasons, *bucket_reasons(job)]
+
+
+def bucket_reasons(job: Job) -> list[str]:
+    """Why a machine that shares no disk with us could not run a job: its secrets, its bucket."""
+    reasons = []
+    if job.secrets:
+        reasons.append(
+            f"launch.secrets {job.secrets[0]} cannot be given to a machine without writing it"
+            " down; put it into Secret Manager and name it in cloud.secrets:"
+            f" {{{job.secrets[0]}: secret:NAME}}"
+        )
+    if job.run_folder_url is None or not (job.rendezvous or "").startswith("gs://"):
+        reasons.append("the machines share no disk and need a bucket; set cloud.bucket")
+    return reasons
+
+
+def errors_of(*checks: Callable[[], object]) -> list[str]:
+    """What those of the checks say that raise WrongInput."""
+    reasons = []
+    for check in checks:
+        try:
+            check()
+        except WrongInput as error:
+            reasons.append(str(error))
+    return reasons
+
+
+def boot_note_fields(job: Job) -> dict[str, Any]:
+    """What `notes.sh.jinja` is filled in with: where a machine leaves notes before its container
+    does.
+    """
+    bucket, _, folder = (job.rendezvous or "").removeprefix("gs://").partition("/")
+    return {"bucket": bucket, "folder": quote(folder, safe=""), "processes": job.processes}
+
+
+def script_template(name: str) -> jinja2.Template:
+    """A start-up script to fill in, with `quote` for what the shell must not interpret."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ingot.launch.places", "."),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        comment_start_string="<#",
+        comment_end_string="#>",
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.get_template(name)
+
+
+def _rendezvous_options(recipe: Recipe, place: str) -> list[str]:
+    timeout_s = RENDEZVOUS_SHARE * recipe.launch.start_s
+    return ["--rendezvous", place, "--rendezvous-timeout-s", f"{timeout_s:g}"]
+
+
+def _secret_options(recipe: Recipe) -> list[str]:
+    """The option of a node that reads the secrets of all its ranks: they are named in it, and only
+    the node reads their values.
+    """
+    cloud = recipe.cloud
+    if not cloud.secrets:
+        return []
+    knobs = {"project", "region", "secrets", "endpoint"}
+    return ["--cloud", cloud.model_dump_json(include=knobs, exclude_none=True)]

@@ -1,0 +1,389 @@
+"""A Slurm cluster: one Slurm job for one start, whose nodes srun starts. The job goes on when this
+process dies; the next command finds it.
+
+Slurm's own requeue is off, since the supervisor submits a new job. The nodes share our disk;
+signals go as notes, since Slurm's own reach every process of a step and not the ranks alone.
+Secrets lie in files that only their owner can read until the nodes have read them, and never in
+what Slurm stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import shlex
+import signal
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.progress import duration, say
+from ingot.base.storage import write_atomic
+from ingot.config.recipe import Recipe
+from ingot.launch.job import (
+    FINAL_STATES,
+    Handle,
+    Job,
+    JobLog,
+    JobState,
+    find_handle,
+    has_same_result,
+    store_handle,
+    store_recipe,
+)
+from ingot.launch.places import slurm_cluster
+from ingot.launch.places.logs import FileLog
+from ingot.launch.places.node_commands import (
+    interpreter,
+    node_variables,
+    path_on_nodes,
+    remove_secrets,
+    secret_values,
+    shared_disk_command,
+    shared_disk_reasons,
+    working_folder,
+    write_secrets,
+)
+from ingot.launch.places.slurm_cluster import NoAnswer
+from ingot.launch.rendezvous import SIGNAL, Rendezvous, state_by_notes
+
+KIND = "slurm"
+SUBMIT_TRIES, RETRY_S = 5, 3.0
+CANCEL_TIMEOUT_S = 300.0
+"""How long a job may take to be gone after scancel: its ranks have Slurm's KillWait to save a
+checkpoint.
+"""
+TOKEN = "slurm.token"
+"""A file in a start's rendezvous from before it is submitted until its number is known: the handle
+without a number, and the comment that finds it.
+"""
+CORE_OPTIONS = ("exclusive", "cpus-per-task", "cpus-per-gpu", "mincpus", "cores-per-socket")
+"""Options of sbatch by which a person says how many cores a node gives."""
+OWN_OPTIONS = (
+    *("job-name", "output", "error", "chdir", "nodes", "ntasks", "ntasks-per-node", "signal"),
+    *("requeue", "no-requeue", "open-mode", "array", "export", "comment", "parsable", "wait"),
+)
+"""Options that are set by ingot alone."""
+
+
+class SlurmLauncher:
+    """`launch.slurm`, driven from a node of the cluster."""
+
+    poll_s = 3.0
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self._knobs = recipe, recipe.launch.slurm
+
+    def can(self, job: Job) -> list[str]:
+        """See `Launcher`."""
+        try:
+            return self._reasons(job)
+        except IngotError as error:
+            return [str(error)]
+
+    def _reasons(self, job: Job) -> list[str]:
+        """Raises Failed where the cluster does not answer, which says nothing about the job."""
+        knobs, reasons = self._knobs, shared_disk_reasons(self.recipe, job)
+        reasons += [
+            f"launch.slurm.options.{name} is set by ingot itself; leave it out"
+            for name in knobs.options
+            if name in OWN_OPTIONS
+        ]
+        if self.recipe.launch.code == "sync":
+            reasons.append(
+                "launch.code=sync copies by ssh; on Slurm the nodes see our disk: use installed, or"
+                " image with launch.slurm.image"
+            )
+        if self.recipe.launch.code == "image" and knobs.image is None:
+            reasons.append("launch.code=image needs launch.slurm.image")
+        if knobs.time is not None and knobs.time <= knobs.signal_s:
+            reasons.append(
+                f"launch.slurm.time {knobs.time:g} s is no longer than launch.slurm.signal_s"
+                f" {knobs.signal_s} s, at which ranks are told to stop"
+            )
+        if not slurm_cluster.is_installed():
+            return [*reasons, "sbatch is not installed here; log in to a node of the Slurm cluster"]
+        # What is wrong on any cluster is reported before this one is queried.
+        return reasons or slurm_cluster.cluster_reasons(
+            knobs.partition, job.nodes, self._limit_s(job)
+        )
+
+    def _limit_s(self, job: Job) -> float | None:
+        limits = [limit for limit in (self._knobs.time, job.time_limit_s) if limit is not None]
+        return min(limits) if limits else None
+
+    def render(self, job: Job) -> str:
+        """See `Launcher`: the script for sbatch."""
+        logs = Path(working_folder(self.recipe), path_on_nodes(self.recipe.folder.logs))
+        lines = [
+            "#!/bin/bash",
+            *(f"#SBATCH --{option}" for option in self._sbatch_options(job, logs)),
+        ]
+        lines += [
+            f"export {name}={shlex.quote(value)}"
+            for name, value in node_variables(self.recipe, job).items()
+        ]
+        if job.nodes > 1:
+            lines += [
+                'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+                (
+                    'export PET_MASTER_ADDR=$(scontrol -o show node "$head" | sed -n \'s/.*'
+                    " NodeAddr=\\([^ ]*\\).*/\\1/p')"
+                ),
+            ]
+        rendezvous = shlex.quote(path_on_nodes(job.rendezvous or ""))
+        note = json.dumps({"number": int(signal.SIGUSR1), "rank": None, "by": KIND})
+        lines += [
+            (
+                "# Shortly before the time limit the ranks are told so by a note: a signal of srun"
+                " would reach all their helpers too."
+            ),
+            "tell() {",
+            f"  note={rendezvous}/{SIGNAL}-$(date +%s%N)",
+            f"""  echo '{note}' > "$note.partial" && mv "$note.partial" "$note.json\"""",
+            "}",
+            "trap tell USR1",
+            f"{shlex.join(self._srun(job))} &",
+            "srun=$!",
+            "wait $srun; code=$?",
+            "while kill -0 $srun 2>/dev/null; do wait $srun; code=$?; done",
+            "exit $code",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _srun(self, job: Job) -> list[str]:
+        """The command that starts the nodes. The one task of a node gets all cores that the job has
+        there, and a node that is lost ends the job.
+        """
+        launch = self.recipe.launch
+        python = launch.python or "python3" if self._knobs.image else interpreter(self.recipe)
+        secrets = f"{path_on_nodes(job.rendezvous or '')}/secrets-{{node}}.json"
+        options = ["--environment", secrets] if job.secrets else []
+        node = shlex.join(shared_disk_command(self.recipe, job, python, *options))
+        return [
+            "srun",
+            "--export=ALL",
+            "--ntasks-per-node=1",
+            "--cpu-bind=none",
+            "--kill-on-bad-exit=1",
+            *self._container_options(),
+            "bash",
+            "-c",
+            f"PET_NODE_RANK=$SLURM_NODEID exec {node}",
+        ]
+
+    def _sbatch_options(self, job: Job, logs: Path) -> list[str]:
+        knobs, limit_s = self._knobs, self._limit_s(job)
+        options: dict[str, str | None] = {
+            "job-name": f"ingot-{self.recipe.name}-{job.name}",
+            "account": knobs.account,
+            "partition": knobs.partition,
+            "time": slurm_cluster.format_time(limit_s) if limit_s else None,
+            "nodes": str(job.nodes),
+            "ntasks-per-node": "1",
+            "gpus-per-node": str(knobs.gpus) if knobs.gpus is not None else None,
+            "signal": f"B:USR1@{knobs.signal_s}",
+            "no-requeue": "",
+            "output": str(logs / f"slurm-{job.name}-%j.log"),
+            "open-mode": "append",
+            "export": "ALL",
+            "chdir": working_folder(self.recipe),
+        }
+        # By default sbatch gives a task one core: several nodes, or nodes without counted devices,
+        # are taken whole.
+        if not any(name in knobs.options for name in CORE_OPTIONS) and (
+            knobs.gpus is None or job.nodes > 1
+        ):
+            options["exclusive"] = ""
+        return [
+            name if value == "" else f"{name}={_quoted(value)}"
+            for name, value in {**options, **knobs.options}.items()
+            if value is not None
+        ]
+
+    def _container_options(self) -> list[str]:
+        """Flags of the pyxis plugin: the working folder and the run folder have their own names in
+        the container too.
+        """
+        if self._knobs.image is None:
+            return []
+        folder = working_folder(self.recipe)
+        root = Path(folder, path_on_nodes(self.recipe.folder.root))
+        own = [folder, *([] if root.is_relative_to(folder) else [str(root)])]
+        mounts = [*(f"{path}:{path}" for path in own), *self._knobs.mounts]
+        return [
+            f"--container-image={self._knobs.image}",
+            f"--container-mounts={','.join(mounts)}",
+            f"--container-workdir={folder}",
+        ]
+
+    def submit(self, job: Job) -> Handle:
+        """Submit it, unless the very same command runs already: its supervisor is gone, and that
+        job is taken over.
+
+        Raises:
+            WrongInput: the cluster cannot run it.
+            Failed: the controller does not answer or refuses; another command of this run is queued
+                or running.
+        """
+        if reasons := self._reasons(job):
+            raise WrongInput(f"{job.name} cannot run on Slurm: {'; '.join(reasons)}")
+        self._settle_submissions(job)
+        if (running := self._already_running(job)) is not None:
+            return running
+        rendezvous = Path(job.rendezvous or "")
+        write_atomic(rendezvous / "slurm.sh", self.render(job))
+        self.recipe.folder.logs.mkdir(parents=True, exist_ok=True)
+        for node in range(job.nodes if job.secrets else 0):
+            write_secrets(rendezvous / f"secrets-{node}.json", secret_values(job))
+        token = f"ingot-{uuid.uuid4()}"
+        about = {"meet": str(rendezvous), "nodes": str(job.nodes), "token": token}
+        unnumbered = Handle(job.name, KIND, "", job.argv, time.time(), "", about)
+        store_recipe(self.recipe.folder.root, unnumbered, self.recipe)
+        write_atomic(rendezvous / TOKEN, unnumbered.to_json())
+        return self._store_numbered(unnumbered, self._sbatch(job, rendezvous, token))
+
+    def _sbatch(self, job: Job, rendezvous: Path, token: str) -> str:
+        """The number of the job. After a lost answer the job is looked for before it is submitted
+        again, so that there is one job and not two.
+        """
+        command = ("sbatch", "--parsable", f"--comment={token}", str(rendezvous / "slurm.sh"))
+        environ = self._sbatch_environment(job)
+        for _ in range(SUBMIT_TRIES):
+            try:
+                output = slurm_cluster.run_command(*command, environ=environ)
+                return output.strip().partition(";")[0]
+            except NoAnswer as error:
+                trouble = str(error)
+                say(f"warning: {trouble}")
+            except IngotError:
+                remove_secrets(rendezvous)
+                (rendezvous / TOKEN).unlink()
+                raise
+            time.sleep(RETRY_S)
+            try:
+                if (number := slurm_cluster.job_with_comment(token, getpass.getuser())) is not None:
+                    return number
+            except Failed as error:
+                trouble = str(error)
+                break
+        # It may run all the same, and its nodes need the secrets then.
+        raise NoAnswer(
+            f"{trouble}; whether {job.name} was submitted is unknown: the same command asks that"
+            " first"
+        )
+
+    def _sbatch_environment(self, job: Job) -> dict[str, str]:
+        """Without secrets, since Slurm keeps in its spool folders what is exported, and without
+        variables that would override the script.
+        """
+        own = (
+            option.partition("=")[0]
+            for option in (*self._sbatch_options(job, Path()), *OWN_OPTIONS)
+        )
+        left_out = {*job.secrets, *map(slurm_cluster.environment_variable, own)}
+        return {name: value for name, value in os.environ.items() if name not in left_out}
+
+    def _settle_submissions(self, job: Job) -> None:
+        """Find out about submissions of this verb whose answer was lost. Raises NoAnswer as long as
+        the cluster does not say.
+        """
+        for path in Path(job.rendezvous or "").parent.glob(f"{job.name}-*/{TOKEN}"):
+            unnumbered = Handle.from_json(path.read_text(encoding="utf-8"))
+            number = slurm_cluster.job_with_comment(unnumbered.about["token"], getpass.getuser())
+            if number is not None:
+                self._store_numbered(unnumbered, number)
+            else:
+                remove_secrets(path.parent)
+                path.unlink()
+
+    def _store_numbered(self, unnumbered: Handle, number: str) -> Handle:
+        """Store the handle of a job whose number is known now."""
+        log = self.recipe.folder.logs.absolute() / f"slurm-{unnumbered.name}-{number}.log"
+        handle = replace(unnumbered, id=number, log=str(log))
+        try:
+            store_handle(self.recipe.folder.root, handle)
+        except BaseException:
+            self.cancel(handle)
+            raise
+        Path(handle.about["meet"], TOKEN).unlink(missing_ok=True)
+        return handle
+
+    def _already_running(self, job: Job) -> Handle | None:
+        """The job that does what is asked for already. Raises Failed where a job of this name does
+        something else.
+        """
+        root = self.recipe.folder.root
+        known = find_handle(root, job.name, KIND)
+        if known is None:
+            return None
+        if (known.about["meet"], known.argv) == (job.rendezvous, job.argv):
+            return known  # of this very start, whose answer was lost
+        if (state := self.status(known)) in FINAL_STATES:
+            return None
+        if known.argv != job.argv or "--fresh" in job.argv:
+            difference = "other arguments"
+        elif not has_same_result(root, known, self.recipe):
+            difference = "another recipe"
+        else:
+            say(
+                f"{job.name}: Slurm job {known.id}, submitted"
+                f" {duration(time.time() - known.started)} ago, is {state} and is watched from here"
+                " again"
+            )
+            return known
+        raise Failed(
+            f"{job.name} is {state} already as Slurm job {known.id} with {difference}; wait for it,"
+            f" or `ingot launch cancel {root}`"
+        )
+
+    def status(self, handle: Handle) -> JobState:
+        """See `Launcher`. A node that exits with 75 has failed by Slurm's word, so the nodes' notes
+        decide about failures, and when Slurm has forgotten the job.
+        """
+        fields = slurm_cluster.job_fields(handle.id)
+        state: JobState = (
+            "failed"
+            if fields is None
+            else slurm_cluster.STATES.get(fields.get("JobState", ""), "unknown")
+        )
+        if state == "failed":
+            state = state_by_notes(handle.about["meet"], int(handle.about["nodes"]))
+        if state in FINAL_STATES:
+            remove_secrets(Path(handle.about["meet"]))
+        return state
+
+    def log(self, handle: Handle) -> JobLog:
+        """See `Launcher`."""
+        return FileLog(lambda: [Path(handle.log)])
+
+    def signal(self, handle: Handle, number: int) -> None:
+        """See `Launcher`."""
+        Rendezvous(handle.about["meet"]).send(number)
+
+    def cancel(self, handle: Handle) -> None:
+        """scancel, and wait until the job is gone. Raises Failed where it does not go."""
+        deadline, asked = time.monotonic() + CANCEL_TIMEOUT_S, False
+        while time.monotonic() < deadline:
+            with contextlib.suppress(NoAnswer):
+                if self.status(handle) in FINAL_STATES:
+                    return
+                if not asked:
+                    slurm_cluster.run_command("scancel", handle.id)
+                    asked = True
+            time.sleep(0.5)
+        raise Failed(
+            f"Slurm job {handle.id} is not gone {CANCEL_TIMEOUT_S:g} s after scancel: see its state"
+            f" and nodes (`scontrol show job {handle.id}`), and have a node whose processes cannot"
+            " be ended set down (`scontrol update NodeName=... State=DOWN Reason=...`); then cancel"
+            " once more"
+        )
+
+
+def _quoted(value: str) -> str:
+    """As sbatch reads the rest of a line."""
+    return shlex.quote(value) if any(character in value for character in " '\"\\#") else value

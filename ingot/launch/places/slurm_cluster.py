@@ -1,0 +1,248 @@
+"""Slurm's own commands and what their answers mean: partitions, jobs, time limits. What a job needs
+is for `slurm.py` to say.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.progress import duration
+from ingot.launch.job import JobState
+
+COMMAND_TIMEOUT_S = 60.0
+OLDEST = (20, 11)
+"""Earlier versions give the steps of a job other cores and signals."""
+STATES: Mapping[str, JobState] = {
+    "PENDING": "queued",
+    "CONFIGURING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_FED": "queued",
+    "REQUEUE_HOLD": "queued",
+    "SPECIAL_EXIT": "queued",
+    "RESV_DEL_HOLD": "queued",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "RESIZING": "running",
+    "SIGNALING": "running",
+    "STAGE_OUT": "running",
+    "STOPPED": "running",
+    "SUSPENDED": "running",
+    "COMPLETED": "succeeded",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+    "FAILED": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "BOOT_FAIL": "preempted",
+    "NODE_FAIL": "preempted",
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "preempted",
+    "DEADLINE": "failed",
+}
+"""Slurm's states of a job, as ours."""
+VARIABLES = {
+    "time": "TIMELIMIT",
+    "array": "ARRAY_INX",
+    "mem": "MEM_PER_NODE",
+    "switches": "REQ_SWITCH",
+}
+"""Options of sbatch whose environment variables have other names than they."""
+NO_SUCH_JOB = "Invalid job id"
+NO_ANSWER = (
+    "timed out",
+    "Unable to contact",
+    "Zero Bytes were transmitted",
+    "Communication",
+    "Connection",
+    "Unexpected message",
+)
+"""In errors that say that no answer came, and nothing about what was done."""
+
+
+class NoAnswer(Failed):
+    """The controller gave no answer: it may have done what it was asked, or not."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """`limit_s`: its longest time limit, None for none."""
+
+    name: str
+    nodes: int
+    max_nodes: int | None
+    limit_s: float | None
+    is_default: bool
+
+
+def is_installed() -> bool:
+    return shutil.which("sbatch") is not None
+
+
+def run_command(*command: str, environ: Mapping[str, str] | None = None) -> str:
+    """The output of a command. Raises Failed with the command's own error, NoAnswer where the
+    controller did not answer.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=COMMAND_TIMEOUT_S,
+            env=environ,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise WrongInput(
+            f"{command[0]} is not installed here; log in to a node of the Slurm cluster"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(
+            f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:g} s; see whether Slurm's"
+            " controller is up (`scontrol ping`)"
+        ) from None
+    if done.returncode == 0:
+        return done.stdout
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    error = lines[-1] if lines else f"exit {done.returncode}"
+    for prefix in (f"{command[0]}: ", "error: ", "fatal: "):
+        error = error.removeprefix(prefix)
+    if any(text in done.stderr for text in NO_ANSWER):
+        raise NoAnswer(
+            f"{command[0]}: {error}; see whether Slurm's controller is up (`scontrol ping`)"
+        )
+    raise Failed(f"{command[0]}: {error}")
+
+
+def version() -> tuple[int, int]:
+    found = re.search(r"(\d+)\.(\d+)", run_command("sbatch", "--version"))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def environment_variable(option: str) -> str:
+    """The variable by which a person's environment overrides an option of a script."""
+    return f"SBATCH_{VARIABLES.get(option, option.upper().replace('-', '_'))}"
+
+
+def partitions() -> list[Partition]:
+    found = []
+    for line in run_command("scontrol", "-o", "show", "partition").splitlines():
+        fields = _fields(line)
+        if "PartitionName" in fields:
+            most = fields.get("MaxNodes", "UNLIMITED")
+            found.append(
+                Partition(
+                    fields["PartitionName"],
+                    int(fields.get("TotalNodes", "0")),
+                    int(most) if most.isdecimal() else None,
+                    parse_time(fields.get("MaxTime", "UNLIMITED")),
+                    fields.get("Default") == "YES",
+                )
+            )
+    return found
+
+
+def cluster_reasons(partition: str | None, nodes: int, limit_s: float | None) -> list[str]:
+    """Why this cluster could not run a job of so many nodes in a partition, or in the one of the
+    environment or the default one where `partition` is None.
+    """
+    if (found := version()) < OLDEST:
+        return [
+            f"Slurm {found[0]}.{found[1]:02d} is too old; {OLDEST[0]}.{OLDEST[1]} or newer is"
+            " needed"
+        ]
+    known = {each.name: each for each in partitions()}
+    knob = "launch.slurm.partition" if partition else "SBATCH_PARTITION"
+    default = next((each.name for each in known.values() if each.is_default), None)
+    names = partition or os.environ.get("SBATCH_PARTITION") or default
+    if names is None:
+        return [
+            "the cluster has no default partition; set launch.slurm.partition to one of"
+            f" {', '.join(known)}"
+        ]
+    reasons = []
+    for name in names.split(","):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)
+            reasons.append(
+                f"{knob} {name} is unknown; there are"
+                f" {', '.join(known)}{f'; nearest: {near[0]}' if near else ''}"
+            )
+        else:
+            reasons += _partition_reasons(known[name], nodes, limit_s)
+    return reasons
+
+
+def _partition_reasons(partition: Partition, nodes: int, limit_s: float | None) -> list[str]:
+    reasons = []
+    most = min(partition.nodes, partition.max_nodes or partition.nodes)
+    if nodes > most:
+        reasons.append(
+            f"launch.nodes={nodes} and partition {partition.name} gives {most}; lower it, or choose"
+            " another launch.slurm.partition"
+        )
+    if limit_s is not None and partition.limit_s is not None and limit_s > partition.limit_s:
+        reasons.append(
+            f"launch.slurm.time {duration(limit_s)} is beyond the limit of partition"
+            f" {partition.name}, {duration(partition.limit_s)}"
+        )
+    return reasons
+
+
+def job_fields(number: str) -> dict[str, str] | None:
+    """What the controller knows of a job; None when it has forgotten it."""
+    try:
+        return _fields(run_command("scontrol", "-o", "show", "job", number).splitlines()[0])
+    except NoAnswer:
+        raise
+    except (Failed, IndexError) as error:
+        if NO_SUCH_JOB in str(error) or isinstance(error, IndexError):
+            return None
+        raise
+
+
+def job_with_comment(comment: str, user: str) -> str | None:
+    """The number of the job that was submitted with this comment."""
+    for line in run_command(
+        "squeue", "--noheader", "--states=all", f"--user={user}", "--format=%A|%k"
+    ).splitlines():
+        number, _, text = line.partition("|")
+        if text.strip() == comment:
+            return number.strip()
+    return None
+
+
+def parse_time(limit: str) -> float | None:
+    """Seconds of a time as Slurm writes it: `D-HH:MM:SS`; None for `UNLIMITED`."""
+    days, _, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in parts):
+        return None
+    numbers = [int(part) for part in parts]
+    if days:  # D-HH, D-HH:MM, D-HH:MM:SS
+        numbers += [0] * (3 - len(numbers))
+    elif len(numbers) == 1:
+        numbers = [0, *numbers, 0]
+    hours, minutes, rest = [0] * (3 - len(numbers)) + numbers
+    return int(days or 0) * 86_400.0 + hours * 3600 + minutes * 60 + rest
+
+
+def format_time(limit_s: float) -> str:
+    """The inverse of `parse_time`. Slurm counts whole minutes, and rounds up what is less."""
+    whole = round(limit_s)
+    return (
+        f"{whole // 86_400}-{whole % 86_400 // 3600:02d}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    )
+
+
+def _fields(line: str) -> dict[str, str]:
+    pairs: Sequence[tuple[str, str]] = re.findall(
+        r"(?:^|\s)([A-Za-z/:_]+)=(.*?)(?=\s[A-Za-z/:_]+=|\s*$)", line
+    )
+    return dict(pairs)

@@ -1,0 +1,217 @@
+"""A TPU VM requested as a queued resource, as Google documents it; none of it could be tried on a
+TPU.
+
+The service keeps no time limit: the VM's own start-up script does, and deletes the VM at the end;
+so does each query of the job.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.base.fingerprint import fingerprint
+from ingot.base.progress import say
+from ingot.cloud import tpus
+from ingot.cloud.clients import GoogleClients
+from ingot.cloud.images import image_of
+from ingot.cloud.instances import label, resource_name
+from ingot.cloud.prices import time_limit_s, tpu_chips
+from ingot.config.recipe import Recipe
+from ingot.launch.attempt import NON_FAILURE_CODES
+from ingot.launch.job import Handle, Job, JobLog, JobState, find_handle, store_handle
+from ingot.launch.places.logs import TpuLog
+from ingot.launch.places.node_commands import (
+    RUN,
+    VERB,
+    boot_note_fields,
+    bucket_reasons,
+    container_command,
+    errors_of,
+    script_template,
+    user_labels,
+)
+from ingot.launch.rendezvous import ARRIVED, CANCELLED, EXIT, Rendezvous
+
+KIND = "tpu"
+MAX_CHIPS, EIGHT_CHIP_TYPES = 4, ("v5litepod-", "v6e-")
+"""Chips of one TPU VM, and the generations in which it may have eight: a larger slice has several
+hosts.
+"""
+WAITING = ("ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES", "STATE_UNSPECIFIED")
+
+
+class TpuLauncher:
+    """One job, one TPU VM of one host."""
+
+    poll_s = 15.0
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.google = recipe, GoogleClients(recipe.cloud)
+
+    @property
+    def _zone(self) -> str:
+        return self.recipe.cloud.zone or f"{self.recipe.cloud.region}-a"
+
+    def can(self, job: Job) -> list[str]:
+        """See `Launcher`."""
+        kind, reasons = self.recipe.launch.tpu.type, []
+        most = 8 if kind.startswith(EIGHT_CHIP_TYPES) else MAX_CHIPS
+        if (count := tpu_chips(kind)) is None:
+            reasons.append(
+                f"launch.tpu.type {kind} is none; write a generation and a number, such as"
+                " v5litepod-8"
+            )
+        elif count > most:
+            reasons.append(
+                f"launch.tpu.type {kind} has {count} chips on several hosts, and this drives one"
+                f" host of up to {most}; take a smaller one"
+            )
+        if job.nodes > 1:
+            reasons.append(
+                f"{job.nodes} nodes are asked for and a TPU VM is one; set launch.nodes=1"
+            )
+        if job.image is None and self.recipe.cloud.images.train is None:
+            reasons.append(
+                "a TPU needs an image with torch_tpu, which the project's own has not; build one"
+                " and set launch.image"
+            )
+        reasons += bucket_reasons(job)
+        return reasons + errors_of(
+            lambda: self.google.project, lambda: time_limit_s(self.recipe, nodes=1)
+        )
+
+    def render(self, job: Job) -> str:
+        """See `Launcher`: the request as JSON, and the start-up script."""
+        request = self._request(job)
+        script = request["tpu"]["nodeSpec"][0]["node"]["metadata"].pop("startup-script")
+        address = f"{self.google.address(tpus.HOST)}/v2/{self._location}/queuedResources"
+        body = json.dumps(request, indent=2, sort_keys=True)
+        return (
+            "# Not tried on a TPU: none could be had. The image needs torch_tpu.\n"
+            f"# POST {address}?queuedResourceId={self._id(job)}\n{body}\n"
+            f"# startup-script\n{script}"
+        )
+
+    @property
+    def _location(self) -> str:
+        return f"projects/{self.google.project}/locations/{self._zone}"
+
+    def submit(self, job: Job) -> Handle:
+        """See `Launcher`."""
+        if reasons := self.can(job):
+            raise WrongInput(f"{job.name} cannot run with launch.kind {KIND}: {'; '.join(reasons)}")
+        root = self.recipe.folder.root
+        known = find_handle(root, job.name, KIND)
+        if known is not None and known.id != self._id(job):
+            if self.status(known) in ("queued", "running"):
+                return known
+            tpus.delete(self.google, known.about["zone"], known.id)
+        say(
+            "warning: nothing of launch.kind tpu could be tried on a TPU; the image needs torch_tpu"
+        )
+        about = {"zone": self._zone, "meet": job.rendezvous or ""}
+        handle = Handle(job.name, KIND, self._id(job), job.argv, time.time(), "", about)
+        store_handle(root, handle, self.recipe)
+        try:
+            tpus.create(self.google, self._zone, handle.id, self._request(job))
+        except BaseException:
+            tpus.delete(self.google, self._zone, handle.id)
+            raise
+        return handle
+
+    def _id(self, job: Job) -> str:
+        replica = fingerprint(job.run_folder_url)[:6]
+        return resource_name(f"ingot-{self.recipe.name}-{job.name}-{replica}-{job.start_number}")
+
+    def _request(self, job: Job) -> dict[str, Any]:
+        """The queued resource."""
+        cloud, launch = self.recipe.cloud, self.recipe.launch
+        network: dict[str, Any] = {"enableExternalIps": cloud.subnetwork is None}
+        if cloud.network:
+            network["network"] = cloud.network
+        if cloud.subnetwork:
+            network["subnetwork"] = cloud.subnetwork
+        node: dict[str, Any] = {
+            "acceleratorType": launch.tpu.type,
+            "runtimeVersion": launch.tpu.runtime,
+            "networkConfig": network,
+            "labels": {
+                **user_labels(self.recipe),
+                RUN: label(self.recipe.name),
+                VERB: label(job.name),
+            },
+            "metadata": {"startup-script": self._script(job)},
+            "serviceAccount": {
+                **({"email": cloud.service_account} if cloud.service_account else {}),
+                "scope": ["https://www.googleapis.com/auth/cloud-platform"],
+            },
+        }
+        spec = {"parent": self._location, "nodeId": self._id(job), "node": node}
+        return {
+            "tpu": {"nodeSpec": [spec]},
+            **({"spot": {}} if launch.machine.spot else {}),
+            # How long it may wait for capacity.
+            "queueingPolicy": {"validUntilDuration": f"{round(launch.start_s)}s"},
+        }
+
+    def _script(self, job: Job) -> str:
+        image = job.image or image_of(self.recipe.cloud, "train")
+        registry = image.partition("/")[0]
+        environment = {
+            **job.environment,
+            "GOOGLE_CLOUD_PROJECT": self.google.project,
+            "PET_NNODES": "1",
+            "PET_NODE_RANK": "0",
+            "PET_NPROC_PER_NODE": str(job.processes),
+            "PET_MASTER_PORT": str(self.recipe.launch.port),
+        }
+        address = f"{self.google.address(tpus.HOST)}/v2/{self._location}/queuedResources"
+        return script_template("tpu.sh.jinja").render(
+            **boot_note_fields(job),
+            id=self._id(job),
+            registry=registry if re.search(r"(\.pkg\.dev|gcr\.io)$", registry) else "",
+            image=image,
+            environment=environment,
+            limit_s=round(job.time_limit_s or self.recipe.cloud.max_run),
+            resource=f"{address}/{self._id(job)}",
+            command=shlex.join(container_command(self.recipe, job)),
+        )
+
+    def status(self, handle: Handle) -> JobState:
+        """See `Launcher`. The TPU VM is deleted as soon as the job is over."""
+        resource_state = tpus.state(self.google, handle.about["zone"], handle.id)
+        state = self._judge(handle, resource_state)
+        if state not in ("queued", "running") and resource_state is not None:
+            tpus.delete(self.google, handle.about["zone"], handle.id)
+        return state
+
+    def _judge(self, handle: Handle, resource_state: str | None) -> JobState:
+        rendezvous = Rendezvous(handle.about["meet"])
+        if rendezvous.notes(CANCELLED):
+            return "cancelled"
+        if exits := rendezvous.notes(EXIT):
+            done = all(int(note["code"]) in NON_FAILURE_CODES for note in exits.values())
+            return "succeeded" if done else "failed"
+        if resource_state in WAITING:
+            return "queued"
+        if resource_state == "ACTIVE":
+            return "running" if rendezvous.notes(ARRIVED) else "queued"
+        return "failed" if resource_state == "FAILED" else "preempted"
+
+    def log(self, handle: Handle) -> JobLog:
+        """See `Launcher`."""
+        return TpuLog(Rendezvous(handle.about["meet"]))
+
+    def signal(self, handle: Handle, number: int) -> None:
+        """See `Launcher`."""
+        Rendezvous(handle.about["meet"]).send(number)
+
+    def cancel(self, handle: Handle) -> None:
+        """See `Launcher`."""
+        Rendezvous(handle.about["meet"]).leave(0, CANCELLED)
+        tpus.delete(self.google, handle.about["zone"], handle.id)

@@ -1,0 +1,181 @@
+"""Between a run folder and its replica in a bucket: a node without a shared disk pulls it before
+its ranks start, and pushes what they make; the launcher pulls the results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import TracebackType
+
+from ingot.base.bucket import open_bucket
+from ingot.base.environment import REPLICA
+from ingot.base.errors import IngotError
+from ingot.base.events import append_line, read_lines
+from ingot.base.heartbeat import heartbeat_file
+from ingot.base.later import forget, later, leave_for_later
+from ingot.base.progress import say
+from ingot.base.replica import pull, push
+from ingot.base.runfolder import RunFolder
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+
+HEARTBEAT_INTERVAL_S, PROGRESS_INTERVAL_S = 15.0, 60.0
+"""Seconds between two pushes of heartbeats, and of the files that people look at while a job runs.
+"""
+COLUMNS = "data/columns"
+RAW, PARTS = (r"data/raw/.*\.parquet",), (rf"{COLUMNS}/[^/]*\.(bin|idx)",)
+PROGRESS = ("metrics.jsonl", "events.jsonl", "left_out.json", "tensorboard", "logs", "reports")
+
+
+def is_launcher_file(path: str) -> bool:
+    """Whether a file of the run folder is written by the launcher alone: notes and handles of its
+    jobs, and the logs of their ranks.
+    """
+    return re.match(r"jobs/|logs/[^/]*\.log$", path) is not None
+
+
+def pull_run_folder(url: str, root: Path, verb: str, recipe: Recipe | None = None) -> None:
+    """Make the run folder equal to its replica, for a node that does `verb`. The folder may be the
+    launcher's own, which writes to it meanwhile: of the launcher's files only the recipe is pulled,
+    unless it is given. Data that the verb does not read, or reads a part at a time, is left in the
+    bucket (`is_left_in_bucket`).
+    """
+
+    def keep(path: str) -> bool:
+        return is_launcher_file(path) and not path.startswith("jobs/nodes.")
+
+    forget(root, COLUMNS)
+    if recipe is None:
+        pull(url, root, parts=["jobs"], keep=keep)
+        resolved = root / "jobs" / f"nodes.{verb}.yaml"
+        recipe = load_recipe([resolved], environ={}, dotenv=None) if resolved.exists() else None
+    is_left, left = is_left_in_bucket(verb, recipe), list[str]()
+
+    def leave(path: str) -> bool:
+        left.extend([path] * is_left(path))
+        return is_left(path)
+
+    pull(url, root, keep=keep, leave=leave)
+    if any(path.startswith(COLUMNS) for path in left):
+        leave_for_later(root, COLUMNS, url)
+
+
+def is_left_in_bucket(verb: str, recipe: Recipe | None = None) -> Callable[[str], bool]:
+    """Returns whether `verb` does without a file until it asks for it: raw documents and parts of
+    columns are most of a run folder.
+
+    `recipe`: of a training, which needs all of them where it is not known. `submit` stands for
+    starting a training or an evaluation elsewhere.
+    """
+    left = {
+        "evaluate": PARTS,
+        "submit": RAW + PARTS,
+        "gate": RAW + PARTS,
+        "register": RAW + PARTS,
+        "deploy": RAW + PARTS,
+    }.get(verb, ())
+    if verb == "train" and recipe is not None:
+        # Texts to compare a generation with are read from the documents.
+        reads_documents = any(task.kind == "rouge" for task in recipe.tasks)
+        left = (() if reads_documents else RAW) + (() if recipe.data.window is None else PARTS)
+    return lambda path: any(re.fullmatch(pattern, path) for pattern in left)
+
+
+def pull_results(url: str, root: Path, *, parts: Collection[str] | None = None) -> None:
+    """Make the run folder, or these `parts` of it, equal to its replica, for the launcher: its own
+    files stay as they are, and its events are kept beside those of the job. A launcher that has
+    left data in the bucket (`pull_run_folder`) goes on without it.
+    """
+    events = RunFolder(root).events
+    own = list(read_lines(events))
+    pull(
+        url,
+        root,
+        parts=parts,
+        keep=is_launcher_file,
+        leave=is_left_in_bucket("submit" if later(root / COLUMNS) else ""),
+    )
+    pulled = {json.dumps(event) for event in read_lines(events)}
+    for event in own:
+        if json.dumps(event) not in pulled:
+            append_line(events, event)
+
+
+class RunFolderPusher:
+    """While entered, this node's heartbeats go to the bucket, and from node 0 its progress; the
+    ranks find the replica's address in their environment. At the end node 0 pushes the run folder,
+    which may fail the job: results that nobody can fetch are lost.
+    """
+
+    def __init__(self, url: str, root: Path, node: int) -> None:
+        self._url, self._root, self._node = url, root, node
+        self._bucket = open_bucket(self._url, patience_s=HEARTBEAT_INTERVAL_S / 3)
+        self._pushed_stacks = self._stacks()  # those that lie here are of earlier starts
+        self._previous = os.environ.get(REPLICA)
+        self._over = threading.Event()
+        # Heartbeats wait for nothing else: a rank without one is taken for hanging.
+        tasks = [(self._push_heartbeats, HEARTBEAT_INTERVAL_S)]
+        if node == 0:
+            tasks.append((self._push_progress, PROGRESS_INTERVAL_S))
+        self._threads = [
+            threading.Thread(target=self._repeat, args=task, daemon=True) for task in tasks
+        ]
+
+    def __enter__(self) -> RunFolderPusher:
+        os.environ[REPLICA] = self._url
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        del os.environ[REPLICA]
+        if self._previous is not None:
+            os.environ[REPLICA] = self._previous
+        if self._node == 0:
+            push(self._root, self._url)
+
+    def _repeat(self, task: Callable[[], None], interval_s: float) -> None:
+        pause_s = HEARTBEAT_INTERVAL_S  # soon at first: a machine may be reclaimed at any time
+        while not self._over.wait(pause_s):
+            pause_s = interval_s
+            try:
+                task()
+            except (IngotError, OSError) as error:
+                say(
+                    f"warning: the progress of this node was not sent ({error}); trying again in a"
+                    " while"
+                )
+
+    def _push_heartbeats(self) -> None:
+        """And stacks that ranks were asked for, since somebody is waiting for them."""
+        beats = heartbeat_file(RunFolder(self._root).heartbeats)
+        if beats.exists():
+            self._bucket.put(f"heartbeats/{beats.name}", beats.read_bytes())
+        for path, version in self._stacks().items():
+            if version != self._pushed_stacks.get(path):
+                self._bucket.put(f"stacks/{path.name}", path.read_bytes())
+                self._pushed_stacks[path] = version
+
+    def _stacks(self) -> dict[Path, tuple[int, int]]:
+        found = {path: path.stat() for path in RunFolder(self._root).logs.glob("stacks-rank*.txt")}
+        return {
+            path: (status.st_size, status.st_mtime_ns)
+            for path, status in found.items()
+            if status.st_size
+        }
+
+    def _push_progress(self) -> None:
+        push(self._root, self._url, parts=PROGRESS)

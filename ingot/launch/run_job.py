@@ -1,0 +1,177 @@
+"""Runs a verb where `launch` says: picks the launcher, makes the job, submits it and waits for it.
+What `ingot launch`, `ingot run` and the pipeline share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ingot.base.errors import EXIT_DONE, EXIT_KEEP, Failed, WrongInput
+from ingot.base.progress import say
+from ingot.base.replica import replica_url
+from ingot.config.recipe import Recipe
+from ingot.launch.attempt import StopRequests, follow
+from ingot.launch.job import (
+    WITHOUT_SHARED_DISK,
+    Job,
+    Launcher,
+    find_handle,
+    status_or_unknown,
+)
+from ingot.launch.places.dataflow import DataflowLauncher
+from ingot.launch.places.dataproc import DataprocLauncher
+from ingot.launch.places.gce import GceLauncher
+from ingot.launch.places.local import JobExit
+from ingot.launch.places.node_commands import path_on_nodes
+from ingot.launch.places.slurm import SlurmLauncher
+from ingot.launch.places.ssh import SshLauncher
+from ingot.launch.places.tpu import TpuLauncher
+from ingot.launch.places.vertex import VertexLauncher
+from ingot.launch.staging import committed_anywhere, missing_inputs, next_rendezvous, stage_start
+from ingot.launch.supervisor.budget import (
+    end_of_last_start,
+    meter_of,
+    time_left_s,
+    with_time_left,
+)
+from ingot.launch.supervisor.remote_attempt import RemoteAttempt
+from ingot.launch.supervisor.supervise import FRESH, supervise
+
+LAUNCHERS: dict[str, Callable[[Recipe], Launcher]] = {
+    "ssh": SshLauncher,
+    "slurm": SlurmLauncher,
+    "gce": GceLauncher,
+    "vertex": VertexLauncher,
+    "dataproc": DataprocLauncher,
+    "dataflow": DataflowLauncher,
+    "tpu": TpuLauncher,
+}
+
+
+def launcher_of(recipe: Recipe) -> Launcher:
+    """The launcher of `launch.kind`. Raises WrongInput for `local`, which needs none."""
+    kind = recipe.launch.kind
+    if kind not in LAUNCHERS:
+        raise WrongInput(
+            f"launch.kind {kind} has no launcher here; choose one of {', '.join(LAUNCHERS)}"
+        )
+    return LAUNCHERS[kind](recipe)
+
+
+def job_of(recipe: Recipe, verb: str, *, distributed: bool, options: Sequence[str] = ()) -> Job:
+    """The job of a verb where `launch` says. `distributed`: several nodes and processes can do it
+    together.
+
+    Nodes read the recipe as it is resolved here and now, whatever files, overrides and variables it
+    came from; `stage_start` puts it where they look for it.
+    """
+    launch = recipe.launch
+    nodes, processes = (launch.nodes, launch.processes) if distributed else (1, 1)
+    shares_disk = launch.kind not in WITHOUT_SHARED_DISK
+    resolved = Path(recipe.output) / recipe.name / "jobs" / f"nodes.{verb}.yaml"
+    job = Job(
+        verb,
+        (verb, path_on_nodes(resolved) if shares_disk else str(resolved), *options),
+        processes,
+        nodes,
+        launch.variables,
+        tuple(launch.secrets),
+        launch.image,
+        time_left_s(recipe, nodes),
+    )
+    if shares_disk:
+        return replace(job, rendezvous=str(next_rendezvous(recipe.folder.root.absolute(), verb)))
+    url = replica_url(recipe.cloud.bucket or "", recipe.name)
+    rendezvous = next_rendezvous(recipe.folder.root, verb).relative_to(recipe.folder.root)
+    return replace(job, run_folder_url=url, rendezvous=f"{url}/{rendezvous}")
+
+
+def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
+    """Run a job at its place and wait for it: a training under supervision, whose caller holds the
+    run folder's `run-lock`; anything else once.
+
+    Raises:
+        WrongInput: the place cannot run it; nothing was sent.
+    """
+    launcher, fresh = launcher_of(recipe), FRESH in job.argv
+    if reasons := [*launcher.can(job), *missing_inputs(recipe, job)]:
+        raise WrongInput(
+            f"{job.name} cannot run with launch.kind {recipe.launch.kind}:"
+            f" {'; '.join(dict.fromkeys(reasons))}"
+        )
+    meter = meter_of(recipe, job)
+    if meter is not None and fresh:
+        meter.reset()
+    attempts = list[RemoteAttempt]()
+
+    def start(job: Job) -> RemoteAttempt:
+        # Only before the first start of this command: how our own attempts ended is known.
+        already_runs = not attempts and _already_runs(recipe, launcher, job)
+        if meter is not None and not already_runs:
+            if not attempts:  # an earlier launcher may have died before its start ended
+                meter.end(end_of_last_start(recipe, job))
+            job = with_time_left(recipe, job, meter)
+        # What prevents the first start is reported at once; a later start waits until it passes.
+        patience_s = recipe.launch.start_s if attempts else 0.0
+        prepare = None if already_runs else lambda job: stage_start(recipe, _checked(launcher, job))
+        attempts.append(
+            RemoteAttempt(
+                launcher,
+                job,
+                recipe.folder.root,
+                patience_s=patience_s,
+                prepare=prepare,
+                meter=meter,
+            )
+        )
+        return attempts[-1]
+
+    ended = (
+        supervise(job, recipe, start=start, checkpoints=committed_anywhere(recipe, job))
+        if supervised
+        else _run_once(job, start)
+    )
+    if meter is not None and ended.code in (EXIT_DONE, EXIT_KEEP):
+        meter.reset()
+    return ended
+
+
+def _run_once(job: Job, start: Callable[[Job], RemoteAttempt]) -> JobExit:
+    with StopRequests() as stops:
+        attempt = start(job)
+        try:
+            end = follow(attempt, stops)
+        except BaseException:
+            attempt.stop()
+            raise
+    if end.reason:
+        say(f"{job.name}: {end.reason}")
+    return JobExit(end.shell_code, stops.first)
+
+
+def _already_runs(recipe: Recipe, launcher: Launcher, job: Job) -> bool:
+    """Whether an earlier launcher that died has left the job running. It is continued then, and its
+    node 0 is the one that writes to the bucket.
+
+    Raises:
+        Failed: the place does not say.
+    """
+    handle = find_handle(recipe.folder.root, job.name, recipe.launch.kind)
+    state = status_or_unknown(launcher, handle) if handle is not None else "failed"
+    if state == "unknown":
+        raise Failed(
+            f"whether {recipe.launch.kind} {handle.id if handle else ''} still does {job.name}"
+            " cannot be told now; run the same command again"
+        )
+    return state in ("queued", "running")
+
+
+def _checked(launcher: Launcher, job: Job) -> Job:
+    """Raises Failed where the same job runs that was started elsewhere: its folder in the bucket is
+    not ours to write to.
+    """
+    if isinstance(launcher, GceLauncher) and (reason := launcher.busy(job)) is not None:
+        raise Failed(reason)
+    return job

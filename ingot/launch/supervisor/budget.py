@@ -1,0 +1,134 @@
+"""The budget of a job: what its starts have used of `cloud.max_run` and `cloud.max_cost`, and what
+is left for the next one.
+
+It is kept in the run folder until the job is done, so that the limits hold for all starts together,
+whoever repeats the command: a person, a service, or a pipeline that retries a step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ingot.base.errors import Failed
+from ingot.base.progress import duration, say
+from ingot.base.storage import write_atomic
+from ingot.cloud.prices import SHORTEST_RUN_S, hourly_price_of, time_limit_s
+from ingot.config.recipe import Recipe
+from ingot.launch.job import WITHOUT_SHARED_DISK, Job, find_handle
+from ingot.launch.rendezvous import EXIT, Rendezvous
+
+BILLED_BY_USE = ("dataproc", "dataflow")
+"""Kinds of places that are not billed by machine and hour."""
+
+
+@dataclass
+class Spending:
+    """Seconds and US dollars of the starts that are over; of the one that runs, since when (seconds
+    since the epoch), its price an hour and its time limit.
+    """
+
+    seconds: float = 0.0
+    dollars: float = 0.0
+    since: float | None = None
+    dollars_an_hour: float = 0.0
+    limit_s: float = 0.0
+
+
+class SpendingMeter:
+    """Counts by the wall clock, since machines keep running while a laptop sleeps. The file is
+    `RUN/jobs/VERB.spent.json`.
+    """
+
+    def __init__(self, root: Path, name: str, dollars_an_hour: float) -> None:
+        self._path, self._rate = root / "jobs" / f"{name}.spent.json", dollars_an_hour
+
+    def used(self) -> tuple[float, float]:
+        """Seconds and US dollars, including the start that runs."""
+        spending = _finished(self._read(), time.time())
+        return spending.seconds, spending.dollars
+
+    def begin(self, limit_s: float) -> bool:
+        """A start begins, which its place ends after `limit_s`. False where one runs already, which
+        continues to be counted.
+        """
+        spending = self._read()
+        if spending.since is not None:
+            return False
+        self._write(Spending(spending.seconds, spending.dollars, time.time(), self._rate, limit_s))
+        return True
+
+    def end(self, at: float | None = None) -> None:
+        """The start is over, now or since `at`; nothing happens where none runs."""
+        spending = self._read()
+        if spending.since is not None:
+            self._write(_finished(spending, time.time() if at is None else at))
+
+    def reset(self) -> None:
+        """The job is done, or starts afresh."""
+        self._path.unlink(missing_ok=True)
+
+    def _read(self) -> Spending:
+        try:
+            return Spending(**json.loads(self._path.read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):
+            return Spending()
+
+    def _write(self, spending: Spending) -> None:
+        write_atomic(self._path, json.dumps(asdict(spending)) + "\n")
+
+
+def _finished(spending: Spending, at: float) -> Spending:
+    if spending.since is None:
+        return spending
+    seconds = min(max(0.0, at - spending.since), spending.limit_s)
+    dollars = seconds / 3600 * spending.dollars_an_hour
+    return Spending(spending.seconds + seconds, spending.dollars + dollars)
+
+
+def meter_of(recipe: Recipe, job: Job) -> SpendingMeter | None:
+    """Counts the job's time, where that is limited; None elsewhere."""
+    if job.time_limit_s is None:
+        return None
+    rate = 0.0 if recipe.launch.kind in BILLED_BY_USE else hourly_price_of(recipe, job.nodes)
+    return SpendingMeter(recipe.folder.root, job.name, rate)
+
+
+def time_left_s(recipe: Recipe, nodes: int, used: tuple[float, float] = (0.0, 0.0)) -> float | None:
+    """What is left of the time that the job may take; None where nothing is billed. `used`: seconds
+    and US dollars of earlier starts.
+    """
+    kind = recipe.launch.kind
+    if kind in BILLED_BY_USE:
+        if recipe.cloud.max_cost is not None and not used[0]:
+            say(
+                f"note: {kind} is paid by what it uses, which cloud.max_cost does not bound;"
+                " cloud.max_run does"
+            )
+        return recipe.cloud.max_run - used[0]
+    return time_limit_s(recipe, nodes=nodes, used=used) if kind in WITHOUT_SHARED_DISK else None
+
+
+def with_time_left(recipe: Recipe, job: Job, meter: SpendingMeter) -> Job:
+    """The job with the time limit of one more start. Raises Failed when too little is left."""
+    used = meter.used()
+    left = time_left_s(recipe, job.nodes, used) or 0.0
+    if left < SHORTEST_RUN_S and used[0]:
+        raise Failed(
+            f"what cloud.max_run and cloud.max_cost allow is used up ({duration(used[0])}, about"
+            f" {used[1]:.2f} US dollars); raise them, and the same command goes on"
+        )
+    return replace(job, time_limit_s=left)
+
+
+def end_of_last_start(recipe: Recipe, job: Job) -> float | None:
+    """When a start that no launcher waited for was over, by its nodes' notes; None where they left
+    none.
+    """
+    handle = find_handle(recipe.folder.root, job.name, recipe.launch.kind)
+    if handle is None or "meet" not in handle.about:
+        return None
+    notes = Rendezvous(handle.about["meet"]).notes(EXIT).values()
+    return max((float(note["t_wall"]) for note in notes), default=None)

@@ -1,0 +1,371 @@
+"""An attempt whose ranks run elsewhere: it queries the launcher for the job's state, reads
+heartbeats from the run folder or its replica, and the nodes' notes for how it ended. The same for
+every place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ingot.base.bucket import Bucket, open_bucket
+from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError
+from ingot.base.gcs import Missing
+from ingot.base.heartbeat import Beat, parse_beats, read_beats
+from ingot.base.progress import say
+from ingot.base.replica import push
+from ingot.base.storage import write_atomic
+from ingot.launch.attempt import STOP_SIGNALS, AttemptExit
+from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState, Launcher
+from ingot.launch.rendezvous import EXIT, Rendezvous, exit_by_notes
+from ingot.launch.run_folder_sync import pull_results
+from ingot.launch.supervisor.budget import SpendingMeter
+
+NOTES_TIMEOUT_S = 10.0
+"""How long the nodes' last notes may take to arrive after the place says that the job is over
+(network disks cache listings for seconds).
+"""
+RETRY_S = 5.0
+"""Between two tries to submit, or to cancel."""
+CANCEL_TIMEOUT_S = 120.0
+"""How long a place that does not answer is asked to cancel."""
+RESULTS_TIMEOUT_S = 1800.0
+"""How long a bucket that does not answer is asked for what the job has made."""
+STACKS_S, STACKS_BUCKET_S = 5.0, 30.0
+"""How long a rank's stacks may take to arrive here: on a shared disk, and through a bucket."""
+HEARTBEAT_POLL_S = 5.0
+"""Between two polls of the bucket."""
+PARALLEL_READS = 32
+STACKS = re.compile(r"stacks-rank\d+\.txt")
+
+
+class RemoteAttempt:
+    """An attempt (`ingot.launch.attempt.Attempt`): submits `job` when it is made, and shows its log
+    on stderr. `root` is the run folder here.
+
+    A place, disk or network that does not answer for a while ends nothing: each query is repeated.
+    `patience_s`: how long a place that cannot take the job now is asked again; without patience
+    that is an error. `prepare` is called before the first submission, and may change the job.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        job: Job,
+        root: Path,
+        *,
+        patience_s: float = 0.0,
+        prepare: Callable[[Job], Job] | None = None,
+        meter: SpendingMeter | None = None,
+    ) -> None:
+        self._launcher, self._job, self._root, self._meter = launcher, job, root, meter
+        self._prepare = prepare
+        self._rendezvous: Rendezvous | None = None
+        self._heartbeats: RemoteHeartbeats | None = None
+        self._state: JobState = "queued"
+        self._next_poll = 0.0
+        self._stop_requested = self._stopped_by_place = self._cancelled = False
+        self._prepared_here = False
+        """Whether this start put there what the nodes need. Otherwise the job ran already, and the
+        folder in the bucket is its node 0's to write to.
+        """
+        self._unsent: list[tuple[int, int | None]] = []
+        self._trouble = ""
+        self._final_since: float | None = None
+        self._end: AttemptExit | None = None
+        self._log: JobLog | None = None
+        self.handle: Handle | None = None
+        self.stacks_s = STACKS_S if job.run_folder_url is None else STACKS_BUCKET_S
+        self._submit_deadline = time.monotonic() + patience_s
+        self._submit()
+
+    def _submit(self) -> None:
+        try:
+            if self._prepare is not None:
+                self._job, self._prepare = self._prepare(self._job), None
+                self._prepared_here = True
+            if self._heartbeats is None:
+                self._heartbeats = RemoteHeartbeats(self._root, self._job.run_folder_url)
+            handle = self._metered(lambda: self._launcher.submit(self._job))
+        except (IngotError, OSError) as error:
+            if time.monotonic() >= self._submit_deadline:
+                raise
+            # The first start was possible, so this may pass, whatever the place says: a disk that
+            # is not mounted yet, a controller that is down.
+            self._warn(f"{error}; trying again")
+            self._next_poll = time.monotonic() + RETRY_S
+            return
+        self.handle, self._log = handle, self._launcher.log(handle)
+        # A job that runs already has a rendezvous of its own.
+        place = handle.about.get("meet") or self._job.rendezvous
+        self._rendezvous = Rendezvous(place) if place else None
+        say(f"{self._job.name}: {handle.kind} {handle.id}")
+        if self._job.run_folder_url is not None and self._prepared_here:
+            # If we are killed, another machine finds the handle there.
+            with contextlib.suppress(IngotError):
+                push(self._root, self._job.run_folder_url, parts=("jobs",))
+
+    def _metered(self, submit: Callable[[], Handle]) -> Handle:
+        """Counted from before the place is asked, since its answer may be lost."""
+        if self._meter is None:
+            return submit()
+        begun = self._meter.begin(self._job.time_limit_s or 0.0)
+        try:
+            return submit()
+        except BaseException:
+            if begun:
+                self._meter.end()
+            raise
+
+    def poll(self) -> AttemptExit | None:
+        now = time.monotonic()
+        if self._end is not None or now < self._next_poll:
+            return self._end
+        if self.handle is None:
+            return self._retry_submit()
+        self._next_poll = now + self._launcher.poll_s
+        try:
+            self._deliver_signals()
+            return self._poll_job(self.handle)
+        except (IngotError, OSError) as error:
+            self._warn(str(error))
+            return None
+
+    def _poll_job(self, handle: Handle) -> AttemptExit | None:
+        is_final = self._state in FINAL_STATES
+        state = self._state if is_final else self._launcher.status(handle)
+        if state not in (self._state, "unknown"):
+            say(f"{self._job.name}: {state} ({handle.kind} {handle.id})")
+        self._state, self._trouble = state, ""
+        self._show_log()
+        if state not in FINAL_STATES:
+            return None
+        self._final_since = self._final_since or time.monotonic()
+        end = self._exit(state, handle.kind)
+        self._stopped_by_place = self._rendezvous is not None and any(
+            "by" in note for note in self._rendezvous.signals(set())
+        )
+        self._show_log()
+        if self._job.run_folder_url is not None:
+            self._pull_results(self._job.run_folder_url)
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+        if self._meter is not None:
+            self._meter.end()
+        self._end = end
+        return end
+
+    def _pull_results(self, url: str) -> None:
+        """Raises while the bucket does not answer; after a long time it only says where the results
+        are.
+        """
+        try:
+            pull_results(url, self._root)
+        except (IngotError, OSError) as error:
+            if time.monotonic() < (self._final_since or 0.0) + RESULTS_TIMEOUT_S:
+                raise
+            say(
+                f"warning: {error}; what the job has made lies in {url}, and the same command"
+                " fetches it"
+            )
+
+    def _retry_submit(self) -> AttemptExit | None:
+        if self._stop_requested:
+            self._end = AttemptExit(0, 128 + signal.SIGTERM)
+        else:
+            try:
+                self._submit()
+            except (IngotError, OSError) as error:
+                self._end = AttemptExit(0, EXIT_FAILED, str(error))
+        return self._end
+
+    def _warn(self, trouble: str) -> None:
+        """Once, however often it repeats."""
+        if trouble != self._trouble:
+            say(f"warning: {trouble}")
+        self._trouble = trouble
+
+    def _show_log(self) -> None:
+        """A log that cannot be read must not end the job."""
+        with contextlib.suppress(IngotError, OSError):
+            sys.stderr.buffer.write(self._log.read() if self._log is not None else b"")
+            sys.stderr.buffer.flush()
+
+    def running(self) -> Collection[int]:
+        """None as long as no heartbeats can be read: that is not a silence of the ranks."""
+        unreadable = self._heartbeats is not None and self._heartbeats.trouble is not None
+        return range(self._job.world) if self._state == "running" and not unreadable else ()
+
+    def beats(self) -> dict[int, Beat]:
+        """Of this attempt only: those of earlier ones, on other machines too, may still lie
+        there.
+        """
+        if self._heartbeats is None:
+            return {}
+        found = self._heartbeats.latest()
+        if self._heartbeats.trouble is not None:
+            self._warn(self._heartbeats.trouble)
+        return found
+
+    def send(self, number: int, rank: int | None = None) -> None:
+        """A signal that cannot be sent now is sent when the place answers again."""
+        self._stop_requested = self._stop_requested or number in STOP_SIGNALS
+        if number == signal.SIGUSR2 and self._heartbeats is not None:
+            self._heartbeats.fetch_stacks = True
+        self._unsent.append((number, rank))
+        try:
+            self._deliver_signals()
+        except (IngotError, OSError) as error:
+            self._warn(str(error))
+
+    def _deliver_signals(self) -> None:
+        while self._unsent and self.handle is not None and self._state not in FINAL_STATES:
+            number, rank = self._unsent[0]
+            if rank is not None and self._rendezvous is not None:
+                self._rendezvous.send(number, rank)  # no place can signal a single rank
+            elif number in STOP_SIGNALS and self._launcher.status(self.handle) == "queued":
+                self._launcher.cancel(self.handle)  # no rank runs yet that could be asked
+            else:
+                self._launcher.signal(self.handle, number)
+            self._unsent.pop(0)
+
+    def preempted(self) -> bool:
+        stopped = self._end is not None and (
+            self._end.code == EXIT_STOPPED or self._stopped_by_place
+        )
+        return (
+            not self._stop_requested
+            and self._state != "cancelled"
+            and (self._state == "preempted" or stopped)
+        )
+
+    def stop(self) -> None:
+        """Raises Failed where the place does not answer for long: the job may go on, and cost
+        money.
+        """
+        self._stop_requested, self._next_poll = True, 0.0
+        deadline = time.monotonic() + CANCEL_TIMEOUT_S
+        while self.handle is not None and not self._cancelled:
+            try:
+                self._launcher.cancel(self.handle)
+                self._cancelled = True
+            except (IngotError, OSError) as error:
+                if time.monotonic() >= deadline:
+                    raise Failed(
+                        f"{error}; {self.handle.kind} {self.handle.id} may still run: `ingot launch"
+                        f" cancel {self._root}` ends it"
+                    ) from error
+                self._warn(str(error))
+                time.sleep(RETRY_S)
+
+    def _exit(self, state: JobState, kind: str) -> AttemptExit:
+        expected = {"succeeded": self._job.nodes, "failed": self._job.nodes, "cancelled": 0}
+        notes = self._exit_notes(expected.get(state, 1))
+        if state == "cancelled" and not self._stop_requested:
+            trains = self._job.name == "train"
+            say(
+                f"{self._job.name}: somebody cancelled it; the same command"
+                f" {'goes on from its newest checkpoint' if trains else 'does it again'}"
+            )
+            return AttemptExit(0, EXIT_STOPPED if trains else 128 + signal.SIGTERM)
+        return exit_by_notes(self._job, state, kind, notes, stop_requested=self._stop_requested)
+
+    def _exit_notes(self, expected: int) -> dict[int, dict[str, Any]]:
+        if self._rendezvous is None:
+            return {}
+        deadline = time.monotonic() + NOTES_TIMEOUT_S
+        while len(notes := self._rendezvous.notes(EXIT)) < expected and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return notes
+
+
+class RemoteHeartbeats:
+    """The last heartbeats of one start's ranks, from the run folder or, in a thread of its own,
+    from its replica: a bucket that answers late delays no signal. Heartbeats that lay there before
+    are of earlier starts, and not counted. `trouble` says why none can be read now. With
+    `fetch_stacks` stacks that ranks write come to our `logs/` where no disk is shared.
+    """
+
+    def __init__(self, root: Path, run_folder_url: str | None) -> None:
+        self._root, self._url = root, run_folder_url
+        self._latest: dict[int, Beat] = {}
+        self._generations: dict[str, int] = {}
+        self._closed, self.fetch_stacks = threading.Event(), False
+        self.trouble: str | None = None
+        self._earlier: set[tuple[int, int, int, float]] = set()
+        self._earlier = {_identity(beat) for beat in self._read()}
+        if run_folder_url is not None:
+            threading.Thread(target=self._poll_until_closed, daemon=True).start()
+
+    def latest(self) -> dict[int, Beat]:
+        if self._url is None:
+            self._poll()
+        return dict(self._latest)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _poll_until_closed(self) -> None:
+        while not self._closed.wait(HEARTBEAT_POLL_S):
+            self._poll()
+
+    def _poll(self) -> None:
+        try:
+            self._latest |= {
+                beat.rank: beat for beat in self._read() if _identity(beat) not in self._earlier
+            }
+            if self.fetch_stacks and self._url is not None:
+                for name, content in self._changed(f"{self._url}/stacks"):
+                    if STACKS.fullmatch(name):
+                        write_atomic(self._root / "logs" / name, content)
+            self.trouble = None
+        except (IngotError, OSError) as error:
+            self.trouble = str(error)
+
+    def _read(self) -> list[Beat]:
+        if self._url is None:
+            files = (self._root / "heartbeats").glob("*")
+            return [beat for path in files for beat in read_beats(path)]
+        changed = self._changed(f"{self._url}/heartbeats")
+        return [beat for _, content in changed for beat in parse_beats(content)]
+
+    def _changed(self, url: str) -> list[tuple[str, bytes]]:
+        """Names and contents of the objects that changed since the last poll."""
+        bucket = open_bucket(url, patience_s=HEARTBEAT_POLL_S)
+        changed = {
+            blob.name: blob.generation
+            for blob in bucket.list()
+            if self._generations.get(bucket.url_of(blob.name)) != blob.generation
+        }
+        if not changed:
+            return []
+        with ThreadPoolExecutor(min(PARALLEL_READS, len(changed))) as pool:
+            contents = list(pool.map(lambda name: _get(bucket, name), changed))
+        self._generations |= {bucket.url_of(name): number for name, number in changed.items()}
+        return [
+            (name, content)
+            for name, content in zip(changed, contents, strict=True)
+            if content is not None
+        ]
+
+
+def _get(bucket: Bucket, name: str) -> bytes | None:
+    try:
+        return bucket.get(name)
+    except Missing:
+        return None
+
+
+def _identity(beat: Beat) -> tuple[int, int, int, float]:
+    """The attempt's number alone would not do: attempts that end before their first step are not
+    counted.
+    """
+    return beat.pid, beat.rank, beat.attempt, beat.mono

@@ -1,0 +1,260 @@
+"""The one place that restarts a training: it starts the ranks, watches them, and after a failure
+starts the same command again from the newest checkpoint.
+
+Works with any `Attempt`, on this machine or elsewhere. It reads heartbeats and commit markers only.
+No torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, WrongInput
+from ingot.base.events import read_lines
+from ingot.base.lock import lock_holder
+from ingot.base.markers import read_marker
+from ingot.base.progress import say
+from ingot.base.runfolder import RunFolder
+from ingot.config.recipe import Recipe
+from ingot.launch.attempt import NON_FAILURE_CODES, StartAttempt, StopRequests, follow
+from ingot.launch.job import Job
+from ingot.launch.node.ranks import LocalRanks
+from ingot.launch.places.local import JobExit, LocalLauncher
+from ingot.launch.supervisor.attempt_watch import AttemptWatch, ChaosKills, record_if_possible
+
+LONGEST_WAIT_S = 60.0
+MOST_PREEMPTIONS = 3
+"""How often in a row a place may preempt a training that makes no progress, before it is given up
+rather than paid for.
+"""
+FRESH = "--fresh"
+COMMIT = "COMMIT.json"
+FileStamp = tuple[int, int]
+"""The version of a file: its inode and modification time in nanoseconds, or an object's generation.
+"""
+
+
+def supervise(
+    job: Job,
+    recipe: Recipe,
+    *,
+    results: TextIO | None = None,
+    start: StartAttempt | None = None,
+    checkpoints: Callable[[], dict[int, FileStamp]] | None = None,
+) -> JobExit:
+    """Run a training until it is done, and start it again when it fails. The caller holds the run
+    folder's `run-lock`.
+
+    A failure is a rank ended by a signal, an exit code that says so, or a hang; 0, 2, 3, 75 and the
+    answer to a signal that we forwarded are none. It ends with the last failure's exit code after
+    `launch.restarts` restarts, or after two failures without a newer checkpoint between them.
+    `start` starts the ranks (default: on this machine), whose results go to `results` (default:
+    stderr). `checkpoints` returns the committed steps (default: those of the run folder).
+
+    Raises:
+        Failed: another process trains in this run folder.
+        WrongInput: the job cannot run here.
+    """
+    if start is None:
+        if reasons := LocalLauncher(recipe.folder.root).can(job):
+            raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
+        start = lambda job: LocalRanks(job, results=results, heartbeats=recipe.folder.heartbeats)  # noqa: E731
+    if recipe.launch.kind == "local" and (holder := lock_holder(recipe.folder.root)) is not None:
+        raise Failed(
+            f"{recipe.folder.root} is in use by process {holder}; wait for it, stop it, or choose"
+            " another `name`"
+        )
+    committed = checkpoints or (lambda: committed_steps(recipe.folder.checkpoints))
+    with StopRequests() as stops:
+        return _Supervisor(job, recipe, start, stops, committed).run()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """`noticed_at`: monotonic seconds. `by_chaos`: we killed it on purpose. `preempted`: the place
+    ended it.
+    """
+
+    code: int
+    description: str
+    noticed_at: float
+    by_chaos: bool = False
+    preempted: bool = False
+
+
+class _Supervisor:
+    def __init__(
+        self,
+        job: Job,
+        recipe: Recipe,
+        start: StartAttempt,
+        stops: StopRequests,
+        committed: Callable[[], dict[int, FileStamp]],
+    ) -> None:
+        self._job, self._recipe, self._start, self._stops = job, recipe, start, stops
+        self._run_folder, self._committed = recipe.folder, committed
+        self._kills = ChaosKills(recipe.chaos, recipe.folder.events)
+        self._restarts = 0
+        self._failures_without_progress = 0
+        """Failures in a row without a newer checkpoint between them."""
+        self._own_failures_without_progress = 0
+        """Those of them that neither chaos nor the place caused."""
+        self._attempt_number = sum(
+            event.get("kind") == "start" for event in read_lines(recipe.folder.events)
+        )
+        """Of the last attempt that reached its first step."""
+
+    def run(self) -> JobExit:
+        old_files = _earlier_training_files(self._run_folder) if FRESH in self._job.argv else {}
+        job, checkpoints = self._job, self._committed()
+        while True:
+            outcome = self._run_attempt(job)
+            if isinstance(outcome, JobExit):
+                return outcome
+            found = self._committed()
+            progress, checkpoints = bool(found.items() - checkpoints.items()), found
+            if reason := self._reason_to_give_up(outcome, progress):
+                say(f"{outcome.description}; given up: {reason}")
+                self._record("give_up", cause=f"{reason}; the last failure: {outcome.description}")
+                return JobExit(outcome.code, 0)
+            # As long as an earlier training's files lie there, --fresh is repeated: the first
+            # attempt may have died before it set them aside.
+            if not any(file_stamp(path) == stamp for path, stamp in old_files.items()):
+                job = replace(
+                    self._job,
+                    argv=tuple(argument for argument in self._job.argv if argument != FRESH),
+                )
+            self._restarts += 1
+            resumes = found and FRESH not in job.argv
+            source = f"from checkpoint {max(found):,}" if resumes else "from the beginning"
+            wait = self._backoff_s()
+            say(
+                f"{outcome.description}; starting again {source} (restart {self._restarts} of"
+                f" {self._recipe.launch.restarts}){f' in {wait:g} s' if wait else ''}"
+            )
+            if not self._wait(wait):
+                return self._stopped(found)
+            self._record(
+                "restart",
+                seconds=time.monotonic() - outcome.noticed_at,
+                cause=outcome.description,
+            )
+
+    def _run_attempt(self, job: Job) -> JobExit | _Failure:
+        """One start, until all its ranks have ended."""
+        self._kills.arm()
+        attempt = self._start(job)
+        watch = AttemptWatch(
+            self._recipe,
+            attempt,
+            self._stops,
+            self._kills,
+            through_bucket=self._job.run_folder_url is not None,
+        )
+        try:
+            end = follow(attempt, self._stops, watch.check)
+        except BaseException:
+            attempt.stop()
+            raise
+        noticed_at, beats = time.monotonic(), attempt.beats()
+        self._attempt_number = max(
+            [self._attempt_number, *(beat.attempt for beat in beats.values())]
+        )
+        if self._stops.first:
+            if watch.stop_timed_out or watch.hang:
+                hang = f": {watch.hang.describe()}" if watch.hang else ""
+                say(f"the ranks did not stop in time and were ended{hang}")
+                return self._stopped(self._committed())
+            # A rank that was ended by the signal itself, in a queue or while loading, leaves what
+            # earlier attempts saved: the job can be resumed all the same.
+            if end.shell_code in (128 + self._stops.signal_to_forward, 128 + signal.SIGTERM):
+                return self._stopped(self._committed())
+            return JobExit(end.shell_code, self._stops.first)
+        if attempt.preempted():
+            return _Failure(end.shell_code, end.describe(), noticed_at, preempted=True)
+        if end.code == EXIT_STOPPED and not self._committed():
+            # 75 would promise that the same command can resume, and there is no checkpoint yet.
+            return JobExit(128 + signal.SIGTERM, 0)
+        if end.code in (*NON_FAILURE_CODES, EXIT_WRONG_INPUT):
+            return JobExit(end.code, 0)
+        if watch.hang is not None:
+            return _Failure(EXIT_FAILED, watch.failure, noticed_at)
+        step = f" at step {beats[end.rank].step:,}" if end.rank in beats else ""
+        return _Failure(
+            end.shell_code,
+            f"{end.describe()}{step}",
+            noticed_at,
+            by_chaos=self._kills.has_killed,
+        )
+
+    def _reason_to_give_up(self, failure: _Failure, progress: bool) -> str | None:
+        """Why another start would not help, or None."""
+        if progress:
+            self._failures_without_progress = self._own_failures_without_progress = 0
+        self._failures_without_progress += 1
+        self._own_failures_without_progress += not (failure.by_chaos or failure.preempted)
+        if self._own_failures_without_progress > 1 and not failure.by_chaos:
+            return "two failures in a row without a newer checkpoint between them"
+        if self._failures_without_progress > MOST_PREEMPTIONS and failure.preempted:
+            return (
+                f"no newer checkpoint in {self._failures_without_progress} starts; make"
+                " checkpoint.every smaller, or the time limit longer"
+            )
+        if self._restarts >= self._recipe.launch.restarts:
+            return f"launch.restarts={self._recipe.launch.restarts} allows no more"
+        return None
+
+    def _backoff_s(self) -> float:
+        """0 after a first failure, then 1, 2, 4 ... 60 seconds while there is no progress."""
+        failures = self._failures_without_progress
+        return min(LONGEST_WAIT_S, 2.0 ** (failures - 2)) if failures > 1 else 0.0
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait before a restart; False when we were asked to stop."""
+        deadline = time.monotonic() + seconds
+        while not self._stops.first and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(0.1, left))
+        return not self._stops.first
+
+    def _stopped(self, checkpoints: Collection[int]) -> JobExit:
+        """The end that a signal asked for while no rank could answer it."""
+        if checkpoints:
+            say(f"stopped; the same command goes on from checkpoint {max(checkpoints):,}")
+        return JobExit(EXIT_STOPPED if checkpoints else 128 + self._stops.first, self._stops.first)
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        number = self._attempt_number + (kind == "restart")
+        record_if_possible(self._run_folder.events, kind, attempt=number, **fields)
+
+
+def committed_steps(checkpoints: Path) -> dict[int, FileStamp]:
+    """The steps whose commit marker is whole, with the version of that marker."""
+    found = {}
+    for folder in checkpoints.glob("step-*"):
+        stamp, marker = file_stamp(folder / COMMIT), read_marker(folder, COMMIT)
+        if stamp is not None and marker is not None:
+            found[int(marker["step"])] = stamp
+    return found
+
+
+def file_stamp(path: Path) -> FileStamp | None:
+    """None for a file that is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _earlier_training_files(run: RunFolder) -> dict[Path, FileStamp]:
+    """The markers of an earlier training, which a fresh one sets aside when it begins."""
+    paths = [
+        *(folder / COMMIT for folder in run.checkpoints.glob("step-*")),
+        run.steps / "train.json",
+    ]
+    return {path: stamp for path in paths if (stamp := file_stamp(path)) is not None}
