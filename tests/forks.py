@@ -41,7 +41,7 @@ PRELOADED = (
     "ingot.serve.server",
     "ingot.data.ingest",
     "ingot.data.prepare",
-    "ingot.launch.supervise",
+    "ingot.launch.supervisor.supervise",
     "ingot.__main__",
 )
 # What ingot starts by multiprocessing in pytest's own process is forked from a server alike.

@@ -337,7 +337,7 @@ def _of_one(running: list[SubmittedJob]) -> list[SubmittedJob]:
 def _jobs(run: str, name: str | None) -> list[SubmittedJob]:
     """The jobs of a run, the last one first; whoever waits for a job comes before it."""
     from ingot.base.errors import WrongInput
-    from ingot.cli.look import run_folder
+    from ingot.cli.console import run_folder
     from ingot.launch.job_control import submitted_jobs
 
     root = run_folder(run).root

@@ -18,7 +18,7 @@ from ingot.cli.console import show_report
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.places.local import foreground
-from ingot.pipeline.perform import perform
+from ingot.pipeline.incremental import perform
 from ingot.pipeline.steps import step_of
 
 

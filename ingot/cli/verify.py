@@ -306,8 +306,8 @@ def _child(
     environment.
     """
     from ingot.launch.job import Job
-    from ingot.launch.local import command
-    from ingot.launch.ranks import environment
+    from ingot.launch.node.ranks import environment
+    from ingot.launch.places.local import command
 
     job = Job(
         "bench", ("bench", *arguments, *case.overrides, *options, "--into", str(row)), case.devices

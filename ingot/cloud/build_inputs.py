@@ -17,10 +17,10 @@ from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
 import ingot
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
-from ingot.base.replica import pull, replica_url
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import pull, replica_url
 from ingot.cloud.builds import FOLDER, BakedParts
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.images import ImageKind

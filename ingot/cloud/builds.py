@@ -14,6 +14,8 @@ from typing import Any
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.service import Missing
 from ingot.cloud.clients import GoogleClients, call_api, message_types
 from ingot.cloud.images import ImageKind, untagged_name
 

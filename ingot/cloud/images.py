@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from ingot.base.errors import WrongInput
 from ingot.cloud.clients import GoogleClients
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 
 ImageKind = Literal["train", "spark", "serve"]
 KINDS: tuple[ImageKind, ...] = get_args(ImageKind)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.cloud.clients import (
     GoogleClients,
     call_api,

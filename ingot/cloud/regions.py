@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ingot.base.errors import WrongInput
-from ingot.base.gcs import connect
+from ingot.base.remote.service import connect
 from ingot.cloud.clients import GoogleClients, google_errors
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 
 _CHECK_S = (10.0, 60.0)
 """How long it may take to connect to the service of buckets, and to be answered."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.gcs import packages
+from ingot.base.remote.service import google_packages
 from ingot.cloud.clients import GoogleClients, call_api
 
 _REFERENCE = re.compile(r"secret:([A-Za-z0-9_-]{1,255})(?:/([1-9][0-9]*|latest))?", re.ASCII)

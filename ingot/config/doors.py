@@ -65,14 +65,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
     # Launchers (ingot.launch.job.Launcher), called with the recipe; `launch.kind`. For `local`,
     # what starts the processes of a job on this machine.
     "place": {
-        "local": "ingot.launch.local:foreground",
-        "ssh": "ingot.launch.ssh:SshLauncher",
-        "slurm": "ingot.launch.slurm:SlurmLauncher",
-        "gce": "ingot.launch.gce:GceLauncher",
-        "vertex": "ingot.launch.vertex:VertexLauncher",
-        "tpu": "ingot.launch.tpu:TpuLauncher",
-        "dataproc": "ingot.launch.dataproc:DataprocLauncher",
-        "dataflow": "ingot.launch.dataflow:DataflowLauncher",
+        "local": "ingot.launch.places.local:foreground",
+        "ssh": "ingot.launch.places.ssh:SshLauncher",
+        "slurm": "ingot.launch.places.slurm:SlurmLauncher",
+        "gce": "ingot.launch.places.gce:GceLauncher",
+        "vertex": "ingot.launch.places.vertex:VertexLauncher",
+        "tpu": "ingot.launch.places.tpu:TpuLauncher",
+        "dataproc": "ingot.launch.places.dataproc:DataprocLauncher",
+        "dataflow": "ingot.launch.places.dataflow:DataflowLauncher",
     },
 }
 """Door -> kind -> dotted path `module:attribute`."""

@@ -63,7 +63,7 @@ class Attempt(Protocol):
         """The ranks that have not ended yet."""
         ...
 
-    def beats(self) -> dict[int, Beat]:
+    def beats(self) -> dict[int, Heartbeat]:
         """The last heartbeat by rank, of ended ranks too; ranks that sent none are missing."""
         ...
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from ingot.base.errors import Failed, IngotError
 from ingot.base.heartbeat import read_beats
 from ingot.config.load import load_recipe
-from ingot.config.work import Checkpoint
+from ingot.config.sections.training import Checkpoint
 from ingot.launch.job import (
     FINAL_STATES,
     Handle,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import open_bucket
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, Failed
-from ingot.base.gcs import Missing
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.service import Missing
 from ingot.base.storage import atomic_file, is_remote
 from ingot.launch.attempt import NON_FAILURE_CODES, STOP_SIGNALS, AttemptExit
 from ingot.launch.job import Job, JobState

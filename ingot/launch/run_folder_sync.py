@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
-from ingot.base.bucket import open_bucket
-from ingot.base.environment import REPLICA
+from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import IngotError
-from ingot.base.events import append_line, read_lines
 from ingot.base.heartbeat import heartbeat_file
-from ingot.base.later import forget, later, leave_for_later
 from ingot.base.progress import say
-from ingot.base.replica import pull, push
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.deferred import defer_files, deferred_files_of, forget_deferred
+from ingot.base.remote.replica import pull, push
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import append_line, read_lines
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 
@@ -49,7 +49,7 @@ def pull_run_folder(url: str, root: Path, verb: str, recipe: Recipe | None = Non
     def keep(path: str) -> bool:
         return is_launcher_file(path) and not path.startswith("jobs/nodes.")
 
-    forget(root, COLUMNS)
+    forget_deferred(root, COLUMNS)
     if recipe is None:
         pull(url, root, parts=["jobs"], keep=keep)
         resolved = root / "jobs" / f"nodes.{verb}.yaml"
@@ -62,7 +62,7 @@ def pull_run_folder(url: str, root: Path, verb: str, recipe: Recipe | None = Non
 
     pull(url, root, keep=keep, leave=leave)
     if any(path.startswith(COLUMNS) for path in left):
-        leave_for_later(root, COLUMNS, url)
+        defer_files(root, COLUMNS, url)
 
 
 def is_left_in_bucket(verb: str, recipe: Recipe | None = None) -> Callable[[str], bool]:
@@ -98,7 +98,7 @@ def pull_results(url: str, root: Path, *, parts: Collection[str] | None = None) 
         root,
         parts=parts,
         keep=is_launcher_file,
-        leave=is_left_in_bucket("submit" if later(root / COLUMNS) else ""),
+        leave=is_left_in_bucket("submit" if deferred_files_of(root / COLUMNS) else ""),
     )
     pulled = {json.dumps(event) for event in read_lines(events)}
     for event in own:
@@ -116,7 +116,7 @@ class RunFolderPusher:
         self._url, self._root, self._node = url, root, node
         self._bucket = open_bucket(self._url, patience_s=HEARTBEAT_INTERVAL_S / 3)
         self._pushed_stacks = self._stacks()  # those that lie here are of earlier starts
-        self._previous = os.environ.get(REPLICA)
+        self._previous = os.environ.get(REPLICA_VARIABLE)
         self._over = threading.Event()
         # Heartbeats wait for nothing else: a rank without one is taken for hanging.
         tasks = [(self._push_heartbeats, HEARTBEAT_INTERVAL_S)]
@@ -127,7 +127,7 @@ class RunFolderPusher:
         ]
 
     def __enter__(self) -> RunFolderPusher:
-        os.environ[REPLICA] = self._url
+        os.environ[REPLICA_VARIABLE] = self._url
         for thread in self._threads:
             thread.start()
         return self
@@ -141,9 +141,9 @@ class RunFolderPusher:
         self._over.set()
         for thread in self._threads:
             thread.join()
-        del os.environ[REPLICA]
+        del os.environ[REPLICA_VARIABLE]
         if self._previous is not None:
-            os.environ[REPLICA] = self._previous
+            os.environ[REPLICA_VARIABLE] = self._previous
         if self._node == 0:
             push(self._root, self._url)
 

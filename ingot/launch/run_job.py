@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, Failed, WrongInput
 from ingot.base.progress import say
-from ingot.base.replica import replica_url
+from ingot.base.remote.replica import replica_url
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import StopRequests, follow
 from ingot.launch.job import (

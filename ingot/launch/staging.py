@@ -11,8 +11,9 @@ from pathlib import Path
 from ingot.base.errors import Failed
 from ingot.base.markers import read_marker
 from ingot.base.progress import say
-from ingot.base.replica import push
-from ingot.base.replicaindex import read_index
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.index import read_index
+from ingot.base.remote.replica import push
 from ingot.base.storage import is_remote, write_atomic
 from ingot.cloud.regions import region_mismatch
 from ingot.config.load import dump_recipe

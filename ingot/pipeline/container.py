@@ -19,8 +19,9 @@ from typing import NamedTuple
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, Failed, IngotError, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.replica import push
-from ingot.base.steprecord import Outcome, read_record
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.replica import push
+from ingot.base.reports import VerbOutcome, read_record
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.secrets import resolve_secrets
 from ingot.cloud.vertex.tensorboard import upload_metrics
@@ -29,7 +30,7 @@ from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.places.local import foreground
 from ingot.launch.run_folder_sync import RunFolderPusher, pull_run_folder
-from ingot.pipeline.perform import perform
+from ingot.pipeline.incremental import perform, what_it_reads
 from ingot.pipeline.plan import DEPLOYS, KEEPS
 from ingot.pipeline.steps import DEPLOY, step_of
 

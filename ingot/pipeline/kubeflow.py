@@ -15,7 +15,6 @@ import yaml
 from ingot.base.errors import WrongInput
 from ingot.cloud.clients import message_types
 from ingot.cloud.instances import resource_name
-from ingot.pipeline.component import gate, step
 from ingot.pipeline.plan import DEPLOYS, GATED, Plan, Planned
 
 

@@ -35,9 +35,9 @@ from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.serving import answered, question, triton_route
 from ingot.launch.job import Job
-from ingot.launch.local import Ended, command, foreground
-from ingot.launch.places import do, place
-from ingot.launch.supervise import supervise
+from ingot.launch.places.local import JobExit, command, foreground
+from ingot.launch.run_job import job_of, run_job
+from ingot.launch.supervisor.supervise import supervise
 from ingot.pipeline.incremental import Stamps, check, perform
 from ingot.pipeline.steps import STEPS, Step
 from ingot.report.page import write_page
@@ -122,14 +122,14 @@ def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) ->
     return record
 
 
-def _in_its_place(step: Step, recipe: Recipe, arguments: Sequence[str]) -> Ended:
+def _in_its_place(step: Step, recipe: Recipe, arguments: Sequence[str]) -> JobExit:
     """What several nodes can share goes where `launch` says; everything else is done here."""
     supervised, recipe = step.verb == "train", recipe.at(step.verb)
     if recipe.launch.kind != "local" and (step.distributed or step.verb in recipe.pipeline.steps):
         options = [argument for argument in arguments if argument.startswith("--")]
-        return do(
+        return run_job(
             recipe,
-            place(recipe, step.verb, shared=step.distributed, options=options),
+            job_of(recipe, step.verb, distributed=step.distributed, options=options),
             supervised=supervised,
         )
     job = Job(
@@ -141,7 +141,7 @@ def _in_its_place(step: Step, recipe: Recipe, arguments: Sequence[str]) -> Ended
     return supervise(job, recipe) if supervised else foreground(job)
 
 
-def _how_it_ended(ended: Ended) -> str:
+def _how_it_ended(ended: JobExit) -> str:
     onward = "the same command goes on from here"
     if ended.signum or ended.code == EXIT_STOPPED:
         return f"was stopped; {onward}"

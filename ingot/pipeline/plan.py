@@ -18,6 +18,8 @@ from ingot.cloud.machines import accelerators_of, check_machine, machine_type, v
 from ingot.cloud.prices import time_limit_s
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import StepPlace, Verb
+from ingot.config.sections.launch import Machine
 from ingot.launch.staging import local_folders, recipe_for_nodes
 from ingot.pipeline.steps import STEPS
 

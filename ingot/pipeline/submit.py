@@ -28,6 +28,7 @@ from ingot.cloud.regions import region_mismatch
 from ingot.cloud.vertex import jobs as pipelines
 from ingot.config.recipe import Recipe
 from ingot.launch.run_folder_sync import pull_results
+from ingot.pipeline.kubeflow import compiled, text_of
 from ingot.pipeline.plan import VERBS, Plan, plan, reasons
 
 LOOK_S = 15.0

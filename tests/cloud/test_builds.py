@@ -15,7 +15,7 @@ from ingot.cloud import builds, clients
 from ingot.cloud.build_inputs import ingot_source
 from ingot.cloud.builds import BakedParts, BuildRequest
 from ingot.cloud.clients import GoogleClients
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from tests import gcs, golden
 from tests.cloud.checkout import committed, running_from
 from tests.fakes import builds as fake

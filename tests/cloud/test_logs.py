@@ -9,7 +9,7 @@ import pytest
 from ingot.base.errors import Failed, WrongInput
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.logs import read_entries
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from tests.fakes import google, vertex_jobs
 
 FILTER = 'resource.type="ml_job" AND resource.labels.job_id="7"'

@@ -17,8 +17,8 @@ from ingot.cloud.prices import (
     time_limit_s,
     tpu_chips,
 )
-from ingot.config.cloud import Cloud
-from ingot.config.launch import Machine
+from ingot.config.sections.deployment import Cloud
+from ingot.config.sections.launch import Machine
 from tests.small import small_recipe
 
 DAY = 86_400.0

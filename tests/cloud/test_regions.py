@@ -10,7 +10,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.cloud.regions import region_mismatch, serves_region
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from tests import gcs
 
 

@@ -10,7 +10,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.cloud import clients
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.secrets import resolve_secrets
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from tests.fakes import project
 from tests.fakes.google import Server
 

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import IngotError
-from ingot.base.events import append_line
-from ingot.base.sinks import JsonLines
+from ingot.base.runlog import JsonLines, append_line
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.vertex import tensorboard
 from ingot.cloud.vertex.tensorboard import TensorboardRun, upload_metrics
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from tests.fakes import google, tensorboards
 
 

@@ -21,9 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from google.cloud import aiplatform_v1 as types
-from google.rpc import code_pb2
-
 from ingot.launch.node.ranks import free_port
 from tests.fakes.google import Refused, Server
 from tests.lazy import lazy

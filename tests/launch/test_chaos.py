@@ -15,7 +15,7 @@ import pytest
 from ingot.base.heartbeat import Heartbeat
 from ingot.base.runlog import read_lines, record_event
 from ingot.config.load import dump_recipe
-from ingot.config.place import Chaos
+from ingot.config.sections.deployment import Chaos
 from ingot.launch.places.local import JobExit
 from ingot.launch.supervisor.attempt_watch import ChaosKills
 from tests.launch import stand_in

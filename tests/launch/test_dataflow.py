@@ -19,6 +19,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import folder_lock
+from ingot.base.markers import fingerprint
 from ingot.cloud import clients
 from ingot.cloud import data_jobs as dataflows
 from ingot.config.recipe import Recipe

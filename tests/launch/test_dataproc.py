@@ -19,7 +19,8 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import folder_lock
-from ingot.base.replica import pull, replica_url
+from ingot.base.markers import fingerprint
+from ingot.base.remote.replica import pull, replica_url
 from ingot.cloud import clients, data_jobs
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest

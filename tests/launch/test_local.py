@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.processes import machine, ticks
+from ingot.base.processes import machine_id, start_ticks
 from ingot.launch.attempt import SAME_REQUEST_S
 from ingot.launch.job import Handle, Job
 from ingot.launch.places.local import LocalLauncher, command, environment, foreground
@@ -124,8 +124,8 @@ def test_a_job_over_its_time_is_stopped(launcher: LocalLauncher, tmp_path: Path)
 
 def test_a_handle_whose_process_is_another_now_is_unknown(launcher: LocalLauncher) -> None:
     for about in (
-        {"machine": str(machine_id()), "started": "1"},
-        {"machine": "another", "started": str(start_ticks(1))},
+        {"machine_id": str(machine_id()), "started": "1"},
+        {"machine_id": "another", "started": str(start_ticks(1))},
         {},
     ):
         handle = Handle("old", "local", "1", ("train",), started=1.0, log="nowhere", about=about)

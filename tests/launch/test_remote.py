@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError, WrongInput
-from ingot.base.heartbeat import Heart
+from ingot.base.heartbeat import HeartbeatWriter
 from ingot.launch.attempt import AttemptExit
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.local import JobExit

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.heartbeat import Heart, heartbeat_file
+from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file
+from ingot.base.remote.bucket import open_bucket
 from ingot.launch.supervisor import remote_attempt
 from ingot.launch.supervisor.remote_attempt import RemoteHeartbeats
 from tests import gcs

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.environment import REPLICA
-from ingot.base.heartbeat import Heart
-from ingot.base.later import later
-from ingot.base.replica import pull, push
+from ingot.base.environment import REPLICA_VARIABLE
+from ingot.base.heartbeat import HeartbeatWriter
+from ingot.base.remote.deferred import deferred_files_of
+from ingot.base.remote.replica import pull, push
+from ingot.base.runlog import append_line, read_lines
 from ingot.launch import run_folder_sync
 from ingot.launch.job import Job
 from ingot.launch.run_folder_sync import RunFolderPusher, pull_results, pull_run_folder
@@ -209,9 +210,9 @@ def test_what_a_verb_does_not_read_or_a_part_at_a_time_stays_in_the_bucket(
     pull_run_folder(MIRROR, node, "prepare")
     assert all((node / "data" / kind / name).exists() for kind in large for name in large[kind])
     assert deferred_files_of(columns) is None
-    # Where everything is at hand, as on the launcher's own machine, nothing is left for later.
+    # Where everything is at hand, as on the launcher's own machine, nothing is left for deferred_files_of.
     pull_run_folder(MIRROR, root, verb)
-    assert later(root / "data/columns") is None
+    assert deferred_files_of(root / "data/columns") is None
 
 
 def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(
@@ -251,7 +252,7 @@ def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(
         over.wait(60)
 
     monkeypatch.setattr(run_folder_sync, "push", take_long)
-    heart = Heart(root / "heartbeats", rank=0, local_rank=0, attempt=1)
+    heart = HeartbeatWriter(root / "heartbeats", rank=0, local_rank=0, attempt=1)
     heart.beat("step")
     name = next((root / "heartbeats").iterdir()).name
     with RunFolderPusher(JOB, root, 0):
@@ -268,7 +269,7 @@ def test_a_bucket_that_does_not_answer_is_not_waited_for_by_signs_of_life(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder_sync, "HEARTBEAT_INTERVAL_S", 1.5)
-    Heart(root / "heartbeats", rank=0, local_rank=0, attempt=1).close()
+    HeartbeatWriter(root / "heartbeats", rank=0, local_rank=0, attempt=1).close()
     name = next((root / "heartbeats").iterdir()).name
     server.fault("insert", delay_s=60, code=503)
     with RunFolderPusher(JOB, root, 1):
@@ -293,7 +294,7 @@ def test_every_node_shows_stacks_that_were_written_since_it_began(
 def test_ranks_are_told_of_the_replica_as_long_as_it_is_sent_to(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(REPLICA, raising=False)
+    monkeypatch.delenv(REPLICA_VARIABLE, raising=False)
     with RunFolderPusher(JOB, root, 1):
         said = subprocess.run(
             [sys.executable, "-c", f"import os; print(os.environ[{REPLICA_VARIABLE!r}])"],

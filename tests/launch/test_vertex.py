@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.events import read_lines
+from ingot.base.runlog import read_lines
 from ingot.cloud import clients
 from ingot.cloud.vertex import jobs
 from ingot.config.recipe import Recipe

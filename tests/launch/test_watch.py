@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from ingot.base.heartbeat import Beat, Phase
-from ingot.config.launch import Launch
+from ingot.base.heartbeat import Heartbeat, Phase
+from ingot.config.sections.launch import Launch
 from ingot.launch.supervisor.hang_detection import Hang, HangDetector, Straggler, StragglerDetector
 
 LOOK_S = 0.25
@@ -27,7 +27,7 @@ def beat(
 
 
 def found_after(
-    watch: HangDetector, beats: dict[int, Beat], *, ranks: int = 2, limit_s: float = 3000
+    watch: HangDetector, beats: dict[int, Heartbeat], *, ranks: int = 2, limit_s: float = 3000
 ) -> tuple[float, Hang] | None:
     """How long nobody says anything until somebody is said to hang, and who."""
     for look in range(1, int(limit_s / LOOK_S)):

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.lease import lease
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.lease import lease
 from ingot.cloud.vertex import endpoints
-from ingot.registry import deploying, verification
-from ingot.registry.deploying import Wish, deploy, rehearse
+from ingot.registry import deploy as deploying
+from ingot.registry.deploy import Wish, deploy, rehearse
+from ingot.registry.vertexai import probe as verification
 from tests import golden
 from tests.fakes.google import Refused
 from tests.lazy import lazy

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ingot.base.steprecord import Outcome
+from ingot.base.reports import VerbOutcome
 from ingot.cloud import clients
 from ingot.cloud.vertex import jobs as operations
 from ingot.config.recipe import Recipe

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.gcs import connect, in_words
+from ingot.base.remote.service import connect, translate_error
 from ingot.cloud.clients import call_api
 from ingot.cloud.doctor.context import (
     CALLER,
@@ -62,7 +62,7 @@ def bucket(site: CheckContext) -> Iterator[CloudFinding]:
         if getattr(error, "code", None) == 404:
             yield CloudFinding(what, False, "does not exist", make, needed=True)
         else:
-            yield unknown_finding(site, what, in_words(error, url, "look at", BUCKET_S))
+            yield unknown_finding(site, what, translate_error(error, url, "look at", BUCKET_S))
         return
     location, regions = found.location or "", tuple(found.data_locations or ())
     near = serves_region(location, site.region, regions)
@@ -85,7 +85,7 @@ def bucket(site: CheckContext) -> Iterator[CloudFinding]:
         )
     except Exception as error:
         yield unknown_finding(
-            site, f"{what}: your rights", in_words(error, url, "look at", BUCKET_S)
+            site, f"{what}: your rights", translate_error(error, url, "look at", BUCKET_S)
         )
         return
     grant = (

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import FrameType
 
 import ingot
-from ingot.base.environment import env_file
+from ingot.base.environment import take_env_file
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, Failed, IngotError, WrongInput
 from ingot.base.progress import say
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.secrets import resolve_secrets
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from ingot.launch.attempt import AttemptExit, StopRequests, follow
 from ingot.launch.job import Job
 from ingot.launch.node.ranks import LocalRanks, NodePosition
@@ -61,7 +61,7 @@ def main() -> int:
         )
         if options.environment:
             file = Path(options.environment.replace("{node}", str(position.node)))
-            os.environ.update(env_file(file))
+            os.environ.update(take_env_file(file))
         cloud = Cloud.model_validate_json(options.cloud or "{}")
         if cloud.secrets:
             os.environ.update(resolve_secrets(GoogleClients(cloud), cloud.secrets))

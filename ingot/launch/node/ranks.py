@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TextIO
 
 from ingot.base.errors import Failed
-from ingot.base.heartbeat import Beat, heartbeat_file, read_beats
-from ingot.base.processes import catches, tied_to_me
+from ingot.base.heartbeat import Heartbeat, heartbeat_file, read_beats
+from ingot.base.processes import handles_signal, preexec_die_with_parent
 from ingot.launch.attempt import NON_FAILURE_CODES, AttemptExit
 from ingot.launch.job import Job
 
@@ -85,7 +85,7 @@ class LocalRanks:
         self._heartbeats = heartbeats
         self._processes: list[subprocess.Popen[bytes]] = []
         self._codes: dict[int, int] = {}
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._first: AttemptExit | None = None
         self._end_at, self._group_ended = 0.0, False
         self._forwarded: set[int] = set()

@@ -25,7 +25,7 @@ from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
 from ingot.base.processes import started_at
 from ingot.base.progress import say
-from ingot.base.replica import replica_url
+from ingot.base.remote.replica import replica_url
 from ingot.cloud import data_jobs
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.instances import label

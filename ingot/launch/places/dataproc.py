@@ -17,11 +17,13 @@ from ingot.base.errors import WrongInput
 from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
+from ingot.base.remote.bucket import open_bucket
 from ingot.cloud import data_jobs
 from ingot.cloud.clients import GoogleClients, message_types
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import label
 from ingot.config.recipe import Recipe
+from ingot.config.sections.launch import parse_duration
 from ingot.launch.job import (
     Handle,
     Job,
@@ -58,7 +60,7 @@ import tempfile
 
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.secrets import resolve_secrets
-from ingot.config.cloud import Cloud
+from ingot.config.sections.deployment import Cloud
 from ingot.launch.node.main import main
 
 if __name__ == "__main__":
@@ -215,7 +217,7 @@ class DataprocLauncher:
         ]
         execution = types.ExecutionConfig(
             service_account=cloud.service_account or "",
-            ttl={"seconds": int(self._limit_s(job))},
+            ttl={"parse_duration": int(self._limit_s(job))},
             network_tags=[TAG],
             staging_bucket=cloud.bucket or "",
         )

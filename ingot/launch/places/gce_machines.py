@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.cloud.clients import GoogleClients, message_types
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import MODULE, resource_name

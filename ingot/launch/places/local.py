@@ -160,7 +160,7 @@ class LocalLauncher:
             self._path(job.name, "jobs", ending).unlink(missing_ok=True)
 
     def _store(self, job: Job, process: int, log: str) -> Handle:
-        about = {"machine": machine() or "", "started": ticks(process) or ""}
+        about = {"machine": machine_id() or "", "started": start_ticks(process) or ""}
         handle = Handle(job.name, KIND, str(process), job.argv, time.time(), log, about)
         write_atomic(self._path(job.name, "jobs", "json"), handle.to_json())
         return handle

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ingot.base.bucket import open_bucket
+from ingot.base.remote.bucket import open_bucket
 from ingot.cloud import data_jobs, instances
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.instances import Instance

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import jinja2
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.cloud.instances import label
 from ingot.cloud.machines import accelerators_of, check_machine
 from ingot.config.recipe import Recipe

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.base.errors import EXIT_FAILED, Failed, WrongInput
-from ingot.base.processes import machine, ticks, tied_to_me
+from ingot.base.processes import machine_id, preexec_die_with_parent, start_ticks
 from ingot.base.progress import say
 from ingot.config.recipe import Recipe
 from ingot.launch.job import (
@@ -164,8 +164,8 @@ class SshLauncher:
             "meet": job.rendezvous or "",
             "hosts": json.dumps(names),
             "process": str(os.getpid()),
-            "started": ticks(os.getpid()) or "",
-            "machine": machine() or "",
+            "started": start_ticks(os.getpid()) or "",
+            "machine_id": machine_id() or "",
             "host": socket.gethostname(),
             "logs": json.dumps(
                 [[str(path), path.stat().st_size if path.exists() else 0] for path in logs]
@@ -215,7 +215,7 @@ class SshLauncher:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    preexec_fn=tied_to_me(),
+                    preexec_fn=preexec_die_with_parent(),
                     bufsize=0,
                 )
             self._clients.append(_Client(host, process))
@@ -340,9 +340,9 @@ class SshLauncher:
     @staticmethod
     def _is_launcher_alive(handle: Handle) -> bool | None:
         """None on another machine than the launcher's, where that cannot be known."""
-        if handle.about.get("machine") != (machine() or ""):
+        if handle.about.get("machine_id") != (machine_id() or ""):
             return None
-        return ticks(int(handle.about["process"])) == handle.about["started"]
+        return start_ticks(int(handle.about["process"])) == handle.about["started"]
 
 
 def _final_state(handle: Handle) -> JobState:

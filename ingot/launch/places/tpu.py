@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.fingerprint import fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.cloud import tpus
 from ingot.cloud.clients import GoogleClients

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ingot.base.errors import IngotError
-from ingot.base.events import read_lines, record_event
 from ingot.base.progress import say
-from ingot.config.place import Chaos
+from ingot.base.runlog import read_lines, record_event
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import Chaos
 from ingot.launch.attempt import Attempt, StopRequests
 from ingot.launch.supervisor.hang_detection import Hang, HangDetector, StragglerDetector
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ingot.base.heartbeat import Beat, Phase
+from ingot.base.heartbeat import Heartbeat, Phase
 from ingot.base.progress import duration
-from ingot.config.launch import Launch
+from ingot.config.sections.launch import Launch
 
 AUTO_S, AUTO_STEPS = 30.0, 3.0
 """`launch.hang_s: auto` is this many seconds plus this many usual steps."""
@@ -62,7 +62,9 @@ class HangDetector:
         self._quiet_s: dict[int, float] = {}
         self._last_beat: dict[int, float] = {}
 
-    def check(self, running: Collection[int], beats: Mapping[int, Beat], now: float) -> Hang | None:
+    def check(
+        self, running: Collection[int], beats: Mapping[int, Heartbeat], now: float
+    ) -> Hang | None:
         """The ranks that hang at monotonic time `now`, or None; `beats` are the last heartbeats of
         each rank.
         """
@@ -85,7 +87,7 @@ class HangDetector:
             return Hang(culprits, None, "loading", quiet_s, limit_s)
         return Hang(culprits, beat.step, beat.phase, quiet_s, limit_s)
 
-    def _limit_s(self, beat: Beat | None) -> float:
+    def _limit_s(self, beat: Heartbeat | None) -> float:
         if beat is None or beat.phase != "step":
             return self._knobs.start_s
         if self._knobs.hang_s != "auto":
@@ -93,13 +95,13 @@ class HangDetector:
         return AUTO_S + AUTO_STEPS * beat.usual_s if beat.usual_s else self._knobs.start_s
 
 
-def _furthest_behind(ranks: Mapping[int, Beat | None]) -> list[int]:
+def _furthest_behind(ranks: Mapping[int, Heartbeat | None]) -> list[int]:
     """The ranks at the earliest position; one without a heartbeat yet is behind any other."""
     places = {rank: (beat.step, beat.place) if beat else (-1, -1) for rank, beat in ranks.items()}
     return [rank for rank, place in places.items() if place == min(places.values())]
 
 
-def _outliers(ranks: Collection[int], beats: Mapping[int, Beat]) -> tuple[int, ...]:
+def _outliers(ranks: Collection[int], beats: Mapping[int, Heartbeat]) -> tuple[int, ...]:
     """Of ranks at the same position, those whose phase differs from that of most; all of them where
     no phase has a majority.
     """
@@ -160,7 +162,7 @@ class StragglerDetector:
         self._last_of_step: dict[int, int] = {}
 
     def check(
-        self, running: Collection[int], beats: Mapping[int, Beat], now: float
+        self, running: Collection[int], beats: Mapping[int, Heartbeat], now: float
     ) -> Straggler | None:
         """The straggler of the window that ends at monotonic time `now`, or None."""
         passed, self._last_check = min(now - self._last_check, LONGEST_CHECK_S), now

@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ingot.base.bucket import Bucket, open_bucket
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError
-from ingot.base.gcs import Missing
-from ingot.base.heartbeat import Beat, parse_beats, read_beats
+from ingot.base.heartbeat import Heartbeat, parse_beats, read_beats
 from ingot.base.progress import say
-from ingot.base.replica import push
+from ingot.base.remote.bucket import Bucket, open_bucket
+from ingot.base.remote.replica import push
+from ingot.base.remote.service import Missing
 from ingot.base.storage import write_atomic
 from ingot.launch.attempt import STOP_SIGNALS, AttemptExit
 from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState, Launcher
@@ -204,7 +204,7 @@ class RemoteAttempt:
         unreadable = self._heartbeats is not None and self._heartbeats.trouble is not None
         return range(self._job.world) if self._state == "running" and not unreadable else ()
 
-    def beats(self) -> dict[int, Beat]:
+    def beats(self) -> dict[int, Heartbeat]:
         """Of this attempt only: those of earlier ones, on other machines too, may still lie
         there.
         """
@@ -296,7 +296,7 @@ class RemoteHeartbeats:
 
     def __init__(self, root: Path, run_folder_url: str | None) -> None:
         self._root, self._url = root, run_folder_url
-        self._latest: dict[int, Beat] = {}
+        self._latest: dict[int, Heartbeat] = {}
         self._generations: dict[str, int] = {}
         self._closed, self.fetch_stacks = threading.Event(), False
         self.trouble: str | None = None
@@ -305,7 +305,7 @@ class RemoteHeartbeats:
         if run_folder_url is not None:
             threading.Thread(target=self._poll_until_closed, daemon=True).start()
 
-    def latest(self) -> dict[int, Beat]:
+    def latest(self) -> dict[int, Heartbeat]:
         if self._url is None:
             self._poll()
         return dict(self._latest)
@@ -330,7 +330,7 @@ class RemoteHeartbeats:
         except (IngotError, OSError) as error:
             self.trouble = str(error)
 
-    def _read(self) -> list[Beat]:
+    def _read(self) -> list[Heartbeat]:
         if self._url is None:
             files = (self._root / "heartbeats").glob("*")
             return [beat for path in files for beat in read_beats(path)]
@@ -364,7 +364,7 @@ def _get(bucket: Bucket, name: str) -> bytes | None:
         return None
 
 
-def _identity(beat: Beat) -> tuple[int, int, int, float]:
+def _identity(beat: Heartbeat) -> tuple[int, int, int, float]:
     """The attempt's number alone would not do: attempts that end before their first step are not
     counted.
     """

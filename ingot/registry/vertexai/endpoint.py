@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.cloud import endpoints
-from ingot.cloud.clients import Google
-from ingot.cloud.endpoints import Deployed, Endpoint, Resources
+from ingot.cloud.clients import GoogleClients
+from ingot.cloud.vertex import endpoints
+from ingot.cloud.vertex.endpoints import DeployedModel, EndpointResources, VertexEndpoint
 from ingot.config.serving import RAW
 from ingot.registry.versions import VertexVersion
 from ingot.registry.vertexai.probe import Check
@@ -22,7 +22,7 @@ class Plan:
     """
 
     version: VertexVersion
-    resources: Resources
+    resources: EndpointResources
     share: int | None
     check: Check | None
     labels: dict[str, str]
@@ -35,7 +35,7 @@ class Plan:
     def called(self) -> str:
         return f"{self.name} v{self.version.number}"
 
-    def check_ours(self, there: Endpoint) -> None:
+    def check_ours(self, there: VertexEndpoint) -> None:
         """Raises WrongInput where the endpoint serves a model that is not a version of this name:
         no other's traffic is taken away.
         """
@@ -48,7 +48,7 @@ class Plan:
                     " to another name"
                 )
 
-    def runs(self, deployed: Deployed) -> bool:
+    def runs(self, deployed: DeployedModel) -> bool:
         """Is it this version on these machines?"""
         return (
             f"{deployed.model}@{deployed.number}" == self.version.resource
@@ -56,7 +56,7 @@ class Plan:
         )
 
 
-def find(google: Google, name: str) -> Endpoint | None:
+def find(google: GoogleClients, name: str) -> VertexEndpoint | None:
     """The endpoint that serves a registered name. Raises WrongInput when there are two."""
     found = endpoints.find(google, name)
     if len(found) > 1:
@@ -68,7 +68,7 @@ def find(google: Google, name: str) -> Endpoint | None:
     return found[0] if found else None
 
 
-def render(google: Google, plan: Plan) -> str:
+def render(google: GoogleClients, plan: Plan) -> str:
     """What would be sent, as text; looks at the endpoint and changes nothing."""
     there, parts = find(google, plan.name), list[str]()
     if there is not None:
@@ -97,13 +97,13 @@ def _in_project(model: str) -> str:
     return model.partition("@")[0].partition("/locations/")[2]
 
 
-def create_request(google: Google, plan: Plan) -> Any:
+def create_request(google: GoogleClients, plan: Plan) -> Any:
     return endpoints.create_request(
         google, resource_id(plan.name), plan.name, {**plan.labels, "ingot-verb": "deploy"}
     )
 
 
-def deploy_request(google: Google, plan: Plan, endpoint: str, own_id: str) -> Any:
+def deploy_request(google: GoogleClients, plan: Plan, endpoint: str, own_id: str) -> Any:
     return endpoints.deploy_request(
         google,
         endpoint,

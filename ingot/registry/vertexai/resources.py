@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.reports import EvaluationReport
-from ingot.cloud.clients import Google
-from ingot.cloud.endpoints import Resources
+from ingot.cloud.clients import GoogleClients
 from ingot.cloud.images import image_of
 from ingot.cloud.machines import accelerators_of, check_machine, vertex_accelerator
-from ingot.cloud.models import Container
+from ingot.cloud.vertex.endpoints import EndpointResources
+from ingot.cloud.vertex.models import ServingContainer
 from ingot.config import serving
 from ingot.config.recipe import Recipe
 
@@ -28,12 +28,12 @@ class Wanted:
     what else the model is served with.
     """
 
-    container: Container
+    container: ServingContainer
     files: dict[str, str]
     mark: str
 
 
-def container_of(recipe: Recipe) -> Container:
+def container_of(recipe: Recipe) -> ServingContainer:
     """Raises WrongInput: no image is named, it lies outside Artifact Registry or in another region,
     or the engine cannot use the machine.
     """
@@ -52,7 +52,7 @@ def container_of(recipe: Recipe) -> Container:
             f"the image {image} lies in {found[1]}, cloud.region is {recipe.cloud.region}; build it"
             " there, or set serve.image"
         )
-    return Container(
+    return ServingContainer(
         image,
         wanted.args,
         wanted.command,
@@ -72,7 +72,7 @@ def wanted_by(recipe: Recipe, model: str) -> Wanted:
     return Wanted(container, files, fingerprint({"container": asdict(container), "files": files}))
 
 
-def resources_of(recipe: Recipe) -> Resources:
+def resources_of(recipe: Recipe) -> EndpointResources:
     """The machines behind an endpoint.
 
     Raises:
@@ -97,7 +97,9 @@ def resources_of(recipe: Recipe) -> Resources:
             " a machine with GPUs or none"
         )
     spelt = vertex_accelerator(accelerator) if accelerator else None
-    return Resources(machine.type, spelt, count, least, most, machine.spot, _reservation(recipe))
+    return EndpointResources(
+        machine.type, spelt, count, least, most, machine.spot, _reservation(recipe)
+    )
 
 
 def _reservation(recipe: Recipe) -> str | None:
@@ -109,7 +111,7 @@ def _reservation(recipe: Recipe) -> str | None:
             f"serve.machine.reservation {name} lies in a zone; set cloud.zone, or write"
             f" projects/PROJECT/zones/ZONE/reservations/{name}"
         )
-    return f"projects/{Google(cloud).project}/zones/{cloud.zone}/reservations/{name}"
+    return f"projects/{GoogleClients(cloud).project}/zones/{cloud.zone}/reservations/{name}"
 
 
 MOST_LABELS, MOST_CHARACTERS = 64, 63

@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import say
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.lease import Lease, lease
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.vertex import endpoints
-from ingot.cloud.vertex.endpoints import DeployedModel, EndpointResources, VertexEndpoint
+from ingot.cloud.vertex.endpoints import VertexEndpoint
 from ingot.cloud.vertex.jobs import http_status_of
-from ingot.config.serving import RAW
-from ingot.registry.labels import label, resource_id
-from ingot.registry.verification import Check, probe
-from ingot.registry.vertex import VertexVersion
+from ingot.registry.vertexai.endpoint import Plan, create_request, deploy_request, find
+from ingot.registry.vertexai.probe import probe
 
 LEASE_S = 60.0
 """How long a command that died keeps the next one waiting, where it ran on another machine."""
@@ -34,47 +34,6 @@ _OURS = ("ingot-verb", "deploy")
 """The label of an endpoint that was made here, and that may be deleted here again."""
 _AT_IT = "other operation"
 """What a refusal says that is due to what somebody else does to the endpoint at that moment."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to serve, on what, and how it gets there. `share`: percent that it gets first, None
-    for all at once; `check`: what it is asked then.
-    """
-
-    version: VertexVersion
-    resources: EndpointResources
-    share: int | None
-    check: Check | None
-    labels: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        return self.version.name
-
-    @property
-    def called(self) -> str:
-        return f"{self.name} v{self.version.number}"
-
-    def check_ours(self, there: VertexEndpoint) -> None:
-        """Raises WrongInput where the endpoint serves a model that is not a version of this name:
-        no other's traffic is taken away.
-        """
-        ours = _in_project(self.version.resource)
-        for deployed in there.deployed:
-            if _in_project(deployed.model) != ours:
-                raise WrongInput(
-                    f"the endpoint {there.name} serves {deployed.model} too, which is no version of"
-                    f" {self.name}; take it away there, rename the endpoint, or set registry.name"
-                    " to another name"
-                )
-
-    def runs(self, deployed: DeployedModel) -> bool:
-        """Is it this version on these machines?"""
-        return (
-            f"{deployed.model}@{deployed.number}" == self.version.resource
-            and deployed.resources == self.resources
-        )
 
 
 def roll_out(
@@ -101,40 +60,6 @@ def roll_out(
         before = live()
         allow(before)
         _RollOut(google, plan, before, held).run(live, commit)
-
-
-def find(google: GoogleClients, name: str) -> VertexEndpoint | None:
-    """The endpoint that serves a registered name. Raises WrongInput when there are two."""
-    found = endpoints.find(google, name)
-    if len(found) > 1:
-        names = " and ".join(endpoint.name for endpoint in found)
-        raise WrongInput(
-            f"two endpoints are called {name}: {names}; delete or rename the one that is not"
-            " ingot's"
-        )
-    return found[0] if found else None
-
-
-def render(google: GoogleClients, plan: Plan) -> str:
-    """What would be sent, as text; looks at the endpoint and changes nothing."""
-    there, parts = find(google, plan.name), list[str]()
-    if there is not None:
-        plan.check_ours(there)
-    else:
-        parts += ["CreateEndpoint", _text(_creation(google, plan))]
-    name = there.name if there else f"{google.parent}/endpoints/{resource_id(plan.name)}"
-    old = [deployed for deployed in there.deployed if not plan.runs(deployed)] if there else []
-    if there is None or len(old) == len(there.deployed):
-        parts += ["DeployModel", _text(_deployment(google, plan, name, own_id="0"))]
-    if old and plan.share is not None:
-        parts.append(f"UpdateEndpoint: {plan.share} % of the traffic to {plan.called}")
-    if plan.check is not None:
-        parts.append(
-            f"{'RawPredict' if plan.check.engine in RAW else 'Predict'}: {plan.check.prompt!r}"
-        )
-    parts.append(f"UpdateEndpoint: 100 % of the traffic to {plan.called}")
-    parts += [f"UndeployModel: {deployed.id} (v{deployed.number})" for deployed in old]
-    return "\n".join(parts) + "\n"
 
 
 class _RollOut:
@@ -372,39 +297,3 @@ def _insist(act: Callable[[], bool]) -> None:
             if not (left and passes):
                 raise
         time.sleep(PAUSE_S)
-
-
-def _in_project(model: str) -> str:
-    """A model without its version and its project, which the service writes by name here and by
-    number there.
-    """
-    return model.partition("@")[0].partition("/locations/")[2]
-
-
-def _creation(google: GoogleClients, plan: Plan) -> Any:
-    return endpoints.create_request(
-        google, resource_id(plan.name), plan.name, {**plan.labels, "ingot-verb": "deploy"}
-    )
-
-
-def _deployment(google: GoogleClients, plan: Plan, endpoint: str, own_id: str) -> Any:
-    return endpoints.deploy_request(
-        google,
-        endpoint,
-        own_id=own_id,
-        model=plan.version.resource,
-        display_name=label(f"{plan.name}-v{plan.version.number}"),
-        resources=plan.resources,
-    )
-
-
-def _text(request: Any) -> str:
-    return str(
-        type(request).to_json(
-            request,
-            use_integers_for_enums=False,
-            always_print_fields_with_no_presence=False,
-            sort_keys=True,
-            indent=1,
-        )
-    )
