@@ -24,7 +24,7 @@ from ingot.parallel.apply import WrapSettings, compute_weights_dtype
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
-from ingot.train.step import train_step
+from ingot.train.step import StepContext, StepControl, train_step
 
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.generation")
 OPTIMIZER = ("torch._dynamo",)  # every optimizer of torch loads it when it is made
@@ -69,18 +69,19 @@ def train_ours(name: str, rows: int, seq_len: int) -> Work:
         torch.ones_like(tokens),
     )
 
+    context = StepContext(
+        model,
+        CrossEntropy(),
+        masters,
+        optimizer,
+        mesh,
+        StepControl(lambda step: [batch]),
+        compute=compute,
+        clip_norm=1.0,
+    )
+
     def work() -> Turn:
-        outcome = train_step(
-            model,
-            CrossEntropy(),
-            [batch],
-            masters,
-            optimizer,
-            targets=rows * (seq_len - 1),
-            clip_norm=1.0,
-            compute=compute,
-            mesh=mesh,
-        )
+        outcome = train_step(context)
         return Turn(rows * seq_len, float(outcome.loss))  # waits for the device
 
     return work

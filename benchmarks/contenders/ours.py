@@ -4,13 +4,12 @@ turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 from benchmarks.contenders.turnstile import Turnstile, read_task
 from ingot.config.load import load_recipe
 from ingot.train import trainer as run
-from ingot.train.step import Hook, LoopEnd, StepInfo, Work, run_loop
+from ingot.train.step import LoopEnd, StepContext, StepInfo, run_steps
 
 
 class Turns:
@@ -31,18 +30,11 @@ def main() -> None:
     task = read_task()
     turnstile = Turnstile(task["steps"])
 
-    def in_turns(
-        first: int,
-        last: int,
-        fetch: Callable[[int], Work],
-        do_step: Callable[[int, Work], StepInfo],
-        hooks: Sequence[Hook],
-        **more: Any,
-    ) -> LoopEnd:
+    def in_turns(context: StepContext, first: int, last: int) -> LoopEnd:
         turnstile.wait()
-        return run_loop(first, last, fetch, do_step, [*hooks, Turns(turnstile)], **more)
+        return run_steps(replace(context, hooks=[*context.hooks, Turns(turnstile)]), first, last)
 
-    run.run_loop = in_turns  # type: ignore[attr-defined]
+    run.run_steps = in_turns  # type: ignore[attr-defined]
     run.train(load_recipe((), [*task["knobs"]], environ={}, dotenv=None), fresh=True)
 
 

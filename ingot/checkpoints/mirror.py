@@ -26,7 +26,7 @@ from ingot.base.remote.bucket import crc32c, open_bucket
 from ingot.base.remote.lease import LIFE_S, Lease, lease
 from ingot.base.remote.service import Conflict, Corrupt, Missing
 from ingot.base.storage import atomic_folder, disk_errors, sha256_file
-from ingot.checkpoints.store import COMMIT, Found, committed, step_folder
+from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
 
 AT_ONCE = 4
 """Objects that are fetched or deleted at the same time."""
@@ -280,7 +280,7 @@ def send_newest(mirror: BucketMirror, checkpoints: Path) -> None:
         mirror.commit(newest.folder)
 
 
-def _newest_here(checkpoints: Path) -> Found | None:
+def _newest_here(checkpoints: Path) -> CommittedCheckpoint | None:
     """Sizes are looked at, not every byte."""
     there = (
         found

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from ingot.base.errors import Failed
 from ingot.checkpoints.state import MODEL, make_room, misfits, settle, training_tensors
-from ingot.checkpoints.store import Found
+from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 
 
 def load_checkpoint(
-    found: Found, masters: Masters, optimizer: Optimizer | None, mesh: Mesh
+    found: CommittedCheckpoint, masters: Masters, optimizer: Optimizer | None, mesh: Mesh
 ) -> None:
     """Fill weights and optimizer in place, whatever layout wrote the checkpoint; without an
     optimizer, the weights alone.

@@ -25,7 +25,7 @@ BEFORE = ".before"
 
 
 @dataclass(frozen=True)
-class Found:
+class CommittedCheckpoint:
     """A committed checkpoint: its folder, step, and all that its marker says."""
 
     folder: Path
@@ -61,15 +61,17 @@ def _step_of(name: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def committed(checkpoints: Path) -> list[Found]:
+def committed(checkpoints: Path) -> list[CommittedCheckpoint]:
     """All checkpoints with a marker, newest first; their files are not looked at."""
     found = ((folder, read_marker(folder, COMMIT)) for folder in _in_order(checkpoints))
     return [
-        Found(folder, int(commit["step"]), commit) for folder, commit in found if commit is not None
+        CommittedCheckpoint(folder, int(commit["step"]), commit)
+        for folder, commit in found
+        if commit is not None
     ]
 
 
-def newest_valid(checkpoints: Path) -> Found | None:
+def newest_valid(checkpoints: Path) -> CommittedCheckpoint | None:
     """The newest checkpoint whose every byte is as written. Broken ones on the way are named; None
     when none was ever committed.
 
@@ -94,7 +96,7 @@ def newest_valid(checkpoints: Path) -> Found | None:
     return None
 
 
-def _looked_at(folder: Path) -> tuple[Found | None, list[str]]:
+def _looked_at(folder: Path) -> tuple[CommittedCheckpoint | None, list[str]]:
     """What a folder says that it holds, and what is wrong with it, every byte read; (None, [])
     where nothing was ever committed.
     """
@@ -103,7 +105,9 @@ def _looked_at(folder: Path) -> tuple[Found | None, list[str]]:
         return None, (
             [f"{folder / COMMIT} is not as it was written"] if (folder / COMMIT).exists() else []
         )
-    return Found(folder, int(commit["step"]), commit), problems(folder, commit, checksums=True)
+    return CommittedCheckpoint(folder, int(commit["step"]), commit), problems(
+        folder, commit, checksums=True
+    )
 
 
 def retain(checkpoints: Path, keep: int, best: int | None = None) -> list[str]:
@@ -140,13 +144,13 @@ def sweep(checkpoints: Path, kept: Collection[str]) -> None:
             remove_folder(folder)
 
 
-def _seems_whole(found: Found) -> bool:
+def _seems_whole(found: CommittedCheckpoint) -> bool:
     return bool(found.commit.get("scattered")) or not problems(
         found.folder, found.commit, checksums=False
     )
 
 
-def checkpoint_in(place: Path) -> Found:
+def checkpoint_in(place: Path) -> CommittedCheckpoint:
     """The checkpoint that a path means: a checkpoint folder itself, or the newest whole one of a
     run folder.
 

@@ -41,6 +41,8 @@ class Master:
     """
     counted: bool = True
     """Whether the gradient's norm counts it here, and not with its twin on another stage."""
+    cut_along: Axes = ()
+    """The axes of meshes along which the parameter is cut."""
 
     def spread(self, tensor: Tensor) -> Tensor:
         """A tensor of this rank's part, such as the optimizer's state, spread as the parameter
@@ -107,9 +109,8 @@ class Masters:
             tensor = nn.Parameter(here.to(dtype))  # the same memory where it has that type already
         if dtype != torch.float32:
             tensor.grad_dtype = torch.float32
-        return Master(
-            name, parameter, tensor, counted=name not in self._shared or self.mesh.ends.is_main
-        )
+        counted = name not in self._shared or self.mesh.ends.is_main
+        return Master(name, parameter, tensor, counted, _cut_along(parameter))
 
     def work_in(self, dtype: torch.dtype | None) -> None:
         """Put the model's own weights in another type; float32 gives it the masters themselves."""
@@ -150,7 +151,7 @@ class Masters:
         groups: dict[Axes, list[Tensor]] = {}
         for master in self._masters:
             if master.counted and master.tensor.grad is not None:
-                groups.setdefault(_cut_along(master.parameter), []).append(master.tensor.grad)
+                groups.setdefault(master.cut_along, []).append(master.tensor.grad)
         total = torch.zeros((), device=self.mesh.device)
         for axes, gradients in groups.items():
             square = get_total_norm(gradients).square().to(self.mesh.device)
@@ -181,9 +182,11 @@ class Masters:
         gone.
         """
         for master in self._masters:
-            here = local_tensor(master.parameter.detach())
-            if here.data_ptr() != master.tensor.data_ptr() or here.device != master.tensor.device:
-                here.copy_(master.tensor)
+            if master.tensor is not master.parameter:
+                here = local_tensor(master.parameter.detach())
+                same = here.data_ptr() == master.tensor.data_ptr()
+                if not same or here.device != master.tensor.device:
+                    here.copy_(master.tensor)
             master.parameter.grad = master.tensor.grad = None
 
 

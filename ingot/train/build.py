@@ -4,7 +4,6 @@ optimizer, objective; and what a run writes to beside checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ingot.base.runfolder import RunFolder
-from ingot.base.runlog import FailSafeSink, JsonLines, TensorBoard, WeightsAndBiases
 from ingot.checkpoints.reader import load_checkpoint
-from ingot.checkpoints.store import Found
-from ingot.config.load import dump_recipe
+from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import load_adapter
@@ -41,11 +37,11 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.optimizers import make_optimizer
 from ingot.train.reference import Tables
-from ingot.train.setup import Plan
+from ingot.train.setup import TrainSetup
 
 
 @dataclass(frozen=True)
-class Trainee:
+class TrainState:
     """The model that owns the weights, the wrapped module that is called, and what moves the
     weights.
     """
@@ -57,7 +53,9 @@ class Trainee:
     optimizer: Optimizer
 
 
-def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: Mesh) -> Trainee:
+def build_train_state(
+    plan: TrainSetup, start: CommittedCheckpoint | None, tables: Tables | None, mesh: Mesh
+) -> TrainState:
     """The model without weights, its adapter, the wrappers, this rank's part of the weights, the
     optimizer, what a checkpoint brings.
     """
@@ -76,7 +74,7 @@ def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: 
             plan.origin, masters, None if recipe.train.reset_optimizer else optimizer, mesh
         )
     module = finish_wrapping(model.train(), mesh)
-    return Trainee(
+    return TrainState(
         model,
         module,
         make_objectives(recipe, plan.teacher, tables, plan.compute, mesh),
@@ -85,7 +83,7 @@ def build_trainee(plan: Plan, start: Found | None, tables: Tables | None, mesh: 
     )
 
 
-def wrapped_model(plan: Plan, drawing: ModelSpec, mesh: Mesh, *, filled: bool) -> AnyModel:
+def wrapped_model(plan: TrainSetup, drawing: ModelSpec, mesh: Mesh, *, filled: bool) -> AnyModel:
     """The model of a blueprint, with the recipe's adapter, spread over the ranks; not `filled`:
     with just room for its weights.
     """
@@ -101,7 +99,7 @@ def wrapped_model(plan: Plan, drawing: ModelSpec, mesh: Mesh, *, filled: bool) -
     return model
 
 
-def lineage(plan: Plan, step: int, parameters: int) -> dict[str, Any]:
+def lineage(plan: TrainSetup, step: int, parameters: int) -> dict[str, Any]:
     """What `ingot.json` tells about where the model came from."""
     recipe, folder = plan.recipe, plan.drawing.folder
     base = (
@@ -121,27 +119,6 @@ def lineage(plan: Plan, step: int, parameters: int) -> dict[str, Any]:
     if plan.origin is not None:
         about["start_from"] = {"checkpoint": str(plan.origin.folder), "step": plan.origin.step}
     return {**about, "base": base, "data": plan.rows.fingerprint, "parameters": parameters}
-
-
-def open_sinks(
-    recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]
-) -> list[JsonLines | FailSafeSink]:
-    """The metric sinks of rank 0; the other ranks have none. What is `owed` at the step that
-    training goes on from is written anew.
-    """
-    if not mesh.is_main:
-        return []
-    sinks: list[JsonLines | FailSafeSink] = [JsonLines(run.metrics, resume_step, owed)]
-    if recipe.track.tensorboard:
-        sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
-    if (wandb := recipe.track.wandb) is not None:
-        knobs = {"recipe": dump_recipe(recipe)}
-        sinks.append(
-            FailSafeSink(
-                "W&B", lambda: WeightsAndBiases(run.root, wandb.project, recipe.name, run_id, knobs)
-            )
-        )
-    return sinks
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,13 @@ from ingot.models.parameters import is_sharded
 from ingot.models.spec import create_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.train.build import Trainee, lineage
-from ingot.train.setup import Plan
+from ingot.train.build import TrainState, lineage
+from ingot.train.setup import TrainSetup
 
 
-def take_best(plan: Plan, trainee: Trainee, best: int | None, reached: int, mesh: Mesh) -> int:
+def take_best(
+    plan: TrainSetup, trainee: TrainState, best: int | None, reached: int, mesh: Mesh
+) -> int:
     """Load the weights of the best checkpoint, where one is asked for and is not the last; the step
     of what the model now is.
 
@@ -54,7 +56,7 @@ def take_best(plan: Plan, trainee: Trainee, best: int | None, reached: int, mesh
     return best
 
 
-def export_run(plan: Plan, trainee: Trainee, step: int) -> None:
+def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
     """Write `model/`, and for an adapter `adapter/` beside it, with the weights of `step`, which is
     committed. One rank calls it.
     """
@@ -89,7 +91,7 @@ def export_run(plan: Plan, trainee: Trainee, step: int) -> None:
 
 
 def _to_export(
-    plan: Plan, trainee: Trainee, step: int
+    plan: TrainSetup, trainee: TrainState, step: int
 ) -> tuple[AnyModel, Iterable[tuple[str, Tensor]] | None]:
     """A model and its weights, None where it has them itself.
 
@@ -117,7 +119,7 @@ def _to_export(
     return model, named_tensors(plan.drawing.folder, names)
 
 
-def _is_whole(trainee: Trainee) -> bool:
+def _is_whole(trainee: TrainState) -> bool:
     """Whether this rank has all of the model, and nothing of it in a smaller type but what has a
     master.
     """

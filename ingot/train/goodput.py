@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -25,10 +25,13 @@ WINDOW = 32
 """Steps whose median duration is the usual one."""
 
 
-class Tell(Protocol):
-    """Records an event of this run, on rank 0."""
+class EventSink:
+    """Writes the events of this run, on rank 0 alone; `heart` knows which attempt it is."""
 
-    def __call__(
+    def __init__(self, events: Path, heart: HeartbeatWriter, *, is_main: bool) -> None:
+        self._events, self._heart, self._is_main = events, heart, is_main
+
+    def emit(
         self,
         kind: str,
         *,
@@ -36,21 +39,13 @@ class Tell(Protocol):
         seconds: float | None = None,
         cause: str | None = None,
         **more: Any,
-    ) -> None: ...
-
-
-def teller(events: Path, heart: HeartbeatWriter, *, silent: bool) -> Tell:
-    """Events go to the run folder, from rank 0 alone; `heart` knows which attempt it is."""
-
-    def tell(
-        kind: str, *, step: int, seconds: float | None = None, cause: str | None = None, **more: Any
     ) -> None:
-        if not silent:
+        """Append one event; see `ingot.base.runlog.record_event`."""
+        if self._is_main:
+            attempt = self._heart.attempt
             record_event(
-                events, kind, attempt=heart.attempt, step=step, seconds=seconds, cause=cause, **more
+                self._events, kind, attempt=attempt, step=step, seconds=seconds, cause=cause, **more
             )
-
-    return tell
 
 
 def next_attempt(events: Path) -> int:
@@ -58,7 +53,7 @@ def next_attempt(events: Path) -> int:
     return 1 + len([event for event in read_lines(events) if event.get("kind") == "start"])
 
 
-def note_lost(run: RunFolder, tell: Tell) -> None:
+def record_lost_time(run: RunFolder, events: EventSink) -> None:
     """Record what an attempt that died had done beyond its last checkpoint; by rank 0, before this
     attempt's own first beat.
 
@@ -76,7 +71,7 @@ def note_lost(run: RunFolder, tell: Tell) -> None:
         return
     kept = next((found.step for found in committed(run.checkpoints)), 0)
     cause = f"attempt {died.attempt} ended in phase {died.phase}"
-    tell(
+    events.emit(
         "lost",
         step=kept,
         seconds=sum(died.spent.values()),
@@ -85,15 +80,15 @@ def note_lost(run: RunFolder, tell: Tell) -> None:
     )
 
 
-class Account:
+class TimeAccount:
     """Whatever nothing else takes of a step's wall time was the step itself.
 
     `spent` are the seconds since the last committed checkpoint, which are lost if this process dies
     now.
     """
 
-    def __init__(self, heart: HeartbeatWriter, tell: Tell) -> None:
-        self.heart, self._tell = heart, tell
+    def __init__(self, heart: HeartbeatWriter, events: EventSink) -> None:
+        self.heart, self._events = heart, events
         self._spent: dict[TimeUse, float] = dict.fromkeys(TIME_USES, 0.0)
         self._kept: dict[int, dict[TimeUse, float]] = {}
         self._mark, self._elsewhere = time.monotonic(), 0.0
@@ -141,7 +136,7 @@ class Account:
     def committed(self, saved: Saved) -> None:
         """A checkpoint stands."""
         kept = self._kept.pop(saved.step)
-        self._tell(
+        self._events.emit(
             "save",
             step=saved.step,
             seconds=saved.blocked_s,

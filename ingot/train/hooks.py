@@ -1,8 +1,6 @@
-"""Side effects of training: metrics and progress, evaluation with early stopping, checkpoints. Each
-is handed a StepInfo, never the loop.
-
-What a request to stop breaks off (an evaluation, samples) is owed: the checkpoint says so, and the
-next attempt does it first.
+"""Side effects of training (metrics and progress, skipped steps, checkpoints), each of which is
+given a StepInfo and never the loop; and what fetches the data of a step and stops the loop before
+it.
 """
 
 from __future__ import annotations
@@ -10,25 +8,29 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.progress import Progress
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import FailSafeSink, JsonLines, flush_lines
 from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.store import retain
 from ingot.config.sections.training import Checkpoint
-from ingot.models.device import Compute, gpu_usage, measured_peak, peak_memory_bytes
+from ingot.config.shape import flops_per_token
+from ingot.data.loader import Batch, Loader
+from ingot.models.device import Compute, gpu_usage, measured_peak, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
-from ingot.train.build import Trainee
-from ingot.train.evaluation import Measured, Tracker
-from ingot.train.goodput import Account
-from ingot.train.step import StepInfo
+from ingot.train.build import TrainState
+from ingot.train.evaluation import EvaluateHook
+from ingot.train.goodput import EventSink, TimeAccount
+from ingot.train.interrupts import StopSignals
+from ingot.train.setup import TrainSetup
+from ingot.train.step import DropoutSeeds, StepControl, StepInfo, StepOutcome
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Workload:
     stated_peak: float | None
     """FLOP/s as the maker says; None where that is not known and must be measured."""
     compute: Compute
+
+    @classmethod
+    def of(cls, setup: TrainSetup, mesh: Mesh) -> Workload:
+        config = setup.drawing.config
+        cost = (
+            flops_per_token(config.to_hf(), setup.recipe.data.seq_len)
+            if setup.drawing.kind == "decoder"
+            else None
+        )
+        return cls(cost, peak_flops(mesh.device, setup.compute), setup.compute)
 
 
 class LogHook:
@@ -141,137 +153,6 @@ class LogHook:
             sink.close()
 
 
-class EvaluateHook:
-    """Measures on held-out data every `every` steps, and ends training when `stopping` has seen no
-    improvement for `patience` times.
-
-    `measure` gives None where it was broken off.
-    """
-
-    def __init__(
-        self,
-        measure: Callable[[], Mapping[str, Measured] | None],
-        every: int | None,
-        stopping: Tracker | None,
-        patience: int,
-        best: Tracker | None,
-        sinks: Sequence[JsonLines | FailSafeSink],
-        account: Account,
-    ) -> None:
-        (
-            self.measure,
-            self.every,
-            self.stopping,
-            self.patience,
-            self.best,
-            self.sinks,
-            self.account,
-        ) = (measure, every, stopping, patience, best, sinks, account)
-        self.owes = False
-
-    def after_step(self, info: StepInfo) -> bool:
-        if self.every is None or info.step % self.every:
-            return False
-        self.at(info.step)
-        return self.is_over
-
-    def at(self, step: int) -> None:
-        """Measure the model as it is after `step`."""
-        started = time.monotonic()
-        with self.account.spending("evaluating", "evaluating"):
-            measured = self.measure()
-        self.owes = measured is None
-        if measured is None:
-            return
-        for sink in self.sinks:
-            numbers: dict[str, float | str] = {
-                f"validation/{key}": found.value for key, found in measured.items()
-            }
-            sink.write(step, {**numbers, "validation/seconds": time.monotonic() - started})
-        for tracker in (self.stopping, self.best):
-            if tracker is not None:
-                tracker.see(step, measured)
-
-    @property
-    def is_over(self) -> bool:
-        return self.stopping is not None and self.stopping.worse_in_row >= self.patience
-
-    @property
-    def best_step(self) -> int | None:
-        """The step of the best evaluation so far, where the best checkpoint is asked for."""
-        return None if self.best is None else self.best.best_step
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run must know to stop at the same step and to keep the same checkpoint."""
-        return {
-            name: tracker.state()
-            for name, tracker in (("early_stop", self.stopping), ("best", self.best))
-            if tracker is not None
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        for name, tracker in (("early_stop", self.stopping), ("best", self.best)):
-            if tracker is not None and name in state and state[name]["metric"] == tracker.metric:
-                tracker.restore(state[name])
-
-    def close(self) -> None:
-        pass
-
-
-class SampleHook:
-    """Writes what the model makes of the recipe's prompts, as text, every `every` steps.
-
-    `complete` is called on rank 0 alone, but where the model is spread over ranks: there on all of
-    them, in lockstep. It is not begun where `asked` says that training is to stop.
-    """
-
-    def __init__(
-        self,
-        complete: Callable[[], list[dict[str, str]]],
-        every: int | None,
-        sinks: Sequence[JsonLines | FailSafeSink],
-        mesh: Mesh,
-        account: Account,
-        asked: Callable[[], bool],
-        *,
-        spread: bool = False,
-    ) -> None:
-        self.complete, self.every, self.sinks, self.mesh, self.account, self.asked, self.spread = (
-            complete,
-            every,
-            sinks,
-            mesh,
-            account,
-            asked,
-            spread,
-        )
-        self.owes = False
-
-    def after_step(self, info: StepInfo) -> bool:
-        if self.every is not None and info.step % self.every == 0:
-            self.at(info.step)
-        return False
-
-    def at(self, step: int) -> None:
-        """Write what the model makes of the prompts as it is after `step`."""
-        self.owes = self.asked()
-        if self.owes:
-            return
-        with self.account.spending("evaluating", "evaluating"):
-            samples = self.complete() if self.spread else self.mesh.from_main(self.complete)
-        for sink in self.sinks:
-            sink.write(
-                step,
-                {
-                    f"samples/{number}": f"{one['prompt']} -> {one['completion']}"
-                    for number, one in enumerate(samples)
-                },
-            )
-
-    def close(self) -> None:
-        pass
-
-
 class CheckpointHook:
     """Saves every `every` steps and at each best evaluation, at most `keep` of them kept beside the
     best; `finish` is called after the loop.
@@ -282,12 +163,12 @@ class CheckpointHook:
     def __init__(
         self,
         saver: Saver,
-        trainee: Trainee,
+        trainee: TrainState,
         run: RunFolder,
         knobs: Checkpoint,
         stopper: EvaluateHook,
         payload: Callable[[int], Mapping[str, Any]],
-        account: Account,
+        account: TimeAccount,
         first: int,
         *,
         is_main: bool,
@@ -304,7 +185,7 @@ class CheckpointHook:
         self.is_main = is_main
         self.saved = first
         """The step of the newest checkpoint that was begun."""
-        self._due, self._prepared = False, False
+        self._due, self._prepared, self._is_saving = False, False, False
 
     def after_step(self, info: StepInfo) -> bool:
         if not self._prepared:
@@ -315,9 +196,11 @@ class CheckpointHook:
         self._due = self._due or info.step % self.knobs.every == 0
         # Where steps are not taken for a while, what training may have to go back to is the state
         # before them.
-        if self.stopper.best_step == info.step or (self._due and not float(info.outcome.skipped)):
+        is_best = self.knobs.best is not None and self.stopper.best_step == info.step
+        if is_best or (self._due and not float(info.outcome.skipped)):
             self.save(info.step)
-        self._tell(self.saver.done())
+        if self._is_saving:
+            self._record(self.saver.done())
         return False
 
     def save(self, step: int) -> None:
@@ -342,8 +225,8 @@ class CheckpointHook:
                 keep=self.knobs.keep,
                 best=self.stopper.best_step,
             )
-        self.saved = step
-        self._tell(self.saver.done())
+        self.saved, self._is_saving = step, True
+        self._record(self.saver.done())
 
     def finish(self, step: int) -> None:
         """Save the state after `step` steps, and wait until it is committed and what need not be
@@ -361,14 +244,64 @@ class CheckpointHook:
         """Raises Failed on every rank when a checkpoint could not be written."""
         with self.account.spending("saving", "saving"):
             committed = self.saver.wait()
-        self._tell(committed)
+        self._record(committed)
 
-    def _tell(self, committed: Sequence[Saved]) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save of this rank has failed, which `wait` will raise on every rank."""
+        return self._is_saving and self.saver.failed
+
+    def _record(self, committed: Sequence[Saved]) -> None:
         for saved in committed:
             self.account.committed(saved)
+            self._is_saving = self._is_saving and saved.step != self.saved
 
     def close(self) -> None:
         self.saver.close()
+
+
+class TooManySkipped(Exception):
+    """Steps from `first` to `last` (counted from 0) were skipped, one after the other."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(first, last)
+        self.first, self.last = first, last
+
+
+class SkipHook:
+    """Counts steps that were skipped. Each is read one step late, so that the device never waits
+    for the host; this hook comes first, since it may end training.
+    """
+
+    def __init__(self, in_row: int, events: EventSink) -> None:
+        self._in_row, self._events = in_row, events
+        self._row = 0
+        self._previous: StepOutcome | None = None
+
+    def after_step(self, info: StepInfo) -> bool:
+        previous, self._previous = self._previous, info.outcome
+        if previous is not None:
+            self.judge(info.step - 2, previous)
+        return False
+
+    def judge(self, step: int, outcome: StepOutcome) -> None:
+        """Raises TooManySkipped when with `step` (counted from 0) there were too many in a row."""
+        if not float(outcome.skipped):
+            self._row = 0
+            return
+        self._row += 1
+        norm = float(outcome.grad_norm)
+        finite = torch.isfinite(outcome.loss) & torch.isfinite(outcome.grad_norm)
+        self._events.emit(
+            "skip",
+            step=step + 1,
+            cause=f"spike, gradient norm {norm:.4g}" if bool(finite) else "not finite",
+        )
+        if self._row >= self._in_row:
+            raise TooManySkipped(step - self._row + 1, step)
+
+    def close(self) -> None:
+        pass
 
 
 class KillHook:
@@ -386,3 +319,51 @@ class KillHook:
 
     def close(self) -> None:
         pass
+
+
+class TrainingControl(StepControl):
+    """Fetches from a loader, beats the heart of this rank, and ends the loop where any rank was
+    asked to stop.
+
+    Args:
+        first: the step that this attempt begins with.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        dropout: DropoutSeeds,
+        heart: HeartbeatWriter,
+        signals: StopSignals,
+        account: TimeAccount,
+        checkpoint: CheckpointHook,
+        first: int,
+    ) -> None:
+        super().__init__(loader.step, dropout)
+        self._loader, self._heart, self._signals = loader, heart, signals
+        self._account, self._checkpoint, self._first = account, checkpoint, first
+
+    def fetch(self, step: int) -> Sequence[Batch]:
+        self._heart.beat("first step" if step == self._first else "step", step=step, place=0)
+        with self._account.spending("waiting"):
+            return self._loader.step(step, self._while_waiting)
+
+    def _while_waiting(self) -> bool:
+        """A rank that waits for data is alive; asked to stop it needs none, since all ranks hear of
+        that before the step.
+        """
+        self._heart.beat()
+        return self._signals.signum != 0
+
+    def votes(self) -> Sequence[bool]:
+        return self._signals.signum != 0, self._checkpoint.has_failed
+
+    def must_stop(self, votes: Sequence[bool]) -> bool:
+        asked, save_failed = votes
+        if save_failed:
+            self._checkpoint.wait()  # raises on every rank
+        return asked
+
+    def begin_micro_batch(self, step: int, index: int, batch: Batch) -> None:
+        self._heart.beat(place=index + 1)
+        super().begin_micro_batch(step, index, batch)

@@ -76,7 +76,7 @@ def stacks_on_demand(logs: Path, rank: int) -> Iterator[None]:
             faulthandler.unregister(STACKS)
 
 
-class Leave(BaseException):
+class LeaveNow(BaseException):
     """Training is left at once, from wherever it is, with a checkpoint committed (its step) or
     none. Not an Exception, so that nothing on the way takes it for a failure.
     """
@@ -125,11 +125,11 @@ class StopSignals:
 
     def leave_at_once(self, committed: int | None) -> None:
         """From here on there is nothing to save beyond the checkpoint `committed`: a signal raises
-        Leave, also one that has come already.
+        LeaveNow, also one that has come already.
         """
         self._leaving, self._committed = True, committed
         if self.signum:
-            raise Leave(self.signum, committed)
+            raise LeaveNow(self.signum, committed)
 
     def leave_between_steps(self) -> None:
         """From here on a signal is only noted in `signum`."""
@@ -146,7 +146,7 @@ class StopSignals:
             return
         self.signum, self._since = number, time.monotonic()
         if self._leaving:
-            raise Leave(number, self._committed)
+            raise LeaveNow(number, self._committed)
         say(
             f"{signal.Signals(number).name}: stopping after this step; send it again to leave at"
             " once"
@@ -158,7 +158,7 @@ class StopSignals:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._followed = kind is not None and issubclass(kind, (Leave, Stopped))
+        self._followed = kind is not None and issubclass(kind, (LeaveNow, Stopped))
         for number, handler in self._before.items() if not self._followed else ():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
@@ -175,14 +175,14 @@ tried again as seldom.
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 
 
-class Notice:
+class PreemptionNotice:
     """While entered, a thread looks for the notice; it never stops a run by failing itself."""
 
     def __init__(self, where: str | None) -> None:
         self._where = where
         self._over = threading.Event()
 
-    def __enter__(self) -> Notice:
+    def __enter__(self) -> PreemptionNotice:
         if self._where is not None:
             threading.Thread(target=self._look, name="notice", daemon=True).start()
         return self

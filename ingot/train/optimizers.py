@@ -255,8 +255,3 @@ def sgd(
     if masters.stochastic:
         return StochasticSGD(groups, {"lr": lr, "momentum": momentum}, masters, seed)
     return optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
-
-
-def set_learning_rate(optimizer: optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr

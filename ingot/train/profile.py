@@ -14,6 +14,7 @@ from ingot.base.progress import say
 from ingot.base.storage import disk_errors
 from ingot.config.sections.training import Profile
 from ingot.parallel.mesh import Mesh
+from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
 
 VIEWER = "https://ui.perfetto.dev"
@@ -104,6 +105,15 @@ class ProfileHook:
                 f"train: the trace of steps {self._first:,} to {self._reached:,} is in {path}; open"
                 f" it at {VIEWER}"
             )
+
+
+def profile_hooks(setup: TrainSetup, mesh: Mesh, first: int) -> list[ProfileHook]:
+    """The profiler of a training that begins with step `first`, where it is asked for."""
+    knobs = setup.recipe.train.profile
+    if knobs is None:
+        return []
+    folder = setup.recipe.folder.root / "profile"
+    return [ProfileHook(knobs, folder, mesh, done=first, last=setup.last)]
 
 
 def _write(trace: profile, path: Path) -> None:

@@ -37,7 +37,7 @@ from ingot.parallel.apply import WrapSettings, apply_wrappers
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.rows import row_sharing
-from ingot.train.setup import Plan
+from ingot.train.setup import TrainSetup
 
 Floats = npt.NDArray[np.float32]
 
@@ -51,7 +51,7 @@ class Tables(NamedTuple):
     held_out: Tensor
 
 
-def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
+def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
     """The tables that this training needs, those rows only that it comes to; None unless the
     objective has a reference.
 
@@ -97,7 +97,7 @@ def reference_tables(plan: Plan, mesh: Mesh) -> Tables | None:
     return Tables(*(torch.from_numpy(table) for table in made))
 
 
-def _drawing(plan: Plan, source: str | None) -> ModelSpec:
+def _drawing(plan: TrainSetup, source: str | None) -> ModelSpec:
     if source is None:
         return plan.drawing
     folder = named_folder(source, "objective.reference")
@@ -115,14 +115,14 @@ def _drawing(plan: Plan, source: str | None) -> ModelSpec:
     return ModelSpec("decoder", config, folder, random=False)
 
 
-def _starts_elsewhere(plan: Plan, drawing: ModelSpec) -> bool:
+def _starts_elsewhere(plan: TrainSetup, drawing: ModelSpec) -> bool:
     """Whether the reference is the policy as another run left it, rather than as its source has
     it.
     """
     return drawing is plan.drawing and plan.origin is not None and plan.recipe.model.lora is None
 
 
-def _identity(plan: Plan, drawing: ModelSpec) -> str:
+def _identity(plan: TrainSetup, drawing: ModelSpec) -> str:
     """What decides about the numbers of a table."""
     weights: dict[str, Any]
     if _starts_elsewhere(plan, drawing) and plan.origin is not None:
@@ -141,7 +141,7 @@ def _identity(plan: Plan, drawing: ModelSpec) -> str:
     return fingerprint({**weights, **about})
 
 
-def _open(plan: Plan, drawing: ModelSpec, mesh: Mesh) -> AnyModel:
+def _open(plan: TrainSetup, drawing: ModelSpec, mesh: Mesh) -> AnyModel:
     """The reference, spread over the ranks as the policy is going to be."""
     model = apply_wrappers(
         create_model(drawing, plan.recipe.seed),
@@ -158,7 +158,7 @@ def _table(
     rows: Rows | Samples,
     wanted: npt.NDArray[np.int64],
     path: Path,
-    plan: Plan,
+    plan: TrainSetup,
     mesh: Mesh,
     opened: Callable[[], AnyModel],
 ) -> Floats:

@@ -20,7 +20,13 @@ from ingot.base.remote.replica import push
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder
 from ingot.checkpoints.mirror import BucketMirror, fetch_newer, send_newest
-from ingot.checkpoints.store import COMMIT, Found, committed, newest_valid, step_folder
+from ingot.checkpoints.store import (
+    COMMIT,
+    CommittedCheckpoint,
+    committed,
+    newest_valid,
+    step_folder,
+)
 from ingot.config.identity import MAY_CHANGE, changes
 from ingot.config.recipe import Recipe
 from ingot.data.order import place_of
@@ -36,15 +42,15 @@ def find_start(
     *,
     fresh: bool,
     allow: Collection[str] = (),
-    tell: Callable[[Found, str], None] = lambda found, changed: None,
+    on_change: Callable[[CommittedCheckpoint, str], None] = lambda found, changed: None,
     before_anew: Callable[[], None] = lambda: None,
-) -> Found | None:
+) -> CommittedCheckpoint | None:
     """The checkpoint to go on from, or None to start from the first step.
 
     A finished training with another recipe is set aside under `earlier/`, and brought back when the
-    recipe is. Knobs among `allow` may differ; `tell` then hears what does. `before_anew` is called
-    where no checkpoint is to be gone on from, before anything is set aside: what it raises leaves
-    all as it is.
+    recipe is. Knobs among `allow` may differ; `on_change` is then called with what does.
+    `before_anew` is called where training begins anew, before anything is set aside: what it raises
+    leaves everything as it is.
 
     Raises:
         WrongInput: an unfinished training lies here and its recipe differs; names what changed.
@@ -58,7 +64,7 @@ def find_start(
             if differ:
                 changed = "; ".join(changes(before, now))
                 say(f"going on although {changed}, as resume.allow says")
-                tell(found, changed)
+                on_change(found, changed)
             return found
         if not found.commit["finished"]:
             raise _refused(run, found, dict(identity), differ)
@@ -77,7 +83,7 @@ def find_start(
 
 
 def _refused(
-    run: RunFolder, found: Found, identity: dict[str, Any], differ: list[str]
+    run: RunFolder, found: CommittedCheckpoint, identity: dict[str, Any], differ: list[str]
 ) -> WrongInput:
     """What changed, and the two ways on."""
     changed = "; ".join(changes(found.commit["identity"], identity))
@@ -94,7 +100,7 @@ def _refused(
     )
 
 
-def _so_far(identity: Mapping[str, Any], found: Found) -> dict[str, Any]:
+def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str, Any]:
     """An identity without the ranges of samples to skip that training has not come to yet: those
     may be another choice now.
     """
@@ -122,7 +128,7 @@ def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
     say(f"the earlier training is set aside in {place}")
 
 
-def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> Found | None:
+def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> CommittedCheckpoint | None:
     place = _place_of(run, identity)
     if not place.exists():
         return None
@@ -209,7 +215,9 @@ def fetch_missing(mirror: BucketMirror | None, checkpoints: Path, mesh: Mesh) ->
     mesh.barrier()
 
 
-def send_missing(mirror: BucketMirror | None, start: Found | None, mesh: Mesh) -> None:
+def send_missing(
+    mirror: BucketMirror | None, start: CommittedCheckpoint | None, mesh: Mesh
+) -> None:
     """Send what the bucket has not yet of the training that goes on from `start`: an attempt was
     stopped in between. Collective.
     """

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ingot.base.errors import Failed
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
@@ -21,56 +19,21 @@ from ingot.checkpoints.store import committed
 from ingot.config.identity import MAY_CHANGE
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import Mesh
-from ingot.train.goodput import Tell
-from ingot.train.hooks import CheckpointHook
+from ingot.train.goodput import EventSink
+from ingot.train.hooks import CheckpointHook, TooManySkipped
 from ingot.train.resume import LEFT_OUT
-from ingot.train.setup import Plan
-from ingot.train.step import StepOutcome
+from ingot.train.setup import TrainSetup
 
 Span = tuple[int, int]
 """A range [first, after) of the order's sequence, as `data.skip` has it."""
-
-
-class TooManySkipped(Exception):
-    """Steps from `first` to `last` (counted from 0) were not taken, one after the other."""
-
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__(first, last)
-        self.first, self.last = first, last
 
 
 class RolledBack(Exception):
     """Training goes on from an earlier checkpoint, the data of the bad steps left out."""
 
 
-class Skips:
-    """Counts steps that were not taken, each read one step late, so that the device never waits for
-    the host.
-    """
-
-    def __init__(self, in_row: int, tell: Tell) -> None:
-        self._in_row, self._tell = in_row, tell
-        self._row = 0
-
-    def judge(self, step: int, outcome: StepOutcome) -> None:
-        """Raises TooManySkipped when with `step` (counted from 0) there were too many in a row."""
-        if not float(outcome.skipped):
-            self._row = 0
-            return
-        self._row += 1
-        norm = float(outcome.grad_norm)
-        finite = torch.isfinite(outcome.loss) & torch.isfinite(outcome.grad_norm)
-        self._tell(
-            "skip",
-            step=step + 1,
-            cause=f"spike, gradient norm {norm:.4g}" if bool(finite) else "not finite",
-        )
-        if self._row >= self._in_row:
-            raise TooManySkipped(step - self._row + 1, step)
-
-
 def roll_back(
-    bad: TooManySkipped, plan: Plan, checkpoint: CheckpointHook, mesh: Mesh, tell: Tell
+    bad: TooManySkipped, plan: TrainSetup, checkpoint: CheckpointHook, mesh: Mesh, events: EventSink
 ) -> RolledBack | Failed:
     """What too many skipped steps lead to, to be raised: the end of training, or going back, the
     data of the bad steps noted as left out.
@@ -104,7 +67,7 @@ def roll_back(
         order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1,
     )
     mesh.from_main(lambda: leave_out(plan, span))
-    tell("roll_back", step=checkpoint.saved, cause=told, samples=list(span))
+    events.emit("roll_back", step=checkpoint.saved, cause=told, samples=list(span))
     if mesh.is_main:
         say(
             f"{told}: going back to step {checkpoint.saved:,}, samples {span[0]:,} to {span[1]:,}"
@@ -113,7 +76,7 @@ def roll_back(
     return RolledBack()
 
 
-def with_left_out(plan: Plan, mesh: Mesh) -> Plan:
+def with_left_out(plan: TrainSetup, mesh: Mesh) -> TrainSetup:
     """The plan without the data that earlier attempts at this same training have left out.
     Collective: nodes may have a disk each.
     """
@@ -129,12 +92,12 @@ def with_left_out(plan: Plan, mesh: Mesh) -> Plan:
     )
 
 
-def left_out(plan: Plan, recipe: Recipe) -> list[Span]:
+def left_out(plan: TrainSetup, recipe: Recipe) -> list[Span]:
     """What `plan` leaves out beyond what the recipe itself does."""
     return [span for span in plan.recipe.data.skip if span not in recipe.data.skip]
 
 
-def _so_far(plan: Plan) -> list[Span]:
+def _so_far(plan: TrainSetup) -> list[Span]:
     """What is noted; where the note was lost with its machine, it is written anew from the newest
     checkpoint, which knows what it has behind it.
     """
@@ -149,7 +112,7 @@ def _so_far(plan: Plan) -> list[Span]:
     return spans
 
 
-def leave_out(plan: Plan, span: Span) -> None:
+def leave_out(plan: TrainSetup, span: Span) -> None:
     """Note for all attempts to come that `span` is left out.
 
     Raises:
@@ -165,13 +128,13 @@ def leave_out(plan: Plan, span: Span) -> None:
     _write(path, plan, [*spans, span])
 
 
-def _write(path: Path, plan: Plan, spans: Sequence[Span]) -> None:
+def _write(path: Path, plan: TrainSetup, spans: Sequence[Span]) -> None:
     write_atomic(
         path, json.dumps({"schema": 1, "of": _same_training(plan.identity), "spans": spans}) + "\n"
     )
 
 
-def _read(path: Path, plan: Plan) -> list[Span]:
+def _read(path: Path, plan: TrainSetup) -> list[Span]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:

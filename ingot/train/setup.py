@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.checkpoints.store import Found, checkpoint_in
+from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
 from ingot.config.shape import (
@@ -101,7 +101,7 @@ def check_formats(
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainSetup:
     """What is trained on what, for how long."""
 
     recipe: Recipe
@@ -111,7 +111,7 @@ class Plan:
     teacher: Path | None
     rows: Rows | Samples
     held_out: Rows | Samples
-    origin: Found | None
+    origin: CommittedCheckpoint | None
     """The checkpoint of another run that training starts from."""
     begin: int
     """Step at which training begins when nothing is resumed."""
@@ -150,7 +150,7 @@ class Plan:
         )
 
 
-def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
+def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     """Raises WrongInput when recipe, data, tokenizer, model and ranks do not fit together."""
     columns, data = recipe.folder.columns, recipe.data
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
@@ -235,7 +235,7 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
         "data": rows.fingerprint,
         "tokenizer": tokenizer.identity(),
     }
-    return Plan(
+    return TrainSetup(
         recipe,
         batch,
         tokenizer,
@@ -251,7 +251,7 @@ def plan_run(recipe: Recipe, mesh: Mesh) -> Plan:
     )
 
 
-def _origin(recipe: Recipe) -> tuple[Found | None, int]:
+def _origin(recipe: Recipe) -> tuple[CommittedCheckpoint | None, int]:
     """The checkpoint to start from, and the step that training begins at."""
     knobs = recipe.train
     if knobs.start_from is None:

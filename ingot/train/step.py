@@ -1,5 +1,5 @@
-"""One optimizer step: micro-batches through model, head and objective, one division, clip, finite
-check, optimizer.
+"""The loop, and all that happens in an optimizer step, in order: fetch, forward and backward,
+reduce, clip, update, hooks.
 
 The loss is a *sum* over target tokens and its gradient is summed over micro-batches and ranks in
 float32; both are divided once, by the target count of the whole global batch. So the split of a
@@ -8,14 +8,18 @@ batch, padding and packing never change the result.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.data.loader import Batch
 from ingot.models.adapters.lora import lora_state
@@ -29,6 +33,11 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.rows import row_sharing
+
+SPIKE_DECAY = 0.95
+"""Decay of the running mean of gradient norms: about the last 20 steps."""
+SPIKE_WARMUP = 20
+"""Steps that are taken before any can be a spike: gradients are large in the beginning."""
 
 
 @dataclass(frozen=True)
@@ -44,106 +53,12 @@ class StepOutcome:
     spike, else 0.0.
     """
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """What else the objective tells, means over the targets of the global batch."""
-
-
-def global_targets(
-    objective: Objective, batches: Sequence[Batch], mesh: Mesh, *mine: bool
-) -> tuple[int, list[bool]]:
-    """Targets of the global batch, each counted once, and for each vote of `mine` whether any rank
-    says so. Between hosts; the same on all ranks.
-    """
-    total, *votes = mesh.agree(
-        sum(objective.targets(batch) for batch in batches), *map(float, mine)
-    )
-    # Ranks that are no share of the batch of their own have the same rows as others.
-    return round(total * mesh.data.world / mesh.world), [count > 0 for count in votes]
-
-
-def train_step(
-    module: nn.Module,
-    objective: Objective,
-    batches: Sequence[Batch],
-    masters: Masters,
-    optimizer: Optimizer,
-    *,
-    targets: int,
-    clip_norm: float | None,
-    compute: Compute,
-    mesh: Mesh,
-    before: Callable[[int, Batch], None] = lambda index, batch: None,
-    spikes: Spikes | None = None,
-) -> StepOutcome:
-    """Take one step over `batches`, this rank's micro-batches; `targets` counts the whole global
-    batch, all ranks.
-
-    `before` hears the number of each micro-batch before it is computed: dropout is seeded there. A
-    spike is not taken where `spikes` are watched.
-    """
-    total, told = _backward(module, objective, batches, masters, compute, mesh, before)
-    loss, *means = (mesh.losses.all_sum(torch.stack([total, *told.values()])) / targets).unbind()
-    masters.collect()
-    per_target = sum_factor(module, mesh) / targets
-    norm = masters.norm() * per_target
-    wrong = ~(torch.isfinite(norm) & torch.isfinite(loss))
-    skipped = (wrong if spikes is None else spikes.judge(norm, wrong)).float()
-    scale = torch.full_like(norm, per_target)
-    if clip_norm is not None:
-        scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    masters.scale(scale)
-    # Fused kernels leave weights and state alone where this is 1; nothing waits for the device.
-    optimizer.grad_scale, optimizer.found_inf = None, masters.told(skipped)  # type: ignore[attr-defined]
-    optimizer.step()
-    masters.publish()
-    return StepOutcome(loss, norm, skipped, dict(zip(told, means, strict=True)))
-
-
-def _backward(
-    module: nn.Module,
-    objective: Objective,
-    batches: Sequence[Batch],
-    masters: Masters,
-    compute: Compute,
-    mesh: Mesh,
-    before: Callable[[int, Batch], None],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums of loss and metrics over this rank's micro-batches; their gradients are left with the
-    parameters.
-    """
-    if isinstance(module, Pipeline):
-        work = PipelinedBatches(objective, batches, compute, mesh.device, row_sharing(mesh), before)
-        module.run(work, backward=True)
-        return work.sums()
-    total = torch.zeros((), device=mesh.device)
-    told: dict[str, Tensor] = {}
-    sharing = row_sharing(mesh)
-    for index, batch in enumerate(batches):
-        before(index, batch)
-        with last_micro_batch(module, mesh, is_last=index == len(batches) - 1):
-            loss_sum, metrics = forward(module, objective, batch, compute, mesh.device, sharing)
-            loss_sum.backward()
-        masters.accumulate()
-        total += loss_sum.detach()
-        told = {name: told.get(name, 0.0) + value for name, value in metrics.items()}
-    return total, told
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one step needs: this rank's micro-batches, and what all ranks agreed on."""
-
-    batches: Sequence[Batch]
-    targets: int
-    """Target tokens of the whole global batch."""
-    signum: int
-    """The signal that asked some rank to stop, or 0."""
-    began: float
-    """Monotonic time at which the step began, before its data was there."""
+    """Further metrics of the objective, means over the targets of the global batch."""
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What hooks are told."""
+    """What hooks are given."""
 
     step: int
     """Steps done, this one included."""
@@ -173,77 +88,72 @@ class Hook(Protocol):
 
 @dataclass(frozen=True)
 class LoopEnd:
-    """Where the loop stood when it ended; `signum` is 0 unless a signal ended it."""
+    """Where the loop stood when it ended."""
 
     step: int
-    signum: int
+    """Steps done."""
+    outcome: StepOutcome | None
+    """Of the last step; None where none was done."""
+    stopped: bool = False
+    """Whether a request to stop ended it."""
 
 
-def run_loop(
-    first: int,
-    last: int,
-    fetch: Callable[[int], Work],
-    do_step: Callable[[int, Work], StepInfo],
-    hooks: Sequence[Hook],
-    judge: Callable[[int, StepOutcome], None] = lambda step, outcome: None,
-) -> LoopEnd:
-    """Turn from step `first` (so many are done) until `last` are done, a hook ends it, or a signal
-    came on any rank.
+class DropoutSeeds:
+    """Seeds dropout before each micro-batch, so that a resumed run repeats its masks.
 
-    `judge` hears the number (from 0) and the outcome of each step while the next one runs, so that
-    the device never waits for the host.
+    The native model's masks (those of adapters) are a function of seed, step and sample. The models
+    of transformers draw theirs from torch's generator, which is seeded here for each micro-batch:
+    they depend on how the batch is dealt over ranks, but not on where the run was resumed.
     """
-    before: StepOutcome | None = None
-    for step in range(first, last):
-        work = fetch(step)
-        if work.signum:
-            return LoopEnd(step, work.signum)
-        info = do_step(step, work)
-        if before is not None:
-            judge(step - 1, before)
-        before = info.outcome
-        over = [
-            hook.after_step(info) for hook in hooks
-        ]  # every hook acts, whatever another one says
-        if any(over):
-            return LoopEnd(info.step, 0)
-    return LoopEnd(last, 0)
+
+    def __init__(self, model: AnyModel, seed: int, mesh: Mesh) -> None:
+        self._seed, self._mesh, self._is_native = seed, mesh, isinstance(model, Decoder)
+        self._adapter = lora_state(model) if isinstance(model, Decoder) else None
+
+    def begin_micro_batch(self, step: int, index: int, batch: Batch) -> None:
+        """Micro-batch `index` of `step` (both from 0) is computed next."""
+        if self._adapter is not None:
+            # A preference has two rows of tensors, each with masks of its own.
+            sides = len(batch.tokens) // len(batch.rows)
+            rows = (batch.rows[:, None] * sides + torch.arange(sides)).flatten()  # [R]
+            self._adapter.begin_batch(step, rows.to(self._mesh.device))
+        elif not self._is_native:
+            key = fingerprint([self._seed, step, index, self._mesh.rank])
+            torch.manual_seed(int(key, 16) % 2**63)
 
 
-def seed_dropout(
-    model: AnyModel, seed: int, step: int, micro_batch: int, batch: Batch, mesh: Mesh
-) -> None:
-    """Say which micro-batch comes next.
-
-    The native model's masks (those of adapters) depend on the sample alone. The models of
-    transformers draw theirs from torch's generator, which is seeded anew here, so that they depend
-    on how the batch was dealt, but not on where the run was resumed.
+class StepControl:
+    """Where the micro-batches of a step come from, and what may stop the loop before it. This base
+    class only fetches, which is enough for trials and proofs.
     """
-    if isinstance(model, Decoder):
-        if (state := lora_state(model)) is not None:
-            state.begin_batch(step, _row_of_each(batch).to(mesh.device))
-        return
-    torch.manual_seed(int(fingerprint([seed, step, micro_batch, mesh.rank]), 16) % 2**63)
+
+    def __init__(
+        self, fetch: Callable[[int], Sequence[Batch]], dropout: DropoutSeeds | None = None
+    ) -> None:
+        self._fetch, self._dropout = fetch, dropout
+
+    def fetch(self, step: int) -> Sequence[Batch]:
+        """This rank's micro-batches of `step`, on the host."""
+        return self._fetch(step)
+
+    def votes(self) -> Sequence[bool]:
+        """What this rank has to tell all others before a step."""
+        return ()
+
+    def must_stop(self, votes: Sequence[bool]) -> bool:
+        """Whether the loop ends before this step; of each vote, whether any rank said so."""
+        return False
+
+    def begin_micro_batch(self, step: int, index: int, batch: Batch) -> None:
+        """Called before micro-batch `index` of `step` is computed."""
+        if self._dropout is not None:
+            self._dropout.begin_micro_batch(step, index, batch)
 
 
-def _row_of_each(batch: Batch) -> Tensor:
-    """A number for each row of tensors, `[R]`, the same wherever its sample is computed; a
-    preference has two rows.
+class SpikeDetector:
+    """Tells spikes of the gradient norm from a running mean over the steps that were taken, on the
+    device: nothing waits for the host. `state` makes a resumed run decide alike.
     """
-    sides = len(batch.tokens) // len(batch.rows)
-    return (batch.rows[:, None] * sides + torch.arange(sides)).flatten()
-
-
-DECAY = 0.95
-"""Of the running mean: about the last 20 steps."""
-
-
-FIRST = 20
-"""Steps that are taken before any can be a spike: gradients are large in the beginning."""
-
-
-class Spikes:
-    """Follows the norms of the steps that are taken. `state` makes a resumed run decide alike."""
 
     def __init__(
         self, factor: float, device: torch.device, state: Mapping[str, Any] | None = None
@@ -252,20 +162,164 @@ class Spikes:
         self._mean = torch.tensor(state["mean"] if state else 0.0, device=device)
         self._seen = torch.tensor(state["seen"] if state else 0.0, device=device)
 
-    def judge(self, norm: Tensor, wrong: Tensor) -> Tensor:
-        """True where this step is not to be taken: because it is `wrong` anyway, or its norm is a
-        spike. The others count for the mean.
+    def judge(self, norm: Tensor, not_finite: Tensor) -> Tensor:
+        """True where this step is not to be taken: because it is `not_finite`, or its norm is a
+        spike. The norms of all other steps go into the mean.
         """
-        spike = (self._seen >= FIRST) & (norm > self._factor * self._mean)
-        skipped = wrong | spike
+        spike = (self._seen >= SPIKE_WARMUP) & (norm > self._factor * self._mean)
+        skipped = not_finite | spike
+        # A plain mean over the first steps, then a decaying one.
         share = torch.where(
-            self._seen < FIRST, 1 / (self._seen + 1), torch.full_like(norm, 1 - DECAY)
-        )  # a plain mean to begin with
+            self._seen < SPIKE_WARMUP, 1 / (self._seen + 1), torch.full_like(norm, 1 - SPIKE_DECAY)
+        )
         mean = self._mean + share * (norm - self._mean)
         self._mean = torch.where(skipped, self._mean, mean)
         self._seen = torch.where(skipped, self._seen, self._seen + 1)
         return skipped
 
     def state(self) -> dict[str, float]:
-        """Waits for the device."""
+        """For the checkpoint. Waits for the device."""
         return {"mean": float(self._mean), "seen": float(self._seen)}
+
+
+@dataclass
+class StepContext:
+    """What all steps of a training share."""
+
+    module: nn.Module
+    """The wrapped model, which is called."""
+    objective: Objective
+    masters: Masters
+    optimizer: Optimizer
+    mesh: Mesh
+    control: StepControl
+    compute: Compute = "fp32"
+    clip_norm: float | None = None
+    learning_rate: Callable[[int], float] | None = None
+    """Step (from 0) -> learning rate; None leaves the optimizer as it is."""
+    spikes: SpikeDetector | None = None
+    hooks: Sequence[Hook] = ()
+    samples: int = 0
+    """Sequences in a step, over all ranks."""
+    tokens: int = 0
+    """Tokens in a step, over all ranks, padding included."""
+
+    def __post_init__(self) -> None:
+        self.row_sharing = row_sharing(self.mesh)
+        self.gradient_factor = sum_factor(self.module, self.mesh)
+        """What turns the gradients that a wrapper leaves into sums over ranks."""
+
+
+def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
+    """Do the optimizer steps from `first` (so many are done) until `last` are done, a hook ends
+    training, or the control stops it. This function is the whole of a step, in its order.
+
+    Raises:
+        WrongInput: a step has no target in its global batch.
+    """
+    mesh, objective, optimizer = context.mesh, context.objective, context.optimizer
+    masters, control = context.masters, context.control
+    outcome: StepOutcome | None = None
+    for step in range(first, last):
+        began = time.monotonic()
+
+        # Fetch this rank's micro-batches. The hosts agree on the targets of the global batch, and
+        # on whether to stop, without waiting for a device.
+        batches = control.fetch(step)
+        targets, votes = global_targets(objective, batches, mesh, *control.votes())
+        if control.must_stop(votes):
+            return LoopEnd(step, outcome, stopped=True)
+        if not targets:
+            raise WrongInput(
+                f"step {step + 1:,} has not one target in its {context.samples} rows; run"
+                " `ingot show mask` on the recipe"
+            )
+
+        # Forward and backward, micro-batch by micro-batch: sums over this rank's targets.
+        if context.learning_rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = context.learning_rate(step)
+        loss_sum, metric_sums = accumulate_gradients(context, step, batches)
+
+        # Reduce: sums over ranks, divided once by the targets of the global batch.
+        sums = mesh.losses.all_sum(torch.stack([loss_sum, *metric_sums.values()]))
+        loss, *means = (sums / targets).unbind()
+        masters.collect()
+        per_target = context.gradient_factor / targets
+        norm = masters.norm() * per_target
+
+        # Clip; and decide, on the device, whether this step is taken.
+        skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        if context.spikes is not None:
+            skipped = context.spikes.judge(norm, skipped)
+        scale = torch.full_like(norm, per_target)
+        if context.clip_norm is not None:
+            scale = scale * (context.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        masters.scale(scale)
+
+        # Update. Fused kernels leave weights and state alone where `found_inf` is 1.
+        found_inf = masters.told(skipped.float())
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
+        optimizer.step()
+        masters.publish()
+        outcome = StepOutcome(
+            loss, norm, skipped.float(), dict(zip(metric_sums, means, strict=True))
+        )
+
+        # Hooks: every one acts, whatever another one answers.
+        lr, seconds = float(optimizer.param_groups[0]["lr"]), time.monotonic() - began
+        info = StepInfo(step + 1, context.samples, context.tokens, outcome, lr, seconds)
+        answers = [hook.after_step(info) for hook in context.hooks]
+        if any(answers):
+            return LoopEnd(step + 1, outcome)
+    return LoopEnd(last, outcome)
+
+
+def train_step(context: StepContext, step: int = 0) -> StepOutcome:
+    """Step `step` alone, outside of a training."""
+    outcome = run_steps(context, step, step + 1).outcome
+    assert outcome is not None, "the control stopped a step that was asked for"
+    return outcome
+
+
+def global_targets(
+    objective: Objective, batches: Sequence[Batch], mesh: Mesh, *mine: bool
+) -> tuple[int, list[bool]]:
+    """Targets of the global batch, each counted once, and for each vote of `mine` whether any rank
+    says so. Between hosts; the same on all ranks.
+    """
+    total, *votes = mesh.agree(
+        sum(objective.targets(batch) for batch in batches), *map(float, mine)
+    )
+    # Ranks that share the rows of others (context, tensor, pipeline) have counted the same targets.
+    return round(total * mesh.data.world / mesh.world), [count > 0 for count in votes]
+
+
+def accumulate_gradients(
+    context: StepContext, step: int, batches: Sequence[Batch]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sums of loss and metrics over this rank's micro-batches; their gradients are left with the
+    parameters.
+    """
+    module, objective, mesh = context.module, context.objective, context.mesh
+    device, sharing = mesh.device, context.row_sharing
+    if isinstance(module, Pipeline):
+        begin = partial(context.control.begin_micro_batch, step)
+        work = PipelinedBatches(objective, batches, context.compute, device, sharing, begin)
+        module.run(work, backward=True)
+        return work.sums()
+    total = torch.zeros((), device=device)
+    metric_sums: dict[str, Tensor] = {}
+    for index, batch in enumerate(batches):
+        context.control.begin_micro_batch(step, index, batch)
+        with (
+            last_micro_batch(module, mesh, is_last=index == len(batches) - 1)
+            if mesh.world > 1
+            else contextlib.nullcontext()
+        ):
+            loss_sum, metrics = forward(module, objective, batch, context.compute, device, sharing)
+            loss_sum.backward()
+        context.masters.accumulate()
+        total += loss_sum.detach()
+        metric_sums = {name: metric_sums.get(name, 0.0) + value for name, value in metrics.items()}
+    return total, metric_sums

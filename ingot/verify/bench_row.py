@@ -30,8 +30,8 @@ from ingot.config.shape import flops_per_token, parameter_count
 from ingot.models.device import device_name, gpu_usage, measured_peak, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.micro_batch.memory import forget_peak, host_memory, is_out_of_memory
-from ingot.train.micro_batch.trial import Trial, made_up_plan, trying
-from ingot.train.setup import Plan, plan_run
+from ingot.train.micro_batch.trial import Trial, made_up_plan, open_trial
+from ingot.train.setup import TrainSetup, make_setup
 from ingot.verify.bench import WARM_UP
 
 PEAK_TIMES = 3
@@ -64,7 +64,7 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
     try:
         with running_mesh(recipe.parallel) as mesh, _memory_limited(mesh):
             row = _measure(
-                made_up_plan(recipe, mesh) if synthetic else plan_run(recipe, mesh), mesh, steps
+                made_up_plan(recipe, mesh) if synthetic else make_setup(recipe, mesh), mesh, steps
             )
             if mesh.is_main:
                 write_atomic(into, json.dumps(row))
@@ -100,11 +100,11 @@ def _memory_limited(mesh: Mesh) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _measure(plan: Plan, mesh: Mesh, steps: int) -> dict[str, Any]:
+def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
     """The row; collective. Figures of memory and use are those of the rank that has most, GPUs' use
     the mean.
     """
-    with trying(plan, mesh) as trial:
+    with open_trial(plan, mesh) as trial:
         best = _peak(mesh, plan)
         with UsageSampler(mesh.device) as samples:
             seconds, cores = _steps(trial, steps)
@@ -181,7 +181,7 @@ def _typical_step_s(times: Sequence[float], device: torch.device) -> float:
     return statistics.median(times) if device.type == "cpu" else statistics.mean(times)
 
 
-def _peak(mesh: Mesh, plan: Plan) -> float:
+def _peak(mesh: Mesh, plan: TrainSetup) -> float:
     """FLOP/s of all ranks together, each with a large matrix product at the same time."""
     mesh.barrier()
     best = max(measured_peak(mesh.device, plan.compute) for _ in range(PEAK_TIMES))

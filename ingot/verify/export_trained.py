@@ -17,7 +17,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import problems, read_marker
 from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.reader import load_checkpoint
-from ingot.checkpoints.store import COMMIT, Found, committed, step_folder
+from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
 from ingot.config.identity import changes
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
@@ -27,7 +27,7 @@ from ingot.models.kinds import AnyModel, exported_weights
 from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.train.setup import Plan, plan_run
+from ingot.train.setup import TrainSetup, make_setup
 from ingot.verify.export_logits import HeldOutRows, held_out, training_logits
 
 FOLD_TOLERANCE = 2.0**-20
@@ -156,9 +156,9 @@ MACHINE_DEPENDENT = ("precision.compute",)
 class ExportedRun:
     """A trained run and what it says of its export."""
 
-    plan: Plan
+    plan: TrainSetup
     lineage: Mapping[str, Any]
-    found: Found | None
+    found: CommittedCheckpoint | None
     """The checkpoint that was exported."""
     missing_reason: str
     """Why there is none."""
@@ -197,7 +197,7 @@ def open_export(recipe: Recipe) -> ExportedRun:
         )
     # One process rebuilds it, however many trained it.
     alone = recipe.model_copy(update={"parallel": Parallel()})
-    plan = plan_run(alone, alone_on_cpu())
+    plan = make_setup(alone, alone_on_cpu())
     found, gone = _exported_checkpoint(recipe, int(lineage["step"]))
     if found is not None:
         before, now = (
@@ -216,7 +216,7 @@ def alone_on_cpu() -> Mesh:
     return Mesh(Ranks(), CPU)
 
 
-def _exported_checkpoint(recipe: Recipe, step: int) -> tuple[Found | None, str]:
+def _exported_checkpoint(recipe: Recipe, step: int) -> tuple[CommittedCheckpoint | None, str]:
     """The checkpoint of what was exported, or why there is none."""
     folder = step_folder(recipe.folder.checkpoints, step)
     commit = read_marker(folder, COMMIT)
@@ -227,7 +227,7 @@ def _exported_checkpoint(recipe: Recipe, step: int) -> tuple[Found | None, str]:
         return None, f"{folder}, which was exported, is gone (steps that are there: {there})"
     if wrong := problems(folder, commit, checksums=True):
         return None, f"{folder} is damaged: {wrong[0]}"
-    return Found(folder, int(commit["step"]), commit), ""
+    return CommittedCheckpoint(folder, int(commit["step"]), commit), ""
 
 
 @dataclass(frozen=True)
@@ -284,6 +284,6 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
     )
 
 
-def base_model(plan: Plan) -> AnyModel:
+def base_model(plan: TrainSetup) -> AnyModel:
     """The model that training began with, without an adapter."""
     return build_model(plan.drawing, plan.recipe.seed, CPU, filled=True).eval()

@@ -35,7 +35,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
 from ingot.models.spec import ModelSpec
 from ingot.parallel.mesh import Mesh
-from ingot.train.setup import Plan, plan_run
+from ingot.train.setup import TrainSetup, make_setup
 
 VOCABULARY = 61
 """Ids that there are; a prime, so that no number of ranks divides it."""
@@ -122,7 +122,7 @@ class SmallRun:
             ),
         )
 
-    def plan(self, mesh: Mesh) -> Plan:
+    def plan(self, mesh: Mesh) -> TrainSetup:
         """What this rank trains."""
         plan = _plan_of(json.dumps(set_knobs(self.original)))
         rows, held_out = (_small_rows(rows, self.seq_len) for rows in (plan.rows, plan.held_out))
@@ -161,11 +161,11 @@ def make_small(recipe: Recipe, folder: Path) -> SmallRun:
 
 
 @cache
-def _plan_of(recipe: str) -> Plan:
+def _plan_of(recipe: str) -> TrainSetup:
     """The plan of the recipe as it is; made once in each process, since a large tokenizer takes a
     second to read.
     """
-    return plan_run(Recipe.model_validate_json(recipe), Mesh(Ranks(), torch.device("cpu")))
+    return make_setup(Recipe.model_validate_json(recipe), Mesh(Ranks(), torch.device("cpu")))
 
 
 def set_knobs(recipe: Recipe) -> dict[str, Any]:

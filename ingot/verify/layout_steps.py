@@ -5,9 +5,9 @@ one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from ingot.data.opened import IGNORE
 from ingot.models.adapters.lora import lora_layers
 from ingot.models.parameters import Slices, fill_normal, local_tensor, shard_slices
 from ingot.parallel.mesh import Mesh, make_mesh
-from ingot.train.build import Trainee, build_trainee
+from ingot.train.build import TrainState, build_train_state
 from ingot.train.reference import reference_tables
-from ingot.train.setup import Plan
-from ingot.train.step import global_targets, seed_dropout, train_step
+from ingot.train.setup import TrainSetup
+from ingot.train.step import DropoutSeeds, StepContext, StepControl, train_step
 from ingot.verify.layout_recipe import STEPS, SmallRun
 
 CPU = torch.device("cpu")
@@ -72,8 +72,8 @@ def _mesh(here: Ranks, degrees: Degrees) -> Mesh:
     return make_mesh(here, CPU, degrees)
 
 
-def _train_steps(plan: Plan, mesh: Mesh) -> RankResult:
-    trainee = build_trainee(plan, None, reference_tables(plan, mesh), mesh)
+def _train_steps(plan: TrainSetup, mesh: Mesh) -> RankResult:
+    trainee = build_train_state(plan, None, reference_tables(plan, mesh), mesh)
     _fill_adapter(trainee, plan.recipe.seed)
     loader = UnevenLoader(plan.rows, plan.order, plan.batch, mesh.data.rank)
     objective = trainee.objectives.training
@@ -83,24 +83,27 @@ def _train_steps(plan: Plan, mesh: Mesh) -> RankResult:
         list[dict[str, ParameterShard]](),
         list[int](),
     )
+
+    def fetch(step: int) -> list[Batch]:
+        batches = loader.step(step)
+        targets.append(sum(objective.targets(batch) for batch in batches))
+        return batches
+
+    unclipped = StepContext(
+        trainee.module,
+        objective,
+        trainee.masters,
+        trainee.optimizer,
+        mesh,
+        StepControl(fetch, DropoutSeeds(trainee.model, plan.recipe.seed, mesh)),
+        compute=plan.compute,
+    )
+    # Clipping takes a wrong scale away, and is itself wrong where the norm is: with and without it,
+    # in turns.
+    clipped = replace(unclipped, clip_norm=plan.recipe.train.clip_norm)
     try:
         for step in range(STEPS):
-            batches = loader.step(step)
-            targets.append(sum(objective.targets(batch) for batch in batches))
-            outcome = train_step(
-                trainee.module,
-                objective,
-                batches,
-                trainee.masters,
-                trainee.optimizer,
-                targets=global_targets(objective, batches, mesh)[0],
-                # Clipping takes a wrong scale away, and is itself wrong where the norm is: with and
-                # without it, in turns.
-                clip_norm=plan.recipe.train.clip_norm if step % 2 else None,
-                compute=plan.compute,
-                mesh=mesh,
-                before=_seed_dropout_before(trainee, plan, step, mesh),
-            )
+            outcome = train_step(clipped if step % 2 else unclipped, step)
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
             weights.append(_parameter_shards(trainee))
@@ -113,19 +116,13 @@ def _train_steps(plan: Plan, mesh: Mesh) -> RankResult:
     return RankResult(losses, norms, weights, held, targets)
 
 
-def _seed_dropout_before(trainee: Trainee, plan: Plan, step: int, mesh: Mesh) -> Any:
-    return lambda index, batch: seed_dropout(
-        trainee.model, plan.recipe.seed, step, index, batch, mesh
-    )
-
-
 @torch.no_grad()
-def _fill_adapter(trainee: Trainee, seed: int) -> None:
+def _fill_adapter(trainee: TrainState, seed: int) -> None:
     for name, layer in lora_layers(trainee.model).items():
         fill_normal(layer.lora_B, seed, f"{name}.lora_B", ADAPTED_STD)
 
 
-def _parameter_shards(trainee: Trainee) -> dict[str, ParameterShard]:
+def _parameter_shards(trainee: TrainState) -> dict[str, ParameterShard]:
     return {
         one.name: ParameterShard(
             tuple(one.parameter.shape), shard_slices(one.parameter), one.tensor.detach().clone()

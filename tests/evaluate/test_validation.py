@@ -31,13 +31,13 @@ from ingot.parallel.apply import (
 )
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
-from ingot.train.step import train_step
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
 from tests.evaluate.small_runs import prepared
 from tests.parallel.wrapped_run import MODEL
 from tests.ranks import run_ranks
 from tests.small import small_recipe
+from tests.train.stepping import one_step
 from tests.train.test_step import global_batch, rows_of
 
 
@@ -178,18 +178,7 @@ def judged(recipe: Recipe, axes: dict[str, Any], count: int) -> list[float]:
                     validation_losses(model, CrossEntropy(), rows, count, 2, "fp32", mesh)["loss"]
                 )
             batches = rows_of(whole, mesh.data.rank * share, share, 2)
-            targets = CrossEntropy().targets(whole)
-            train_step(
-                module,
-                CrossEntropy(),
-                batches,
-                masters,
-                optimizer,
-                targets=targets,
-                clip_norm=None,
-                compute="fp32",
-                mesh=mesh,
-            )
+            one_step(module, CrossEntropy(), batches, masters, optimizer, mesh)
         return losses
 
 

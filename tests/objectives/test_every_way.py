@@ -117,15 +117,14 @@ def test_it_learns_and_resumes_bit_for_bit(
     assert sum(curve[-4:]) < sum(curve[:4]), curve
     assert len(logged(whole, "validation/loss")) == 2
     broken = apart(ready, tmp_path / "broken", way, **knobs)
-    original = loop.run_loop
+    original = loop.run_steps
 
-    def stop_at(*arguments: Any, **knobs: Any) -> loop.LoopEnd:
-        first, _, fetch, do_step, hooks = arguments
-        original(first, 13, fetch, do_step, hooks)
+    def stop_at(context: loop.StepContext, first: int, last: int) -> loop.LoopEnd:
+        original(context, first, 13)
         raise Stopped("as if killed", signum=9, committed=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ingot.train.trainer.run_loop", stop_at)
+        patch.setattr("ingot.train.trainer.run_steps", stop_at)
         with pytest.raises(Stopped):
             train(broken)
     train(broken)

@@ -26,10 +26,10 @@ from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, 
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optimizers import make_optimizer
-from ingot.train.step import train_step
 from tests import tolerances
 from tests.parallel.wrapped_run import MODEL
 from tests.ranks import run_ranks
+from tests.train.stepping import one_step
 from tests.train.test_step import Poisoned, distance, global_batch, rows_of
 
 Weights = dict[str, Tensor]
@@ -67,23 +67,10 @@ def told(axes: dict[str, Any]) -> tuple[dict[str, float], float, bool, Weights]:
     with running_mesh(parallel) as mesh:
         module, masters = built(mesh, parallel)
         optimizer = make_optimizer(SGD(kind="sgd", lr=1.0), masters)
-        batches, targets = (
-            rows_of(global_batch(0), 0, 8, 2),
-            CrossEntropy().targets(global_batch(0)),
-        )
+        batches = rows_of(global_batch(0), 0, 8, 2)
 
         def step(objective: Any) -> Any:
-            return train_step(
-                module,
-                objective,
-                batches,
-                masters,
-                optimizer,
-                targets=targets,
-                clip_norm=None,
-                compute="fp32",
-                mesh=mesh,
-            )
+            return one_step(module, objective, batches, masters, optimizer, mesh)
 
         outcome = step(Telling())
         before = {
@@ -129,16 +116,8 @@ def one_layer_trained(axes: dict[str, Any], targets: tuple[str, ...]) -> tuple[f
         )
         batches = rows_of(global_batch(0), 0, 8, 4)
         for _ in range(2):
-            outcome = train_step(
-                module,
-                CrossEntropy(),
-                batches,
-                masters,
-                optimizer,
-                targets=80,
-                clip_norm=1.0,
-                compute="fp32",
-                mesh=mesh,
+            outcome = one_step(
+                module, CrossEntropy(), batches, masters, optimizer, mesh, clip_norm=1.0
             )
         return float(outcome.grad_norm), {master.name: master.tensor.detach() for master in masters}
 
@@ -179,16 +158,8 @@ def distilled(axes: dict[str, Any]) -> tuple[list[float], Weights]:
         objective, losses = Distill(teacher, temperature=2.0, alpha=0.5), []
         for number in range(2):
             whole = global_batch(number)
-            outcome = train_step(
-                module,
-                objective,
-                rows_of(whole, 0, 8, 2),
-                masters,
-                optimizer,
-                targets=objective.targets(whole),
-                clip_norm=0.5,
-                compute="fp32",
-                mesh=mesh,
+            outcome = one_step(
+                module, objective, rows_of(whole, 0, 8, 2), masters, optimizer, mesh, clip_norm=0.5
             )
             losses.append(float(outcome.loss))
         return losses, {master.name: local_tensor(master.parameter.detach()) for master in masters}

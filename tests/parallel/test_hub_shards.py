@@ -21,10 +21,10 @@ from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
-from ingot.train.step import train_step
 from tests import tolerances
 from tests.models.hf.tiny import ALL, LABELS, VOCAB, drawn
 from tests.ranks import run_ranks
+from tests.train.stepping import one_step
 from tests.train.test_step import distance
 
 ROWS, SOURCE, TARGET = 4, 12, 7
@@ -74,17 +74,7 @@ def train_a_little(
         for step in range(3):
             whole = batch_of(step % 2, classes=isinstance(model, Encoder))
             batches = [rows(whole, mesh.data.rank * share + place, 1) for place in range(share)]
-            outcome = train_step(
-                module,
-                objective,
-                batches,
-                masters,
-                optimizer,
-                targets=objective.targets(whole),
-                clip_norm=0.5,
-                compute="fp32",
-                mesh=mesh,
-            )
+            outcome = one_step(module, objective, batches, masters, optimizer, mesh, clip_norm=0.5)
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
         weights = {

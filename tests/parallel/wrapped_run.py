@@ -22,10 +22,24 @@ from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
-from ingot.train.step import train_step
+from tests.train.stepping import one_step
 from tests.train.test_step import CONFIG, ROWS, global_batch, rows_of
 
 MODEL = {**CONFIG, "num_hidden_layers": 5, "num_key_value_heads": 4}
+
+
+@dataclass(frozen=True)
+class AdapterMasks:
+    """Seeds the masks of an adapter by the place of each row in its global batch."""
+
+    state: Any
+    first: int
+    micro_batch: int
+
+    def begin_micro_batch(self, step: int, index: int, batch: Any) -> None:
+        if self.state is not None:
+            rows = self.first + index * self.micro_batch + torch.arange(len(batch.tokens))
+            self.state.begin_batch(step, rows)
 
 
 @dataclass(frozen=True)
@@ -92,24 +106,18 @@ def run_case(case: Case) -> Result:
         losses, norms = [], []
         for step in range(case.steps):
             whole, first = global_batch(step % 2), mesh.data.rank * share
-
-            def before(index: int, batch: Any, step: int = step, first: int = first) -> None:
-                if state is not None:
-                    state.begin_batch(
-                        step, first + index * case.micro_batch + torch.arange(len(batch.tokens))
-                    )
-
-            outcome = train_step(
+            masks = AdapterMasks(state, first, case.micro_batch)
+            outcome = one_step(
                 module,
                 objective,
                 rows_of(whole, first, share, case.micro_batch),
                 masters,
                 optimizer,
-                targets=objective.targets(whole),
-                clip_norm=0.5,
+                mesh,
                 compute=case.compute,
-                mesh=mesh,
-                before=before,
+                clip_norm=0.5,
+                step=step,
+                dropout=masks,
             )
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))

@@ -158,10 +158,10 @@ def test_it_resumes_bit_for_bit_with_its_optimizer(
 
 
 def _stop_after(step: int) -> Any:
-    from ingot.train.step import run_loop
+    from ingot.train.step import run_steps
 
     def stop(first: int, last: int, fetch: Any, do_step: Any, hooks: Any, **more: Any) -> None:
-        run_loop(first, step, fetch, do_step, hooks, **more)
+        run_steps(first, step, fetch, do_step, hooks, **more)
         raise KeyboardInterrupt
 
     return stop

@@ -18,7 +18,7 @@ from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.micro_batch import search as fitting
 from ingot.train.micro_batch import trial
 from ingot.train.micro_batch.search import (
-    Tried,
+    TriedMicroBatch,
     fitting_micro_batch,
     micro_batches,
     search,
@@ -42,11 +42,11 @@ class Device:
         self.weights, self.row, self.best = weights, row, best
         self.asked: list[int] = []
 
-    def __call__(self, size: int) -> Tried:
+    def __call__(self, size: int) -> TriedMicroBatch:
         self.asked.append(size)
         share = (self.weights + self.row * size) / 100
         speed = min(size, self.best) / max(1.0, size / self.best)
-        return Tried(size, share if share <= 1 else 1e9, speed if share <= 1 else 0.0)
+        return TriedMicroBatch(size, share if share <= 1 else 1e9, speed if share <= 1 else 0.0)
 
 
 def test_the_largest_that_leaves_a_margin_is_chosen_and_none_beyond_is_tried() -> None:
@@ -91,7 +91,10 @@ def test_the_fastest_is_chosen_on_a_cpu_the_smallest_of_equals_and_slower_ones_a
     assert device.asked == [1, 2, 4, 8, 16]
     assert "larger ones were not faster, up to 16" in found.why
     equal = search(
-        [1, 2, 4, 8], lambda size: Tried(size, 0.1, 1.0 + 0.01 * (size == 2)), 0.7, largest=False
+        [1, 2, 4, 8],
+        lambda size: TriedMicroBatch(size, 0.1, 1.0 + 0.01 * (size == 2)),
+        0.7,
+        largest=False,
     )
     assert equal.micro_batch == 1
 
@@ -166,7 +169,7 @@ def test_it_is_sought_again_only_where_something_that_matters_changed(
     monkeypatch.setattr(
         fitting,
         "_try",
-        lambda recipe, sizes, mesh: sought.append(sizes) or fitting.Found(2, "", []),
+        lambda recipe, sizes, mesh: sought.append(sizes) or fitting.FoundMicroBatch(2, "", []),
     )
     sought: list[Any] = []
     for knobs, times in (
@@ -196,7 +199,7 @@ def test_it_is_sought_again_only_where_something_that_matters_changed(
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory. TriedMicroBatch to allocate 2 GiB"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
         MemoryError(),
     ],
@@ -207,10 +210,10 @@ def test_running_out_of_memory_in_a_step_ends_the_search(
 ) -> None:
     taken = trial.train_step
 
-    def fails(module: Any, objective: Any, batches: Any, *more: Any, **options: Any) -> Any:
-        if len(batches[0].tokens) >= 4:
+    def fails(context: Any, number: int) -> Any:
+        if len(context.control.fetch(number)[0].tokens) >= 4:
             raise error
-        return taken(module, objective, batches, *more, **options)
+        return taken(context, number)
 
     monkeypatch.setattr(trial, "train_step", fails)
     monkeypatch.setattr(fitting, "AS_FAST", 0.0)  # the smallest counts as fastest

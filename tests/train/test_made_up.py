@@ -21,8 +21,8 @@ from ingot.data.order import Order
 from ingot.data.rows import Rows
 from ingot.data.samples import Samples
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.micro_batch.trial import made_up_plan, made_up_rows, trying, with_made_up_rows
-from ingot.train.setup import plan_run
+from ingot.train.micro_batch.trial import made_up_plan, made_up_rows, open_trial, with_made_up_rows
+from ingot.train.setup import make_setup
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.small import TINY_MODEL, small_recipe
@@ -110,7 +110,7 @@ def test_each_way_of_training_steps_without_data(way: str, tmp_path: Path) -> No
     before = torch.get_rng_state()
     with running_mesh(recipe.parallel) as mesh:
         plan = made_up_plan(recipe, mesh)
-        with trying(plan, mesh) as trial, trial.dealing(plan.batch) as take:
+        with open_trial(plan, mesh) as trial, trial.dealing(plan.batch) as take:
             outcomes = [take(step) for step in range(2)]
     assert all(
         math.isfinite(float(outcome.loss))
@@ -126,7 +126,7 @@ def first_losses(root: Path, knobs: dict[str, Any]) -> list[float]:
     recipe = small_recipe(root, **knobs)
     with running_mesh(recipe.parallel) as mesh:
         plan = made_up_plan(recipe, mesh)
-        with trying(plan, mesh) as trial, trial.dealing(plan.batch) as take:
+        with open_trial(plan, mesh) as trial, trial.dealing(plan.batch) as take:
             return [float(take(step).loss) for step in range(2)]
 
 
@@ -157,7 +157,7 @@ def test_a_prepared_run_keeps_its_tokenizer(root: Path) -> None:
     recipe = small_recipe(root, tokenizer__vocab_size=900)
     plan = made_up_plan(recipe, ALONE)
     assert plan.drawing.config.vocab_size == plan.tokenizer.vocab_size == 320
-    real = plan_run(small_recipe(root), ALONE)
+    real = make_setup(small_recipe(root), ALONE)
     made = with_made_up_rows(real)
     assert made.drawing == real.drawing
     assert made.rows.fingerprint == "made up"

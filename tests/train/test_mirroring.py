@@ -23,7 +23,7 @@ from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.train import resume as mirroring
-from ingot.train import trainer as train_run
+from ingot.train import step
 from ingot.train.trainer import train
 from tests import gcs
 from tests.ranks import run_ranks
@@ -244,13 +244,13 @@ def train_noting(place: Path, address: str | None) -> tuple[list[Any], dict[str,
     trained = list[Any]()
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, range(20, 28))
-        step = train_run._step
+        accumulate = step.accumulate_gradients
 
-        def noting(number: int, work: Any, *more: Any) -> Any:
-            trained.append((number, [batch.rows.tolist() for batch in work.batches]))
-            return step(number, work, *more)
+        def noting(context: Any, number: int, batches: Any) -> Any:
+            trained.append((number, [batch.rows.tolist() for batch in batches]))
+            return accumulate(context, number, batches)
 
-        patch.setattr(train_run, "_step", noting)
+        patch.setattr(step, "accumulate_gradients", noting)
         recipe = small_recipe(place, **knobs, output="runs", train__micro_batch=1)
         train(recipe)
     return trained, last_state(recipe) if rank == 0 else {}

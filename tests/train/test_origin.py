@@ -16,7 +16,7 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.models.hf.folder import read_lineage
-from ingot.train.evaluation import Measured, Tracker
+from ingot.train.evaluation import BestTracker, Measured
 from ingot.train.trainer import train
 from tests.small import copy_of, small_recipe
 
@@ -186,12 +186,12 @@ def test_tasks_are_measured_while_training_and_can_stop_it(root: Path) -> None:
 def test_the_tracker_knows_which_way_is_better(
     direction: Any, values: list[float], best: int
 ) -> None:
-    tracker = Tracker("x")
+    tracker = BestTracker("x")
     for step, value in enumerate(values):
         tracker.see(step, {"x": Measured(value, direction)})
     assert tracker.best_step == best
-    again = Tracker("x")
+    again = BestTracker("x")
     again.restore(tracker.state())
     assert again.state() == tracker.state()
     with pytest.raises(WrongInput, match=r"`?y`? is not measured while training"):
-        Tracker("y").see(1, {"x": Measured(1.0)})
+        BestTracker("y").see(1, {"x": Measured(1.0)})

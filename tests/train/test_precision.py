@@ -25,7 +25,7 @@ from ingot.models.hf.folder import stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train import optimizers as stochastic
-from ingot.train.optimizers import Noise, make_optimizer, round_to_bf16, set_learning_rate
+from ingot.train.optimizers import Noise, make_optimizer, round_to_bf16
 from ingot.train.setup import check_formats, check_memory, computing_type
 from ingot.train.trainer import train
 from tests import tolerances
@@ -204,7 +204,6 @@ def test_a_resumed_run_rounds_the_same(kind: str, tmp_path: Path) -> None:
         for values in its_optimizer.state.values()
         for value in values.values()
     )
-    set_learning_rate(its_optimizer, KNOBS[kind].lr)
     take_steps(its_masters, its_optimizer, 3, 3)
     assert all(
         torch.equal(one, other)

@@ -12,7 +12,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
-from ingot.checkpoints.store import Found, committed
+from ingot.checkpoints.store import CommittedCheckpoint, committed
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
@@ -23,11 +23,11 @@ from tests.train.test_run import stop_after
 Spans = list[list[int]]
 
 
-def start(monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans) -> Found | None:
+def start(monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans) -> CommittedCheckpoint | None:
     """Resume at step 10 of 4 samples each, trained with the ranges `before`, with the ranges
     `now`.
     """
-    found = Found(Path("step"), 10, {"identity": identity(before), "finished": False})
+    found = CommittedCheckpoint(Path("step"), 10, {"identity": identity(before), "finished": False})
     monkeypatch.setattr(resume, "newest_valid", lambda folder: found)
     return resume.find_start(RunFolder(Path("run")), identity(now), fresh=False)
 

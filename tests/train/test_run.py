@@ -22,6 +22,7 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
+from ingot.train import step as step_module
 from ingot.train.trainer import train
 from tests.ranks import run_ranks
 from tests.small import small_recipe
@@ -114,20 +115,18 @@ def test_the_exported_model_opens_in_transformers_with_the_trained_logits(root: 
 
 def stop_after(recipe: Recipe, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Die without any farewell when `steps` steps are done and logged, as by kill -9."""
-    from ingot.train import trainer as train_run
-
-    original = train_run._step
+    original = step_module.accumulate_gradients
 
     class Killed(BaseException):
         pass
 
-    def step_or_die(step: int, *more: Any) -> Any:
-        if step >= steps:
+    def step_or_die(context: Any, number: int, batches: Any) -> Any:
+        if number >= steps:
             raise Killed
-        return original(step, *more)
+        return original(context, number, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_run, "_step", step_or_die)
+        patch.setattr(step_module, "accumulate_gradients", step_or_die)
         with pytest.raises(Killed):
             train(recipe)
 

@@ -24,7 +24,7 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.train.interrupts import Leave, Notice, StopSignals, stacks_on_demand
+from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
 from ingot.train.trainer import train
 from tests.ranks import run_ranks
 from tests.small import small_recipe
@@ -232,7 +232,7 @@ def test_the_same_request_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
         assert signals.signum == signal.SIGINT
-        with pytest.raises(Leave) as leave:
+        with pytest.raises(LeaveNow) as leave:
             signals.leave_at_once(5)
         assert (leave.value.signum, leave.value.committed) == (signal.SIGINT, 5)
 
@@ -284,7 +284,7 @@ def test_a_notice_in_a_file_counts_as_a_signal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "notice"
-    with StopSignals(60) as signals, Notice(str(file)):
+    with StopSignals(60) as signals, PreemptionNotice(str(file)):
         signals.leave_between_steps()
         time.sleep(0.1)
         assert not signals.signum
@@ -325,7 +325,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Metadata]]:
 
 
 def test_a_notice_of_the_metadata_server_counts_as_a_signal(metadata: type[Metadata]) -> None:
-    with StopSignals(60) as signals, Notice("gce"):
+    with StopSignals(60) as signals, PreemptionNotice("gce"):
         signals.leave_between_steps()
         _wait_for(lambda: len(metadata.asked) > 0)
         assert not signals.signum

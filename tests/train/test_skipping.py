@@ -15,26 +15,24 @@ from safetensors.torch import load_file
 from ingot.base.errors import Failed
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
-from ingot.data.order import Order
-from ingot.train import step as train_step
-from ingot.train import trainer as train_run
-from ingot.train.step import FIRST, Spikes
+from ingot.train import step
+from ingot.train.step import SPIKE_WARMUP, SpikeDetector
 from ingot.train.trainer import train
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 
 
-def judged(spikes: Spikes, norm: float, wrong: bool = False) -> bool:
+def judged(spikes: SpikeDetector, norm: float, wrong: bool = False) -> bool:
     return bool(spikes.judge(torch.tensor(norm), torch.tensor(wrong)))
 
 
 def test_a_spike_is_told_by_the_running_mean_of_steps_that_were_taken() -> None:
-    spikes = Spikes(3.0, torch.device("cpu"))
+    spikes = SpikeDetector(3.0, torch.device("cpu"))
     assert not any(
-        judged(spikes, norm) for norm in [100.0, *[1.0] * (FIRST - 1)]
+        judged(spikes, norm) for norm in [100.0, *[1.0] * (SPIKE_WARMUP - 1)]
     )  # none is one in the beginning
     mean = spikes.state()["mean"]
-    assert mean == pytest.approx((100 + FIRST - 1) / FIRST)
+    assert mean == pytest.approx((100 + SPIKE_WARMUP - 1) / SPIKE_WARMUP)
     for _ in range(200):
         judged(spikes, 1.0)
     assert judged(spikes, 3.5)
@@ -49,10 +47,10 @@ def test_a_spike_is_told_by_the_running_mean_of_steps_that_were_taken() -> None:
 def test_a_resumed_watch_decides_alike() -> None:
     generator = torch.Generator().manual_seed(0)
     norms = (torch.rand(100, generator=generator) * 3).tolist()
-    whole, first = Spikes(1.5, torch.device("cpu")), Spikes(1.5, torch.device("cpu"))
+    whole, first = SpikeDetector(1.5, torch.device("cpu")), SpikeDetector(1.5, torch.device("cpu"))
     expected = [judged(whole, norm) for norm in norms]
     found = [judged(first, norm) for norm in norms[:37]]
-    second = Spikes(1.5, torch.device("cpu"), json.loads(json.dumps(first.state())))
+    second = SpikeDetector(1.5, torch.device("cpu"), json.loads(json.dumps(first.state())))
     assert found + [judged(second, norm) for norm in norms[37:]] == expected
     assert any(expected)
     assert second.state() == whole.state()
@@ -62,25 +60,20 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: range, added: float = float("na
     """The loss of a step that sees a sample whose place in the order lies in `bad` has a gradient
     of `added` in one of the weights.
     """
-    original_step, original_forward, now = train_run._step, train_step.forward, [0.0]
+    original, original_forward, now = step.accumulate_gradients, step.forward, [0.0]
 
-    def step(number: int, work: Any, job: Any, plan: Any, *more: Any) -> Any:
-        order = Order(plan.rows.sizes, plan.recipe.seed, plan.rows.weights, plan.recipe.data.skip)
-        places = [
-            order.place(sample)
-            for sample in range(
-                number * plan.batch.global_batch, (number + 1) * plan.batch.global_batch
-            )
-        ]
+    def accumulate(context: Any, number: int, batches: Any) -> Any:
+        order, size = context.control._loader._order, context.samples
+        places = [order.place(sample) for sample in range(number * size, (number + 1) * size)]
         now[0] = added if any(place in bad for place in places) else 0.0
-        return original_step(number, work, job, plan, *more)
+        return original(context, number, batches)
 
     def forward(model: torch.nn.Module, *more: Any) -> Any:
         loss, metrics = original_forward(model, *more)
         return loss + now[0] * next(model.parameters()).sum() if now[0] else loss, metrics
 
-    monkeypatch.setattr(train_run, "_step", step)
-    monkeypatch.setattr(train_step, "forward", forward)
+    monkeypatch.setattr(step, "accumulate_gradients", accumulate)
+    monkeypatch.setattr(step, "forward", forward)
 
 
 def weights(recipe: Recipe) -> dict[str, torch.Tensor]:

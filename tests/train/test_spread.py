@@ -122,20 +122,18 @@ def trained(ready: str, target: str, cases: list[Case], resumed: list[Case]) -> 
 
 def _stop_after(steps: int, recipe: Recipe) -> None:
     """Begin a training, and end it a step after its checkpoint as if it were killed."""
-    original = loop.run_loop
+    original = loop.run_steps
 
-    def stop(
-        first: int, last: int, fetch: Any, do_step: Any, hooks: Any, **knobs: Any
-    ) -> loop.LoopEnd:
-        original(first, steps, fetch, do_step, hooks)
+    def stop(context: loop.StepContext, first: int, last: int) -> loop.LoopEnd:
+        original(context, first, steps)
         raise Stopped("as if killed", signum=9, committed=True)
 
-    run.run_loop = stop  # type: ignore[attr-defined]
+    run.run_steps = stop  # type: ignore[attr-defined]
     try:
         with pytest.raises(Stopped):
             train(recipe)
     finally:
-        run.run_loop = original  # type: ignore[attr-defined]
+        run.run_steps = original  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

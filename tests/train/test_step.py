@@ -23,9 +23,9 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train import step
 from ingot.train.optimizers import make_optimizer
-from ingot.train.step import train_step
 from tests import tolerances
 from tests.ranks import run_ranks
+from tests.train.stepping import one_step
 
 ROWS, TIME, STEPS = 8, 24, 4
 CONFIG = {
@@ -88,16 +88,14 @@ def train_a_little(micro_batch: int, kind: str, clip_norm: float | None = None) 
         losses, norms = [], []
         for number in range(STEPS):
             whole = global_batch(number % 2)
-            outcome = train_step(
+            outcome = one_step(
                 module,
                 objective,
                 rows_of(whole, mesh.rank * share, share, micro_batch),
                 masters,
                 optimizer,
-                targets=objective.targets(whole),
+                mesh,
                 clip_norm=clip_norm,
-                compute="fp32",
-                mesh=mesh,
             )
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
@@ -173,16 +171,8 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
 
         def poisoned(poison: float) -> float:
             batch = global_batch(0)
-            outcome = train_step(
-                model,
-                Poisoned(poison),
-                [batch],
-                masters,
-                optimizer,
-                targets=80,
-                clip_norm=1.0,
-                compute="fp32",
-                mesh=mesh,
+            outcome = one_step(
+                model, Poisoned(poison), [batch], masters, optimizer, mesh, clip_norm=1.0
             )
             return float(outcome.skipped)
 
@@ -234,16 +224,15 @@ def test_bf16_compute_stays_near_float32() -> None:
             masters = Masters(model, mesh, working=torch.bfloat16 if compute == "bf16" else None)
             optimizer = make_optimizer(AdamW(lr=1e-2), masters)
             for _ in range(8):
-                outcome = train_step(
+                outcome = one_step(
                     model,
                     CrossEntropy(),
                     [global_batch(0)],
                     masters,
                     optimizer,
-                    targets=80,
-                    clip_norm=1.0,
+                    mesh,
                     compute=compute,
-                    mesh=mesh,
+                    clip_norm=1.0,
                 )  # type: ignore[arg-type]
             losses[compute] = float(outcome.loss)
             assert all(master.tensor.dtype == torch.float32 for master in masters)

@@ -19,7 +19,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import running_mesh
 from ingot.train.micro_batch.memory import HostMemory
-from ingot.train.setup import plan_run
+from ingot.train.setup import make_setup
 from ingot.verify import bench_row
 from ingot.verify.bench import (
     FORMULA,
@@ -289,7 +289,7 @@ def test_a_row_is_measured_on_the_recipes_own_data_and_nothing_is_kept(
 
 def _tiny_config(recipe: Recipe) -> dict[str, Any]:
     with running_mesh(recipe.parallel) as mesh:
-        return plan_run(recipe, mesh).drawing.config.to_hf()
+        return make_setup(recipe, mesh).drawing.config.to_hf()
 
 
 def test_two_ranks_make_one_row_of_both(root: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """`train.micro_batch: auto`: the largest micro-batch that fits, or on a CPU the fastest of those;
-found by trying, once per run folder.
+found by open_trial, once per run folder.
 
 What is chosen decides about memory and time, never about results. Sizes rise in powers of two, each
 a step of the real trainee on made-up rows. Activations grow with the rows, so from two sizes
@@ -34,8 +34,8 @@ from ingot.train.micro_batch.memory import (
     peak_bytes,
     room_bytes,
 )
-from ingot.train.micro_batch.trial import Trial, let_go, trying, with_made_up_rows
-from ingot.train.setup import plan_run
+from ingot.train.micro_batch.trial import Trial, let_go, open_trial, with_made_up_rows
+from ingot.train.setup import make_setup
 
 MOST = {"cpu": 0.7}
 """Share of the memory that may be taken, by type of device. A CPU's is shared with whatever else
@@ -59,7 +59,7 @@ CPU.
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedMicroBatch:
     """What one size took. `share`: of the memory there is, on the rank where it is tightest; above
     1 where it ran out.
     """
@@ -70,12 +70,12 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundMicroBatch:
     """The size, why it is this one, and what was tried."""
 
     micro_batch: int
     why: str
-    tried: list[Tried]
+    tried: list[TriedMicroBatch]
 
 
 def fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> int:
@@ -148,15 +148,15 @@ def _with_size(recipe: Recipe, size: int) -> Recipe:
 
 
 def search(
-    sizes: Sequence[int], probe: Callable[[int], Tried], most: float, *, largest: bool
-) -> Found:
+    sizes: Sequence[int], probe: Callable[[int], TriedMicroBatch], most: float, *, largest: bool
+) -> FoundMicroBatch:
     """Try `sizes`, rising, until the next would take more than the share `most` of the memory; the
     largest, or the fastest.
 
     Raises:
         Failed: the smallest one ran out of memory.
     """
-    tried: list[Tried] = []
+    tried: list[TriedMicroBatch] = []
     end = f"these are all rows of a rank ({sizes[-1]})"
     for size in sizes:
         if (would := _predicted(tried, size)) > most:
@@ -181,7 +181,7 @@ def search(
     fitting = [one for one in tried if one.share <= most] or tried[:1]
     if largest:
         chosen = fitting[-1]
-        return Found(
+        return FoundMicroBatch(
             chosen.micro_batch,
             f"the largest that fits, with {chosen.share:.0%} of the memory; {end}",
             tried,
@@ -193,10 +193,10 @@ def search(
         f"the fastest, or the smallest of equals (rows a second of a process: {speeds}), with"
         f" {chosen.share:.0%} of the memory; {end}"
     )
-    return Found(chosen.micro_batch, why, tried)
+    return FoundMicroBatch(chosen.micro_batch, why, tried)
 
 
-def _predicted(tried: Sequence[Tried], size: int) -> float:
+def _predicted(tried: Sequence[TriedMicroBatch], size: int) -> float:
     """The share that `size` would take, by the line through the last two; 0 where that is not known
     yet.
     """
@@ -207,17 +207,17 @@ def _predicted(tried: Sequence[Tried], size: int) -> float:
     return last.share + slope * (size - last.micro_batch)
 
 
-def _no_gain(tried: Sequence[Tried]) -> bool:
+def _no_gain(tried: Sequence[TriedMicroBatch]) -> bool:
     if len(tried) <= NO_GAIN:
         return False
     before = max(one.rows_per_s for one in tried[:-NO_GAIN])
     return all(one.rows_per_s * AS_FAST <= before for one in tried[-NO_GAIN:])
 
 
-def _try(recipe: Recipe, sizes: Sequence[int], mesh: Mesh) -> Found:
-    plan = with_made_up_rows(plan_run(_with_size(recipe, sizes[0]), mesh))
+def _try(recipe: Recipe, sizes: Sequence[int], mesh: Mesh) -> FoundMicroBatch:
+    plan = with_made_up_rows(make_setup(_with_size(recipe, sizes[0]), mesh))
     on_cpu = mesh.device.type == "cpu"
-    with trying(plan, mesh) as trial:
+    with open_trial(plan, mesh) as trial:
         room = room_bytes(mesh.device, mesh.ranks.local_world)
         return search(
             sizes,
@@ -227,7 +227,7 @@ def _try(recipe: Recipe, sizes: Sequence[int], mesh: Mesh) -> Found:
         )
 
 
-def _probe(trial: Trial, size: int, room: int) -> Tried:
+def _probe(trial: Trial, size: int, room: int) -> TriedMicroBatch:
     """Two steps of `size` rows at once; the second one is timed. The same numbers on every rank."""
     mesh, staged = trial.mesh, trial.plan.recipe.parallel.pipeline > 1
     per_rank = trial.plan.batch.per_rank
@@ -241,7 +241,7 @@ def _probe(trial: Trial, size: int, room: int) -> Tried:
     seconds = _seconds(trial, batch)
     peak = OUT if seconds is None else peak_bytes(mesh.device) / room
     ranks = mesh.gather([peak, seconds or math.inf])
-    return Tried(
+    return TriedMicroBatch(
         size,
         max(share for share, _ in ranks),
         batch.per_rank / max(slowest for _, slowest in ranks),

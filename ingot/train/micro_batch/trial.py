@@ -9,6 +9,7 @@ import gc
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,19 +27,19 @@ from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.train.build import Trainee, build_trainee
+from ingot.train.build import TrainState, build_train_state
 from ingot.train.reference import Tables
-from ingot.train.setup import Plan, check_teacher, computing_type, teacher_vocabulary
-from ingot.train.step import StepOutcome, global_targets, seed_dropout, train_step
+from ingot.train.setup import TrainSetup, check_teacher, computing_type, teacher_vocabulary
+from ingot.train.step import DropoutSeeds, StepContext, StepControl, StepOutcome, train_step
 
 
 @dataclass(frozen=True)
 class Trial:
     """A trainee that is tried."""
 
-    plan: Plan
+    plan: TrainSetup
     mesh: Mesh
-    trainee: Trainee
+    trainee: TrainState
 
     @contextlib.contextmanager
     def dealing(self, batch: BatchPlan) -> Iterator[Callable[[int], StepOutcome]]:
@@ -50,30 +51,21 @@ class Trial:
         """
         plan, trainee, mesh = self.plan, self.trainee, self.mesh
         with contextlib.closing(Loader(plan.rows, plan.order, batch, mesh.data.rank)) as loader:
-
-            def take(step: int) -> StepOutcome:
-                batches = loader.step(step)
-                targets, _ = global_targets(trainee.objectives.training, batches, mesh)
-                return train_step(
-                    trainee.module,
-                    trainee.objectives.training,
-                    batches,
-                    trainee.masters,
-                    trainee.optimizer,
-                    targets=max(1, targets),
-                    clip_norm=plan.recipe.train.clip_norm,
-                    compute=plan.compute,
-                    mesh=mesh,
-                    before=lambda index, one: seed_dropout(
-                        trainee.model, plan.recipe.seed, step, index, one, mesh
-                    ),
-                )
-
-            yield take
+            context = StepContext(
+                trainee.module,
+                trainee.objectives.training,
+                trainee.masters,
+                trainee.optimizer,
+                mesh,
+                StepControl(loader.step, DropoutSeeds(trainee.model, plan.recipe.seed, mesh)),
+                compute=plan.compute,
+                clip_norm=plan.recipe.train.clip_norm,
+            )
+            yield partial(train_step, context)
 
 
 @contextlib.contextmanager
-def trying(plan: Plan, mesh: Mesh) -> Iterator[Trial]:
+def open_trial(plan: TrainSetup, mesh: Mesh) -> Iterator[Trial]:
     """Build what the plan says, as training would; torch's generators are left as they were.
     `let_go` when nothing names the trial any more.
 
@@ -94,7 +86,7 @@ def trying(plan: Plan, mesh: Mesh) -> Iterator[Trial]:
         yield Trial(
             plan,
             mesh,
-            build_trainee(plan, None, None if table is None else Tables(table, table), mesh),
+            build_train_state(plan, None, None if table is None else Tables(table, table), mesh),
         )
 
 
@@ -198,14 +190,16 @@ def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
     data = recipe.data
     if recipe.documents in ("text", "chat"):
         return MadeUpRows(
-            data.seq_len, vocab_size, 1 if recipe.pack == "none" else min(DOCUMENTS, data.seq_len)
+            data.seq_len,
+            vocab_size,
+            1 if recipe.pack == "none" else max(1, min(DOCUMENTS, data.seq_len // 2)),
         )
     return MadeUpSamples(
         recipe.documents, data.seq_len, data.target_len, vocab_size, max(1, len(recipe.labels))
     )
 
 
-def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
+def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     """A plan without prepared data and without weights: the recipe's model, drawn at random, its
     batch, made-up rows.
 
@@ -229,7 +223,7 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
         check_layout(recipe.parallel, mesh.world, drawing.config.to_hf(), recipe.data.seq_len)
     rows = made_up_rows(recipe, drawing.config.vocab_size)
     last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
-    return Plan(
+    return TrainSetup(
         drawn,
         batch,
         tokenizer,
@@ -245,7 +239,7 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> Plan:
     )
 
 
-def with_made_up_rows(plan: Plan) -> Plan:
+def with_made_up_rows(plan: TrainSetup) -> TrainSetup:
     """The same plan over made-up rows; it begins with the model's own weights, not with another
     run's.
     """

@@ -1,0 +1,237 @@
+"""Puts together what surrounds the steps of an attempt: hooks in their order, metric sinks, and the
+context that all steps share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ingot.base.heartbeat import HeartbeatWriter
+from ingot.base.markers import fingerprint
+from ingot.base.progress import Progress
+from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import FailSafeSink, JsonLines, TensorBoard, WeightsAndBiases
+from ingot.checkpoints.mirror import BucketMirror
+from ingot.checkpoints.saver import Saver
+from ingot.checkpoints.store import CommittedCheckpoint
+from ingot.config.load import dump_recipe
+from ingot.config.recipe import Recipe
+from ingot.data.loader import Loader
+from ingot.models.parameters import is_sharded
+from ingot.parallel.mesh import Mesh
+from ingot.train.build import TrainState
+from ingot.train.evaluation import EvaluateHook, SampleHook, measuring, sample_texts
+from ingot.train.goodput import (
+    EventSink,
+    TimeAccount,
+)
+from ingot.train.hooks import (
+    CheckpointHook,
+    KillHook,
+    LogHook,
+    SkipHook,
+    TrainingControl,
+    Workload,
+)
+from ingot.train.interrupts import StopSignals
+from ingot.train.profile import profile_hooks
+from ingot.train.rollback import left_out
+from ingot.train.schedules import learning_rate
+from ingot.train.setup import TrainSetup
+from ingot.train.step import (
+    DropoutSeeds,
+    Hook,
+    SpikeDetector,
+    StepContext,
+)
+
+
+@dataclass(frozen=True)
+class TrainingProcess:
+    """What stays as it is while this process lives, however often training goes back."""
+
+    recipe: Recipe
+    mesh: Mesh
+    heart: HeartbeatWriter
+    signals: StopSignals
+    events: EventSink
+    bucket: BucketMirror | None
+
+    def any_rank_asked(self) -> bool:
+        """Whether any rank is asked to stop. Collective."""
+        self.heart.beat()
+        return any(self.mesh.agree(float(self.signals.signum != 0)))
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The side effects of an attempt, and those of them that are asked for by name."""
+
+    evaluation: EvaluateHook
+    samples: SampleHook
+    checkpoint: CheckpointHook
+    account: TimeAccount
+    spikes: SpikeDetector | None
+    all: Sequence[Hook]
+
+    def do_owed(self, start: CommittedCheckpoint | None) -> None:
+        """Do what a signal broke off at the end of the attempt before, which its checkpoint
+        says.
+        """
+        owed = start.commit.get("owed", []) if start else []
+        for name, hook in (("validation", self.evaluation), ("samples", self.samples)):
+            if start is not None and name in owed:
+                hook.at(start.step)
+        self.account.begin()
+
+
+def make_hooks(
+    process: TrainingProcess,
+    setup: TrainSetup,
+    state: TrainState,
+    start: CommittedCheckpoint | None,
+    closing: ExitStack,
+) -> Hooks:
+    """What happens after each step, in this order: skipped steps, logs, measurements, the account
+    of time, a checkpoint that knows all of it, the profiler.
+    """
+    recipe, run, mesh, heart = process.recipe, process.recipe.folder, process.mesh, process.heart
+    first, commit = (start.step, start.commit) if start else (setup.begin, {})
+    knobs = recipe.train
+    account = TimeAccount(heart, process.events)
+    spikes = (
+        None
+        if knobs.skip.spike is None
+        else SpikeDetector(knobs.skip.spike, mesh.device, commit.get("spikes"))
+    )
+    run_id = fingerprint(setup.identity)
+    sinks = open_sinks(recipe, run, mesh, first, run_id, commit.get("owed", []))
+    progress = closing.enter_context(
+        Progress("train", setup.last, "steps", done=first, quiet=not mesh.is_main)
+    )
+    log = LogHook(
+        sinks,
+        progress,
+        recipe.track.every,
+        setup.last,
+        Workload.of(setup, mesh),
+        mesh,
+        gpu=recipe.track.gpu,
+        skipped=commit.get("skipped", 0.0),
+    )
+    asked = process.any_rank_asked
+    measure = measuring(setup, state, mesh, asked, lambda: process.signals.signum != 0)
+    evaluation = EvaluateHook.of(recipe, measure, sinks, account)
+    if start is not None:
+        evaluation.restore(start.commit["watched"])
+    samples = SampleHook(
+        lambda: sample_texts(setup, state, mesh),
+        knobs.sample_every,
+        sinks,
+        mesh,
+        account,
+        asked,
+        spread=is_sharded(state.model),
+    )
+
+    def payload(step: int) -> dict[str, Any]:
+        """What the checkpoint of `step` says beside the state."""
+        measured = (("validation", evaluation), ("samples", samples))
+        return {
+            "samples": step * setup.batch.global_batch,
+            "finished": step >= setup.last or evaluation.is_over,
+            "identity": setup.identity,
+            "watched": evaluation.state(),
+            "skipped": log.skipped,
+            "owed": [name for name, hook in measured if hook.owes],
+            **({"spikes": spikes.state()} if spikes else {}),
+            "left_out": left_out(setup, recipe),
+        }
+
+    saver = Saver(
+        run.checkpoints,
+        mesh,
+        asynchronous=recipe.checkpoint.asynchronous,
+        mirror=process.bucket,
+        said=heart.beat,
+    )
+    checkpoint = CheckpointHook(
+        saver,
+        state,
+        run,
+        recipe.checkpoint,
+        evaluation,
+        payload,
+        account,
+        first,
+        is_main=mesh.is_main,
+    )
+    hooks: list[Hook] = [
+        SkipHook(knobs.skip.in_row, process.events),
+        log,
+        *([evaluation] if knobs.evaluate_every is not None else []),
+        *([samples] if knobs.sample_every is not None else []),
+        account,
+        checkpoint,
+        *profile_hooks(setup, mesh, first),
+        *([] if recipe.chaos.kill_at is None else [KillHook(recipe.chaos.kill_at)]),
+    ]
+    for hook in hooks:
+        closing.callback(hook.close)
+    return Hooks(evaluation, samples, checkpoint, account, spikes, hooks)
+
+
+def make_step_context(
+    process: TrainingProcess,
+    setup: TrainSetup,
+    state: TrainState,
+    loader: Loader,
+    hooks: Hooks,
+    first: int,
+) -> StepContext:
+    """What all steps share."""
+    knobs, mesh = setup.recipe.train, process.mesh
+    dropout = DropoutSeeds(state.model, setup.recipe.seed, mesh)
+    control = TrainingControl(
+        loader, dropout, process.heart, process.signals, hooks.account, hooks.checkpoint, first
+    )
+    return StepContext(
+        state.module,
+        state.objectives.training,
+        state.masters,
+        state.optimizer,
+        mesh,
+        control,
+        compute=setup.compute,
+        clip_norm=knobs.clip_norm,
+        learning_rate=partial(learning_rate, knobs.schedule, knobs.optimizer.lr, total=setup.last),
+        spikes=hooks.spikes,
+        hooks=hooks.all,
+        samples=knobs.global_batch,
+        tokens=knobs.global_batch * setup.tokens_per_sample,
+    )
+
+
+def open_sinks(
+    recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]
+) -> list[JsonLines | FailSafeSink]:
+    """The metric sinks of rank 0; the other ranks have none. What is `owed` at the step that
+    training goes on from is written anew.
+    """
+    if not mesh.is_main:
+        return []
+    sinks: list[JsonLines | FailSafeSink] = [JsonLines(run.metrics, resume_step, owed)]
+    if recipe.track.tensorboard:
+        sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
+    if (wandb := recipe.track.wandb) is not None:
+        knobs = {"recipe": dump_recipe(recipe)}
+        sinks.append(
+            FailSafeSink(
+                "W&B", lambda: WeightsAndBiases(run.root, wandb.project, recipe.name, run_id, knobs)
+            )
+        )
+    return sinks
