@@ -1,3 +1,3 @@
-"""Model to report: how likely held-out documents are, choices, labels, texts that are written, with
-honest baselines and the base model beside them.
+"""Evaluates a model on the recipe's tasks (loss, multiple choice, classification, ROUGE, lm-eval),
+with confidence intervals, baselines and the base model beside it.
 """

@@ -1,5 +1,5 @@
-"""What others reach on the same held-out documents, in bits per byte: general compressors and a
-bigram of the same tokens.
+"""Baselines in bits per byte on the same held-out documents: general compressors and a bigram of
+the same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CompressorName = Literal["gzip", "xz"]
 
 
 class _Compressor(Protocol):
-    """zlib's and lzma's own face."""
+    """What the compressors of zlib and lzma have in common."""
 
     def compress(self, data: bytes, /) -> bytes: ...
     def flush(self) -> bytes: ...
@@ -40,10 +40,10 @@ _COMPRESSORS: dict[CompressorName, tuple[str, Callable[[], _Compressor]]] = {
 def compressed_bytes(
     texts: Iterable[str], names: Sequence[CompressorName]
 ) -> tuple[int, dict[str, int]]:
-    """Bytes of all texts one after the other, and what `gzip -9` and `xz -9` make of them.
+    """The bytes of all texts, and their size compressed as one stream by `gzip -9` and `xz -9`.
 
-    One pass, as a stream: memory does not grow with the texts. The containers count too, as they do
-    for files: 18 bytes for gzip, about 60 for xz.
+    One pass, so that memory does not grow with the texts. The containers count too, as they do for
+    files: 18 bytes for gzip, about 60 for xz.
     """
     running = {_COMPRESSORS[name][0]: _COMPRESSORS[name][1]() for name in names}
     total, compressed = 0, dict.fromkeys(running, 0)
@@ -61,8 +61,8 @@ Item = TypeVar("Item")
 
 
 def check_baselines(recipe: Recipe, names: Sequence[Baseline]) -> None:
-    """Raises WrongInput when documents that `names` need are not there, or mean nothing for this
-    way of training; costs nothing.
+    """Raises WrongInput when the baselines `names` need documents that are missing, or do not apply
+    to this objective. Reads no document.
     """
     if names and recipe.documents != "text":
         raise WrongInput(
@@ -81,11 +81,11 @@ def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> 
     """Bits per byte under `gzip -9`, `xz -9` and `bigram`, for those of `names`.
 
     Compressors read the held-out documents one after the other. The bigram is counted on the
-    training split and scored on the very tokens that the model is scored on, ends of documents
-    included; no document sees another.
+    training split and scored on the same tokens as the model, ends of documents included; pairs
+    never cross documents.
 
     Raises:
-        WrongInput: the raw documents are gone, or are no longer those that were prepared.
+        WrongInput: the raw documents are missing, or are no longer those that were prepared.
     """
     found: dict[str, float] = {}
     total = prepared.total("validation", "bytes")
@@ -129,7 +129,7 @@ def _bigram(training: Sequence[Column], held_out: Sequence[Column], vocab_size: 
 def _with_progress(
     items: Iterable[Item], progress: Progress, size: Callable[[Item], int], unit: int
 ) -> Iterator[Item]:
-    """The items, with the progress told after each."""
+    """The items, with the progress updated after each."""
     done = 0
     for item in items:
         yield item

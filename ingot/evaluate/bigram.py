@@ -1,5 +1,4 @@
-"""A smoothed bigram over tokens: what a model that sees one token back reaches, as a yardstick
-beside the trained one.
+"""A smoothed bigram over tokens: the loss of a model that sees one token back, as a baseline.
 
 Interpolated modified Kneser-Ney (Chen and Goodman 1999), its unigrams interpolated with a uniform
 distribution so that every token of the vocabulary has a probability. Counting is exact, and its
@@ -17,7 +16,9 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 TokenPairs = tuple[Ints, Ints]
-"""Tokens and the tokens that follow them, of equal length; both within one document."""
+"""Tokens and the tokens that follow them, as arrays of equal length; pairs do not cross
+documents.
+"""
 
 MAX_PAIRS = 2**24  # about 1 GiB while two tables are merged
 BUFFER_PAIRS = 2**22
@@ -37,12 +38,13 @@ class PairTable:
     def add(self, keys: Ints) -> None:
         self._waiting.append(keys)
         self._size += len(keys)
-        # Waiting for as many as the table holds keeps the whole work at a few passes over all keys.
+        # Merging only when as many keys are pending as the table holds keeps the total cost at a
+        # few passes over all keys.
         if self._size >= max(BUFFER_PAIRS, len(self.keys) // 2):
             self.settle()
 
     def settle(self) -> None:
-        """Count what was added since the last time."""
+        """Merge the keys that were added since the last time into the table."""
         if not self._waiting:
             return
         fresh, times = np.unique(np.concatenate(self._waiting), return_counts=True)
@@ -66,7 +68,7 @@ class PairTable:
 
 @dataclass(frozen=True)
 class PairStatistics:
-    """What Kneser-Ney needs to know of the training pairs; V is the size of the vocabulary."""
+    """The counts that Kneser-Ney smoothing needs; V is the size of the vocabulary."""
 
     totals: Ints
     """Pairs that begin with each token, [V]."""
@@ -88,36 +90,42 @@ def bigram_nll(
     """Negative log-likelihood of the second tokens of `held_out` given the first ones, in nats,
     summed.
 
-    `training()` starts the training pairs anew: where more than `max_pairs` different ones could
-    occur, they are counted in several passes, each over a range of first tokens.
+    `training()` iterates over the training pairs from the start: where more than `max_pairs`
+    distinct ones could occur, they are counted in several passes, each over a range of first
+    tokens.
     """
-    asked = PairTable()
+    held_out_table = PairTable()
     for tokens, following in held_out:
-        asked.add(tokens * vocab_size + following)
-    asked.settle()
-    statistics, counts = count_pairs(training, asked.keys, vocab_size, max_pairs)
+        held_out_table.add(tokens * vocab_size + following)
+    held_out_table.settle()
+    statistics, counts = count_pairs(training, held_out_table.keys, vocab_size, max_pairs)
     return -float(
-        asked.counts
+        held_out_table.counts
         @ np.log(
-            probabilities(statistics, asked.keys // vocab_size, asked.keys % vocab_size, counts)
+            probabilities(
+                statistics,
+                held_out_table.keys // vocab_size,
+                held_out_table.keys % vocab_size,
+                counts,
+            )
         )
     )
 
 
 def count_pairs(
     training: Callable[[], Iterable[TokenPairs]],
-    asked: Ints,
+    held_out_keys: Ints,
     vocab_size: int,
     max_pairs: int = MAX_PAIRS,
 ) -> tuple[PairStatistics, Ints]:
-    """The statistics of the training pairs, and how often each of the `asked` keys (ascending)
-    occurred, [len(asked)].
+    """The statistics of the training pairs, and how often each of the `held_out_keys` (ascending)
+    occurred, [len(held_out_keys)].
     """
     totals = np.zeros(vocab_size, np.int64)
     for tokens, _ in training():
         totals += np.bincount(tokens, minlength=vocab_size)
     types, continuations = np.zeros((3, vocab_size), np.int64), np.zeros(vocab_size, np.int64)
-    histogram, counts = np.zeros(4, np.int64), np.zeros(len(asked), np.int64)
+    histogram, counts = np.zeros(4, np.int64), np.zeros(len(held_out_keys), np.int64)
     for first, last in _ranges(np.minimum(totals, vocab_size), max_pairs):
         table = PairTable()
         for tokens, following in training():
@@ -133,8 +141,8 @@ def count_pairs(
             types[number] += np.bincount(table.keys[often] // vocab_size, minlength=vocab_size)
         continuations += np.bincount(table.keys % vocab_size, minlength=vocab_size)
         histogram += np.bincount(np.minimum(table.counts, 5), minlength=6)[1:5]
-        here = slice(*np.searchsorted(asked, (first * vocab_size, last * vocab_size)))
-        counts[here] = table.look_up(asked[here])
+        here = slice(*np.searchsorted(held_out_keys, (first * vocab_size, last * vocab_size)))
+        counts[here] = table.look_up(held_out_keys[here])
     return PairStatistics(totals, types, continuations, histogram), counts
 
 
@@ -159,16 +167,16 @@ def probabilities(
     discounts = discounts_of(statistics.histogram)
     totals = statistics.totals[tokens]
     kept = np.maximum(counts - discounts[np.minimum(counts, 3)], 0.0)
-    # What was taken off the pairs of a token goes to its unigrams; a token that training never saw
-    # has nothing else.
+    # The discounted mass of a token goes to the unigrams; for a token that training never saw, they
+    # are all there is.
     freed = discounts[1:] @ statistics.types[:, tokens]
     seen = np.maximum(totals, 1)
     return np.where(totals > 0, (kept + freed * lower) / seen, lower)
 
 
 def unigrams(statistics: PairStatistics) -> Floats:
-    """How likely each token is to follow a token that it has not been seen with, [V]: by how many
-    different ones it followed.
+    """The lower-order distribution [V]: a token's probability grows with the number of distinct
+    tokens that it followed.
     """
     times = statistics.continuations
     total, vocab_size = int(times.sum()), len(times)
@@ -181,11 +189,11 @@ def unigrams(statistics: PairStatistics) -> Floats:
 
 
 def discounts_of(histogram: Ints) -> Floats:
-    """What is taken off counts of 0, 1, 2 and more, [4], from how many things were counted 1, 2, 3
-    and 4 times.
+    """The discounts of counts 0, 1, 2 and more, [4], from how many pairs were counted 1, 2, 3 and 4
+    times.
 
-    The closed estimates of Chen and Goodman; where a number that they divide by is 0, half a count.
-    Kept between nothing and the count itself, which the estimates leave where data is scarce.
+    The closed estimates of Chen and Goodman; half a count where they would divide by 0. Clamped
+    between 0 and the count itself, since the estimates leave that range on little data.
     """
     ones, twos, threes, fours = (float(number) for number in histogram)
     if not ones or not twos:

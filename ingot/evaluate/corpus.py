@@ -1,5 +1,5 @@
-"""The prepared columns as evaluation reads them beside rows: neighbouring tokens, and the bytes of
-each document.
+"""What evaluation reads from the prepared columns directly: pairs of adjacent tokens, and the size
+of each document in bytes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ CHUNK_TOKENS = 2**20
 
 def open_columns(folder: Path, prepared: Prepared, split: Split) -> list[Column]:
     """All parts of a split's tokens, in the order of its rows."""
-    sources, how = prepared.splits[split], opening(folder, prepared, split)
+    sources, resolver = prepared.splits[split], opening(folder, prepared, split)
     return [
-        Parts(how, source.parts, ()).column("tokens", index)
+        Parts(resolver, source.parts, ()).column("tokens", index)
         for source in sources
         for index in range(len(source.parts))
     ]
 
 
 def pairs(columns: Iterable[Column]) -> Iterator[TokenPairs]:
-    """Tokens with the token after each, where both are of one document: the very pairs that rows
-    have as input and label.
+    """Tokens with the token after each, within one document: the same pairs that rows have as input
+    and label.
     """
     for column in columns:
         for begin in range(0, column.elements, CHUNK_TOKENS):
@@ -48,12 +48,12 @@ def pairs(columns: Iterable[Column]) -> Iterator[TokenPairs]:
 def document_bytes(
     columns: Iterable[Column], tokenizer: Tokenizer, total: int | None, first: int | None = None
 ) -> npt.NDArray[np.float64]:
-    """Bytes of the text of each document that has a token, [documents], or of the `first` so many;
-    they sum to `total` where that is given.
+    """The size in bytes of each document that has tokens, [documents], or of the `first` so many;
+    the sizes are scaled to sum to `total` if that is given.
 
-    Reckoned back from the tokens, so that the raw documents need not be searched for the few that
-    are held out. Exact for a tokenizer that keeps every byte; what one that folds text loses is
-    shared out over the documents.
+    Decoded from the tokens, so that the raw documents need not be searched for the few that are
+    held out. Exact for a lossless tokenizer; the bytes that a normalising one loses are distributed
+    over the documents.
     """
     records = itertools.islice((record for column in columns for record in _records(column)), first)
     sizes = np.array([len(tokenizer.decode(record).encode()) for record in records], np.float64)
@@ -64,8 +64,8 @@ def document_bytes(
 
 
 def target_bytes(rows: Rows, tokenizer: Tokenizer, count: int) -> npt.NDArray[np.float64]:
-    """Bytes of the text that the targets of each document in the first `count` rows spell, for rows
-    of whole documents; special tokens have none.
+    """The size in bytes of the decoded targets of each document in the first `count` rows, for rows
+    of whole documents; special tokens count as 0.
     """
     sizes = []
     for index in range(count):

@@ -1,5 +1,5 @@
-"""Work dealt over ranks and put together so that no split of it shows: every rank ends with the
-same.
+"""Distributes work over ranks and collects the results, so that every rank ends with the same
+result, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ Item = TypeVar("Item")
 
 
 def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Groups of up to `size` items of about equal length, the longest first: little padding, and a
-    lack of memory shows at once.
+    """Groups of up to `size` items of about equal length, longest first: little padding, and
+    running out of memory happens at once.
 
-    What lies in a group does not depend on the number of ranks, so that an item's value does not
-    either.
+    The groups do not depend on the number of ranks, so an item's value does not either.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     return [order[first : first + size] for first in range(0, len(order), size)]
 
 
 def rank_share(groups: Sequence[Item], mesh: Mesh) -> Sequence[Item]:
-    """This rank's groups."""
+    """The groups of this rank."""
     return groups[mesh.rank :: mesh.world]
 
 
 def sum_over_ranks(table: Floats, mesh: Mesh) -> Floats:
-    """One table of what the ranks filled in, each rows of its own, the others' left 0."""
+    """The sum of the ranks' tables: each rank has filled in its own rows and left the others 0."""
     if mesh.world == 1:
         return table
     whole: Floats = mesh.all_sum(torch.from_numpy(table.astype(np.float64))).numpy()
@@ -43,8 +42,8 @@ def sum_over_ranks(table: Floats, mesh: Mesh) -> Floats:
 
 
 def gather_texts(mine: Mapping[int, str], count: int, mesh: Mesh) -> list[str]:
-    """The texts of all ranks, `count` in all, in their order; `mine` are this rank's, by their
-    place in it.
+    """The texts of all ranks, `count` in total, in order; `mine` maps the index of each of this
+    rank's texts to it.
     """
     if mesh.world == 1:
         return [mine[number] for number in range(count)]

@@ -1,5 +1,5 @@
-"""`ingot evaluate`: a model folder and the recipe's tasks in, `reports/evaluate.json`, the score of
-every item and a table out.
+"""`ingot evaluate`: measures a model folder on the recipe's tasks; writes `reports/evaluate.json`
+and the score of every item, and prints a table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ REPORT, EXAMPLES = "evaluate.json", "examples"
 
 @dataclass(frozen=True)
 class EvaluationResults:
-    """What came of all tasks, by their names, and what stands beside."""
+    """The results of all tasks by name, those of the base model, and the completions of the
+    prompts.
+    """
 
     folder: Path
     tasks: dict[str, TaskResult]
@@ -53,7 +55,7 @@ class EvaluationResults:
 def evaluate(recipe: Recipe) -> VerbOutcome:
     """Measure the model on all tasks and write the report. Every rank calls it; rank 0 writes.
 
-    The model is `evaluate.model`, else the run's own `model/`, else `model.source` where that has
+    The model is `evaluate.model`, else the run's own `model/`, else `model.source` if that has
     weights.
 
     Raises:
@@ -63,23 +65,24 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
     """
     with running_mesh() as mesh:
         folder = model_folder(recipe)
-        # An adapter alone has neither tokenizer nor settings: those of its base are its own.
-        home = base_folder(folder) if is_adapter(folder) else folder
-        tokenizer = load_tokenizer(home)
-        _check_belongs(recipe, home, tokenizer)
+        # An adapter's folder has neither tokenizer nor generation settings: it uses those of its
+        # base.
+        files_folder = base_folder(folder) if is_adapter(folder) else folder
+        tokenizer = load_tokenizer(files_folder)
+        _check_belongs(recipe, files_folder, tokenizer)
         ends_turn = stop_tokens(tokenizer) if recipe.documents in ("chat", "preference") else []
-        eos = eos_ids(home, tokenizer.special.eos).union(ends_turn)
+        eos = eos_ids(files_folder, tokenizer.special.eos).union(ends_turn)
         base = _base_folder(recipe, folder, mesh)
-        if other := _label_mismatch(recipe, home):
+        if other := _label_mismatch(recipe, files_folder):
             raise WrongInput(other)
         tasks, samples = _measure_model(
             recipe, folder, tokenizer, eos, recipe.evaluate.prompts, mesh
         )
-        # With the tuned model's tokenizer: training began so.
-        beside, _ = (
+        # With the tuned model's tokenizer, as at the start of training.
+        base_tasks, _ = (
             _measure_model(recipe, base, tokenizer, eos, [], mesh) if base is not None else ({}, [])
         )
-        found = EvaluationResults(folder, tasks, beside, samples)
+        found = EvaluationResults(folder, tasks, base_tasks, samples)
         return mesh.from_main(lambda: _write(recipe, found, _report(recipe, found, tokenizer)))
 
 
@@ -91,8 +94,8 @@ def _measure_model(
     prompts: Sequence[str],
     mesh: Mesh,
 ) -> tuple[dict[str, TaskResult], list[dict[str, str]]]:
-    """All tasks on the model in `folder`, by their names, and what it makes of the prompts. All is
-    checked before anything is measured.
+    """Measure all tasks on the model in `folder` and complete the prompts. Everything is checked
+    before anything is measured.
     """
     model = open_model(folder, device=mesh.device)
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -117,7 +120,7 @@ def _measure_model(
 
 
 def model_folder(recipe: Recipe) -> Path:
-    """Where the model lies that `recipe` means to evaluate.
+    """The folder of the model that `recipe` evaluates.
 
     Raises:
         WrongInput: there is none.
@@ -137,7 +140,9 @@ def model_folder(recipe: Recipe) -> Path:
 
 
 def _check_belongs(recipe: Recipe, folder: Path, tokenizer: Tokenizer) -> None:
-    """The model's tokenizer must be that of the prepared rows, where a task goes by these."""
+    """Raises WrongInput when a task uses the prepared rows and the model's tokenizer is not
+    theirs.
+    """
     if not recipe.evaluate.any_template:
         check_template(folder, tokenizer.template_identity, "evaluate.any_template")
     check_baselines(recipe, _requested_baselines(recipe))
@@ -164,8 +169,8 @@ def _requested_baselines(recipe: Recipe) -> list[Baseline]:
 
 
 def _label_mismatch(recipe: Recipe, folder: Path) -> str:
-    """Why the classes of a classifier are not those of the recipe, which would be taken for one
-    another; empty where they are, or have no names.
+    """Why a classifier's classes differ from the recipe's, which would silently mix them up; empty
+    if they agree or have no names.
     """
     if not recipe.labels or kind_of_folder(folder) != "encoder":
         return ""
@@ -181,8 +186,8 @@ def _label_mismatch(recipe: Recipe, folder: Path) -> str:
 
 
 def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
-    """The model that training started from, where it is to stand beside; where there is none to
-    compare, rank 0 says why.
+    """The folder of the base model, if the recipe asks for it; if it cannot be compared, rank 0
+    prints why.
     """
     if not recipe.evaluate.base:
         return None
@@ -205,22 +210,27 @@ def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
 
 
 def _report(recipe: Recipe, found: EvaluationResults, tokenizer: Tokenizer) -> EvaluationReport:
-    beside = {
+    baseline_values = {
         key: value for measured in found.tasks.values() for key, value in measured.baselines.items()
     }
     if names := _requested_baselines(recipe):
-        beside = {**baselines(recipe, prepared_for(recipe), names), **beside}
+        baseline_values = {**baselines(recipe, prepared_for(recipe), names), **baseline_values}
     metrics, base = (
         {key: metric for measured in tasks.values() for key, metric in measured.metrics.items()}
         for tasks in (found.tasks, found.base)
     )
     return EvaluationReport(
-        _model_identity(found.folder), tokenizer.identity(), metrics, beside, found.samples, base
+        _model_identity(found.folder),
+        tokenizer.identity(),
+        metrics,
+        baseline_values,
+        found.samples,
+        base,
     )
 
 
 def _model_identity(folder: Path) -> str:
-    """Identity of the model; of an adapter, that of its base and of its files together."""
+    """The identity of the model; for an adapter, of its base and its own files together."""
     if not is_adapter(folder):
         return model_hash(folder)
     files = {path.name: sha256_file(path) for path in sorted(folder.glob("adapter_*"))}
@@ -228,8 +238,8 @@ def _model_identity(folder: Path) -> str:
 
 
 def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -> VerbOutcome:
-    """The report into the run folder, and beside the model where the model is this run's own; the
-    examples beside the report.
+    """Write the report and the examples into the run folder, and the report beside the model too if
+    it is this run's own.
     """
     run = recipe.folder
     reports = [run.reports / REPORT, *([run.model / REPORT] if found.folder == run.model else [])]
@@ -251,20 +261,20 @@ def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -
 
 
 def _summary(report: EvaluationReport, recipe: Recipe) -> str:
-    """The result in a few words: of the first loss of a text its usual two figures, and what is
-    gated on, or what came first.
+    """The result in a few words: bits per byte and perplexity if the first task has them, and the
+    gated metrics, or else the first two.
     """
     bits, perplexity = (
         report.metrics.get(f"{recipe.tasks[0].name}/{name}")
         for name in ("bits_per_byte", "perplexity")
     )
-    told = (
+    parts = (
         [f"{bits.value:.2f} bits per byte, perplexity {perplexity.value:.1f}"]
         if bits is not None and perplexity is not None
         else []
     )
     gated = [recipe.gate_metric] if isinstance(recipe.gate_metric, str) else recipe.gate_metric
     others = [key for key in gated if key in report.metrics and not key.endswith("/bits_per_byte")]
-    if not told and not others:
+    if not parts and not others:
         others = list(report.metrics)[:2]
-    return ", ".join([*told, *(f"{key} {report.metrics[key].value:.4f}" for key in others)])
+    return ", ".join([*parts, *(f"{key} {report.metrics[key].value:.4f}" for key in others)])

@@ -1,5 +1,5 @@
-"""What a model writes after many prompts: greedily, or by beam search where it has an encoder.
-Dealt over ranks.
+"""Generates texts for many prompts, distributed over ranks: greedily, or by beam search for models
+with an encoder.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ingot.models.native.decoder import Decoder
 from ingot.tokenizers.tokenizer import Tokenizer
 
 MICRO_BATCHES_AT_ONCE = 4
-"""Micro-batches of prompts that a decoder is given at once: requests join as others leave, and
-progress still shows.
+"""Micro-batches of prompts that a decoder gets at once: new requests join as others finish, and
+progress is still visible.
 """
 
 
 def encode_source(tokenizer: Tokenizer, text: str, recipe: Recipe) -> list[int]:
-    """A source as the encoder was trained to read it: the objective's prefix, the tokenizer's
-    frame, cut to data.seq_len.
+    """Encode a source as in training: with the objective's prefix and the tokenizer's frame,
+    truncated to data.seq_len.
     """
     prefix = recipe.objective.source_prefix
     before, after = tokenizer.frame
@@ -46,8 +46,8 @@ def generate_texts(
     title: str,
     beams: int = 1,
 ) -> list[str]:
-    """The text that follows each prompt (a decoder's) or belongs to each source (of a model with an
-    encoder). Collective.
+    """The text that a decoder generates after each prompt, or a model with an encoder for each
+    source. Collective.
 
     Raises:
         Failed: the model gives numbers that are not finite.
@@ -67,7 +67,9 @@ def generate_texts(
 
 
 def generate_answers(subject: EvalModel, requests: Sequence[Request], title: str) -> list[str]:
-    """What a decoder answers to each request. Collective; raises Failed as `written` does."""
+    """What a decoder generates for each request. Collective; raises Failed as `generate_texts`
+    does.
+    """
     lengths = [len(request.prompt) for request in requests]
     return _generate_distributed(
         subject,
@@ -96,7 +98,7 @@ def _generate_distributed(
                 broken += text is None
             done += len(group)
             progress.update(min(done * subject.mesh.world, len(lengths)))
-    # Agreed upon, so that no rank is left waiting for one that stopped.
+    # All ranks agree on this, so that none waits for one that has raised.
     (broken_everywhere,) = subject.mesh.agree(float(broken))
     if broken_everywhere:
         raise Failed(
@@ -109,7 +111,9 @@ def _generate_distributed(
 def generate_on_this_rank(
     subject: EvalModel, prompts: Sequence[Sequence[int]], max_tokens: int, beams: int = 1
 ) -> list[str | None]:
-    """`written` for one batch on this rank alone; None where the model's numbers are not finite."""
+    """`generate_texts` for one batch on this rank only; None where the model's numbers are not
+    finite.
+    """
     model = subject.model
     if isinstance(model, Decoder):
         return _decoder_answers(subject, [Request(prompt, max_tokens) for prompt in prompts])
@@ -144,8 +148,8 @@ def _decoder_answers(subject: EvalModel, requests: Sequence[Request]) -> list[st
 def check_prompts(
     prompts: Sequence[str], max_tokens: int, info: EvalModelInfo, config: DecoderConfig | HFConfig
 ) -> None:
-    """Raises WrongInput, naming the prompt, when one has no token or leaves no position of the
-    model for an answer, or the model writes nothing.
+    """Raises WrongInput, naming the prompt, if one has no tokens or leaves no position for an
+    answer, or if the model cannot generate.
     """
     if prompts:
         info.require_kind("evaluate.prompts", "decoder", "seq2seq")
@@ -163,8 +167,8 @@ def check_prompts(
 
 
 def complete_prompts(subject: EvalModel, prompts: Sequence[str]) -> list[dict[str, str]]:
-    """`{"prompt": ..., "completion": ...}` for each prompt, of `evaluate.sample_tokens` at most; on
-    this rank alone.
+    """`{"prompt": ..., "completion": ...}` for each prompt, with at most `evaluate.sample_tokens`
+    tokens; on this rank only.
     """
     if not prompts:
         return []

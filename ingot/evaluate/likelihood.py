@@ -1,8 +1,8 @@
-"""How likely a decoder finds a continuation after a context: sums of log-probabilities, batched by
-length, dealt over ranks.
+"""Log-likelihoods of continuations given contexts under a decoder, batched by length and
+distributed over ranks.
 
-Contexts and continuations become tokens as lm-evaluation-harness does it, so that numbers can be
-held against its own.
+Contexts and continuations are tokenized as lm-evaluation-harness does it, so that the numbers can
+be compared with its own.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ScoredSpan:
-    """Tokens to score, after others that are given."""
+    """Tokens to score, after given ones."""
 
     context: list[int]
     continuation: list[int]
 
     def __len__(self) -> int:
-        """Tokens that the model reads: the last one is only predicted."""
+        """The number of tokens that the model reads: the last one is only predicted."""
         return len(self.context) + len(self.continuation) - 1
 
 
 def encode_spans(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[ScoredSpan]:
-    """(context, continuation) as tokens.
+    """Encode pairs of context and continuation.
 
-    Spaces at the end of a context go over to the continuation; then both are encoded as one text,
-    which is cut after as many tokens as the context alone has. BOS stands before where the
-    tokenizer puts one. An empty context is BOS, or EOS where there is none. Unlike the harness,
-    text that looks like a special token stays text.
+    Trailing spaces of a context move to the continuation; then both are encoded as one text, which
+    is split after as many tokens as the context alone has. BOS is added if the tokenizer adds one.
+    An empty context becomes BOS, or EOS if there is none. Unlike the harness, text that looks like
+    a special token stays text.
     """
     moved = [_move_trailing_spaces(*pair) for pair in pairs]
     flat, offsets = tokenizer.encode_batch(
@@ -71,7 +71,9 @@ def _span_without_context(tokenizer: Tokenizer, whole: list[int]) -> ScoredSpan:
 
 
 class _TokenScorer:
-    """log p(label) of each token and, when asked, whether the label is the likeliest token."""
+    """Per-token function of the head: log p(label) and, if `greedy`, whether the label is the most
+    likely token.
+    """
 
     def __init__(self, vocabulary: VocabularyHead, *, greedy: bool) -> None:
         self.vocabulary = vocabulary
@@ -86,13 +88,13 @@ class _TokenScorer:
 def log_likelihoods(
     subject: EvalModel, spans: Sequence[ScoredSpan], title: str, *, greedy: bool = False
 ) -> Floats:
-    """For each span the sum of its continuation's log-probabilities, nats, and 1 where greedy
-    decoding would write it (0 unless asked), [N, 2].
+    """For each span the sum of its continuation's log-probabilities in nats, and 1 if greedy
+    decoding would produce it (0 unless `greedy`), [N, 2].
 
-    Collective. A span must fit into the model's positions and have a token on either side.
+    Collective. A span must fit into the model's positions and have a token in both parts.
 
     Raises:
-        Failed: the model gives numbers that are not finite, which no choice could be told from.
+        Failed: the model gives numbers that are not finite.
     """
     found = np.zeros((len(spans), 2), np.float64)
     groups = rank_share(
@@ -108,7 +110,7 @@ def log_likelihoods(
             waiting.append(
                 (group, _token_scores(subject, [spans[number] for number in group], greedy=greedy))
             )
-            # Read one batch late, so that the device is at the next one meanwhile.
+            # Read back one batch late, while the device computes the next one.
             if len(waiting) > 1:
                 _store_sums(*waiting.pop(0), found)
             done += len(group)
@@ -125,13 +127,13 @@ def log_likelihoods(
 
 
 def _store_sums(group: list[int], values: Tensor, found: Floats) -> None:
-    there = values.cpu().double().numpy()  # [2, B, T]
-    found[group, 0] = there[0].sum(axis=1)
-    found[group, 1] = there[1].min(axis=1)
+    scores = values.cpu().double().numpy()  # [2, B, T]
+    found[group, 0] = scores[0].sum(axis=1)
+    found[group, 1] = scores[1].min(axis=1)
 
 
 def _token_scores(subject: EvalModel, spans: Sequence[ScoredSpan], *, greedy: bool) -> Tensor:
-    """Log-probabilities, and whether greedy decoding agrees, of each token `[2, B, T]`; 0 and 1
+    """Log-probabilities of the labels, and whether greedy decoding agrees, `[2, B, T]`; 0 and 1
     where nothing is scored.
     """
     time = max(len(span) for span in spans)
@@ -139,14 +141,14 @@ def _token_scores(subject: EvalModel, spans: Sequence[ScoredSpan], *, greedy: bo
     labels = torch.full((len(spans), time), IGNORE)
     for row, span in enumerate(spans):
         whole = torch.tensor([*span.context, *span.continuation])
-        # What is padded behind is never looked at by what stands before it.
+        # Padding at the end is invisible to the tokens before it: attention is causal.
         tokens[row, : len(span)] = whole[:-1]
         labels[row, len(span.context) - 1 : len(span)] = whole[len(span.context) :]
     tokens, labels = tokens.to(subject.device), labels.to(subject.device)
     positions = torch.arange(time, device=subject.device).expand_as(tokens)
     decoder, scored = subject.decoder, labels != IGNORE
     judge, vocabulary = _TokenScorer(decoder.vocabulary, greedy=greedy), decoder.vocabulary
-    # The vocabulary is looked at for the continuation's tokens alone: contexts are the longer part.
+    # Logits are computed for the continuation's tokens only: contexts are much longer.
     hidden = vocabulary.enter(decoder.hidden(tokens, positions))[scored]
     found = torch.stack(
         (

@@ -1,8 +1,8 @@
-"""The loss of a model on rows: sums over tokens, dealt over ranks, put together so that no split of
-the work shows.
+"""The loss of a model on rows and on samples: sums over tokens, distributed over ranks, with the
+same result on any number of ranks.
 
-Used by `ingot evaluate` and, while training runs, by `ingot train`. Changes neither the model nor
-its mode.
+Used by `ingot evaluate` and, while training, by `ingot train`. Changes neither the model nor its
+mode.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SegmentLosses:
-    """Sums over stretches of tokens in the order of rows; a stretch is the part of one row that is
-    one document's. All [N].
+    """Sums over segments in the order of rows; a segment is the part of one row that belongs to one
+    document. All [N].
     """
 
     nll: npt.NDArray[np.float64]
-    """Negative log-likelihood of its targets, nats."""
+    """Negative log-likelihood of its targets in nats."""
     targets: npt.NDArray[np.int64]
-    """How many tokens of it predict one of the same document."""
+    """The number of its tokens that predict a token of the same document."""
     tokens: npt.NDArray[np.int64]
     ends_document: npt.NDArray[np.bool_]
-    """Whether the document ends with it, rather than going on in the next row."""
+    """Whether the document ends with it, rather than continuing in the next row."""
     begins_row: npt.NDArray[np.bool_]
 
     @property
     def documents(self) -> npt.NDArray[np.int64]:
-        """The number of each stretch's document, from 0."""
+        """The index of each segment's document, from 0."""
         return np.cumsum(self.ends_document) - self.ends_document
 
     def whole(self) -> SegmentLosses:
-        """Without those of a last document that goes on where nothing was scored any more."""
+        """Without the segments of a last document that continues beyond the scored rows."""
         count = int(np.flatnonzero(self.ends_document)[-1]) + 1 if self.ends_document.any() else 0
         return SegmentLosses(
             *(getattr(self, field.name)[:count] for field in fields(SegmentLosses))
@@ -58,16 +58,14 @@ class SegmentLosses:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """The number of each stretch's row, from 0; rows that are padding alone do not count."""
+        """The index of each segment's row, from 0; rows of padding only do not count."""
         return np.cumsum(self.begins_row) - 1
 
 
 def row_losses(
     model: AnyModel, batches: Iterable[Batch], compute: Compute = "fp32"
 ) -> SegmentLosses:
-    """The loss of all tokens of `batches`, as sums over stretches. Padding (segment 0) is left
-    out.
-    """
+    """The loss of all tokens of `batches`, summed over segments, without padding (segment 0)."""
     device = next(model.parameters()).device
     parts: list[SegmentLosses] = []
     before: tuple[Tensor, Batch] | None = None
@@ -76,17 +74,17 @@ def row_losses(
             # A row that is one document needs no mask; decided on the host, where the batch still
             # is.
             packed = bool((batch.segments != batch.segments[:, :1]).any())
-            there = batch.to(device, non_blocking=True)
+            on_device = batch.to(device, non_blocking=True)
             values = model(
-                there.tokens,
-                there.positions,
-                there.segments if packed else None,
-                there.labels,
+                on_device.tokens,
+                on_device.positions,
+                on_device.segments if packed else None,
+                on_device.labels,
                 CrossEntropy().token,
             )
             if before is not None:
                 parts.append(_segment_losses(*before))
-            # Read one batch late, so that the device is at the next one meanwhile.
+            # Read back one batch late, while the device computes the next one.
             before = values, batch
     if before is not None:
         parts.append(_segment_losses(*before))
@@ -103,7 +101,7 @@ def _segment_losses(values: Tensor, batch: Batch) -> SegmentLosses:
     nll = np.add.reduceat(values.cpu().double().numpy().ravel(), starts)
     targets = np.add.reduceat((labels != IGNORE).astype(np.int64), starts)
     live = segments[starts] > 0
-    # The label of a document's last token would be another document's first one, and is left out.
+    # A document's last token has no label: the next token belongs to another document.
     ends = labels[starts + tokens - 1] == IGNORE
     return SegmentLosses(
         nll[live], targets[live], tokens[live], ends[live], (starts % time == 0)[live]
@@ -131,25 +129,28 @@ def score_rows(
     micro_batch: int,
     compute: Compute,
     mesh: Mesh,
-    tell: Callable[[int], None] = lambda rows: None,
-    pieces: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
+    on_progress: Callable[[int], None] = lambda rows: None,
+    until_stopped: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> SegmentLosses:
-    """The loss of the first `count` rows, each rank scoring its share; this rank's stretches.
+    """The loss of the first `count` rows: each rank scores its share and returns its own segments.
 
-    `tell` hears how many rows are done; `pieces` may break off between batches.
+    `on_progress` is called with the number of rows done; `until_stopped` may end the iteration
+    between batches.
     """
     indices = range(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
 
-    def told() -> Iterable[Batch]:
-        for number, batch in enumerate(pieces(fixed_batches(rows, indices, micro_batch)), start=1):
+    def reported_batches() -> Iterable[Batch]:
+        for number, batch in enumerate(
+            until_stopped(fixed_batches(rows, indices, micro_batch)), start=1
+        ):
             yield batch
-            tell(min(number * micro_batch, len(indices)))
+            on_progress(min(number * micro_batch, len(indices)))
 
-    return row_losses(model, told(), compute)
+    return row_losses(model, reported_batches(), compute)
 
 
 def gather_segments(mine: SegmentLosses, mesh: Mesh) -> SegmentLosses:
-    """The stretches of all ranks in the order of rows, on every rank."""
+    """The segments of all ranks in the order of rows, on every rank."""
     if mesh.world == 1:
         return mine
     counts = [int(count) for (count,) in mesh.gather([float(len(mine.nll))])]
@@ -168,10 +169,10 @@ def gather_segments(mine: SegmentLosses, mesh: Mesh) -> SegmentLosses:
 def mean_loss(
     model: AnyModel, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh
 ) -> float:
-    """Mean over the targets of the first `count` rows, nats; the same on every rank.
+    """The mean over the targets of the first `count` rows in nats; the same on every rank.
 
     Raises:
-        WrongInput: the rows have no target at all.
+        WrongInput: the rows have no targets.
     """
     mine = score_rows(model, rows, min(count, len(rows)), micro_batch, compute, mesh)
     nll, targets = mesh.agree(float(mine.nll.sum()), float(mine.targets.sum()))
@@ -184,21 +185,21 @@ def mean_loss(
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """One of each for each sample, in the order of the rows, all [N]. Of a preference, the chosen
-    answer, and the rejected one beside.
+    """Sums for each sample in the order of the rows, all [N]. For a preference, those of the chosen
+    answer, with the rejected one beside it.
     """
 
     nats: Floats
-    """Negative log-likelihood of what is learnt."""
+    """Negative log-likelihood of the targets."""
     targets: Floats
     bytes: Floats
-    """Of the text that the targets spell; 0 for labels."""
+    """The size of the decoded targets; 0 for class labels."""
     rejected_nats: Floats
     rejected_targets: Floats
 
     @property
     def margins(self) -> Floats:
-        """By how many nats the chosen answer is likelier than the rejected one."""
+        """By how many nats the chosen answer is more likely than the rejected one."""
         return self.rejected_nats - self.nats
 
 
@@ -206,7 +207,7 @@ def sample_losses(subject: EvalModel, rows: Samples, count: int, title: str) -> 
     """The sums of the first `count` samples; the same on every rank. Collective.
 
     Raises:
-        WrongInput: a preference has nothing to predict on one of its sides.
+        WrongInput: one side of a preference has no targets.
     """
     preference, text = (
         subject.recipe.documents == "preference",
@@ -251,7 +252,7 @@ def sample_losses(subject: EvalModel, rows: Samples, count: int, title: str) -> 
 def score_samples(
     subject: EvalModel, rows: Samples, count: int, title: str, token: TokenFunction
 ) -> Iterator[tuple[Batch, Tensor]]:
-    """This rank's batches of the first `count` samples, on the host, with the values of `token` for
+    """This rank's batches of the first `count` samples, on the host, with the value of `token` for
     each label.
     """
     mesh, micro_batch = subject.mesh, subject.recipe.evaluate.micro_batch
@@ -260,12 +261,14 @@ def score_samples(
         for number, batch in enumerate(
             subject.until_stopped(fixed_batches(rows, mine, micro_batch)), start=1
         ):
-            there = batch.to(subject.device, non_blocking=True)
+            on_device = batch.to(subject.device, non_blocking=True)
             # A row that is one document needs no mask; decided on the host, where the batch still
             # is.
-            segments = None if bool((batch.segments == 1).all()) else there.segments
+            segments = None if bool((batch.segments == 1).all()) else on_device.segments
             with torch.no_grad(), computing_in(subject.compute, subject.device):
-                values = subject.model(there.tokens, there.positions, segments, there.labels, token)
+                values = subject.model(
+                    on_device.tokens, on_device.positions, segments, on_device.labels, token
+                )
             yield batch, values
             progress.update(min(number * micro_batch * mesh.world, count))
 

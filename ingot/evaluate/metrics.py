@@ -1,5 +1,5 @@
-"""How sure a number is: the confidence interval of what is made of sums, a ratio say, by resampling
-what it is summed over.
+"""Metrics of a report from sums, each with its bootstrap confidence interval: loss, perplexity,
+bits per byte, means.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ CHUNK_DRAWS = 2**21
 def ratio_interval(
     numerators: npt.ArrayLike, denominators: npt.ArrayLike, *, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """The interval of sum(numerators) / sum(denominators) when the units (documents, say) are a
-    sample of many; see `interval`.
+    """The confidence interval of sum(numerators) / sum(denominators), where the units (such as
+    documents) are a sample of a population; see `bootstrap_interval`.
 
     Args:
-        numerators: what is summed above, one number a unit.
-        denominators: what is summed below, none negative.
+        numerators: one number per unit. denominators: one number per unit, none negative.
 
     Raises:
-        ValueError: there are no units, or the denominators sum to nothing.
+        ValueError: there are no units, or the denominators sum to 0.
     """
     above, below = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
     if not len(above) or below.sum() <= 0:
@@ -56,17 +55,17 @@ def _ratio(sums: Floats) -> Floats:
 def bootstrap_interval(
     units: Floats, statistic: Statistic, *, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """The interval of `statistic(units.sum(axis=0))` when the units `[N, K]` are a sample of many.
+    """The confidence interval of `statistic(units.sum(axis=0))`, where the units `[N, K]` are a
+    sample of a population.
 
-    Bootstrap with bias correction and acceleration (Efron 1987), which stays close to its level
+    Bootstrap with bias correction and acceleration (BCa, Efron 1987), which keeps its level well
     where units are few and unequal. Deterministic for a `seed`. More than 10,000 units are first
-    added up at random into that many groups, which
-    leaves the variance of the sums as it is and bounds time and memory. One unit says nothing about
-    spread: the interval is then the value itself.
+    summed at random into that many groups, which preserves the variance of the sums and bounds time
+    and memory. For a single unit the interval is the value itself.
 
     Args:
-        statistic: from sums `[..., K]` to values `[...]`; NaN where it is not defined, and such
-            draws are left out.
+        statistic: from sums `[..., K]` to values `[...]`; NaN where it is undefined, and such draws
+            are left out.
     """
     generator = np.random.default_rng(seed)
     units = _grouped(units, generator)
@@ -90,22 +89,22 @@ def _grouped(units: Floats, generator: np.random.Generator) -> Floats:
 
 
 def _resampled(units: Floats, statistic: Statistic, generator: np.random.Generator) -> Floats:
-    """The statistic of each of RESAMPLES draws with replacement, where it is defined."""
+    """The statistic of each of RESAMPLES draws with replacement, except where it is undefined."""
     at_once = max(1, CHUNK_DRAWS // len(units))
     finite, values = bool(np.isfinite(units).all()), []
     for first in range(0, RESAMPLES, at_once):
         drawn = generator.integers(0, len(units), (min(at_once, RESAMPLES - first), len(units)))
         sums = np.stack([column[drawn].sum(axis=1) for column in units.T], axis=1)
         found = statistic(sums)
-        # Where the units themselves are not finite, nothing is left out: such a value must not seem
-        # to be a sure one.
+        # If the units themselves are not finite, nothing is left out: such a value must not look
+        # certain.
         values.append(found[~np.isnan(found)] if finite else found)
     return np.concatenate(values)
 
 
 def _acceleration(units: Floats, statistic: Statistic) -> float:
-    """How the spread changes with the value: a sixth of the skewness of the jackknife, the
-    statistic with each unit left out.
+    """BCa's acceleration: a sixth of the skewness of the jackknife, the statistic with each unit
+    left out.
     """
     without = statistic(units.sum(axis=0) - units)
     without = without[~np.isnan(without)]
@@ -115,9 +114,7 @@ def _acceleration(units: Floats, statistic: Statistic) -> float:
 
 
 def _corrected_quantile(share: float, ratios: Floats, value: float, acceleration: float) -> float:
-    """The quantile of the resampled ratios at which an unbiased one with this acceleration would
-    have its `share`.
-    """
+    """BCa's corrected quantile of the resampled values for the nominal `share`."""
     normal = NormalDist()
     below_value = float((ratios < value).mean() + (ratios == value).mean() / 2)
     edge = 0.5 / len(ratios)
@@ -135,15 +132,14 @@ def loss_metrics(
     """`TASK/loss` (nats per token), `TASK/perplexity`, `TASK/bits_per_byte`, with intervals of 95
     %.
 
-    Intervals say how much another draw of held-out documents would have changed the value: whole
-    documents are resampled, since tokens of one document rise and fall together. Of fewer than ten
-    documents, rows are resampled instead, which makes the interval narrower than it should be, but
-    not empty.
+    Intervals show how much another draw of held-out documents would have changed the value: whole
+    documents are resampled, since tokens of one document are correlated. With fewer than ten
+    documents, rows are resampled instead, which makes the interval too narrow, but not empty.
 
     Args:
         document_bytes: bytes of each document, in the order of rows.
-        documents: identity of the held-out documents. Bits per byte can be compared on the same
-            documents whatever the tokenizer, the other two with the same tokenizer only.
+        documents: identity of the held-out documents. Bits per byte are comparable on the same
+            documents with any tokenizer, the other two only with the same tokenizer.
 
     Raises:
         WrongInput: there are no targets, or rows and documents are not of the same data.
@@ -155,11 +151,11 @@ def loss_metrics(
             f" {len(document_bytes)}; run `ingot prepare` again"
         )
     tokens = np.bincount(of_document, losses.tokens)
-    stretch_bytes = document_bytes[of_document] * losses.tokens / tokens[of_document]
+    segment_bytes = document_bytes[of_document] * losses.tokens / tokens[of_document]
     units = of_document if len(document_bytes) >= FEW_DOCUMENTS else losses.rows
     nll, targets, size = (
         np.bincount(units, values).astype(np.float64)
-        for values in (losses.nll, losses.targets, stretch_bytes)
+        for values in (losses.nll, losses.targets, segment_bytes)
     )
     return sum_metrics(task, nll, targets, size, documents=documents, tokenizer=tokenizer)
 
@@ -167,8 +163,7 @@ def loss_metrics(
 def sum_metrics(
     task: str, nll: Floats, targets: Floats, size: Floats, *, documents: str, tokenizer: str
 ) -> dict[str, Metric]:
-    """The same of sums over each unit of resampling: nats, targets, and the bytes that these spell,
-    all [N].
+    """The same from sums over each unit of resampling: nats, targets and their bytes, all [N].
 
     Raises:
         WrongInput: there are no targets.
@@ -198,7 +193,7 @@ def sum_metrics(
 def mean_metric(
     values: Sequence[float] | Floats, *, direction: Literal["lower", "higher"], on: str
 ) -> Metric:
-    """The mean over items, with its interval; `on` is the identity of the items."""
+    """The mean over items with its interval; `on` is the identity of the items."""
     numbers = np.asarray(values, np.float64)
     return Metric(
         float(numbers.mean()),
@@ -210,5 +205,7 @@ def mean_metric(
 
 
 def _exp_or_inf(loss: float) -> float:
-    """Infinite rather than an error for a loss beyond float64: the report refuses it in words."""
+    """Infinite for a loss whose exponential exceeds float64: the report then refuses the value with
+    a message.
+    """
     return math.exp(loss) if loss < 709 else math.inf

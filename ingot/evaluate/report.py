@@ -1,5 +1,5 @@
-"""A report as a table in the terminal. Without torch, so that the command line shows a report that
-stands already with it.
+"""The output of an evaluation beside its JSON: a table in the terminal, and a Parquet file with the
+score of every item. Without torch, since the command line also shows existing reports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ingot.base.storage import atomic_file
 
 
 def show_report(report: EvaluationReport, console: Console) -> None:
-    """Metrics, then what others reach, then the completions."""
+    """Print the metrics, then the baselines, then the completions."""
     names = ["metric", "better", "value", "95 % interval", "n", *(["base"] if report.base else [])]
     table = Table(*names)
     for column in table.columns[2:]:
@@ -48,9 +48,7 @@ def _base_cell(metric: Metric | None) -> str:
 
 
 def _baseline_rows(report: EvaluationReport) -> list[tuple[str, float]]:
-    """Bits per byte of others, the best first; then what something simple reaches in other
-    metrics.
-    """
+    """Bits per byte of the baselines, the best first; then the baselines of other metrics."""
     bits = sorted(
         ((f"bits per byte of {name}", value) for name, value in report.bits_per_byte.items()),
         key=lambda item: item[1],
@@ -77,16 +75,14 @@ INPUT_COLUMNS = {
     "filter",
     "target",
 }
-"""Columns that say what an item is; the rest says what a model made of it."""
+"""Columns that describe an item; all others describe the model's result."""
 EXAMPLES_SUFFIX = ".parquet"
 
 
 def write_examples(
     path: Path, examples: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """One row for each item, in the order of the items; what the base model made of it in columns
-    `base_...`.
-    """
+    """Write one row per item, in order; the base model's results are in columns `base_...`."""
     columns = {
         name: [example.get(name) for example in examples] for name in _column_names(examples)
     }

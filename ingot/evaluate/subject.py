@@ -1,5 +1,5 @@
-"""What is evaluated, and what measuring it gives. The same for a model from a folder and for one in
-the midst of training.
+"""The model under evaluation with all that measuring it needs, and the result of a task. The same
+for a model from a folder and for one in training.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Item = TypeVar("Item")
 
 
 class EvaluationInterrupted(Exception):
-    """Measuring was broken off, on every rank: one of them was asked to stop."""
+    """The evaluation was stopped, on every rank, because one of them was asked to."""
 
 
 @dataclass(frozen=True)
 class EvalModelInfo:
-    """What is known of a model before its weights are there: enough to refuse what cannot be
+    """What is known of a model before its weights are loaded: enough to refuse tasks that cannot be
     measured.
     """
 
@@ -37,12 +37,14 @@ class EvalModelInfo:
     kind: ModelKind
     tokenizer: Tokenizer
     positions: int
-    """Tokens that the model can read at once."""
+    """The number of tokens that the model can read at once."""
     where: str
     """What to call it in messages."""
 
     def require_kind(self, what: str, *kinds: ModelKind) -> None:
-        """Raises WrongInput when `what` is for other kinds of models."""
+        """Raises WrongInput if the model is of none of `kinds`; `what` names the task in the
+        message.
+        """
         if self.kind not in kinds:
             raise WrongInput(
                 f"{what} is for models of kind {' or '.join(kinds)}, {self.where} is of kind"
@@ -52,25 +54,23 @@ class EvalModelInfo:
 
 @dataclass(frozen=True)
 class EvalModel:
-    """A model with all that measuring it needs. `model` is in evaluation mode, and is left as it
-    is.
-    """
+    """A model with all that measuring it needs. `model` is in evaluation mode and stays so."""
 
     recipe: Recipe
     model: AnyModel
     kind: ModelKind
     tokenizer: Tokenizer
     eos: frozenset[int]
-    """Tokens that end what it writes."""
+    """Tokens that end a generated text."""
     compute: Compute
     mesh: Mesh
     where: str
     """What to call it in messages."""
     quiet: bool = False
-    """Show no progress: something else does."""
+    """Show no progress of its own."""
     should_stop: Callable[[], bool] | None = None
-    """Whether to break off, asked before each piece of work; None: never. Where all ranks do the
-    same work in lockstep, all must hear the same.
+    """Called before each piece of work; True stops the evaluation. None: never stop. If all ranks
+    work in lockstep, it must answer the same on all of them.
     """
 
     @property
@@ -89,17 +89,18 @@ class EvalModel:
 
     @property
     def decoder(self) -> Decoder:
-        """The model, where it must be a decoder."""
+        """The model as a decoder, which it must be."""
         assert isinstance(self.model, Decoder)
         return self.model
 
     def until_stopped(self, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, as long as nobody is asked to stop. Every rank goes through its own to their
-        end, where all of them meet.
+        """Iterate over `items` until this rank is asked to stop; at the end all ranks agree on
+        whether any of them was.
 
         Raises:
-            Interrupted: some rank was asked; on all of them, so that none waits for the others'
-                results.
+            EvaluationInterrupted: some rank was asked to stop; raised on all ranks, so that none
+                waits for
+                another's results.
         """
         if self.should_stop is None:
             yield from items
@@ -113,27 +114,27 @@ class EvalModel:
             raise EvaluationInterrupted
 
     def progress(self, title: str, total: int, unit: str) -> Progress:
-        """Told by rank 0 for all, since shares are about equal."""
+        """A progress display, shown by rank 0 only, since the ranks' shares are about equal."""
         return Progress(title, total, unit, quiet=self.quiet or not self.mesh.is_main)
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task found."""
+    """The result of a task."""
 
     metrics: dict[str, Metric]
     """By key, `TASK/metric`."""
     examples: list[dict[str, Any]]
-    """One for each item, in the order of the items: what it was, what came of it."""
+    """One per item, in order: the item and the model's result."""
     baselines: Mapping[str, float] = field(default_factory=dict)
-    """`TASK/metric/NAME`: what something simple reaches on the same items; to look at, never to
-    gate on.
+    """`TASK/metric/NAME`: the value of a simple baseline on the same items; for information, never
+    for the gate.
     """
 
 
 class OpenTask(Protocol):
-    """A task whose items have been read and checked; it may be measured again and again."""
+    """A task whose items have been read and checked; it can be measured any number of times."""
 
     def measure(self, subject: EvalModel) -> TaskResult:
-        """Collective: every rank calls it, and all get the same."""
+        """Collective: every rank calls it, all get the same result."""
         ...

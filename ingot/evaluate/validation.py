@@ -1,5 +1,5 @@
-"""The objective itself on held-out rows: what training sees of its validation rows, whatever the
-way of training.
+"""What training evaluates as it runs: the objective on validation rows, and some of the recipe's
+tasks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.rows import row_sharing
 
 MICRO_BATCHES_PER_STAGE = 2
-"""Micro-batches for each rank of a pipeline that go through it together. It keeps room for what
-arrives of all of them.
+"""Micro-batches per pipeline rank that go through the pipeline together; buffers for all of them
+are kept.
 """
 
 
@@ -41,14 +41,14 @@ def validation_losses(
     micro_batch: int,
     compute: Compute,
     mesh: Mesh,
-    asked: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """`loss` and the objective's further metrics, each a mean over the targets of the first `count`
     rows. Collective, the same on every rank.
 
     Raises:
-        WrongInput: the rows have no target at all.
-        Interrupted: `asked` says to break off, on every rank alike.
+        WrongInput: the rows have no targets. EvaluationInterrupted: `should_stop` returned True, on
+            every rank alike.
     """
     count = min(count, len(rows))
     data, sharing = mesh.data, row_sharing(mesh)
@@ -56,28 +56,28 @@ def validation_losses(
     device, targets = mesh.device, 0.0
     sums: dict[str, float] = defaultdict(float)
     with torch.no_grad():
-        # All ranks look equally often: a model that is spread over them is gathered for each look,
-        # and a pipeline is filled by several.
+        # All ranks run equally many forward passes: sharded weights are gathered collectively in
+        # each of them, and a pipeline needs several micro-batches.
         size = MICRO_BATCHES_PER_STAGE * mesh.pipeline.world if isinstance(model, Pipeline) else 1
-        looks = math.ceil(math.ceil(count / data.world) / (micro_batch * size))
+        passes = math.ceil(math.ceil(count / data.world) / (micro_batch * size))
         batches = itertools.chain(
             fixed_batches(rows, mine, micro_batch),
             itertools.repeat(_batch_without_targets(rows, micro_batch)),
         )
-        for _ in range(looks):
-            if asked():
+        for _ in range(passes):
+            if should_stop():
                 raise EvaluationInterrupted
-            look = list(itertools.islice(batches, size))
+            group = list(itertools.islice(batches, size))
             if isinstance(model, Pipeline):
-                work = PipelinedBatches(objective, look, compute, device, sharing)
+                work = PipelinedBatches(objective, group, compute, device, sharing)
                 model.run(work, backward=False)
                 total, metrics = work.sums()
             else:
-                total, metrics = forward(model, objective, look[0], compute, device, sharing)
+                total, metrics = forward(model, objective, group[0], compute, device, sharing)
             for name, value in {"loss": total, **metrics}.items():
                 sums[name] += float(value)
-            # Ranks that share rows, or the layers that they go through, share the count, too.
-            targets += sum(objective.targets(batch) for batch in look) / (
+            # Ranks that share rows (context) or layers (pipeline) share the target count too.
+            targets += sum(objective.targets(batch) for batch in group) / (
                 mesh.context.world * mesh.pipeline.world
             )
     names = list(sums)
@@ -90,7 +90,7 @@ def validation_losses(
 
 
 def _batch_without_targets(rows: Rows | Samples, micro_batch: int) -> Batch:
-    """A batch of the usual shape without a target."""
+    """A batch of the usual shape without targets."""
     batch = next(fixed_batches(rows, [0], micro_batch))
     return replace(
         batch, labels=torch.full_like(batch.labels, IGNORE), rows=torch.full_like(batch.rows, -1)
@@ -98,29 +98,30 @@ def _batch_without_targets(rows: Rows | Samples, micro_batch: int) -> Batch:
 
 
 MetricValues = dict[str, tuple[float, Literal["lower", "higher"]]]
-"""Metric key -> value, and which is better."""
+"""Metric key -> value, and which direction is better."""
 
 
 class TaskEvaluator:
-    """The tasks `names` of a subject in training.
+    """Measures the tasks `names` on a model in training.
 
-    What goes by the validation documents takes the first `train.evaluate_rows` of them, always the
-    same; other tasks have limits of their own.
+    Tasks on the validation documents use the first `train.evaluate_rows` of them, always the same;
+    other tasks have their own limits.
 
     Raises:
-        WrongInput: as `open_task`: whatever can be refused is refused here, before the first step.
+        WrongInput: as `open_task` does: everything that can be refused is refused here, before the
+            first step.
     """
 
     def __init__(self, subject: EvalModel, names: Sequence[str]) -> None:
         self._subject = subject
-        wanted = [task for task in subject.recipe.tasks if task.name in names]
+        tasks = [task for task in subject.recipe.tasks if task.name in names]
         self._opened = [
-            open_task(task, subject.info, subject.recipe.train.evaluate_rows) for task in wanted
+            open_task(task, subject.info, subject.recipe.train.evaluate_rows) for task in tasks
         ]
 
     def __call__(self) -> MetricValues:
-        """What the model reaches now; it must be in evaluation mode. Collective: every rank calls
-        it, and all get the same.
+        """Measure the model as it is now; it must be in evaluation mode. Collective: every rank
+        calls it, all get the same result.
         """
         found: MetricValues = {}
         for opened in self._opened:

@@ -1,5 +1,5 @@
-"""The reference behind the face: what every one has to say, and the one of the `tokenizers`
-library, opened without its traps.
+"""What every tokenizer library must offer behind `Tokenizer`, and the backend of Hugging Face's
+`tokenizers` library. A backend is the reference: its ids are right by definition.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import tokenizers
 from ingot.base.errors import WrongInput
 
 TokenBatch = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
-"""All ids one after the other, and where each text begins, [texts + 1]."""
+"""All ids of a batch of texts, concatenated, and the offset at which each text begins, [texts +
+1].
+"""
 
 
 def flatten(lists: Sequence[Sequence[int]]) -> TokenBatch:
-    """Lists of ids as one flat array."""
+    """Concatenate lists of ids into one flat array with offsets."""
     offsets = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(ids) for ids in lists], out=offsets[1:])
     flat = np.empty(int(offsets[-1]), np.int32)
@@ -38,13 +40,13 @@ def split_batch(batch: TokenBatch) -> Iterator[list[int]]:
     return (flat[begin:end].tolist() for begin, end in itertools.pairwise(offsets.tolist()))
 
 
-# Stands before a vocabulary entry that text must not reach: a space, which every such vocabulary
-# writes in another way, and a character that means nothing.
+# Prefix that makes a vocabulary entry unreachable from text: a space, which such vocabularies spell
+# differently, and a character without meaning.
 UNREACHABLE = " \U0010ffff"
 
 
 class HasIds(Protocol):
-    """What holds ids."""
+    """The result of an encoding: anything with ids."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -57,23 +59,25 @@ class ControlEncoder(Protocol):
 
 
 class TokenizerBackend(Protocol):
-    """A library on one tokenizer: what it says is right. Text never becomes a special token, but
-    through `control`.
+    """A library opened on one tokenizer. Its ids are the reference. Text never becomes a special
+    token, except through `control`.
     """
 
     library: str
     """The library with its version."""
     special: list[str]
-    """Special tokens as they are spelled."""
+    """The special tokens, as text."""
     added: list[str]
-    """Other tokens beside the model's vocabulary, which text may hold."""
+    """Added tokens that are not special: text may contain them."""
     named: dict[str, str]
-    """`bos_token` and the like, where the library or its file knows them."""
+    """`bos_token` and similar names with their tokens, as far as the library or its file knows
+    them.
+    """
     vocab_size: int
     before: list[int]
-    """What the reference by itself puts before a text."""
+    """Ids that the library itself puts before a text."""
     after: list[int]
-    """What it puts behind a text."""
+    """Ids that it puts after a text."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -86,23 +90,23 @@ class TokenizerBackend(Protocol):
     def token_id(self, text: str) -> int | None: ...
 
     def state(self) -> dict[str, Any]:
-        """What decides about ids."""
+        """Everything that decides about ids, for the identity of the tokenizer."""
 
     def plain_json(self) -> str | None:
-        """A tokenizer.json that encodes text as this does and knows no special token; None where
-        there is none.
+        """A tokenizer.json that encodes plain text exactly as this backend does and has no special
+        tokens; None if there is none.
         """
 
     @property
     def lossy_reason(self) -> str | None:
-        """Why by its design a text may not come back as it was; None where every text does."""
+        """Why decoding may, by design, not give the original text back; None if it always does."""
 
     @property
     def control(self) -> ControlEncoder: ...
 
 
 class JsonBackend:
-    """The `tokenizers` library on a tokenizer.json.
+    """The backend of Hugging Face's `tokenizers` library, on a tokenizer.json.
 
     Raises:
         WrongInput: `text` is no tokenizer.json.
@@ -170,7 +174,7 @@ def _lossy_reason(state: dict[str, Any]) -> str | None:
 
 
 def without_special(text: str) -> str:
-    """A tokenizer.json without its special tokens and what puts them around a text."""
+    """A tokenizer.json without its special tokens and without the post-processor that adds them."""
     state = json.loads(text)
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
     state.update(post_processor=None, truncation=None, padding=None)
@@ -178,7 +182,7 @@ def without_special(text: str) -> str:
 
 
 def parse(text: str, where: str) -> tokenizers.Tokenizer:
-    """A reference tokenizer that neither cuts nor pads, whatever its file asks for.
+    """A tokenizer that neither truncates nor pads, whatever its file asks for.
 
     Raises:
         WrongInput: `text` is no tokenizer.json.
@@ -196,11 +200,11 @@ def parse(text: str, where: str) -> tokenizers.Tokenizer:
 
 
 def sealed(reference: tokenizers.Tokenizer, special: Sequence[str]) -> tokenizers.Tokenizer:
-    """The reference, such that no text becomes a special token.
+    """The tokenizer, changed so that no text becomes a special token.
 
-    The library's own switch keeps added tokens from matching, but where a special token is also a
-    piece of the model's vocabulary (T5's `</s>`) the model finds it in text all the same. Such
-    pieces get a name that no text holds.
+    The library's own switch keeps added tokens from matching, but where a special token is also an
+    entry of the model's vocabulary (T5's `</s>`) the model still finds it in text. Such entries are
+    renamed to something that no text contains.
     """
     reference.encode_special_tokens = True
     leaks = {
@@ -230,7 +234,7 @@ def sealed(reference: tokenizers.Tokenizer, special: Sequence[str]) -> tokenizer
 
 
 def framing_tokens(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids that the reference by itself puts before and after a text, found by looking."""
+    """Ids that the tokenizer itself puts before and after a text, found by encoding one."""
     bare, framed = (
         reference.encode("a", add_special_tokens=framed).ids for framed in (False, True)
     )
@@ -241,8 +245,8 @@ def framing_tokens(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int
 
 
 def id_state(reference: tokenizers.Tokenizer) -> dict[str, Any]:
-    """What decides about ids, without what is empty or decides about character offsets only: the
-    same after re-saving.
+    """Everything that decides about ids, without empty values and without settings for character
+    offsets, so that it is the same after the file was saved again.
     """
     state = json.loads(reference.to_str())
     return {
@@ -263,19 +267,20 @@ def _without_defaults(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class EncodedIds:
-    """Ids of a text."""
+    """Ids of a text, in the shape that `ControlEncoder` returns."""
 
     ids: list[int]
 
 
 class SpecialTokenSplitter:
-    """Gives each special token its id and hands what stands between them to `encode`, piece by
-    piece.
+    """Encodes rendered chats for libraries that only encode plain text: each special token becomes
+    its id, and the text between them is passed to `encode`.
     """
 
     def __init__(self, special: Mapping[str, int], encode: Callable[[str], list[int]]) -> None:
         self._special, self._encode = special, encode
-        # Longer ones first, so that none is taken for its own beginning.
+        # Longer tokens first, so that a token is not mistaken for a shorter one that it begins
+        # with.
         self._pattern = re.compile(
             f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})"
             if special
@@ -283,8 +288,8 @@ class SpecialTokenSplitter:
         )
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> EncodedIds:
-        """Nothing is put around the text, whatever `add_special_tokens` says: the template has it
-        already.
+        """Adds nothing around the text, whatever `add_special_tokens` says: the chat template has
+        already done that.
         """
         ids: list[int] = []
         for number, piece in enumerate(self._pattern.split(sequence)):

@@ -1,4 +1,6 @@
-"""Learns a byte-level BPE: any text has ids, and decoding them gives that very text back."""
+"""Trains a byte-level BPE tokenizer: every text can be encoded, and decoding gives exactly that
+text back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 BOS, EOS, PAD = SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
 LEAST = 256 + len(SPECIALS)
-# Named in the fingerprint of what was trained; raise it when the same texts would give another
+# Part of the fingerprint of a trained tokenizer; change it when the same texts would give another
 # vocabulary.
 TRAINER = "byte-bpe-1"
 
@@ -23,8 +25,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
     """Learn at most `vocab_size` tokens from `texts`, the 256 bytes, three special tokens and those
     in `special` included.
 
-    The same texts give the same tokenizer, in any order. Fewer tokens come out where no pair of
-    tokens stands twice.
+    The same texts give the same tokenizer, in any order. The vocabulary is smaller where no pair of
+    tokens occurs twice.
 
     Raises:
         WrongInput: `vocab_size` has no room for the bytes.

@@ -1,9 +1,9 @@
-"""Chats to ids, and which of them are trained: what the assistant says and its end-of-turn token.
+"""Encodes chats and marks which tokens are trained: the assistant's turns with their end-of-turn
+tokens.
 
-The ids are those of the rendered chat, with special tokens made by the template alone. All text of
-many chats goes through
-one call of an encoder: a rendered chat is cut at its special tokens, and the pieces between are
-plain text.
+The ids are those of the rendered chat; only the template can produce special tokens. The text of
+many chats is encoded in one call: a rendered chat is split at its special tokens, and what lies
+between is plain text.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def encode_chats(
     encode_batch: EncodeBatch,
     trained_from: Sequence[int] | None = None,
 ) -> tuple[Ids, npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Ids of all chats one after the other; for each id 1 if it is trained, else 0; and how many
-    ids each chat has.
+    """The ids of all chats, concatenated; a mask with 1 for each id that is trained; and the number
+    of ids of each chat.
 
     A token that begins before the assistant's turn and ends in it is not trained.
 
     Args:
         encode_batch: ids of texts, the same as the tokenizer's own.
-        trained_from: for each chat the number of its first message that is trained, if the
-            assistant's; None: all are.
+        trained_from: for each chat the number of its first message that is trained, if that is the
+        assistant's; None: all are.
 
     Raises:
-        WrongInput: there is no template, it refuses a chat, or it cannot be told what of the text
-            the assistant said.
+        WrongInput: there is no template, it refuses a chat, or it is not clear which part of the
+        text is the assistant's.
     """
     form = tokenizer.chat_format
     whole = not _is_split_exact(tokenizer, form)
@@ -70,14 +70,14 @@ def encode_chats(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> str | None:
-    """The special token that the template writes right after what the assistant says; None where
-    there is none.
+    """The special token that the template writes right after an assistant's turn; None if there is
+    none.
     """
     return turn_format(tokenizer.chat_format).end
 
 
 def stop_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What generation must stop at: EOS, and the end-of-turn token of the template where that is
+    """The ids at which generation stops: EOS, and the template's end-of-turn token if that is
     another one.
     """
     end = end_of_turn(tokenizer) if tokenizer.template else None
@@ -87,8 +87,8 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
 
 @dataclass(frozen=True)
 class _EncodedPiece:
-    """A special token, or a text with the places in it where training begins and ends. Texts are by
-    number in the plan.
+    """A special token, or a text with the places in it where training begins and ends. `text` is
+    the number of the text in the plan.
     """
 
     token: int | None
@@ -96,11 +96,13 @@ class _EncodedPiece:
     trained: bool
     """Whether its first token is trained."""
     switches: list[int]
-    """The texts before each place at which that changes."""
+    """For each place at which that changes, the number of the text that ends there."""
 
 
 class _EncodingPlan:
-    """The texts of a batch of chats, each different one once, and how chats are made of them."""
+    """The distinct texts of a batch of chats, encoded once each, and how the chats are put together
+    from their ids.
+    """
 
     def __init__(self, tokenizer: Tokenizer, form: ChatFormat) -> None:
         self._tokenizer, self._form = tokenizer, form
@@ -109,8 +111,8 @@ class _EncodingPlan:
         self._ids: list[Ids] = []
 
     def add(self, chat: Messages, first: int, *, whole: bool) -> list[_EncodedPiece]:
-        """Render a chat, trained from message `first` on. `whole`: its text is encoded in one go by
-        the reference, as long as it has no look-alikes.
+        """Render a chat that is trained from message `first` on. `whole`: encode its text in one
+        piece with the reference, unless it contains look-alikes of special tokens.
         """
         masked, originals = mask_look_alikes(_checked(chat), list(self._form.special))
         found = render_with_spans(self._form, masked, first)
@@ -189,14 +191,14 @@ class _EncodingPlan:
         return trained
 
     def _first_after(self, text: int, prefix: int) -> int:
-        """The first token of a text that begins at the end of its prefix or later."""
+        """Index of the first token of a text that begins at the end of the prefix or later."""
         ids, before = self._ids[text], self._ids[prefix]
         same = min(len(ids), len(before))
         differ = np.flatnonzero(ids[:same] != before[:same])
         if not len(differ) and same == len(before):
             return same
-        # A token stands across: the first one behind it begins where as much text is decoded as the
-        # prefix has.
+        # A token crosses the end of the prefix: the next one begins where the decoded text is as
+        # long as the prefix.
         wanted = len(self._decode(before))
         first = int(differ[0]) if len(differ) else same
         return next(
@@ -209,7 +211,7 @@ class _EncodingPlan:
 
 
 def _is_inside(place: int, edges: list[int]) -> bool:
-    """Whether a place lies in one of the spans, whose edges are ascending."""
+    """Whether a place lies inside one of the spans given by their ascending edges."""
     return sum(edge <= place for edge in edges) % 2 == 1
 
 
@@ -222,8 +224,8 @@ def _checked(chat: Messages) -> Messages:
 
 
 def _is_split_exact(tokenizer: Tokenizer, form: ChatFormat) -> bool:
-    """Whether a chat may be cut at its special tokens: not where these swallow space, or where only
-    a text's start gets a prefix.
+    """Whether splitting a chat at its special tokens gives the same ids: not where these absorb
+    whitespace, or where only the start of a text gets a prefix.
     """
     try:
         text = form.render(PROBE)

@@ -1,9 +1,9 @@
-"""A chat as text, by a Jinja template in the sandbox that Hugging Face's templates are written for.
-Encodes nothing.
+"""Renders chats to text with Jinja templates, in the sandbox that Hugging Face's templates are
+written for. Encodes nothing.
 
-Look-alikes of special tokens in messages can be masked before rendering, so that afterwards the
-template's own special tokens are told apart from them. Masks are private characters of plane 15,
-marks that show where something stands of plane 16.
+Look-alikes of special tokens in messages can be masked before rendering, so that afterwards only
+the template's own special tokens look like such. Masks are private-use characters of plane 15;
+marks that show positions are of plane 16.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ingot.tokenizers.backend import ControlEncoder
 
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 MARKS = re.compile("[\U00100000-\U0010fffd]")
-# What stands around `{% generation %}` blocks.
+# Marks around `{% generation %}` blocks.
 BEGIN, END = "\U00100000", "\U00100001"
 FIRST_MARK = 0x100010
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What of a tokenizer decides how a chat is written down. `special` -> id are the tokens that
-    only a template makes.
+    """Everything of a tokenizer that decides how a chat is rendered and encoded. `special` maps the
+    tokens that only a template may produce to their ids.
     """
 
     where: str
@@ -105,7 +105,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  (a plain set is what jinja2 declares)
 
@@ -125,7 +125,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which models were not trained on."""
+    """Replaces Jinja's own filter, which escapes HTML: models were not trained on that."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -140,8 +140,8 @@ def _now(pattern: str) -> str:
 
 
 def mask_look_alikes(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
-    """A copy of `messages` in which each look-alike of a special token or mark is one private
-    character, and what each stands for.
+    """A copy of `messages` in which each look-alike of a special token or mark is replaced by one
+    private-use character, and the table from character to original.
     """
     texts = list(_strings(messages))
     looks, present = any_of_pattern(tuple(special)), set[str]()
@@ -170,8 +170,8 @@ def mask_look_alikes(messages: Any, special: Sequence[str]) -> tuple[Any, dict[s
 def split_at_special(
     text: str, special: Sequence[str], originals: Mapping[str, str]
 ) -> Iterator[tuple[bool, str]]:
-    """A rendered chat cut at its special tokens: (is it a special token, its text), masked
-    look-alikes as they were.
+    """Split a rendered chat at its special tokens into (is it a special token, text), with masked
+    look-alikes restored.
     """
     cut = any_of_pattern(tuple(special)).split(text)
     for index, piece in enumerate(cut):
@@ -181,13 +181,13 @@ def split_at_special(
 
 
 def unmask(text: str, originals: Mapping[str, str]) -> str:
-    """A text with the look-alikes that `mask` took out."""
+    """The text with the look-alikes restored that `mask_look_alikes` replaced."""
     return "".join(originals.get(character, character) for character in text) if originals else text
 
 
 @functools.lru_cache(maxsize=64)
 def any_of_pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds any of some texts, the longest that fits, as its one group."""
+    """A pattern with one group that matches any of the texts, the longest one first."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
 
 

@@ -1,10 +1,10 @@
-"""Where in the text of a chat the assistant speaks: from behind the prompt that generation starts
-from, through the end-of-turn token.
+"""Finds the assistant's turns in the text of a chat: from the end of the generation prompt through
+the end-of-turn token.
 
-Templates that mark it with `{% generation %}` are believed. Otherwise the chat is rendered again
-with marks around what each assistant message says, which shows where that stands; and the first
-messages alone, which shows where turns begin and end. Where neither settles it, the chat is
-refused.
+`{% generation %}` blocks of a template are used where it has them. Otherwise the chat is rendered
+again with marks around the content of each assistant message, which shows where that is; and the
+first messages are rendered alone, which shows where turns begin and end. If neither is conclusive,
+the chat is refused.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ QUESTION, ANSWER = "\U0010fff0", "\U0010fff1"
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat as text, with [begin, end) of each assistant turn in it. `ended`: whether that turn
-    has its end-of-turn token.
+    """The text of a chat and the span [begin, end) of each assistant turn. `ended`: whether that
+    turn includes its end-of-turn token.
     """
 
     text: str
@@ -45,8 +45,8 @@ class RenderedChat:
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """How a template frames what the assistant says: the prompt before it, the special token right
-    after it.
+    """What a template writes around an assistant's turn: the generation prompt before it and the
+    special token right after it.
     """
 
     prompt: str
@@ -54,7 +54,9 @@ class TurnFormat:
 
 
 def turn_format(form: ChatFormat) -> TurnFormat:
-    """The template's manner, seen on a chat of one question and one answer."""
+    """What the template writes around a turn, found by rendering a chat of one question and one
+    answer.
+    """
     return _turn_format(form.template, tuple(form.special), tuple(sorted(form.named.items())))
 
 
@@ -87,12 +89,12 @@ def _turn_format(
 
 
 def render_with_spans(form: ChatFormat, messages: Messages, first: int = 0) -> RenderedChat:
-    """Render a chat, look-alikes masked already, and find the assistant's turns from message
+    """Render a chat whose look-alikes are masked, and find the assistant's turns from message
     `first` on.
 
     Raises:
-        WrongInput: the template refuses the chat, or it cannot be told which part of the text a
-            message became.
+        WrongInput: the template refuses the chat, or it is not clear which part of the text belongs
+        to a message.
     """
     marked = render_marked(form.template, messages, form.named)
     how = turn_format(form)
@@ -116,12 +118,12 @@ def render_with_spans(form: ChatFormat, messages: Messages, first: int = 0) -> R
 
 
 def _count_turns(messages: Messages) -> int:
-    """How often the assistant speaks."""
+    """The number of assistant messages."""
     return sum(message["role"] == "assistant" for message in messages)
 
 
 def _blocks_before(form: ChatFormat, messages: Messages, first: int, blocks: int) -> int:
-    """How many of a chat's `{% generation %}` blocks are of messages before `first`.
+    """How many of a chat's `{% generation %}` blocks belong to messages before `first`.
 
     Raises:
         WrongInput: there is not one for each of the assistant's turns, and the template does not
@@ -133,8 +135,8 @@ def _blocks_before(form: ChatFormat, messages: Messages, first: int, blocks: int
 
 
 def _block_span(text: str, begin: int, end: int, how: TurnFormat) -> tuple[int, int]:
-    """A `{% generation %}` block, without space after the end-of-turn token in it, or with that
-    token behind it.
+    """The span of a `{% generation %}` block: without whitespace after an end-of-turn token inside
+    it, or extended over the token that follows it.
     """
     if how.end is None:
         return begin, end
@@ -146,7 +148,7 @@ def _block_span(text: str, begin: int, end: int, how: TurnFormat) -> tuple[int, 
 
 
 def _strip_marks(text: str, marks: Iterable[str]) -> tuple[str, list[tuple[str, int]]]:
-    """The text without the marks, and each of them with the place where it stood."""
+    """The text without the marks, and each mark with its position."""
     cut = any_of_pattern(tuple(marks)).split(text)
     places, length = [], 0
     for piece, mark in itertools.zip_longest(cut[::2], cut[1::2]):
@@ -156,7 +158,7 @@ def _strip_marks(text: str, marks: Iterable[str]) -> tuple[str, list[tuple[str, 
 
 
 class _SpanFinder:
-    """Looks for each assistant message of one chat in its text."""
+    """Finds each assistant message of one chat in the rendered text."""
 
     def __init__(self, form: ChatFormat, messages: Messages, text: str, how: TurnFormat) -> None:
         self._form, self._messages, self._text, self._how = form, messages, text, how
@@ -165,7 +167,7 @@ class _SpanFinder:
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
         self._said = self._contents()
-        # Such a prompt stands in no message: look-alikes are masked.
+        # A prompt with special tokens occurs in no message, since look-alikes are masked.
         self._prompt_is_special = bool(self._special and self._special.search(how.prompt))
 
     def spans(self) -> list[tuple[int, int]]:
@@ -180,10 +182,10 @@ class _SpanFinder:
         return found
 
     def _contents(self) -> dict[int, tuple[int | None, int]]:
-        """Message -> where its content begins and ends, space around it aside; {} where marks
-        change what the template writes.
+        """Message -> where its content, stripped of whitespace, begins and ends; {} if marks change
+        what the template writes.
 
-        The beginning is None where the template drops it, as Qwen 3's does with thoughts.
+        The beginning is None if the template drops it, as Qwen 3's does with thoughts.
         """
         chat, opened, closed = (
             [dict(message) for message in self._messages],
@@ -227,8 +229,8 @@ class _SpanFinder:
                 if text.endswith(prompt, lowest, max(place, lowest)):
                     return place
         if self._prompt_is_special:
-            # What stands between the prompt and the content is written by the assistant, too:
-            # thoughts, for one.
+            # Text between the prompt and the content is the assistant's too: its thoughts, for
+            # example.
             place = text.rfind(prompt, lowest, said)
             if place >= 0 and not (
                 self._special and self._special.search(text, place + len(prompt), said)
@@ -246,7 +248,7 @@ class _SpanFinder:
         return lowest + len(text[lowest:opened].rstrip(" "))
 
     def _begin_unmarked(self, index: int, lowest: int) -> int:
-        """Of a message without content of its own, such as a call of a tool."""
+        """Where a message without content of its own begins, such as a tool call."""
         prompt = self._how.prompt
         if self._prompt_is_special and (place := self._text.find(prompt, lowest)) >= 0:
             return place + len(prompt)
@@ -256,8 +258,8 @@ class _SpanFinder:
         return before
 
     def _end(self, index: int, begin: int) -> int:
-        """Behind the end-of-turn token; where the template writes none, behind the last character
-        of the turn.
+        """The position after the end-of-turn token or, if the template writes none, after the last
+        character of the turn.
         """
         text, end = self._text, self._how.end
         said = self._said.get(index)
@@ -282,7 +284,9 @@ class _SpanFinder:
         return place
 
     def _prefix(self, count: int, *, prompt: bool) -> int | None:
-        """Length of the first `count` messages as text, if the whole chat begins with that."""
+        """The length of the first `count` messages rendered alone, if the whole chat begins with
+        that text.
+        """
         if not count:
             return None
         try:

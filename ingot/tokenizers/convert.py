@@ -1,9 +1,8 @@
-"""Other tokenizer files as a `tokenizer.json`, the one format that everything reads: ranks,
-SentencePiece models, GPT-2's pair.
+"""Converts tiktoken ranks, SentencePiece models and GPT-2's pair of files to a `tokenizer.json`,
+the format that every tool reads.
 
-What comes out is meant to give the same ids. Whether it does is found by trying (`conversion`),
-never assumed: the libraries cut equally good pieces and odd characters in different ways for
-unigram models.
+Whether the result gives the same ids is tested (`convert_model`), never assumed: for unigram models
+the libraries break ties and split unusual characters differently.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ SPACE = "▁"
 
 
 def convert_model(reference: TiktokenBackend | SentencePieceBackend) -> tuple[str, str] | None:
-    """A tokenizer.json of a model, and how far it can be trusted: `EXACT` on every nasty text, or
-    the first difference in words.
+    """A tokenizer.json of a model, and how it compares: `EXACT` if all edge-case texts give the
+    same ids, else a description of the first difference.
 
-    None for a model that no tokenizer.json can say.
+    None for a model that no tokenizer.json can express.
     """
     made = (
         ranks_json(reference) if isinstance(reference, TiktokenBackend) else pieces_json(reference)
@@ -57,8 +56,8 @@ def convert_model(reference: TiktokenBackend | SentencePieceBackend) -> tuple[st
 
 
 def ranks_json(reference: TiktokenBackend) -> str:
-    """Tiktoken ranks: every pair of tokens that makes a token is a merge, in the order of what they
-    make.
+    """Convert tiktoken ranks: every pair of tokens that forms a token is a merge, ordered by the
+    rank of the token it forms.
     """
     ranks = reference.ranks
     merges = sorted(
@@ -87,12 +86,12 @@ def ranks_json(reference: TiktokenBackend) -> str:
 def gpt2_json(
     vocabulary: str, merges: str, config: Mapping[str, Any], where: str
 ) -> tuple[str, dict[str, Any]]:
-    """GPT-2's `vocab.json` and `merges.txt`, and what `tokenizer_config.json` should say: as it
-    was, and GPT-2's own token for what it left open.
+    """Convert GPT-2's `vocab.json` and `merges.txt`; the second result is the
+    `tokenizer_config.json`, completed with GPT-2's own special token.
 
     Raises:
-        WrongInput: they are damaged, or the configuration says that they are of a model that cuts
-            text in another way.
+        WrongInput: they are damaged, or the configuration names a model that splits text in another
+        way.
     """
     kind = config.get("tokenizer_class")
     if kind is not None and kind not in GPT2_CLASSES:
@@ -141,7 +140,9 @@ def gpt2_json(
 
 
 def pieces_json(reference: SentencePieceBackend) -> str | None:
-    """A SentencePiece model; None for one that splits text in ways of its own."""
+    """Convert a SentencePiece model; None for one whose way of splitting text cannot be
+    expressed.
+    """
     model = reference.model
     if (
         model.kind not in (UNIGRAM, BPE)
@@ -198,8 +199,8 @@ def pieces_json(reference: SentencePieceBackend) -> str | None:
 
 
 def _merges(model: SentencePieceModel, vocabulary: Mapping[str, int]) -> list[list[str]]:
-    """SentencePiece merges the pair whose whole has the best score, and only into pieces of
-    text.
+    """The merges of a BPE model: SentencePiece merges the pair whose result has the best score, and
+    only into ordinary pieces.
     """
     parts = {piece.text for piece in model.pieces if piece.kind in (NORMAL, USER_DEFINED)}
     found = [
@@ -251,7 +252,9 @@ def _special_tokens(ids: Mapping[str, int]) -> list[AddedVocabulary]:
 def _framing(
     before: Sequence[AddedVocabulary], after: Sequence[AddedVocabulary]
 ) -> dict[str, Any] | None:
-    """The post-processor that puts these special tokens around a text, and around each of two."""
+    """The post-processor that puts these special tokens around a text, and around each text of a
+    pair.
+    """
     if not before and not after:
         return None
 
@@ -280,7 +283,7 @@ def _tokenizer_json(
     around: tuple[Sequence[int], Sequence[int]],
     **parts: Any,
 ) -> str:
-    """`around`: the ids of the special tokens that stand before a text and behind it."""
+    """`around`: the ids of the special tokens before and after a text."""
     tokens = {token.id: token for token in added}
     before, after = ([tokens[token] for token in ids] for ids in around)
     state = {

@@ -1,5 +1,5 @@
-"""Texts on which tokenizers that are nearly the same give different ids: a fixed set, to try an
-encoder or a conversion on.
+"""A fixed set of texts on which nearly identical tokenizers give different ids, used to test
+encoders and conversions; and where two results differ.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import numpy as np
 
 from ingot.tokenizers.backend import TokenBatch, split_batch
 
-# Long enough to leave every fast path for short words, short enough for a tokenizer that takes
-# quadratic time.
+# Long enough to leave every fast path for short words, short enough for a tokenizer of quadratic
+# cost.
 LONG = 20_000
 
 FIXED = (
@@ -63,9 +63,7 @@ FIXED = (
 
 
 def edge_case_texts(spelled: Iterable[str]) -> list[str]:
-    """The set, with look-alikes of the tokens that this tokenizer spells as in `spelled`: its
-    special and its added ones.
-    """
+    """The set, with look-alikes of a tokenizer's special and added tokens (`special_texts`)."""
     long = [
         "x" * LONG,
         "ab" * LONG,
@@ -95,7 +93,7 @@ def edge_case_texts(spelled: Iterable[str]) -> list[str]:
 
 
 def describe_difference(text: str, wanted: Sequence[int], found: Sequence[int]) -> str:
-    """Where the ids of one text begin to differ."""
+    """Describe where the ids of one text begin to differ."""
     at = next(
         (
             place
@@ -112,7 +110,7 @@ def describe_difference(text: str, wanted: Sequence[int], found: Sequence[int]) 
 
 
 def first_difference(texts: Sequence[str], wanted: TokenBatch, found: TokenBatch) -> str | None:
-    """The first difference in words; None where there is none."""
+    """Describe the first difference between two batches; None if there is none."""
     if np.array_equal(found[0], wanted[0]) and np.array_equal(found[1], wanted[1]):
         return None
     if len(found[1]) != len(wanted[1]):

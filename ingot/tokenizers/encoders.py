@@ -1,8 +1,9 @@
-"""Which library encodes many texts: the fastest whose ids are the reference's own, tried on the
-user's documents and on nasty texts.
+"""Chooses the library that encodes many texts: the fastest one whose ids equal the reference's on
+the user's documents and on edge-case texts.
 
 The ids never depend on the choice. A library that cannot be imported, cannot read this tokenizer or
-gives one other id is not taken, and the reason is kept.
+gives one different id is rejected, and the reason is reported. Each library uses one thread: worker
+processes are the parallelism.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ EncodeBatch = Callable[[Sequence[str]], TokenBatch]
 
 @dataclass(frozen=True)
 class EncoderLibrary:
-    """A fast library. `open` takes a tokenizer.json without special tokens, and raises whatever the
-    library raises.
+    """A fast encoding library. `open` takes a tokenizer.json without special tokens, and raises
+    whatever the library raises.
     """
 
     package: str
@@ -35,7 +36,7 @@ class EncoderLibrary:
 
     @property
     def version(self) -> str | None:
-        """The installed version; None where it is not installed."""
+        """The installed version; None if it is not installed."""
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
@@ -43,7 +44,7 @@ class EncoderLibrary:
 
     @property
     def name(self) -> str:
-        """The library with its version, by which it is chosen and opened again."""
+        """The library with its version, by which the choice is recorded and opened again."""
         return f"{self.package} {self.version}"
 
 
@@ -53,7 +54,7 @@ def _open_gigatoken(text: str) -> EncodeBatch:
     tokenizer = load_hf_json(text)
 
     def encode_batch(texts: Sequence[str]) -> TokenBatch:
-        # An awkward array is two flat ones, of which nothing is copied.
+        # An awkward array consists of two flat arrays, which are used without a copy.
         layout: Any = tokenizer.encode_batch(list(texts), parallel=False).layout
         return np.asarray(layout.content.data).view(np.int32), np.asarray(
             layout.offsets.data
@@ -63,8 +64,8 @@ def _open_gigatoken(text: str) -> EncodeBatch:
 
 
 def _open_fastokens(text: str) -> EncodeBatch:
-    # Read by the library at its first batch. Its cache of whole texts is of no use where each
-    # document comes once.
+    # The library reads these at its first batch. Its cache of whole texts is useless where each
+    # document is encoded once.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     os.environ.setdefault("FASTOKENS_INPUT_CACHE", "0")
     from fastokens import Tokenizer
@@ -89,13 +90,13 @@ LIBRARIES = (
 REFERENCE = "reference"
 SAMPLE_BYTES = 2_000_000
 LONGEST = 200_000
-# A later library must be this much faster to be taken: it opens more slowly in every worker, and
-# noise should not choose between equals.
+# A further library must be this much faster to be chosen, so that noise does not decide between
+# equals.
 LEAD = 1.5
 
 
 class BatchEncoder(Protocol):
-    """Something that gives the ids of `Tokenizer.encode_batch`. Not for several threads at once."""
+    """Encodes batches exactly as `Tokenizer.encode_batch`. Not thread-safe."""
 
     @property
     def name(self) -> str: ...
@@ -105,13 +106,13 @@ class BatchEncoder(Protocol):
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """The encoder to take, and for each that was tried why it was taken or not."""
+    """The chosen encoder, and for each library that was tried why it was chosen or not."""
 
     name: str
     tried: list[tuple[str, str]]
     """(library with its version, reason)"""
     speeds: dict[str, float]
-    """MB of the sample per CPU second, of the reference and of every exact library."""
+    """MB of the sample per CPU second, for the reference and every exact library."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ class _LibraryEncoder:
     tokenizer: Tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        """A batch that the library fails on, as a text far outside what it was made for may make
-        it, goes to the reference.
+        """Encode with the library; a batch on which it fails, for example for an extreme text, is
+        encoded by the reference.
         """
         try:
             return self.fast(texts)
@@ -142,7 +143,8 @@ class _ReferenceEncoder:
 
 
 def open_encoder(tokenizer: Tokenizer, name: str) -> BatchEncoder:
-    """The encoder that `choose_encoder` named, on this machine: one thread, in any process.
+    """Open the encoder that `choose_encoder` named, in any process of this machine; it uses one
+    thread.
 
     Raises:
         WrongInput: the library is not installed here in that version, or cannot read this
@@ -175,11 +177,12 @@ def open_encoder(tokenizer: Tokenizer, name: str) -> BatchEncoder:
 def choose_encoder(
     tokenizer: Tokenizer, sample: Sequence[str], libraries: Sequence[EncoderLibrary] = LIBRARIES
 ) -> EncoderChoice:
-    """Try each library against the reference on `sample`, the first 2 MB of it, and on the nasty
+    """Compare each library with the reference on the first 2 MB of `sample` and on the edge-case
     texts of this tokenizer.
     """
     texts = _bounded(sample)
-    # What is timed is new to the library, as all of a corpus is, but not its first text.
+    # The timed half is new to the library, like the documents of a corpus, but not the first that
+    # it sees.
     parts = (texts[::2], texts[1::2]) if len(texts) > 1 else (list(FIXED), texts or list(FIXED))
     trials = [
         (part, tokenizer.encode_batch(part))
@@ -221,7 +224,7 @@ def _verdict(name: str, why: str, best: str, speeds: dict[str, float]) -> str:
 
 
 def _open(library: EncoderLibrary, text: str | None, reference: str) -> EncodeBatch | str:
-    """The library on a tokenizer.json, or why not."""
+    """The library opened on a tokenizer.json, or the reason why it cannot be."""
     if library.version is None:
         return f"not installed; pip install {library.package}"
     if text is None:
@@ -238,7 +241,9 @@ def _open(library: EncoderLibrary, text: str | None, reference: str) -> EncodeBa
 
 
 def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], TokenBatch]]) -> float | str:
-    """MB per CPU second of the last trial; or the first difference from the wanted ids in words."""
+    """MB per CPU second of the last trial; or a description of the first difference from the
+    expected ids.
+    """
     speed = 0.0
     for texts, wanted in trials:
         began = time.process_time()
@@ -255,8 +260,8 @@ def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], TokenBatch
 
 
 def _bounded(sample: Sequence[str]) -> list[str]:
-    """The texts up to `SAMPLE_BYTES`; of a longer one its beginning, since the reference would take
-    minutes over a book.
+    """The texts up to `SAMPLE_BYTES` in all; of a long text only its beginning, since the reference
+    would take minutes for a book.
     """
     texts, size = list[str](), 0
     for text in sample:
@@ -272,7 +277,9 @@ def _megabytes(texts: Sequence[str]) -> float:
 
 
 def _is_library_error(error: BaseException) -> bool:
-    """A panic inside a library written in Rust arrives as a BaseException of its own kind."""
+    """Whether the library itself failed: a panic inside Rust code arrives as a BaseException of its
+    own kind.
+    """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

@@ -1,4 +1,4 @@
-"""From a folder, a file, a hub name or a recipe to a `Tokenizer`."""
+"""Loads a `Tokenizer` from a folder, a file, a hub name or a recipe."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ JSON, GPT2 = "tokenizer.json", ("vocab.json", "merges.txt")
 
 
 def load_tokenizer(source: Path) -> Tokenizer:
-    """The tokenizer that lies in a folder, a model's or its own; or the one in a file, with the
-    configuration beside it.
+    """Load the tokenizer in a folder (its own, or a model's), or in a file with the configuration
+    beside it.
 
     In a folder `tokenizer.json` wins, unless the configuration names the model that it was made
     from (`Tokenizer.save`); then `tokenizer.model` or `spiece.model` (tiktoken ranks or
     SentencePiece, by content), then GPT-2's `vocab.json` and `merges.txt`.
 
     EOS and padding that only the model's `generation_config.json` names are taken from there. BOS
-    is not: a reference that knows none puts none.
+    is not: a library that knows none adds none.
 
     Raises:
         WrongInput: there is no tokenizer in `source`, or it cannot be read.
@@ -68,7 +68,7 @@ def load_tokenizer(source: Path) -> Tokenizer:
 
 
 def _authoritative_file(folder: Path, config: Mapping[str, Any]) -> str:
-    """The file of the folder that says what is right."""
+    """Name of the file that defines the tokenizer of a folder."""
     marked = config.get(REFERENCE_KEY)
     names = [
         *([marked] if isinstance(marked, str) and Path(marked).name == marked else []),
@@ -85,8 +85,8 @@ def _authoritative_file(folder: Path, config: Mapping[str, Any]) -> str:
 def _model_files(
     folder: Path, name: str, files: Files, config: Mapping[str, Any]
 ) -> dict[str, str | bytes]:
-    """A model, the tokenizer.json made of it where that is exact, and a configuration that says
-    so.
+    """The files of a tokenizer that is defined by a model: the model, a converted tokenizer.json if
+    possible, and a configuration that records how exact that is.
     """
     data, kept = (folder / name).read_bytes(), name if name in MODEL_FILES else MODEL_FILES[0]
     if config.get(REFERENCE_KEY) == name:
@@ -129,8 +129,8 @@ def _require_text(folder: Path, name: str) -> str:
 
 
 def resolve_tokenizer(recipe: Recipe) -> Path:
-    """The folder or file of the recipe's tokenizer where it is not trained: `tokenizer.source`, or
-    the model's own.
+    """The folder or file of a recipe's tokenizer that is not trained: `tokenizer.source`, or the
+    model's own.
 
     Raises:
         WrongInput: the folder, file or hub name does not exist.
@@ -167,8 +167,8 @@ def _missing_message(folder: Path) -> str:
 
 
 def _tokens_from_model(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """`eos_token` and `pad_token` that the tokenizer's own files leave open and the model's name by
-    id.
+    """`eos_token` and `pad_token` that the model's files name by id and the tokenizer's own files
+    do not.
     """
     found: dict[str, str] = {}
     for file in ("generation_config.json", "config.json"):

@@ -1,5 +1,6 @@
-"""SentencePiece models, BPE and unigram: Llama 2's `tokenizer.model`, T5's `spiece.model`. Owns the
-sentencepiece library.
+"""The backend of SentencePiece models, BPE and unigram: Llama 2's `tokenizer.model`, T5's
+`spiece.model`. Also reads their protocol buffers, since the library exposes neither the kind of a
+model nor its normalisation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 @dataclass(frozen=True)
 class VocabularyPiece:
-    """One entry of the vocabulary; its id is its place."""
+    """One entry of the vocabulary; its id is its index."""
 
     text: str
     score: float
@@ -31,7 +32,7 @@ class VocabularyPiece:
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What decides about ids."""
+    """The parts of a model file that decide about ids."""
 
     pieces: list[VocabularyPiece]
     kind: int
@@ -43,10 +44,10 @@ class SentencePieceModel:
 
 
 def read_model(data: bytes, where: str) -> SentencePieceModel:
-    """The model in a file.
+    """Parse a model file.
 
     Raises:
-        WrongInput: it is no SentencePiece model, or is cut.
+        WrongInput: it is no SentencePiece model, or is truncated.
     """
     try:
         return _model(data)
@@ -107,8 +108,8 @@ def _number(value: int | bytes) -> int:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message by number: a number, or bytes (also the four and eight of fixed
-    width).
+    """The fields of a protocol buffer message: their numbers, with an integer or bytes (for
+    fixed-width values too).
     """
     place = 0
     while place < len(data):
@@ -142,12 +143,12 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 class SentencePieceBackend:
-    """The `sentencepiece` library on one of its models. Control symbols in a text are ordinary
-    characters to it.
+    """The `sentencepiece` library on one of its models. It treats control symbols in a text as
+    ordinary characters.
 
-    BOS stands before a text where the model has one; where it has none but padding, as T5's, EOS
-    stands behind it. A special token that only the configuration names (T5's sentinels) has its id
-    from `added_tokens_decoder`.
+    BOS is put before a text if the model has one; if it has none but padding, as T5's, EOS is put
+    after it. A special token that only the configuration names (T5's sentinels) gets its id from
+    `added_tokens_decoder`.
 
     Raises:
         WrongInput: the file is damaged, sentencepiece is not installed, or the configuration adds
@@ -155,7 +156,7 @@ class SentencePieceBackend:
     """
 
     converted: str | None = None
-    """A tokenizer.json that says the same."""
+    """An equivalent tokenizer.json."""
 
     def __init__(self, data: bytes, config: Mapping[str, Any], where: str) -> None:
         self.model = read_model(data, where)
@@ -201,7 +202,7 @@ class SentencePieceBackend:
         return flatten([self._processor.encode(text) for text in texts])
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        """What lies between two special tokens is decoded by itself."""
+        """Ids between two special tokens are decoded separately."""
         special = set(self.ids.values()) - {self._processor.unk_id()}
         parts, run = list[str](), list[int]()
         for index in ids:

@@ -1,6 +1,4 @@
-"""What the configuration files beside a tokenizer say: named tokens, added tokens, the chat
-template.
-"""
+"""Reads the configuration files beside a tokenizer: named tokens, added tokens, chat template."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from ingot.base.errors import WrongInput
 MODEL_FILES = ("tokenizer.model", "spiece.model")
 
 REFERENCE_KEY = "ingot_reference"
-"""The key of tokenizer_config.json that names the file which is right, where a tokenizer.json made
-of it lies beside it.
+"""The key of tokenizer_config.json that names the model file which defines the tokenizer, where a
+tokenizer.json converted from it lies beside it.
 """
 
 CONVERSION_KEY, EXACT = "ingot_conversion", "exact"
-"""The key that says how far that tokenizer.json can be trusted, and what it says where the ids were
-the same throughout.
+"""The key that records how that tokenizer.json compares with the model, and its value if all ids
+were equal.
 """
 
 CONFIG = "tokenizer_config.json"
@@ -36,8 +34,8 @@ def text_of(files: Files, name: str) -> str | None:
 
 
 def read_config(files: Files, where: str) -> dict[str, Any]:
-    """`special_tokens_map.json` and `tokenizer_config.json` as one, without what is null; the
-    latter wins.
+    """`special_tokens_map.json` and `tokenizer_config.json` merged, without null values; the latter
+    wins.
     """
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", CONFIG):
@@ -51,8 +49,8 @@ def read_config(files: Files, where: str) -> dict[str, Any]:
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like by name; a configuration spells a token as text, or as a mapping
-    with `content`.
+    """`bos_token` and similar names with their texts; a configuration gives a token as text, or as
+    a mapping with `content`.
     """
     named = {}
     for name in NAMED:
@@ -64,8 +62,8 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_template(files: Files, config: Mapping[str, Any]) -> str | None:
-    """The chat template: a file of its own wins over the configuration, where it may be a list of
-    named ones.
+    """The chat template: a separate file wins over the configuration, which may hold a list of
+    named templates.
     """
     if (own := text_of(files, "chat_template.jinja")) is not None:
         return own
@@ -91,7 +89,7 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AddedVocabulary:
-    """A token beside the model's own vocabulary."""
+    """A token that is added to the model's own vocabulary."""
 
     id: int
     content: str

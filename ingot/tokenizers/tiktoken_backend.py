@@ -1,9 +1,8 @@
-"""Tiktoken ranks: the file that Llama 3 calls `tokenizer.model`, one token in base64 and its rank a
-line. Owns the tiktoken library.
+"""The backend of tiktoken ranks: the file that Llama 3 calls `tokenizer.model`, with one base64
+token and its rank per line.
 
-The file says neither how text is cut before merging nor which special tokens there are; both are
-Llama 3's. Names of special tokens that a configuration beside the file gives
-(`added_tokens_decoder`) are taken from there.
+The file defines neither how text is split before merging nor the special tokens; both are Llama
+3's, unless a configuration beside the file names the special tokens (`added_tokens_decoder`).
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from ingot.base.errors import WrongInput
 from ingot.tokenizers.backend import SpecialTokenSplitter, TokenBatch, flatten, without_special
 from ingot.tokenizers.settings import added_tokens
 
-# How Llama 3 cuts text before merging: words with their leading space, up to three digits, runs of
-# signs and of space.
+# How Llama 3 splits text before merging: words with their leading space, up to three digits, runs
+# of punctuation and of whitespace.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 SPECIALS = 256
-# By place after the last rank; the places between and after these are reserved tokens, numbered
-# without gaps.
+# Special tokens by offset from the last rank; the offsets in between and after are reserved tokens,
+# numbered without gaps.
 LLAMA3 = {
     0: BOS,
     1: EOS,
@@ -43,7 +42,7 @@ LLAMA3 = {
     9: "<|eot_id|>",
     10: "<|python_tag|>",
 }
-# Classes of tokenizer_config.json under which a file of ranks is Llama 3's. Others cut text in
+# Classes of tokenizer_config.json for which a file of ranks is Llama 3's. Others split text in
 # another way.
 CLASSES = (
     "PreTrainedTokenizerFast",
@@ -52,7 +51,7 @@ CLASSES = (
     "LlamaTokenizer",
     "LlamaTokenizerFast",
 )
-# Where the library's own cutting runs out of stack, runs of characters are cut to this length, as
+# Where the library's splitting overflows the stack, runs of characters are split at this length, as
 # Llama 3's own code does.
 LONGEST_RUN = 25_000
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")
@@ -99,7 +98,7 @@ class TiktokenBackend:
 
     lossy_reason: str | None = None
     converted: str | None = None
-    """A tokenizer.json that says the same."""
+    """An equivalent tokenizer.json."""
 
     def __init__(self, data: bytes, config: Mapping[str, Any], where: str) -> None:
         kind = config.get("tokenizer_class")
@@ -199,7 +198,9 @@ def _encoding(ranks: dict[bytes, int], special: dict[str, int]) -> Any:
 
 
 def _cut(text: str) -> list[str]:
-    """A text such that no run of space or of anything else is longer than the library can take."""
+    """Split a text so that no run of whitespace or of other characters is longer than the library
+    can handle.
+    """
     pieces, begin, place = list[str](), 0, 0
     for _, run in itertools.groupby(text, str.isspace):
         length = sum(1 for _ in run)
@@ -224,12 +225,12 @@ _BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 def spell(token: bytes) -> str:
-    """Bytes as printable characters."""
+    """Spell bytes as printable characters."""
     return "".join(LETTERS[byte] for byte in token)
 
 
 def unspell(text: str) -> bytes:
-    """The bytes that a text of such characters stands for; b"" where it is none."""
+    """The bytes that a text of such characters spells; b"" if it contains others."""
     return (
         bytes(_BYTES[letter] for letter in text)
         if all(letter in _BYTES for letter in text)

@@ -1,8 +1,8 @@
-"""One face over a reference tokenizer: ids of texts, documents, prompts and chats.
+"""The tokenizer of all rooms: ids of texts, documents, prompts and chats.
 
-The ids are those of the library that the tokenizer was made for, with one rule on top: text is
-text. What looks like a special token in it stays ordinary characters; only BOS and EOS around a
-document and the chat template put special tokens in.
+The ids are those of the library that the tokenizer was made for, with one additional rule: text
+never becomes a special token. Special tokens come only from BOS and EOS around a document and from
+the chat template.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ingot.tokenizers.tiktoken_backend import TiktokenBackend, is_ranks
 
 
 def open_backend(files: Files, config: Mapping[str, Any], where: str) -> TokenizerBackend:
-    """The reference of these files: the one that the configuration names, else `tokenizer.json`,
-    else a model.
+    """Open the file that defines the tokenizer: the one that the configuration names, else
+    `tokenizer.json`, else a model.
 
     Raises:
         WrongInput: there is none, or its file cannot be read.
@@ -68,8 +68,8 @@ def open_backend(files: Files, config: Mapping[str, Any], where: str) -> Tokeniz
 def open_model_backend(
     data: bytes, config: Mapping[str, Any], where: str, converted: str | None = None
 ) -> TiktokenBackend | SentencePieceBackend:
-    """The reference of a model's bytes, whichever of the two kinds it is. `converted` is a
-    tokenizer.json that says the same.
+    """Open a model file, tiktoken ranks or SentencePiece. `converted` is an equivalent
+    tokenizer.json.
     """
     reference = (
         TiktokenBackend(data, config, where)
@@ -82,7 +82,7 @@ def open_model_backend(
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the tokens that frame a text; None where the tokenizer has none."""
+    """Ids of BOS, EOS and padding; None for those that the tokenizer does not have."""
 
     bos: int | None
     eos: int | None
@@ -90,12 +90,11 @@ class SpecialIds:
 
 
 class Tokenizer:
-    """A tokenizer as its files say it. Safe to use from several threads.
+    """A tokenizer, given by its files. Thread-safe.
 
     Args:
-        files: name -> content of `tokenizer.json`, or of a `tokenizer.model` as bytes, and where
-            there are such of `tokenizer_config.json`, `special_tokens_map.json`,
-            `chat_template.jinja`.
+        files: name -> content of `tokenizer.json`, or of a `tokenizer.model` as bytes, and if
+            present of `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`.
         where: what to call it in messages.
 
     Raises:
@@ -106,28 +105,28 @@ class Tokenizer:
     """Largest id + 1, added tokens included."""
     special: SpecialIds
     adds_bos: bool
-    """Whether the reference itself puts BOS before a text."""
+    """Whether the library itself puts BOS before a text."""
     template: str | None
     """The chat template, as Jinja."""
     before: list[int]
-    """What stands before every text: BOS, or nothing."""
+    """Ids before every text: BOS, or nothing."""
     after: list[int]
-    """What stands after every document: EOS, or nothing."""
+    """Ids after every document: EOS, or nothing."""
     frame: tuple[list[int], list[int]]
-    """What stands before and behind a text that an encoder reads or a decoder beside one writes:
-    what the tokenizer's own post-processor puts there, `[CLS]` and `[SEP]` for BERT's. Where it
-    puts nothing behind a text EOS stands there, since a target has to end.
+    """Ids before and after a text for models with an encoder (source and target): what the
+    tokenizer's own post-processor adds, `[CLS]` and `[SEP]` for BERT. If it adds nothing after a
+    text, EOS is used, since a target must have an end.
     """
     files: dict[str, str | bytes]
     """The files by name: texts, and models as bytes."""
     library: str
     """The library whose ids these are, with its version."""
     special_texts: list[str]
-    """Special and added tokens as they are spelled: what text may look like."""
+    """The special and added tokens as text: what other text may look like."""
     special_ids: dict[str, int]
     """Every special token and its id."""
     named: dict[str, str]
-    """How `bos_token`, `eos_token` and the like are spelled; the vocabulary may lack one."""
+    """The texts of `bos_token`, `eos_token` and the like; the vocabulary may lack one of them."""
 
     def __init__(self, files: Files, where: str = "tokenizer") -> None:
         self.files, self._where = dict(files), where
@@ -145,8 +144,8 @@ class Tokenizer:
         self.vocab_size, before = self._reference.vocab_size, self._reference.before
         ids = {name: self._reference.token_id(text) for name, text in self.named.items()}
         self.special = SpecialIds(ids.get("bos_token"), ids.get("eos_token"), ids.get("pad_token"))
-        # transformers rebuilds what stands around a text where the configuration says so in so many
-        # words.
+        # transformers rebuilds the frame of a text if the configuration sets `add_bos_token`
+        # explicitly.
         asked = config.get("add_bos_token")
         self.adds_bos = self.special.bos is not None and (
             asked if isinstance(asked, bool) else before == [self.special.bos]
@@ -161,17 +160,17 @@ class Tokenizer:
         self.frame = around, self._reference.after or self.after
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added. What looks like a special token stays text."""
+        """Ids of a text, nothing added. Look-alikes of special tokens stay text."""
         return self._reference.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        """`encode` of many texts: all ids one after the other, and where each text begins,
+        """`encode` of many texts: all ids concatenated, and the offset at which each text begins,
         [len(texts) + 1].
         """
         return self._reference.encode_batch(texts)
 
     def encode_document(self, text: str) -> list[int]:
-        """Ids of a text to train on: BOS where the reference puts one, the text, EOS where there is
+        """Ids of a document to train on: BOS if the library adds one, the text, EOS if there is
         one.
         """
         return [*self.before, *self.encode(text), *self.after]
@@ -182,17 +181,17 @@ class Tokenizer:
         return [*before, *self.encode(text), *after]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text to go on from: BOS where the reference puts one, the text."""
+        """Ids of a prompt to complete: BOS if the library adds one, the text."""
         return [*self.before, *self.encode(text)]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a chat by the tokenizer's own template, ready for the assistant's next turn.
+        """Ids of a chat by the tokenizer's own template, ending with the generation prompt.
 
-        Special tokens come from the template alone, BOS included: look-alikes in a message stay
+        Special tokens, BOS included, come only from the template: look-alikes in a message stay
         text.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each, and whatever else the template reads.
+            messages: each with `role` and `content`, and whatever else the template reads.
 
         Raises:
             WrongInput: there is no template, or it refuses these messages.
@@ -213,7 +212,7 @@ class Tokenizer:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """How chats are written down.
+        """How chats are rendered and encoded.
 
         Raises:
             WrongInput: there is no template.
@@ -229,35 +228,35 @@ class Tokenizer:
 
     @property
     def where(self) -> str:
-        """What to call it in messages."""
+        """Its name in error messages."""
         return self._where
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any], *, skip_special: bool = True) -> str:
-        """The text of ids; bytes that are no UTF-8 become the replacement character."""
+        """Decode ids; bytes that are not UTF-8 become the replacement character."""
         return self._reference.decode([int(token) for token in ids], skip_special=skip_special)
 
     def token(self, index: int) -> str | None:
-        """How the vocabulary spells the token with this id; None where there is none."""
+        """The vocabulary's entry for this id; None if there is none."""
         return self._reference.token(index) if index >= 0 else None
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that the vocabulary spells so; None where there is none."""
+        """The id of a vocabulary entry; None if there is none."""
         return self._reference.token_id(text)
 
     def plain_json(self) -> str | None:
-        """A `tokenizer.json` for other libraries, without special tokens; None where none says the
-        same as the reference.
+        """A `tokenizer.json` without special tokens for fast libraries; None if there is no
+        equivalent one.
         """
         return self._reference.plain_json()
 
     @property
     def lossy_reason(self) -> str | None:
-        """Why by design a text may not come back as it was; None where every text does."""
+        """Why decoding may, by design, not give the original text back; None if it always does."""
         return self._reference.lossy_reason
 
     def identity(self) -> str:
-        """Fingerprint of what decides about ids: vocabulary, merges, normalisation, special tokens,
-        template. Not of file bytes.
+        """Fingerprint of everything that decides about ids (vocabulary, merges, normalisation,
+        special tokens, template), not of file bytes.
         """
         return self._identity
 
@@ -277,7 +276,9 @@ class Tokenizer:
 
     @property
     def files_identity(self) -> str:
-        """Fingerprint of the files' bytes: whether what was saved from them is still the same."""
+        """Fingerprint of the files' bytes, to see whether they have changed since they were
+        saved.
+        """
         contents = {
             name: content.encode() if isinstance(content, str) else content
             for name, content in self.files.items()
@@ -287,13 +288,13 @@ class Tokenizer:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the files into `folder`, each at once; `load_tokenizer` and transformers'
+        """Write the files into `folder`, each atomically; `load_tokenizer` and transformers'
         `AutoTokenizer` open it.
 
-        Beside a model (`tokenizer.model`, `spiece.model`) lies a `tokenizer.json` made of it, which
-        is all that other tools read. In `tokenizer_config.json` the key `ingot_reference` then
-        names the model, so that it stays what is right here, and `ingot_conversion` says whether
-        the two gave the same ids on all nasty texts, or where they first differed.
+        Beside a model (`tokenizer.model`, `spiece.model`) a converted `tokenizer.json` is written
+        for other tools. In `tokenizer_config.json` the key `ingot_reference` then names the model,
+        which still defines the ids here, and `ingot_conversion` records whether both gave the same
+        ids on all edge-case texts, or where they first differed.
         """
         for name, content in self.files.items():
             write_atomic(folder / name, content)

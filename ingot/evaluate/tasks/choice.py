@@ -1,7 +1,7 @@
-"""Multiple choice: the likeliest of some continuations, as a sum of log-probabilities and per
-character. HellaSwag is one of these.
+"""Multiple choice, including HellaSwag: the continuation with the highest log-likelihood, in total
+and per character.
 
-The same figures as lm-evaluation-harness' acc and acc_norm, on the same items.
+The same metrics as lm-evaluation-harness' acc and acc_norm, on the same items.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HELLASWAG = ("ctx_a", "ctx_b", "activity_label", "endings", "label")
 
 @dataclass(frozen=True)
 class ChoiceItem:
-    """A context, what may follow it (after a space), and which of these is right."""
+    """A context, its possible continuations (after a space), and the index of the right one."""
 
     place: str
     context: str
@@ -39,8 +39,8 @@ class ChoiceItem:
 
 @dataclass(frozen=True)
 class OpenChoiceTask:
-    """A multiple-choice task whose items are tokens already: `spans` hold all choices of the first
-    item, then those of the next.
+    """A multiple-choice task with encoded items: `spans` holds all choices of the first item, then
+    those of the next.
     """
 
     name: str
@@ -64,7 +64,7 @@ class OpenChoiceTask:
 
 
 def score_item(item: ChoiceItem, sums: Sequence[float]) -> dict[str, Any]:
-    """What became of one item. Of equal choices the first one counts as chosen."""
+    """The example of one item. Of equally likely choices the first one counts as chosen."""
     likelihoods = np.array(sums)
     per_character = likelihoods / np.array([len(choice) for choice in item.choices])
     chosen, chosen_norm = int(likelihoods.argmax()), int(per_character.argmax())
@@ -135,7 +135,7 @@ def _encoded(name: str, info: EvalModelInfo, items: list[ChoiceItem]) -> OpenCho
 def _question_item(record: TaskRecord) -> ChoiceItem:
     question, choices = record.text("question"), record.get("choices")
     if isinstance(choices, str):
-        # As a table of texts has it.
+        # Tables without list columns hold the choices as JSON.
         try:
             choices = json.loads(choices)
         except ValueError:
@@ -157,8 +157,8 @@ def _question_item(record: TaskRecord) -> ChoiceItem:
 
 
 def _answer_index(record: TaskRecord, choices: list[str]) -> int:
-    """A number from 0, the text of a choice, or a letter; a text that could be several of these is
-    the first that fits of: text, number, letter.
+    """The index of the right choice, given as a number from 0, the text of a choice, or a letter;
+    an ambiguous text is read as the first that fits of: text, number, letter.
     """
     answer = record.get("answer")
     place = -1
@@ -179,8 +179,8 @@ def _answer_index(record: TaskRecord, choices: list[str]) -> int:
 
 
 def _hellaswag_item(record: TaskRecord) -> ChoiceItem:
-    """As lm-evaluation-harness prepares it: what the activity is, both parts of the context, and
-    the marks of WikiHow taken out.
+    """An item prepared as lm-evaluation-harness does: activity label, both parts of the context,
+    WikiHow's markup removed.
     """
     endings, label = record.get("endings"), record.get("label")
     if (

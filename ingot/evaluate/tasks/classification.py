@@ -1,4 +1,4 @@
-"""How often a classifier is right on labelled documents: accuracy and F1."""
+"""Accuracy and F1 of a classifier on labelled documents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_REPORTED_CLASSES = 20
 
 @dataclass(frozen=True)
 class OpenClassificationTask:
-    """The task with its rows opened."""
+    """The task with its opened rows."""
 
     name: str
     labels: Sequence[str]
@@ -40,7 +40,7 @@ class OpenClassificationTask:
     count: int
 
     def measure(self, subject: EvalModel) -> TaskResult:
-        """Raises Failed when the model gives numbers that are not finite."""
+        """Raises Failed if the model gives numbers that are not finite."""
         table = np.zeros((self.count, 3), np.float64)
         reader = _ClassScorer()
         for batch, values in score_samples(subject, self.rows, self.count, self.name, reader.token):
@@ -87,18 +87,20 @@ class OpenClassificationTask:
             {
                 "document": number,
                 "label": self.labels[right],
-                "predicted": self.labels[made],
+                "predicted": self.labels[predicted],
                 "log_probability": float(value),
-                "correct": bool(right == made),
+                "correct": bool(right == predicted),
             }
-            for number, (right, made, value) in enumerate(
+            for number, (right, predicted, value) in enumerate(
                 zip(label, chosen, log_probability, strict=True)
             )
         ]
 
 
 class _ClassScorer:
-    """The log-probability of each row's label, and beside it the class that the model takes."""
+    """Per-token function of the head: the log-probability of each row's label; keeps the predicted
+    class.
+    """
 
     chosen: Tensor
 
@@ -120,16 +122,18 @@ def open_classification(
 
 
 def counts(label: Numbers, chosen: Numbers, classes: int) -> Floats:
-    """For each document and each class whether it was rightly chosen, wrongly chosen, wrongly left,
-    [N, 3 * classes].
+    """True positives, false positives and false negatives of each class for each document, [N, 3 *
+    classes].
     """
-    right, made = (np.eye(classes)[numbers] for numbers in (label, chosen))
-    return np.concatenate((right * made, made * (1 - right), right * (1 - made)), axis=1)
+    right, predicted = (np.eye(classes)[numbers] for numbers in (label, chosen))
+    return np.concatenate(
+        (right * predicted, predicted * (1 - right), right * (1 - predicted)), axis=1
+    )
 
 
 def class_f1(sums: Floats) -> Floats:
-    """F1 of each class `[..., classes]` from sums of `counts`; NaN for one that neither occurs nor
-    was chosen.
+    """F1 of each class `[..., classes]` from sums of `counts`; NaN for a class that neither occurs
+    nor was predicted.
     """
     hits, wrong, missed = np.split(sums, 3, axis=-1)
     both = 2 * hits + wrong + missed
@@ -137,20 +141,20 @@ def class_f1(sums: Floats) -> Floats:
 
 
 def macro_f1(sums: Floats) -> Floats:
-    """The plain mean over the classes that occur or were chosen, as scikit-learn's
-    `f1_score(average="macro")` has it.
+    """The unweighted mean over the classes that occur or were predicted, as scikit-learn's
+    `f1_score(average="macro")`.
     """
     scores = class_f1(sums)
-    there = ~np.isnan(scores)
-    mean: Floats = np.where(there, scores, 0.0).sum(axis=-1) / there.sum(axis=-1)
+    occurring = ~np.isnan(scores)
+    mean: Floats = np.where(occurring, scores, 0.0).sum(axis=-1) / occurring.sum(axis=-1)
     return mean
 
 
 def f1_metrics(
     task: str, labels: Sequence[str], label: Numbers, chosen: Numbers, on: str
 ) -> dict[str, Metric]:
-    """`TASK/f1`, the mean over classes, and of few classes `TASK/f1_LABEL` for each that occurs or
-    was chosen; intervals resample documents.
+    """`TASK/f1`, the mean over classes, and if there are few classes `TASK/f1_LABEL` for each that
+    occurs or was predicted; intervals resample documents.
     """
     units = counts(label, chosen, len(labels))
 

@@ -1,8 +1,8 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, by name, on our model: the package's own prompts,
-metrics and few-shot examples.
+"""Runs tasks of EleutherAI's lm-evaluation-harness on a model of ours, with the package's own
+prompts, metrics and few-shot examples.
 
-Every rank runs the harness as if it were alone; what the model is asked for is dealt over the ranks
-underneath.
+Every rank runs the harness as if it were the only one; the model's requests are distributed over
+the ranks underneath.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RELATIVE_TOLERANCE = 1e-9
 
 
 class HarnessModel:
-    """A subject as the harness speaks to a model; the class that it wants is made of this one and
-    its own.
+    """The model as the harness calls it; combined with the harness' own base class, which is not
+    imported here.
     """
 
     def __init__(self, subject: EvalModel) -> None:
@@ -44,8 +44,8 @@ class HarnessModel:
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation after its context, and whether greedy decoding would
-        write it.
+        """The log-probability of each continuation after its context, and whether greedy decoding
+        would produce it.
         """
         spans = [
             self._cut(span)
@@ -55,7 +55,7 @@ class HarnessModel:
         return [(float(total), bool(agrees)) for total, agrees in found]
 
     def _cut(self, span: ScoredSpan) -> ScoredSpan:
-        """Left off at the left what the positions do not hold."""
+        """Truncate the context on the left to the model's positions."""
         if not span.context or not 0 < len(span.continuation) <= self.positions:
             raise WrongInput(
                 f"lm_eval: a continuation of {len(span.continuation):,} tokens after"
@@ -69,8 +69,8 @@ class HarnessModel:
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of each whole text, every token scored once, after as much before it as
-        the positions hold.
+        """The log-probability of each whole text: every token is scored once, with as much context
+        as the positions allow.
         """
         if self.start is None:
             raise WrongInput(
@@ -93,7 +93,7 @@ class HarnessModel:
         ]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes, up to one of the stop strings of each request."""
+        """The generated text of each request, up to one of its stop strings."""
         return generate_answers(
             self.subject,
             [
@@ -124,8 +124,8 @@ class HarnessModel:
 
 
 def windows(tokens: Sequence[int], start: int, positions: int) -> list[ScoredSpan]:
-    """A text in spans that each fit, every token in one continuation: the first after `start`,
-    later ones after what was before.
+    """Split a text into spans that fit the model, with every token in one continuation: the first
+    follows `start`, later ones the preceding tokens.
     """
     spans = [ScoredSpan([start], list(tokens[:positions]))] if tokens else []
     for done in range(positions, len(tokens), positions):
@@ -136,7 +136,7 @@ def windows(tokens: Sequence[int], start: int, positions: int) -> list[ScoredSpa
 
 @dataclass(frozen=True)
 class OpenLMEvalTask:
-    """The tasks, found and with their data loaded."""
+    """The harness' tasks with their data loaded."""
 
     task: LMEvalTask
     library: Any
@@ -145,7 +145,7 @@ class OpenLMEvalTask:
     def measure(self, subject: EvalModel) -> TaskResult:
         task, library = self.task, self.library
         model = type("IngotLM", (HarnessModel, library.api.model.LM), {})(subject)
-        # Its seeds would set the generators that a training run draws from.
+        # The harness must not seed the global generators, which a training run may use.
         seeds = {"random_seed": None, "numpy_random_seed": None, "torch_random_seed": None}
         results = library.simple_evaluate(
             model=model,
@@ -156,7 +156,7 @@ class OpenLMEvalTask:
             bootstrap_iters=0,
             **seeds,
         )
-        # Processes with a local rank above 0 are given nothing.
+        # The harness returns None to processes with a local rank above 0.
         return subject.mesh.from_main(lambda: report(task.name, results))
 
 
@@ -179,18 +179,18 @@ def open_lm_eval(
         )
     try:
         manager.load(list(task.tasks))
-    except Exception as error:  # the library hands on whatever its data sets raise
-        told = " ".join(str(error).split())[:300]
+    except Exception as error:  # data sets raise exceptions of any kind
+        reason = " ".join(str(error).split())[:300]
         raise Failed(
             f"evaluate.tasks, {task.name}: {', '.join(task.tasks)} cannot be loaded"
-            f" ({type(error).__name__}: {told}); check the network"
+            f" ({type(error).__name__}: {reason}); check the network"
         ) from error
     return OpenLMEvalTask(task, library, manager)
 
 
 def _manager(library: Any, task: LMEvalTask) -> Any:
-    """Knows the tasks in the folder of one's own, and where these are not all that is asked for,
-    the package's thousands, too.
+    """Finds the tasks in the user's own folder; the package's thousands are indexed only if some
+    are not there.
     """
     if task.include is not None:
         own = library.tasks.TaskManager(include_path=task.include, include_defaults=False)
@@ -213,8 +213,8 @@ def _library() -> Any:
 
 
 def report(name: str, results: Mapping[str, Any]) -> TaskResult:
-    """The harness's results as ours: metrics `NAME/TASK.METRIC`, with the filter behind where a
-    task has several; one example for each sample.
+    """Convert the harness' results: metrics `NAME/TASK.METRIC`, with the filter's name appended if
+    a task has several; one example per sample.
     """
     metrics: dict[str, Metric] = {}
     for task, values in results["results"].items():
@@ -270,8 +270,8 @@ def _hashes(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def sample_interval(value: float, samples: Sequence[Any]) -> tuple[float, float]:
-    """The interval of a metric that is a mean over samples, or made of the ratio of two sums over
-    them; of any other, the value alone.
+    """The interval of a metric that is a mean over samples or derived from the ratio of two sums
+    over them; for any other, the value itself.
     """
     if samples and all(isinstance(sample, bool | int | float) for sample in samples):
         numbers = np.array(samples, np.float64)

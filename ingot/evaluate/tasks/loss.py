@@ -1,4 +1,4 @@
-"""The loss task: how likely a model finds the held-out documents, whatever kind they are of."""
+"""The loss task: loss, perplexity and bits per byte on the validation documents of any kind."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 
 def open_held_out(recipe: Recipe, where: str, positions: int) -> tuple[Prepared, Rows | Samples]:
-    """The validation rows as they were prepared.
+    """Open the prepared validation rows.
 
     Raises:
-        WrongInput: they are not there, or longer than the model's positions.
+        WrongInput: they do not exist, or are longer than the model's positions.
     """
     prepared = prepared_for(recipe)
     if recipe.data.seq_len > positions:
@@ -57,11 +57,11 @@ def open_held_out(recipe: Recipe, where: str, positions: int) -> tuple[Prepared,
 def open_loss(
     task: LossTask, info: EvalModelInfo, max_documents: int | None = None
 ) -> OpenRowLossTask | OpenSampleLossTask:
-    """Open the validation rows; `max_documents` takes the first so many.
+    """Open the validation rows, or the first `max_documents` of them.
 
     Raises:
-        WrongInput: they are not there, are of another tokenizer, or the model is not of the kind
-            that they are for.
+        WrongInput: they do not exist, were prepared with another tokenizer, or are for another kind
+            of model.
     """
     recipe = info.recipe
     info.require_kind(
@@ -76,8 +76,8 @@ def open_loss(
 
 
 def comparison_set(prepared: Prepared, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
-    """Identity of what is measured on: the documents, where some were cut off also how long they
-    may be, and how many were left out.
+    """The identity of the set that is measured: the documents, the maximum lengths if some were
+    left out for their length, and the number of rows if not all are used.
     """
     identity = prepared.sets["validation"]
     cut = (
@@ -91,7 +91,7 @@ def comparison_set(prepared: Prepared, rows: Rows | Samples, recipe: Recipe, cou
 
 @dataclass(frozen=True)
 class OpenRowLossTask:
-    """On rows of texts and chats, which may hold several documents, or a part of one."""
+    """The loss on rows of texts and chats, which may hold several documents or a part of one."""
 
     task: LossTask
     rows: Rows
@@ -102,7 +102,7 @@ class OpenRowLossTask:
     def measure(self, subject: EvalModel) -> TaskResult:
         with subject.progress(self.task.name, self.count, "rows") as progress:
 
-            def tell(done: int) -> None:
+            def on_progress(done: int) -> None:
                 progress.update(min(done * subject.mesh.world, self.count))
 
             micro_batch = subject.recipe.evaluate.micro_batch
@@ -113,7 +113,7 @@ class OpenRowLossTask:
                 micro_batch,
                 subject.compute,
                 subject.mesh,
-                tell,
+                on_progress,
                 subject.until_stopped,
             )
         losses = gather_segments(mine, subject.mesh)
@@ -128,7 +128,7 @@ class OpenRowLossTask:
             )
             sizes = document_bytes(columns, self.tokenizer, total, int(losses.ends_document.sum()))
         else:
-            # Whole documents side by side: each stretch is one.
+            # Rows hold whole documents: each segment is one.
             losses = replace(losses, ends_document=np.ones_like(losses.ends_document))
             sizes = target_bytes(self.rows, self.tokenizer, self.count)
         on = comparison_set(self.prepared, self.rows, recipe, self.count)
@@ -143,7 +143,7 @@ class OpenRowLossTask:
 
 
 def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, Any]]:
-    """One for each document, numbered in the order of the columns."""
+    """One example per document, numbered in the order of the columns."""
     return [
         {"document": number, "nats": float(nll), "targets": int(count), "bytes": float(size)}
         for number, (nll, count, size) in enumerate(zip(nats, targets, sizes, strict=True))
@@ -152,7 +152,7 @@ def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class OpenSampleLossTask:
-    """On preferences, pairs and labelled texts, of which each is a sample of its own."""
+    """The loss on preferences, pairs and labelled texts, each of which is a sample."""
 
     task: LossTask
     rows: Samples
@@ -185,8 +185,8 @@ class OpenSampleLossTask:
 
 
 def _preference_metrics(name: str, sums: SampleLosses, on: str) -> dict[str, Metric]:
-    """How often the chosen answer is the likelier one (of two equally likely ones it is not), and
-    by how many nats on average.
+    """How often the chosen answer is the more likely one (not if both are equally likely), and the
+    mean margin in nats.
     """
     margins = sums.margins
     return {

@@ -1,5 +1,5 @@
-"""Items that a task reads from files of its own, or from a data set on the hub: whole records,
-every column of them.
+"""Reads a task's items from its own files or from a data set on the hub, as whole records with all
+columns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow", "hub")
 
 @dataclass(frozen=True)
 class _WholeRecords(Wanted):
-    """Takes a record as it is, as JSON."""
+    """Keeps each record whole, as JSON."""
 
     documents: Documents = "chat"
 
@@ -38,7 +38,7 @@ class _WholeRecords(Wanted):
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """One record; `place` (`FILE:ROW`) names it in messages and in what is kept of it."""
+    """One record; `place` (`FILE:ROW`) names it in messages and in the examples."""
 
     place: str
     values: dict[str, Any]
@@ -47,7 +47,7 @@ class TaskRecord:
         return self.values[column]
 
     def text(self, column: str) -> str:
-        """Raises WrongInput when it is no text."""
+        """The text in a column; raises WrongInput if it is not text."""
         value = self.values[column]
         if not isinstance(value, str):
             raise WrongInput(
@@ -66,16 +66,16 @@ def read_records(
     split: str = "validation",
     limit: int | None = None,
 ) -> list[TaskRecord]:
-    """The first `limit` records of a source, each with `columns` under their usual names.
+    """Read the first `limit` records of a source, with `columns` under their standard names.
 
     Args:
         source: path, folder or glob of JSONL, JSON, Parquet, CSV, TSV or Arrow files, or
             `hf:NAME[:SUBSET]`.
-        names: usual name -> name in the records.
+        names: standard name -> name in the records.
 
     Raises:
         WrongInput: no such source, a record that cannot be read or lacks a column, or none at all.
-            No item is passed over in silence.
+            No item is silently skipped.
     """
     names = names or {}
     if unknown := [name for name in names if name not in columns]:

@@ -1,8 +1,7 @@
-"""Texts that the model writes against reference texts: ROUGE (Lin 2004), by the package
-rouge-score, F-measures.
+"""Compares generated texts with references: F-measures of ROUGE (Lin 2004), by the package
+rouge-score.
 
-For ROUGE-Lsum sentences are lines: what is written and what it is held against are cut at newlines,
-and nowhere else.
+For ROUGE-Lsum, sentences are lines: both texts are split at newlines and nowhere else.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ScoreFunction = Callable[[str, str], dict[str, float]]
 
 @dataclass(frozen=True)
 class RougeItem:
-    """What is given to the model as text and as tokens, and what it is to write."""
+    """The source as text and as tokens, and the reference."""
 
     place: str
     source: str
@@ -42,14 +41,14 @@ class RougeItem:
 
 @dataclass(frozen=True)
 class OpenRougeTask:
-    """The task with its items read and encoded."""
+    """The task with its encoded items."""
 
     task: RougeTask
     items: list[RougeItem]
     score: ScoreFunction
 
     def measure(self, subject: EvalModel) -> TaskResult:
-        """Raises Failed when the model gives numbers that are not finite."""
+        """Raises Failed if the model gives numbers that are not finite."""
         task = self.task
         texts = generate_texts(
             subject, [item.prompt for item in self.items], task.max_tokens, task.name, task.beams
@@ -86,7 +85,7 @@ class OpenRougeTask:
 
 
 def first_line(text: str) -> str:
-    """The first line that is not empty: what one could copy without having understood anything."""
+    """The first line that is not empty: a baseline that copies without understanding."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
@@ -125,7 +124,7 @@ def open_rouge(
 
 
 def scorer(stemmer: bool) -> ScoreFunction:
-    """The package's own scorer. Raises WrongInput when it is not installed."""
+    """The package's scorer. Raises WrongInput if it is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -133,10 +132,10 @@ def scorer(stemmer: bool) -> ScoreFunction:
             "evaluate.tasks: rouge needs a package that is not installed; pip install"
             " 'ingot[rouge]'"
         ) from error
-    made = RougeScorer(list(METRICS), use_stemmer=stemmer)
+    rouge_scorer = RougeScorer(list(METRICS), use_stemmer=stemmer)
 
     def score(reference: str, prediction: str) -> dict[str, float]:
-        found = made.score(reference, prediction)
+        found = rouge_scorer.score(reference, prediction)
         return {name: float(found[name].fmeasure) for name in METRICS}
 
     return score
@@ -145,8 +144,8 @@ def scorer(stemmer: bool) -> ScoreFunction:
 def _items_from_source(
     task: RougeTask, info: EvalModelInfo, limit: int | None
 ) -> Iterator[RougeItem]:
-    """From the task's own source: what a pair has, or for a decoder that knows chats what a user
-    says.
+    """Items of the task's own source: pairs, whose source becomes a user message for a decoder
+    trained on chats.
     """
     assert task.source is not None
     for record in read_records(
@@ -165,7 +164,7 @@ def _items_from_source(
 def _items_from_validation(
     knob: str, info: EvalModelInfo, limit: int | None
 ) -> Iterator[RougeItem]:
-    """From the validation documents: pairs, or chats up to the last answer."""
+    """Items of the validation documents: pairs, or chats up to the last answer."""
     recipe = info.recipe
     if recipe.documents not in ("pair", "chat"):
         raise WrongInput(
@@ -197,7 +196,7 @@ def _items_from_validation(
 
 
 def _last_user_message(messages: Sequence[dict[str, Any]]) -> str:
-    """What the last answer of a chat is an answer to."""
+    """The last user message before the final answer of a chat."""
     return next(
         (
             str(message["content"])
@@ -211,7 +210,9 @@ def _last_user_message(messages: Sequence[dict[str, Any]]) -> str:
 def _check_room(
     knob: str, items: Sequence[RougeItem], max_tokens: int, info: EvalModelInfo
 ) -> None:
-    """A decoder holds prompt and answer together, a model with an encoder each by itself."""
+    """Raises WrongInput if an item does not fit: a decoder holds prompt and answer together, a
+    model with an encoder each separately.
+    """
     if empty := next((item for item in items if not item.prompt), None):
         raise WrongInput(f"{knob}: {empty.place} has a prompt without a token; leave it out")
     longest = max(items, key=lambda item: len(item.prompt))
