@@ -25,11 +25,11 @@ from benchmarks.comparison import Comparison
 from benchmarks.turns import Contender, Turn, Work
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
-from ingot.data.cleaning.stages import clean
+from ingot.data.cleaning.clean import clean
 from ingot.data.engines.local import LocalEngine
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.data.raw import open_raw
+from ingot.data.raw.store import open_raw
 from ingot.tokenizers.bpe import train_bpe
 
 CORPUS = Path(os.environ.get("TEST_DATA", "../shared/data")) / "debian_docs" / "en_prog.jsonl.gz"

@@ -17,13 +17,19 @@ from benchmarks.turns import Contender, Turn, Work
 from ingot.base.markers import FileEntry, entry_of
 from ingot.base.progress import Progress
 from ingot.config.shape import BatchPlan
-from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
+from ingot.data.batches.loader import Loader
+from ingot.data.batches.order import Order
+from ingot.data.batches.rows import IGNORE, open_rows
+from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
+from ingot.data.columns.manifest import (
+    Part,
+    Prepared,
+    PreparedSource,
+    read_prepared,
+    write_prepared,
+)
 from ingot.data.engines.local import LocalEngine
-from ingot.data.loader import Loader
-from ingot.data.manifest import Part, Prepared, PreparedSource, read_prepared, write_prepared
-from ingot.data.order import Order
-from ingot.data.packing import pack
-from ingot.data.rows import IGNORE, open_rows
+from ingot.data.packing.tables import pack
 
 VOCAB_SIZE, EOS = 50_000, 0
 MEAN_TOKENS = 600
@@ -153,7 +159,10 @@ def loading(folder: Path, seq_len: int, documents: int, count: int) -> Compariso
     write_columns(folder, 1, documents)
     contenders = [
         Contender(
-            f"ingot, {how}", load_ours, (str(folder), how, seq_len, count), ("ingot.data.loader",)
+            f"ingot, {how}",
+            load_ours,
+            (str(folder), how, seq_len, count),
+            ("ingot.data.batches.loader",),
         )
         for how in ("cut", "best_fit")
     ]
@@ -206,7 +215,7 @@ def load_step(folder: str, rows: int, seq_len: int) -> Work:
 def starting(root: Path, few: int, many: int) -> Comparison:
     folders = [(parts, write_columns(root / f"{parts}", parts, 20)) for parts in (few, many)]
     contenders = [
-        Contender(f"{parts:,} parts", start, (str(folder), 128), ("ingot.data.loader",))
+        Contender(f"{parts:,} parts", start, (str(folder), 128), ("ingot.data.batches.loader",))
         for parts, folder in folders
     ]
     return Comparison(

@@ -32,10 +32,10 @@ from ingot.config.load import load_recipe
 from ingot.config.presets import preset
 from ingot.config.sections.training import AdamW
 from ingot.config.shape import flops_per_token
+from ingot.data.batches.order import Order
+from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.ingest import ingest
-from ingot.data.order import Order
 from ingot.data.prepare import prepare
-from ingot.data.rows import Rows, open_rows
 
 RESULTS, ROOT = Path(__file__).parent / "results", Path(__file__).parents[1]
 OURS, PEAK, SAME = "ours", "peak", 0.02

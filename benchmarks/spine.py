@@ -12,7 +12,7 @@ from benchmarks.comparison import Comparison
 from benchmarks.turns import Contender, Turn, Work
 from ingot.config.presets import preset
 from ingot.config.sections.training import AdamW
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.device import computing_in, resolve_compute
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request

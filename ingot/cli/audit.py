@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.errors import WrongInput
-from ingot.data.messages import Message
-from ingot.data.preferences import SIDES, Preference
-from ingot.data.records import encode_documents
+from ingot.data.documents.messages import Message
+from ingot.data.documents.preferences import SIDES, Preference
+from ingot.data.tokenizing.encode import encode_documents
 from ingot.tokenizers.chat import encode_chats, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 

@@ -15,11 +15,10 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.runfolder import RunFolder
 from ingot.cli.console import console, run_folder
-from ingot.data.cleaning.stages import MARKER
-from ingot.data.columns import Column, column_prefix
-from ingot.data.kinds import LABEL, is_mask, token_columns
-from ingot.data.manifest import Prepared, read_prepared
-from ingot.data.packing import PICKED, markers_of
+from ingot.data.cleaning.clean import MARKER
+from ingot.data.columns.column import Column, column_prefix
+from ingot.data.columns.manifest import LABEL, Prepared, is_mask, read_prepared, token_columns
+from ingot.data.packing.tables import PICKED, markers_of
 from ingot.tokenizers.load import load_tokenizer
 
 MEASURED_PARTS = 64

@@ -30,18 +30,17 @@ from ingot.cli.audit import (
 )
 from ingot.cli.console import console
 from ingot.config.recipe import Recipe
-from ingot.data.chats import from_messages
-from ingot.data.documents import Shares
-from ingot.data.items import Item
-from ingot.data.kinds import token_columns
-from ingot.data.manifest import prefix_of
-from ingot.data.preferences import from_preference
-from ingot.data.ranges import ranges, read_range
-from ingot.data.raw import MANIFEST, open_raw
-from ingot.data.readers import read_items
-from ingot.data.records import Records, encode_records
-from ingot.data.sources import find_source, is_local
-from ingot.data.wanted import Wanted
+from ingot.data.columns.manifest import prefix_of, token_columns
+from ingot.data.documents.chats import from_messages
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.preferences import from_preference
+from ingot.data.documents.records import Item
+from ingot.data.raw.ranges import ranges, read_range
+from ingot.data.raw.store import MANIFEST, open_raw
+from ingot.data.sources.find import find_source, is_local
+from ingot.data.sources.readers import read_items
+from ingot.data.splits import Shares
+from ingot.data.tokenizing.encode import Records, encode_records
 from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer

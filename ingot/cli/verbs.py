@@ -168,7 +168,7 @@ def _source_stamps(recipe: Recipe) -> dict[str, Any]:
     """The files behind the sources, many as they may be, in one short fingerprint for each
     split.
     """
-    from ingot.data.sources import source_stamps
+    from ingot.data.sources.find import source_stamps
 
     return {
         f"what data.{split} reads": {"files": len(stamps), "stamps": fingerprint(stamps)}

@@ -18,10 +18,10 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import disk_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
-from ingot.data.blocks import block_bytes, cut
+from ingot.data.documents.kinds import IN_WORDS, Wanted
 from ingot.data.engines.local import LocalEngine
-from ingot.data.megatron import token_groups
-from ingot.data.raw import (
+from ingot.data.raw.ingest_tasks import Done, Read, Tally, Task, block_bytes, cut
+from ingot.data.raw.store import (
     GROUP_BYTES,
     GROUP_DOCUMENTS,
     MANIFEST,
@@ -31,11 +31,10 @@ from ingot.data.raw import (
     knobs_of,
     write_manifest,
 )
-from ingot.data.reading import Done, Read, Tally, Task
-from ingot.data.sourcefile import SourceFile
-from ingot.data.sources import Split, prepare_files, recipe_sources, source_files
-from ingot.data.stamps import stamps_of
-from ingot.data.wanted import IN_WORDS, Wanted
+from ingot.data.sources.find import prepare_files, recipe_sources, source_files, stamps_of
+from ingot.data.sources.megatron import token_groups
+from ingot.data.sources.source_file import SourceFile
+from ingot.data.splits import Split
 
 SHOWN = 3
 # Where the parts of the tasks lie until all are there and get their numbers.
@@ -84,7 +83,7 @@ def ingest(recipe: Recipe) -> VerbOutcome:
         with Progress("ingest", total=-(-total // 10**6), unit="MB") as progress:
             work = Read(folder / TASKS, stop=recipe.data.on_bad == "stop")
             with contextlib.closing(_engine(recipe, tasks, total)) as engine:
-                engine.warm("ingot.data.reading")
+                engine.warm("ingot.data.raw.ingest_tasks")
                 done = engine.run(work, tasks, progress) if tasks else []
         splits, entries = _gather(folder, plans, done)
     finally:

@@ -16,33 +16,32 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import disk_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
+from ingot.data.batches.rows import open_rows
+from ingot.data.batches.samples import Samples
+from ingot.data.cleaning.clean import clean
 from ingot.data.cleaning.cleaned import Cleaned
-from ingot.data.cleaning.stages import clean
-from ingot.data.documents import Shares
-from ingot.data.engines.choose import open_engine
-from ingot.data.engines.engine import Engine
-from ingot.data.engines.local import LocalEngine
-from ingot.data.kinds import column_dtype
-from ingot.data.manifest import (
+from ingot.data.cleaning.documents import sample
+from ingot.data.columns.manifest import (
     MANIFEST,
     Prepared,
     PreparedSource,
+    column_dtype,
     data_identity,
     prefix_of,
     set_identity,
     write_prepared,
 )
-from ingot.data.packing import pack
-from ingot.data.parts import DONE, Made, Tokenise, finished, inputs_of
-from ingot.data.ranges import SMALLEST_BYTES, ranges
-from ingot.data.raw import Raw, open_raw
-from ingot.data.rows import open_rows
-from ingot.data.samples import Samples
-from ingot.data.sources import Split, recipe_sources
-from ingot.data.stored import plain_text
-from ingot.data.texts import sample
-from ingot.data.vocabulary import provide_tokenizer
-from ingot.data.wanted import IN_WORDS
+from ingot.data.documents.kinds import IN_WORDS, plain_text
+from ingot.data.engines.choose import open_engine
+from ingot.data.engines.engine import Engine
+from ingot.data.engines.local import LocalEngine
+from ingot.data.packing.tables import pack
+from ingot.data.raw.ranges import SMALLEST_BYTES, ranges
+from ingot.data.raw.store import Raw, open_raw
+from ingot.data.sources.find import recipe_sources
+from ingot.data.splits import Shares, Split
+from ingot.data.tokenizing.tokenize import DONE, Made, Tokenise, finished, inputs_of
+from ingot.data.tokenizing.vocabulary import provide_tokenizer
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -71,7 +70,7 @@ def prepare(recipe: Recipe) -> VerbOutcome:
         (folder / MANIFEST).unlink(missing_ok=True)
     with contextlib.closing(open_engine(recipe.data.engine, recipe.folder.data)) as engine:
         if isinstance(engine, LocalEngine) and raw.bytes > WARM_BYTES:
-            engine.warm("ingot.data.parts", *ENCODERS)
+            engine.warm("ingot.data.tokenizing.tokenize", *ENCODERS)
         return _prepare(recipe, raw, engine)
 
 

@@ -14,10 +14,10 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
-from ingot.data.columns import Column
-from ingot.data.manifest import Prepared
-from ingot.data.raw import open_raw
-from ingot.data.texts import read_documents
+from ingot.data.cleaning.documents import read_documents
+from ingot.data.columns.column import Column
+from ingot.data.columns.manifest import Prepared
+from ingot.data.raw.store import open_raw
 from ingot.evaluate.bigram import bigram_nll
 from ingot.evaluate.corpus import open_columns, pairs
 

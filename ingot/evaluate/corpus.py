@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ingot.data.columns import Column
-from ingot.data.manifest import Prepared
-from ingot.data.opened import Parts, opening
-from ingot.data.rows import IGNORE, Rows
-from ingot.data.sources import Split
+from ingot.data.batches.rows import IGNORE, Rows
+from ingot.data.columns.column import Column
+from ingot.data.columns.manifest import Prepared
+from ingot.data.columns.reader import Parts, opening
+from ingot.data.splits import Split
 from ingot.evaluate.bigram import TokenPairs
 from ingot.tokenizers.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, write_
 from ingot.base.storage import sha256_file
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
-from ingot.data.manifest import prepared_for
+from ingot.data.columns.manifest import prepared_for
 from ingot.evaluate.baselines import baselines, check_baselines
 from ingot.evaluate.generation import check_prompts, complete_prompts
 from ingot.evaluate.report import EXAMPLES_SUFFIX, show_report, write_examples

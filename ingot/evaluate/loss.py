@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.data.loader import Batch, fixed_batches
-from ingot.data.rows import Rows
-from ingot.data.samples import Samples
+from ingot.data.batches.loader import Batch, fixed_batches
+from ingot.data.batches.rows import Rows
+from ingot.data.batches.samples import Samples
 from ingot.evaluate.distribute import Floats, sum_over_ranks
 from ingot.evaluate.subject import EvalModel
 from ingot.models.device import Compute, computing_in

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ingot.base.errors import WrongInput
-from ingot.data.loader import Batch, fixed_batches
-from ingot.data.rows import IGNORE, Rows
-from ingot.data.samples import Samples
+from ingot.data.batches.loader import Batch, fixed_batches
+from ingot.data.batches.rows import IGNORE, Rows
+from ingot.data.batches.samples import Samples
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
 from ingot.evaluate.tasks import open_task
 from ingot.models.device import Compute

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ingot.config.sections.objective import ObjectiveSettings
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.native.head import IGNORE, LogitsView, summed_only
 from ingot.objectives.protocol import AllSum, ObjectiveInputs
 

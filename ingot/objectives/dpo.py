@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ingot.config.sections import objective as config
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.native.head import LogitsView
 from ingot.objectives.protocol import AllSum, ObjectiveInputs
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.device import Compute, computing_in
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import IGNORE

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ingot.config.sections.objective import ObjectiveSettings
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import LogitsView
 

@@ -20,7 +20,7 @@ from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.data.loader import Loader
+from ingot.data.batches.loader import Loader
 from ingot.models.parameters import is_sharded
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import TrainState

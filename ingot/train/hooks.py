@@ -22,7 +22,7 @@ from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.store import retain
 from ingot.config.sections.training import Checkpoint
 from ingot.config.shape import flops_per_token
-from ingot.data.loader import Batch, Loader
+from ingot.data.batches.loader import Batch, Loader
 from ingot.models.device import Compute, gpu_usage, measured_peak, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import TrainState

@@ -22,9 +22,9 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint
-from ingot.data.loader import fixed_batches
-from ingot.data.rows import Rows
-from ingot.data.samples import Samples
+from ingot.data.batches.loader import fixed_batches
+from ingot.data.batches.rows import Rows
+from ingot.data.batches.samples import Samples
 from ingot.models.device import computing_in
 from ingot.models.hf.folder import model_config, model_hash
 from ingot.models.kinds import AnyModel

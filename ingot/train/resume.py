@@ -29,7 +29,7 @@ from ingot.checkpoints.store import (
 )
 from ingot.config.identity import MAY_CHANGE, changes
 from ingot.config.recipe import Recipe
-from ingot.data.order import place_of
+from ingot.data.batches.order import place_of
 from ingot.parallel.mesh import Mesh
 
 LEFT_OUT = "left_out.json"

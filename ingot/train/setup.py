@@ -22,10 +22,10 @@ from ingot.config.shape import (
     check_pipeline,
     total_steps,
 )
-from ingot.data.manifest import prepared_for
-from ingot.data.order import Order
-from ingot.data.rows import Rows, open_rows
-from ingot.data.samples import Samples
+from ingot.data.batches.order import Order
+from ingot.data.batches.rows import Rows, open_rows
+from ingot.data.batches.samples import Samples
+from ingot.data.columns.manifest import prepared_for
 from ingot.models.device import Compute, resolve_compute
 from ingot.models.hf.folder import model_config
 from ingot.models.kinds import ModelKind

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.adapters.lora import lora_state
 from ingot.models.device import Compute
 from ingot.models.kinds import AnyModel

@@ -16,7 +16,7 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.recipe import Recipe
-from ingot.data.loader import Loader
+from ingot.data.batches.loader import Loader
 from ingot.models.device import device_name
 from ingot.models.hf.folder import model_hash
 from ingot.parallel.mesh import Mesh, running_mesh

@@ -26,7 +26,7 @@ from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import Train
 from ingot.config.shape import batch_plan
-from ingot.data.manifest import read_prepared
+from ingot.data.columns.manifest import read_prepared
 
 WARM_UP = 2
 """Steps that are not counted: memory is taken, kernels are chosen, models compiled."""

@@ -12,10 +12,12 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import problems, read_marker
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
-from ingot.data import manifest, raw, vocabulary
-from ingot.data.manifest import Prepared, prepared_for
-from ingot.data.packing import markers_of
-from ingot.data.raw import open_raw
+from ingot.data.columns import manifest
+from ingot.data.columns.manifest import Prepared, prepared_for
+from ingot.data.packing.tables import markers_of
+from ingot.data.raw import store as raw
+from ingot.data.raw.store import open_raw
+from ingot.data.tokenizing import vocabulary
 from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer

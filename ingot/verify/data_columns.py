@@ -16,12 +16,12 @@ import numpy.typing as npt
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.config.recipe import Recipe
-from ingot.data.columns import Column, bin_path, column_prefix
-from ingot.data.kinds import LABEL, MASK, is_mask, token_columns
-from ingot.data.manifest import Part, Prepared
-from ingot.data.packing import PICKED, read_packed, table_name
-from ingot.data.picking import limits
-from ingot.data.sources import Split, recipe_sources
+from ingot.data.columns.column import Column, bin_path, column_prefix
+from ingot.data.columns.manifest import LABEL, MASK, Part, Prepared, is_mask, token_columns
+from ingot.data.packing.planning import limits
+from ingot.data.packing.tables import PICKED, read_packed, table_name
+from ingot.data.sources.find import recipe_sources
+from ingot.data.splits import Split
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import NAMED, Check, check_of_faults
 

@@ -15,9 +15,9 @@ import torch
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
-from ingot.data.examples import from_labelled, from_pair
-from ingot.data.manifest import prefix_of, prepared_for
-from ingot.data.texts import read_documents
+from ingot.data.cleaning.documents import read_documents
+from ingot.data.columns.manifest import prefix_of, prepared_for
+from ingot.data.documents.kinds import from_labelled, from_pair
 from ingot.models.adapters.lora import adapter_parameters
 from ingot.models.adapters.peft import load_adapter
 from ingot.models.device import pick_device, resolve_compute

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ingot.data.loader import Batch, fixed_batches
-from ingot.data.rows import IGNORE, Rows, Samples
+from ingot.data.batches.loader import Batch, fixed_batches
+from ingot.data.batches.rows import IGNORE, Rows, Samples
 from ingot.models.kinds import AnyModel, ModelKind
 from ingot.models.native.head import LogitsView
 from ingot.tokenizers.tokenizer import Tokenizer

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.data.chats import from_messages
-from ingot.data.columns import Column, column_prefix
-from ingot.data.manifest import Prepared
-from ingot.data.preferences import from_preference
-from ingot.data.texts import read_documents
+from ingot.data.cleaning.documents import read_documents
+from ingot.data.columns.column import Column, column_prefix
+from ingot.data.columns.manifest import Prepared
+from ingot.data.documents.chats import from_messages
+from ingot.data.documents.preferences import from_preference
 from ingot.models.kinds import ModelKind
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import SGD
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees_of
-from ingot.data.manifest import prepared_for
+from ingot.data.columns.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
 from ingot.verify.layout_modes import AXES, Layout, layouts_for, parse_layouts
 from ingot.verify.layout_ranks import LocalRanks, RankFailed

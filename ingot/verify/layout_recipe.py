@@ -24,9 +24,9 @@ from ingot.config.family import overridden
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.shape import batch_plan, degrees_of
-from ingot.data.opened import IGNORE, Ids
-from ingot.data.rows import Row, Rows
-from ingot.data.samples import Fields, Samples
+from ingot.data.batches.rows import Row, Rows
+from ingot.data.batches.samples import Fields, Samples
+from ingot.data.columns.reader import IGNORE, Ids
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.folder import CONFIG, model_config
 from ingot.models.hf.tensorfile import save_weights

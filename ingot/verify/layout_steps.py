@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ingot.base.environment import Ranks, ranks
 from ingot.config.shape import Degrees, degrees_of
-from ingot.data.loader import Batch, Loader
-from ingot.data.opened import IGNORE
+from ingot.data.batches.loader import Batch, Loader
+from ingot.data.columns.reader import IGNORE
 from ingot.models.adapters.lora import lora_layers
 from ingot.models.parameters import Slices, fill_normal, local_tensor, shard_slices
 from ingot.parallel.mesh import Mesh, make_mesh

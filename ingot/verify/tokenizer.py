@@ -15,17 +15,16 @@ from ingot.base.storage import open_read
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.data.cleaning.cleaned import Cleaned
-from ingot.data.columns import token_dtype
-from ingot.data.documents import Shares
-from ingot.data.items import Item
-from ingot.data.manifest import MANIFEST
-from ingot.data.raw import open_raw
-from ingot.data.readers import read_items
-from ingot.data.sourcefile import SourceFile
-from ingot.data.sources import recipe_sources, source_files
-from ingot.data.stored import plain_text
-from ingot.data.texts import Document, sample
-from ingot.data.wanted import Wanted
+from ingot.data.cleaning.documents import Document, sample
+from ingot.data.columns.column import token_dtype
+from ingot.data.columns.manifest import MANIFEST
+from ingot.data.documents.kinds import Wanted, plain_text
+from ingot.data.documents.records import Item
+from ingot.data.raw.store import open_raw
+from ingot.data.sources.find import recipe_sources, source_files
+from ingot.data.sources.readers import read_items
+from ingot.data.sources.source_file import SourceFile
+from ingot.data.splits import Shares
 from ingot.tokenizers.backend import TokenBatch, split_batch
 from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.edge_cases import describe_difference

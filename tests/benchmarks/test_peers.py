@@ -18,9 +18,9 @@ from benchmarks.contenders.turnstile import Turnstile
 from benchmarks.peers import Contender, Played
 from ingot.config.load import load_recipe
 from ingot.config.shape import BatchPlan
-from ingot.data.loader import Loader
-from ingot.data.order import Order
-from ingot.data.rows import open_rows
+from ingot.data.batches.loader import Loader
+from ingot.data.batches.order import Order
+from ingot.data.batches.rows import open_rows
 
 TINY = peers.Sizes("llama-3m", 32, 2, 400, 0.2)
 

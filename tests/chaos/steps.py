@@ -15,9 +15,10 @@ from ingot.base.runlog import read_lines
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.recipe import Recipe
-from ingot.data import ranges, raw
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.data.raw import ranges
+from ingot.data.raw import store as raw
 from ingot.models.hf.folder import hash_model, read_lineage
 from ingot.pipeline.incremental import perform
 from ingot.pipeline.steps import step_of

@@ -23,7 +23,7 @@ from ingot.cli.audit import (
     table,
 )
 from ingot.cli.mask import show_mask
-from ingot.data.preferences import Preference
+from ingot.data.documents.preferences import Preference
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, bpe_files, chatty

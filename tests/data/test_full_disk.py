@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.data.cleaning.documents import read_documents
+from ingot.data.columns.manifest import read_prepared
 from ingot.data.ingest import ingest
-from ingot.data.manifest import read_prepared
 from ingot.data.prepare import prepare
-from ingot.data.texts import read_documents
 from tests.data.small import recipe, sentences, write_jsonl
 
 
@@ -60,8 +60,8 @@ def test_ingest(tiny_disk: Path, tmp_path: Path) -> None:
 def test_prepare(
     tiny_disk: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.data.raw.GROUP_BYTES", 50_000)
-    monkeypatch.setattr("ingot.data.ranges.SMALLEST_BYTES", 100_000)
+    monkeypatch.setattr("ingot.data.raw.store.GROUP_BYTES", 50_000)
+    monkeypatch.setattr("ingot.data.raw.ranges.SMALLEST_BYTES", 100_000)
     small = recipe(
         tiny_disk, write_jsonl(tmp_path / "a.jsonl", sentences(2000)), data__engine__workers=workers
     )

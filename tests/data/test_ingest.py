@@ -15,9 +15,9 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import problems, read_marker
-from ingot.data import raw as raw_module
 from ingot.data.ingest import ingest
-from ingot.data.raw import open_raw, read_group
+from ingot.data.raw import store as raw_module
+from ingot.data.raw.store import open_raw, read_group
 from tests.data.small import everything, recipe, sentences, write_jsonl
 
 

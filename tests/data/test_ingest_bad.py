@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.data import json_texts, stamps
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Bad, Item
 from ingot.data.ingest import ingest
-from ingot.data.items import Bad, Item
-from ingot.data.json_texts import json_lines, json_list
-from ingot.data.raw import open_raw
-from ingot.data.sources import find_source, source_files
-from ingot.data.wanted import Wanted
+from ingot.data.raw.store import open_raw
+from ingot.data.sources import find as stamps
+from ingot.data.sources import readers as json_texts
+from ingot.data.sources.find import find_source, source_files
+from ingot.data.sources.readers import json_lines, json_list
 from tests.data.small import recipe, sentences, write_jsonl
 from tests.data.test_ingest import documents
 
@@ -179,7 +180,7 @@ def test_lists_of_anything_give_good_or_bad_items(
 ) -> None:
     data = json.dumps(values, indent=indent).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_texts, "CHUNK_BYTES", window)
+        patch.setattr(json_texts, "JSON_CHUNK_BYTES", window)
         whole = list(json_list(io.BytesIO(data), Wanted()))
         part = list(json_list(io.BytesIO(data[:cut]), Wanted()))
     if not any(isinstance(value, list) for value in values):
@@ -193,6 +194,6 @@ def test_lists_of_anything_give_good_or_bad_items(
 @given(st.binary(max_size=60), st.integers(1, 9))
 def test_bytes_in_a_list_are_good_or_bad_items(data: bytes, window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_texts, "CHUNK_BYTES", window)
+        patch.setattr(json_texts, "JSON_CHUNK_BYTES", window)
         for row, item in enumerate(json_list(io.BytesIO(b'[{"text": "' + data), Wanted()), start=1):
             assert item.row == row

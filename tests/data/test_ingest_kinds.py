@@ -12,8 +12,8 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
-from ingot.data.raw import open_raw
-from ingot.data.sources import STDLIB
+from ingot.data.raw.store import open_raw
+from ingot.data.sources.local_files import STDLIB
 from tests.data.small import recipe
 from tests.data.test_ingest_chats import found, write
 

@@ -19,7 +19,8 @@ from tests.data.small import everything, recipe, sentences, write_jsonl
 SCRIPT = """
 import sys
 from ingot.config.load import load_recipe
-from ingot.data import ranges, raw
+from ingot.data.raw import ranges
+from ingot.data.raw import store as raw
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 

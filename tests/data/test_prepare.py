@@ -14,18 +14,18 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.data import ranges as ranges_module
-from ingot.data import raw as raw_module
-from ingot.data import vocabulary
+from ingot.data.batches.rows import open_rows
 from ingot.data.cleaning.cleaned import Cleaned
-from ingot.data.columns import Column, column_prefix
-from ingot.data.documents import Shares
+from ingot.data.cleaning.documents import read_documents, sample
+from ingot.data.columns.column import Column, column_prefix
+from ingot.data.columns.manifest import read_prepared
 from ingot.data.ingest import ingest
-from ingot.data.manifest import read_prepared
-from ingot.data.parts import Tokenise
 from ingot.data.prepare import prepare
-from ingot.data.rows import open_rows
-from ingot.data.texts import read_documents, sample
+from ingot.data.raw import ranges as ranges_module
+from ingot.data.raw import store as raw_module
+from ingot.data.splits import Shares
+from ingot.data.tokenizing import vocabulary
+from ingot.data.tokenizing.tokenize import Tokenise
 from ingot.tokenizers.load import load_tokenizer
 from tests.data.small import everything, recipe, sentences, write_jsonl
 from tests.tokenizers.small import bpe_files
@@ -257,7 +257,7 @@ def test_a_given_tokenizer(tmp_path: Path, source: Path) -> None:
 def test_large_vocabularies_take_int32(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.data.columns.UINT16_BELOW", 280)
+    monkeypatch.setattr("ingot.data.columns.column.UINT16_BELOW", 280)
     small = ingested(tmp_path, source)
     prepare(small)
     assert json.loads((small.folder.columns / "manifest.json").read_text())["columns"] == [

@@ -14,13 +14,14 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.data import parts, vocabulary
-from ingot.data.columns import Column, column_prefix
+from ingot.data.batches.loader import fixed_batches
+from ingot.data.batches.rows import IGNORE, open_rows
+from ingot.data.columns.column import Column, column_prefix
+from ingot.data.columns.manifest import prepared_for
 from ingot.data.ingest import ingest
-from ingot.data.loader import fixed_batches
-from ingot.data.manifest import prepared_for
 from ingot.data.prepare import prepare
-from ingot.data.rows import IGNORE, open_rows
+from ingot.data.tokenizing import tokenize as parts
+from ingot.data.tokenizing import vocabulary
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.small import recipe

@@ -14,12 +14,14 @@ import pytest
 import ingot.data.ingest as ingest_module
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.data import parts, ranges, taken
-from ingot.data.columns import Column, ColumnWriter, column_prefix
+from ingot.data.batches.rows import IGNORE, open_rows
+from ingot.data.columns.column import Column, ColumnWriter, column_prefix
+from ingot.data.columns.manifest import prepared_for, read_prepared
 from ingot.data.ingest import ingest
-from ingot.data.manifest import prepared_for, read_prepared
 from ingot.data.prepare import prepare
-from ingot.data.rows import IGNORE, open_rows
+from ingot.data.raw import ranges
+from ingot.data.tokenizing import encode as taken
+from ingot.data.tokenizing import tokenize as parts
 from ingot.tokenizers.backend import TokenBatch
 from ingot.tokenizers.encoders import EncoderChoice
 from ingot.tokenizers.load import load_tokenizer

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from ingot.base.errors import WrongInput
-from ingot.data.texts import read_documents
+from ingot.data.cleaning.documents import read_documents
 from ingot.evaluate.evaluate import evaluate
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ingot.config.recipe import Recipe
-from ingot.data.columns import Column
-from ingot.data.loader import Batch, fixed_batches
-from ingot.data.manifest import read_prepared
-from ingot.data.rows import Rows, open_rows
+from ingot.data.batches.loader import Batch, fixed_batches
+from ingot.data.batches.rows import Rows, open_rows
+from ingot.data.columns.column import Column
+from ingot.data.columns.manifest import read_prepared
 from ingot.evaluate.corpus import document_bytes, open_columns, pairs
 from ingot.evaluate.loss import SegmentLosses, gather_segments, mean_loss, row_losses, score_rows
 from ingot.models.hf.folder import load_model
@@ -164,7 +164,7 @@ def test_pairs_are_the_inputs_and_labels_of_rows(
 
 
 def test_bytes_of_documents_are_those_of_their_texts(root: Path) -> None:
-    from ingot.data.texts import read_documents
+    from ingot.data.cleaning.documents import read_documents
 
     recipe = with_model(root)
     texts = [len(document.text.encode()) for document in read_documents(recipe, "validation")]

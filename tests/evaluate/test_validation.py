@@ -14,7 +14,7 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import SGD
-from ingot.data.rows import open_rows
+from ingot.data.batches.rows import open_rows
 from ingot.evaluate.generation import complete_prompts
 from ingot.evaluate.loss import mean_loss
 from ingot.evaluate.tasks import open_task

@@ -44,7 +44,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """`data` of `ingot.data.order`; "" for `ingot` and `ingot.__main__` themselves."""
+        """`data` of `ingot.data.batches.order`; "" for `ingot` and `ingot.__main__` themselves."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else ""
 

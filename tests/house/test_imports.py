@@ -63,7 +63,7 @@ WORK = {
 PLACE = {"pipeline", "launch", "registry", "report"}
 # The one file that may import an optional or heavy library inside a function.
 LAZY_OWNERS = {
-    "huggingface_hub": {"ingot.base.hub", "ingot.data.hubsets"},
+    "huggingface_hub": {"ingot.base.hub", "ingot.data.sources.hub"},
     "tensorboard": {"ingot.base.runlog"},
     "wandb": {"ingot.base.runlog"},
     "pynvml": {"ingot.models.device"},
@@ -79,12 +79,12 @@ LAZY_OWNERS = {
     "fastokens": {"ingot.tokenizers.encoders"},
     "tiktoken": {"ingot.tokenizers.tiktoken_backend"},
     "sentencepiece": {"ingot.tokenizers.sentencepiece_backend"},
-    "datasets": {"ingot.data.hubsets"},
-    "mwparserfromhell": {"ingot.data.wikipedia"},
+    "datasets": {"ingot.data.sources.hub"},
+    "mwparserfromhell": {"ingot.data.sources.wikipedia"},
     "google": {"ingot.cloud.bigquery", "ingot.cloud.clients", "ingot.base.remote.service"},
     "requests": {"ingot.cloud.clients"},
     "google_crc32c": {"ingot.base.remote.service"},
-    "py3langid": {"ingot.data.cleaning.languages"},
+    "py3langid": {"ingot.data.cleaning.steps.filters"},
     "pyspark": {"ingot.data.engines.spark"},
     "apache_beam": {"ingot.data.engines.beam"},
     "transformers": {
@@ -128,9 +128,9 @@ TORCH_FREE = (
     "ingot.tokenizers.load",
     "ingot.data.engines.spark",
     "ingot.data.engines.beam",
-    "ingot.data.parts",
-    "ingot.data.cleaning.stages",
-    "ingot.data.packing",
+    "ingot.data.tokenizing.tokenize",
+    "ingot.data.cleaning.clean",
+    "ingot.data.packing.tables",
 )
 CLI_FREE = ("torch", "pyarrow", "pydantic", "transformers", "numpy", "httpx")
 
@@ -229,7 +229,7 @@ def test_torch_stays_out_of_the_ground_and_the_place_wing() -> None:
         for item in module.imports()
         if item.module.split(".")[0] == "torch" and not item.inside
     }
-    assert found <= {"ingot.data.loader"}
+    assert found <= {"ingot.data.batches.loader"}
 
 
 def _loaded_by(name: str, libraries: tuple[str, ...]) -> list[str]:

@@ -148,7 +148,7 @@ def test_the_spark_image_has_all_that_preparing_needs_and_no_torch(tmp_path: Pat
 from ingot.config.load import load_recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-import ingot.data.engines.spark, ingot.data.readers, ingot.data.wikipedia, ingot.data.queries, ingot.cloud.bigquery, ingot.cloud.secrets
+import ingot.data.engines.spark, ingot.data.sources.readers, ingot.data.sources.wikipedia, ingot.data.sources.bigquery, ingot.cloud.bigquery, ingot.cloud.secrets
 import ingot.cli.verbs, ingot.base.remote.replica, ingot.base.remote.bucket
 import google.cloud.storage, google.cloud.bigquery, google.cloud.secretmanager_v1, gcsfs
 recipe = load_recipe((), json.loads({json.dumps(json.dumps(_said(recipe)))}), environ={{}}, dotenv=None)

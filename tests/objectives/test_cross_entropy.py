@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.hf.folder import load_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.forward import forward

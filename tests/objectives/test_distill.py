@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.native import head
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

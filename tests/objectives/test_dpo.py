@@ -13,10 +13,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
+from ingot.data.batches.loader import Batch, fixed_batches
+from ingot.data.batches.rows import open_rows
 from ingot.data.ingest import ingest
-from ingot.data.loader import Batch, fixed_batches
 from ingot.data.prepare import prepare
-from ingot.data.rows import open_rows
 from ingot.models.hf.folder import load_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.dpo import DPO, answer_log_probabilities

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import SGD, Lora
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.adapters.lora import add_lora
 from ingot.models.native import head
 from ingot.models.native.config import DecoderConfig

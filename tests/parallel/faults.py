@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.parameters import local_tensor
 from ingot.objectives import forward
 from ingot.parallel import apply, masters

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import SGD
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.hf.models import Encoder
 from ingot.models.native.head import IGNORE
 from ingot.objectives.cross_entropy import CrossEntropy

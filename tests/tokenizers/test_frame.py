@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Reference
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from ingot.data.records import encode_framed
+from ingot.data.tokenizing.encode import encode_framed
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.load import load_tokenizer

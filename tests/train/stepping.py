@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.objectives.protocol import Objective
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh

@@ -16,10 +16,10 @@ import torch
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.config.shape import BatchPlan
-from ingot.data.loader import Loader
-from ingot.data.order import Order
-from ingot.data.rows import Rows
-from ingot.data.samples import Samples
+from ingot.data.batches.loader import Loader
+from ingot.data.batches.order import Order
+from ingot.data.batches.rows import Rows
+from ingot.data.batches.samples import Samples
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.micro_batch.trial import made_up_plan, made_up_rows, open_trial, with_made_up_rows
 from ingot.train.setup import make_setup

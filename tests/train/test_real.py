@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
+from ingot.data.batches.loader import Batch, fixed_batches
+from ingot.data.batches.order import Order
+from ingot.data.batches.rows import open_rows
 from ingot.data.ingest import ingest
-from ingot.data.loader import Batch, fixed_batches
-from ingot.data.order import Order
 from ingot.data.prepare import prepare
-from ingot.data.rows import open_rows
 from ingot.models.native.head import IGNORE
 from ingot.train.trainer import train
 from tests import tolerances

@@ -14,9 +14,9 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report
 from ingot.config.recipe import Recipe
+from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.data.rows import IGNORE, open_rows
 from ingot.evaluate.evaluate import evaluate
 from ingot.serve.native.model import load
 from ingot.serve.predict import predict

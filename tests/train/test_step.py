@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ingot.config.sections.training import SGD, AdamW
-from ingot.data.loader import Batch
+from ingot.data.batches.loader import Batch
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights

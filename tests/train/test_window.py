@@ -16,7 +16,7 @@ from ingot.base.errors import Stopped
 from ingot.base.remote.deferred import defer_files
 from ingot.base.remote.replica import pull, push
 from ingot.checkpoints.store import committed
-from ingot.data.ahead import Ahead
+from ingot.data.batches.prefetch import Ahead
 from ingot.train.trainer import train
 from tests import gcs
 from tests.small import copy_of, small_recipe

@@ -15,11 +15,8 @@ from ingot.base.markers import FileEntry, entry_of, write_marker
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
-from ingot.data import vocabulary
-from ingot.data.columns import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
-from ingot.data.engines.local import LocalEngine
-from ingot.data.ingest import ingest
-from ingot.data.manifest import (
+from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
+from ingot.data.columns.manifest import (
     Part,
     Prepared,
     PreparedSource,
@@ -27,8 +24,11 @@ from ingot.data.manifest import (
     read_prepared,
     write_prepared,
 )
-from ingot.data.packing import pack
-from ingot.data.records import encode_documents
+from ingot.data.engines.local import LocalEngine
+from ingot.data.ingest import ingest
+from ingot.data.packing.tables import pack
+from ingot.data.tokenizing import vocabulary
+from ingot.data.tokenizing.encode import encode_documents
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
 from ingot.verify.data import verify_data

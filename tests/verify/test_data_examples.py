@@ -15,7 +15,7 @@ import pytest
 
 from ingot.base.markers import entry_of, read_marker, write_marker
 from ingot.config.recipe import Recipe
-from ingot.data.columns import Column, ColumnWriter, column_prefix
+from ingot.data.columns.column import Column, ColumnWriter, column_prefix
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.tokenizers.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ from ingot.cli import verify as verbs
 from ingot.config.presets import PRESETS
 from ingot.config.recipe import Recipe
 from ingot.config.shape import Degrees, check_layout
-from ingot.data.opened import IGNORE
-from ingot.data.rows import Row
+from ingot.data.batches.rows import Row
+from ingot.data.columns.reader import IGNORE
 from ingot.models.hf.config import read_hf_config
 from ingot.models.native.config import DecoderConfig
 from ingot.verify.layout import LayoutProof, LayoutResult, verify_layout

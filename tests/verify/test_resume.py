@@ -29,7 +29,7 @@ sys.argv = ["ingot", *sys.argv[1:]]
 main()
 """
 POSITION = """
-from ingot.data.loader import Loader
+from ingot.data.batches.loader import Loader
 from ingot.train import run
 original, began = Loader.step, []
 def step(self, i, *more):

@@ -10,11 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from ingot.base.errors import WrongInput
-from ingot.data.cleaning.fold import check_fold
-from ingot.data.cleaning.report import KEPT, Report
-from ingot.data.cleaning.seal import fates_file
-from ingot.data.cleaning.stored_texts import normalize_stored
-from ingot.data.ranges import Range
+from ingot.config.sections.objective import Documents
+from ingot.data.cleaning.corpus import KEPT
+from ingot.data.cleaning.folding import check_fold
+from ingot.data.cleaning.report import Report, fates_file
+from ingot.data.cleaning.unicode import normalize
+from ingot.data.documents.kinds import with_said
+from ingot.data.raw.ranges import Range
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,23 @@ def _fates(folder: Path, task: Range) -> np.ndarray[tuple[int], np.dtype[np.uint
             " run `ingot prepare` again"
         )
     return np.asarray(found)
+
+
+def normalize_stored(documents: Documents, stored: pa.Array, form: str) -> pa.Array:
+    """Documents whose texts are in a normal form, by the library that normalises all other texts.
+
+    Raises:
+        WrongInput: as `plain_texts`.
+    """
+    if documents == "text":
+        return normalize(stored, form)
+    if form == "none" or normalize(stored, form).equals(stored):
+        return stored
+
+    def change(texts: list[str]) -> list[str]:
+        made: list[str] = normalize(pa.array(texts, pa.string()), form).to_pylist()
+        return made
+
+    return pa.array(
+        [with_said(documents, text, change) for text in stored.to_pylist()], pa.string()
+    )

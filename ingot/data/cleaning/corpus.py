@@ -11,22 +11,40 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingot.base.errors import WrongInput
-from ingot.data.cleaning.codepoints import Flags, Indices
-from ingot.data.cleaning.exchange import Columns, between, files, joined, read_rows, sorted_by
-from ingot.data.cleaning.fold import check_fold
-from ingot.data.cleaning.normal import normalize
-from ingot.data.cleaning.report import KEPT, Step
-from ingot.data.cleaning.stored_texts import plain_texts
-from ingot.data.documents import Shares
+from ingot.config.sections.objective import Documents
+from ingot.data.cleaning.arrays import Columns, Flags, Indices, between, joined, sorted_by
+from ingot.data.cleaning.exchange import files, read_rows
+from ingot.data.cleaning.folding import check_fold
+from ingot.data.cleaning.unicode import normalize
+from ingot.data.documents.kinds import plain_text
 from ingot.data.engines.engine import Advance
-from ingot.data.ranges import Range
-from ingot.data.raw import read_table
+from ingot.data.raw.ranges import Range
+from ingot.data.raw.store import read_table
+from ingot.data.splits import Shares
+
+Step = Literal["min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination"]
+
+
+STEPS: tuple[Step, ...] = ("min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination")
+
+
+KEPT, ELSEWHERE = 0, 255
+"""Beside 1 + place in `STEPS`, what stands for a document's fate: it stays; it is in no split, by
+`data.fraction`, and plays no part.
+"""
+
+
+def reason(step: Step) -> int:
+    """The number that stands for a document dropped by this step."""
+    return 1 + STEPS.index(step)
+
 
 DROPS = {"number": np.int64, "survivor": np.int64, "similarity": np.float32}
 NO_SURVIVOR = -1
@@ -181,3 +199,16 @@ def found_drops(numbers: Indices, survivors: Indices | None = None) -> Columns:
         "survivor": gone,
         "similarity": np.full(len(numbers), UNKNOWN, np.float32),
     }
+
+
+def plain_texts(documents: Documents, stored: pa.Array) -> pa.Array:
+    """What is said in each document, as one text.
+
+    Raises:
+        WrongInput: a text is not what `ingest` stores for this kind.
+    """
+    return (
+        stored
+        if documents == "text"
+        else pa.array([plain_text(documents, text) for text in stored.to_pylist()], pa.string())
+    )

@@ -26,14 +26,12 @@ from numpy.typing import NDArray
 
 from ingot.base.progress import Progress
 from ingot.base.storage import disk_errors
-from ingot.data.cleaning.codepoints import Hashes, Indices
+from ingot.data.cleaning.arrays import Columns, Hashes, Indices
 from ingot.data.engines.engine import Advance, Engine, Work
 
-Columns = dict[str, NDArray[Any]]
 Told = dict[str, Any]
 """What a task tells: a few figures, as JSON."""
 
-WHOLE = 1 << 64
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -114,42 +112,6 @@ def _columns(batch: pa.RecordBatch) -> Columns:
         name: batch.column(name).to_numpy(zero_copy_only=batch.num_rows > 0)
         for name in batch.schema.names
     }
-
-
-def joined(runs: Sequence[Columns], like: Mapping[str, Any]) -> Columns:
-    """The rows of all runs one after another; `like` gives names and types where there are none."""
-    return {
-        name: np.concatenate([run[name] for run in runs]) if runs else np.zeros(0, dtype)
-        for name, dtype in like.items()
-    }
-
-
-def between(columns: Columns, by: str, first: int, last: int | None) -> Columns:
-    """The rows whose `by`, ascending, is at least `first` and less than `last` (None: has no
-    end).
-    """
-    keys = columns[by]
-    begin = np.searchsorted(keys, np.array(first, keys.dtype))
-    end = len(keys) if last is None else np.searchsorted(keys, np.array(last, keys.dtype))
-    return {name: column[begin:end] for name, column in columns.items()}
-
-
-def bucket_of(columns: Columns, by: str, bucket: int, buckets: int) -> Columns:
-    """Of rows sorted by a 64-bit hash those whose hash is in one of equal shares of all hashes."""
-    last = None if bucket + 1 == buckets else (bucket + 1) * WHOLE // buckets
-    return between(columns, by, bucket * WHOLE // buckets, last)
-
-
-def sorted_by(columns: Columns, *names: str) -> Columns:
-    """Rows in the order of `names`, the first one counting most."""
-    order = np.lexsort([columns[name] for name in reversed(names)])
-    return {name: column[order] for name, column in columns.items()}
-
-
-def shares_of(hashes: Hashes, buckets: int) -> NDArray[np.uint32]:
-    """The bucket of each hash, as `bucket_of` cuts."""
-    edges = np.array([bucket * WHOLE // buckets for bucket in range(1, buckets)], np.uint64)
-    return np.searchsorted(edges, hashes, side="right").astype(np.uint32)
 
 
 class Named(Protocol):

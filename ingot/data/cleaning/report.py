@@ -1,24 +1,26 @@
-"""What cleaning did: for each step how many documents it dropped, how large they were, and some of
-them to look at.
+"""What cleaning did: the fate of each document as one number, and for each step how many documents
+it dropped, how large they were, and some examples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-Step = Literal["min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination"]
-STEPS: tuple[Step, ...] = ("min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination")
-KEPT, ELSEWHERE = 0, 255
-"""Beside 1 + place in `STEPS`, what stands for a document's fate: it stays; it is in no split, by
-`data.fraction`, and plays no part.
-"""
+import numpy as np
+from numpy.typing import NDArray
+
+from ingot.base.markers import entry_of
+from ingot.base.storage import atomic_file
+from ingot.data.cleaning.arrays import Columns, Indices
+from ingot.data.cleaning.corpus import NO_SURVIVOR, STEPS, UNKNOWN, Corpus, Step, reason
+from ingot.data.cleaning.exchange import Told
+from ingot.data.engines.engine import Advance
+from ingot.data.raw.ranges import Range
+
 EXAMPLES = 5
-
-
-def reason(step: Step) -> int:
-    """The number that stands for a document dropped by this step."""
-    return 1 + STEPS.index(step)
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,149 @@ class Report:
             for step in value["steps"]
         ]
         return cls(value["documents"], value["bytes"], steps, value["notes"])
+
+
+SHOWN_CHARACTERS = 160
+
+Numbered = tuple[int, int | None, float | None]
+"""(number, survivor's number, similarity)"""
+
+
+def examples(
+    corpus: Corpus, tasks: Sequence[Range], found: Mapping[Step, Sequence[Numbered]]
+) -> dict[Step, list[Example]]:
+    """For each step its examples; reads only the row groups that they lie in."""
+    numbers = {
+        number
+        for rows in found.values()
+        for row in rows
+        for number in row[:2]
+        if number is not None
+    }
+    texts = _texts(corpus, tasks, numbers)
+    return {
+        step: [
+            Example(
+                texts[number][0],
+                _beginning(texts[number][1]),
+                None if survivor is None else texts[survivor][0],
+                similarity,
+            )
+            for number, survivor, similarity in rows
+        ]
+        for step, rows in found.items()
+    }
+
+
+def _texts(corpus: Corpus, tasks: Sequence[Range], numbers: set[int]) -> dict[int, tuple[str, str]]:
+    """(doc_id, text) of each number."""
+    found: dict[int, tuple[str, str]] = {}
+    for task in tasks:
+        first = corpus.number(task)
+        wanted = np.zeros(task.documents, bool)
+        wanted[
+            [number - first for number in numbers if first <= number < first + task.documents]
+        ] = True
+        if wanted.any():
+            for batch in corpus.read(task, lambda _: None, wanted):
+                found |= zip(
+                    batch.numbers.tolist(),
+                    zip(batch.doc_ids.to_pylist(), batch.texts.to_pylist(), strict=True),
+                    strict=True,
+                )
+    return found
+
+
+def _beginning(text: str) -> str:
+    words = " ".join(text[: 2 * SHOWN_CHARACTERS].split())
+    return (
+        words
+        if len(words) <= SHOWN_CHARACTERS and len(text) <= 2 * SHOWN_CHARACTERS
+        else words[:SHOWN_CHARACTERS] + "…"
+    )
+
+
+@dataclass(frozen=True)
+class Few:
+    """Some ranges that are sealed by one task."""
+
+    number: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def name(self) -> str:
+        return f"ranges-{self.number:05d}"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """From ranges to `out/RANGE.npy`: for each document 0 where it stays, else the number of what
+    dropped it.
+    """
+
+    corpus: Corpus
+    steps: tuple[Step, ...]
+    out: Path
+
+    def open(self) -> Callable[[Few, Advance], Told]:
+        return lambda task, advance: {"ranges": [self._seal(one) for one in task.ranges]}
+
+    def _seal(self, task: Range) -> Told:
+        survey, first = self.corpus.survey(task), self.corpus.number(task)
+        fates, sizes = survey["reason"].copy(), survey["bytes"]
+        drops = {step: self.corpus.drops(step, task) for step in self.steps}
+        for step, rows in drops.items():
+            fates[rows["number"] - first] = reason(step)
+        path = fates_file(self.out, task.name)
+        with atomic_file(path) as stream:
+            np.save(stream, fates)
+        entry = entry_of(self.out.parent, str(path.relative_to(self.out.parent)))
+        told = {step: _told(step, fates, sizes, drops.get(step), first) for step in STEPS}
+        return {
+            "file": [entry.path, entry.bytes, entry.sha256],
+            "steps": {step: value for step, value in told.items() if value["documents"]},
+        }
+
+
+def fates_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.npy"
+
+
+def _told(
+    step: Step, fates: NDArray[np.uint8], sizes: Indices, drops: Columns | None, first: int
+) -> dict[str, Any]:
+    places = np.flatnonzero(fates == reason(step))
+    examples: list[tuple[int, int | None, float | None]]
+    if drops is None:
+        examples = [(first + place, None, None) for place in places[:EXAMPLES].tolist()]
+    else:
+        examples = [_example(drops, row) for row in range(min(EXAMPLES, len(drops["number"])))]
+    return {"documents": len(places), "bytes": int(sizes[places].sum()), "examples": examples}
+
+
+def _example(drops: Columns, row: int) -> tuple[int, int | None, float | None]:
+    """(number, survivor, similarity). A survivor within the range may itself have given way to one
+    of an earlier range.
+    """
+    survivor, similarity = int(drops["survivor"][row]), float(drops["similarity"][row])
+    at = int(np.searchsorted(drops["number"], survivor))
+    if at < len(drops["number"]) and drops["number"][at] == survivor:
+        survivor = int(drops["survivor"][at])
+    return (
+        int(drops["number"][row]),
+        None if survivor == NO_SURVIVOR else survivor,
+        None if similarity == UNKNOWN else similarity,
+    )
+
+
+def merged(told: Sequence[Told], step: Step) -> dict[str, Any]:
+    """The sums of one step over all ranges, and the first of its examples."""
+    found = [one["steps"][step] for one in told if step in one["steps"]]
+    examples = sorted(
+        (example for one in found for example in one["examples"]), key=lambda example: example[0]
+    )
+    return {
+        "documents": sum(one["documents"] for one in found),
+        "bytes": sum(one["bytes"] for one in found),
+        "examples": examples[:EXAMPLES],
+    }

@@ -17,8 +17,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.storage import write_atomic
-from ingot.data.engines.engine import Result, Task, Work
-from ingot.data.engines.outcome import attempt, result_of
+from ingot.data.engines.engine import Result, Task, Work, attempt, result_of
 from ingot.data.engines.shared import AREA
 
 LOOK_EVERY_S = 0.5

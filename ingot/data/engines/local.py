@@ -16,8 +16,7 @@ from multiprocessing.synchronize import Event
 from ingot.base.errors import Failed
 from ingot.base.processes import without_main_module
 from ingot.base.progress import Progress
-from ingot.data.engines.engine import Result, Task, Work
-from ingot.data.engines.outcome import opened
+from ingot.data.engines.engine import Result, Task, Work, opened
 
 LOOK_EVERY_S = 0.5
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
-from ingot.data.engines.engine import Result, Task, Work
-from ingot.data.engines.outcome import Outcome, attempt, result_of
+from ingot.data.engines.engine import Outcome, Result, Task, Work, attempt, result_of
 
 LOOK_EVERY_S = 0.5
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from ingot.base.errors import Failed
 from ingot.base.reports import Metric
 from ingot.config.sections.evaluation import ClassificationTask
-from ingot.data.manifest import Prepared
-from ingot.data.rows import Rows
-from ingot.data.samples import Samples
+from ingot.data.batches.rows import Rows
+from ingot.data.batches.samples import Samples
+from ingot.data.columns.manifest import Prepared
 from ingot.evaluate.distribute import Floats, sum_over_ranks
 from ingot.evaluate.loss import score_samples
 from ingot.evaluate.metrics import Statistic, bootstrap_interval, mean_metric

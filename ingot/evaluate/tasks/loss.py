@@ -12,9 +12,9 @@ from ingot.base.markers import fingerprint
 from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
-from ingot.data.manifest import Prepared, prepared_for
-from ingot.data.rows import Rows, open_rows
-from ingot.data.samples import Samples
+from ingot.data.batches.rows import Rows, open_rows
+from ingot.data.batches.samples import Samples
+from ingot.data.columns.manifest import Prepared, prepared_for
 from ingot.evaluate.corpus import document_bytes, open_columns, target_bytes
 from ingot.evaluate.distribute import Floats
 from ingot.evaluate.loss import (

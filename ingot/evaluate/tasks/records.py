@@ -14,12 +14,12 @@ from ingot.base.errors import WrongInput
 from ingot.base.storage import open_read
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
-from ingot.data.hubrows import hub_items
-from ingot.data.items import Bad, Item
-from ingot.data.readers import read_items
-from ingot.data.sourcefile import SourceFile
-from ingot.data.sources import find_source
-from ingot.data.wanted import Wanted
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Bad, Item
+from ingot.data.sources.find import find_source
+from ingot.data.sources.hub import hub_items
+from ingot.data.sources.readers import read_items
+from ingot.data.sources.source_file import SourceFile
 
 FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow", "hub")
 

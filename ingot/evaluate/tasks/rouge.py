@@ -14,9 +14,9 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.config.sections.evaluation import RougeTask
-from ingot.data.chats import from_messages
-from ingot.data.examples import from_pair
-from ingot.data.texts import read_documents
+from ingot.data.cleaning.documents import read_documents
+from ingot.data.documents.chats import from_messages
+from ingot.data.documents.kinds import from_pair
 from ingot.evaluate.generation import encode_source, generate_texts
 from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult

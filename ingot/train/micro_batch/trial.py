@@ -18,10 +18,10 @@ import torch
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import Documents
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
-from ingot.data.loader import Loader
-from ingot.data.opened import IGNORE, Ids, Opened
-from ingot.data.rows import Row, Rows
-from ingot.data.samples import Fields, Samples
+from ingot.data.batches.loader import Loader
+from ingot.data.batches.rows import Row, Rows
+from ingot.data.batches.samples import Fields, Samples
+from ingot.data.columns.reader import IGNORE, Ids, Opened
 from ingot.models.spec import named_folder, resolve_model_spec, source_config, source_folder
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
@@ -162,7 +162,7 @@ class MadeUpSamples(Samples):
 
 def _without_files(rows: Opened, seq_len: int) -> None:
     """What is known of prepared data, of data that no file holds."""
-    rows.columns, rows.seq_len, rows.markers, rows.touched, rows.later = (
+    rows.columns, rows.seq_len, rows.markers, rows.touched, rows.deferred = (
         Path("made up"),
         seq_len,
         [],

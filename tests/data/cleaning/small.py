@@ -13,16 +13,16 @@ import pytest
 
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
-from ingot.data import ranges as ranges_module
-from ingot.data import raw as raw_module
+from ingot.data.cleaning.clean import clean
 from ingot.data.cleaning.cleaned import Cleaned
-from ingot.data.cleaning.fold import Folded, fold
-from ingot.data.cleaning.stages import clean
+from ingot.data.cleaning.folding import Folded, fold
 from ingot.data.engines.engine import Engine, Result, Task, Work
 from ingot.data.engines.local import LocalEngine
 from ingot.data.ingest import ingest
-from ingot.data.ranges import ranges, read_range
-from ingot.data.raw import Raw, open_raw
+from ingot.data.raw import ranges as ranges_module
+from ingot.data.raw import store as raw_module
+from ingot.data.raw.ranges import ranges, read_range
+from ingot.data.raw.store import Raw, open_raw
 from tests.data.small import recipe, write_jsonl
 
 Kept = list[tuple[str, str]]

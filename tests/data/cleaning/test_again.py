@@ -21,7 +21,7 @@ from ingot.base.errors import Failed
 from ingot.base.progress import Progress
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.data.cleaning import stages
+from ingot.data.cleaning import clean as stages
 from ingot.data.engines.engine import Result, Task, Work
 from ingot.data.engines.local import LocalEngine
 from tests.data.cleaning.small import cut, kept, small
@@ -111,8 +111,9 @@ def test_leftovers_are_swept_and_missing_files_made(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from ingot.config.load import load_recipe
-from ingot.data import ranges, raw
-from ingot.data.cleaning.stages import clean
+from ingot.data.raw import ranges
+from ingot.data.raw import store as raw
+from ingot.data.cleaning.clean import clean
 from ingot.data.engines.local import LocalEngine
 
 ranges.SMALLEST_BYTES = 20_000

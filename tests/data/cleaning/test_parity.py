@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ingot.data.cleaning import stages
+from ingot.data.cleaning import clean as stages
 from ingot.data.cleaning.report import Report
 from ingot.data.engines.local import LocalEngine
-from ingot.data.ranges import ranges
-from ingot.data.raw import open_raw
+from ingot.data.raw.ranges import ranges
+from ingot.data.raw.store import open_raw
 from tests.data.cleaning.small import Kept, Shuffled, cut, kept, places, small
 
 SIMILARITY, NGRAM = 0.7, 3

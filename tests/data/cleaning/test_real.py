@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ingot.data.cleaning.clusters import similarities
-from ingot.data.cleaning.fold import digests, fold
-from ingot.data.cleaning.shingles import ngrams, words
+from ingot.data.cleaning.folding import digests, fold
+from ingot.data.cleaning.ngrams import ngrams, words
+from ingot.data.cleaning.steps.clusters import similarities
 from tests.data.cleaning.small import kept, small
 
 DOCUMENTS = 1500

@@ -13,9 +13,8 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
-from ingot.data.engines.engine import Advance, Engine
+from ingot.data.engines.engine import Advance, Engine, attempt, result_of
 from ingot.data.engines.local import LocalEngine
-from ingot.data.engines.outcome import attempt, result_of
 from ingot.data.engines.spark import SparkEngine
 from tests.data.engines.places import SPARK, needs_spark
 from tests.house.source import PROJECT

@@ -13,8 +13,8 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.load import dump_recipe
+from ingot.data.columns.manifest import read_prepared
 from ingot.data.ingest import ingest
-from ingot.data.manifest import read_prepared
 from ingot.data.prepare import prepare
 from tests.data.engines.places import BEAM, SPARK, needs_beam, needs_spark
 from tests.data.small import everything, recipe, sentences, write_jsonl

@@ -25,9 +25,8 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.engines import shared
 from ingot.data.engines.beam import _Bundle, _OnDisk
-from ingot.data.engines.engine import Advance, Engine
+from ingot.data.engines.engine import Advance, Engine, result_of
 from ingot.data.engines.local import LocalEngine
-from ingot.data.engines.outcome import result_of
 from ingot.data.engines.shared import SharedEngine, SharedPath, moved
 from ingot.data.ingest import ingest
 from tests.data.engines.places import BEAM, SPARK, needs_beam, needs_spark

@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import ClassificationTask
-from ingot.data.rows import open_rows
-from ingot.data.samples import Samples
+from ingot.data.batches.rows import open_rows
+from ingot.data.batches.samples import Samples
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
 from ingot.evaluate.tasks.classification import MAX_REPORTED_CLASSES, f1_metrics

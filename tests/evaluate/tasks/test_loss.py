@@ -22,8 +22,8 @@ from transformers import (
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
-from ingot.data.rows import open_rows
-from ingot.data.samples import Samples
+from ingot.data.batches.rows import open_rows
+from ingot.data.batches.samples import Samples
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure, open_task
 from ingot.parallel.mesh import running_mesh

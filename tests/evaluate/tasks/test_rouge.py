@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import RougeTask
-from ingot.data.texts import read_documents
+from ingot.data.cleaning.documents import read_documents
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
 from ingot.evaluate.tasks.rouge import first_line, scorer

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ingot.data.loader import Batch
+    from ingot.data.batches.loader import Batch
     from ingot.models.native.head import LogitsView
     from ingot.objectives.protocol import AllSum, ObjectiveInputs
 else:

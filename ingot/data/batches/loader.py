@@ -1,0 +1,220 @@
+"""Rows to batches of tensors: this rank's share of each global batch, made ahead of need. The one
+file of `data` with torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import problems, read_marker
+from ingot.config.shape import BatchPlan
+from ingot.data.batches.order import Order
+from ingot.data.batches.prefetch import Ahead
+from ingot.data.batches.rows import IGNORE, Ids, Rows
+from ingot.data.batches.samples import Samples
+
+AT_ONCE_TOKENS = 1 << 16
+"""Micro-batches are made together up to this many tokens; small ones alone would cost more than
+their rows do.
+"""
+SPARE = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of B rows, int64 tensors. Of texts and chats all but `rows` are [B, T], see
+    `rows.Row` for what they hold; of others see `samples.Fields`. Dead rows have segments 0 and
+    labels -100.
+
+    rows: the number of each row in its split, [B], -1 for dead ones; empty where nobody gave them.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    segments: torch.Tensor
+    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        tensors = (self.tokens, self.labels, self.positions, self.segments, self.rows)
+        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))
+
+
+class Loader:
+    """The micro-batches of any step, by its number alone: there is no position to save but that
+    number.
+
+    While a step runs, the next one's batches are made in a thread, and in another the files of
+    parts are compared with their checksums once they are first touched; what does not match ends
+    training at its next step.
+
+    Args:
+        rows: what is trained on.
+        order: which row is which sample.
+        plan: how a global batch is dealt. Step i is samples [i * G, (i + 1) * G), rank r takes the
+            r-th contiguous share.
+        rank: whose share this is.
+    """
+
+    def __init__(self, rows: Rows | Samples, order: Order, plan: BatchPlan, rank: int) -> None:
+        self._rows, self._order, self._plan, self._rank = rows, order, plan, rank
+        self._memory = Memory()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._next: tuple[int, Future[list[Batch]]] | None = None
+        self._checksums = Checksums(rows, rank, plan.world)
+        self._ahead = (
+            Ahead(rows, order, plan.global_batch, quiet=rank != 0)
+            if rows.deferred is not None and order.windowed
+            else None
+        )
+
+    def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
+        """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is filled
+        up with dead rows.
+
+        Where parts that lie in a bucket are waited for, `meanwhile` is called now and then; when it
+        says so there are none, and nothing was drawn.
+
+        Raises:
+            WrongInput: a part is damaged.
+        """
+        self._checksums.ask()
+        if self._ahead is not None and not self._ahead.wait(i, meanwhile):
+            return []
+        if self._next is not None and self._next[0] == i:
+            batches = self._next[1].result()
+        else:
+            batches = self._make(i)
+        self._next = (i + 1, self._thread.submit(self._make, i + 1))
+        return batches
+
+    def _make(self, i: int) -> list[Batch]:
+        first = i * self._plan.global_batch + self._rank * self._plan.per_rank
+        indices = self._order.rows(first, self._plan.per_rank)
+        return list(
+            fixed_batches(self._rows, indices.tolist(), self._plan.micro_batch, self._memory)
+        )
+
+    def close(self) -> None:
+        """Stop making batches ahead."""
+        self._next = None
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._ahead is not None:
+            self._ahead.close()
+        self._checksums.close()
+
+
+class Checksums:
+    """Reads the files of parts that were touched, in a thread, and compares them with the checksums
+    that were written with them.
+
+    The ranks divide the files among them. Nodes with copies of their own thus leave some unread:
+    `ingot verify data` reads all.
+    """
+
+    def __init__(self, rows: Rows | Samples, rank: int, world: int) -> None:
+        self._rows, self._rank, self._world = rows, rank, world
+        self._found: list[str] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="checksums", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Raises WrongInput when a file was found to be damaged."""
+        if self._found:
+            raise WrongInput(f"{self._found[0]}; run `ingot prepare` again")
+
+    def _run(self) -> None:
+        folder = self._rows.columns
+        entries = [
+            entry
+            for name in self._rows.markers
+            for entry in (read_marker(folder, name) or {}).get("files", [])
+        ]
+        mine = {folder / entry["path"]: entry for entry in entries[self._rank :: self._world]}
+        while (path := self._rows.touched.get()) is not None and not self._stopped:
+            if entry := mine.pop(path, None):
+                self._found += problems(folder, {"files": [entry]}, checksums=True)
+
+    def close(self) -> None:
+        """Look at no further file; the one that is being read is read to its end."""
+        self._stopped = True
+        self._rows.touched.put(None)
+        self._thread.join()
+
+
+class Memory:
+    """Room for batches, used again when the last tensor in it is gone: to get pages from the system
+    anew costs more than to fill them.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[Ids] = []
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        """An int64 tensor of `shape` with anything in it."""
+        count = int(np.prod(shape))
+        room = self._spare.pop() if self._spare else np.empty(0, np.int64)
+        if len(room) != count:
+            room = np.empty(count, np.int64)
+        # The tensor and all its slices share a storage, which keeps this one view alive.
+        view = room.view()
+        weakref.finalize(view, self._back, room).atexit = False
+        return torch.from_numpy(view).view(shape)
+
+    def _back(self, room: Ids) -> None:
+        if len(self._spare) < SPARE:
+            self._spare.append(room)
+
+
+def fixed_batches(
+    rows: Rows | Samples, indices: Iterable[int], micro_batch: int, memory: Memory | None = None
+) -> Iterator[Batch]:
+    """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is filled up
+    with dead rows.
+    """
+    if isinstance(rows, Samples):
+        for some in _runs(indices, micro_batch):
+            tokens, labels, positions, segments = (
+                torch.from_numpy(values) for values in rows.fields(some, micro_batch)
+            )
+            yield Batch(tokens, labels, positions, segments, _numbers(some, micro_batch))
+        return
+    memory = Memory() if memory is None else memory
+    at_once = max(1, AT_ONCE_TOKENS // (micro_batch * rows.seq_len)) * micro_batch
+    for some in _runs(indices, at_once):
+        size = -(-len(some) // micro_batch) * micro_batch
+        made = memory.tensor(4, size, rows.seq_len)
+        rows.batch(some, out=made[:, : len(some)].numpy())
+        for values, dead in zip(made, (0, IGNORE, 0, 0), strict=True):
+            values[len(some) :] = dead
+        numbers = _numbers(some, size).split(micro_batch)
+        yield from (
+            Batch(*fields)
+            for fields in zip(*(values.split(micro_batch) for values in made), numbers, strict=True)
+        )
+
+
+def _numbers(rows: Sequence[int], count: int) -> torch.Tensor:
+    """The numbers of rows, and -1 for each dead one behind them."""
+    return torch.tensor([*rows, *[-1] * (count - len(rows))], dtype=torch.int64)
+
+
+def _runs(indices: Iterable[int], count: int) -> Iterator[Sequence[int]]:
+    """Up to `count` of them at a time."""
+    waiting: list[int] = []
+    for index in indices:
+        waiting.append(index)
+        if len(waiting) == count:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting

@@ -1,0 +1,328 @@
+"""Rows of `seq_len` tokens made from prepared columns when they are asked for. Holds offsets of
+parts, never of documents.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ingot.base.errors import WrongInput
+from ingot.data.batches.samples import Samples
+from ingot.data.columns.column import bin_path, token_dtype
+from ingot.data.columns.manifest import MASK, Part, Prepared, read_prepared
+from ingot.data.columns.reader import IGNORE, Ids, Opened, Opening, Parts
+from ingot.data.packing.tables import PICKED, read_packed, table_name
+from ingot.data.splits import Split
+
+__all__ = ["BLOCK_TOKENS", "IGNORE", "Ids", "Row", "Rows", "Samples", "open_rows"]
+
+BLOCK_TOKENS = 32_768
+"""How many tokens are worked on at once: what is needed beside the result stays in the processor's
+cache.
+"""
+
+
+class Row(NamedTuple):
+    """One row, four arrays [T], or several of them, [B, T].
+
+    labels: the next token, or -100 where that belongs to another document or to none, or where its
+    mask says that it is not
+    to be learnt. segments: number of the document within the row from 1, 0 where the row is
+    padding. positions: count from 0 at each document's first token in the row.
+    """
+
+    tokens: Ids
+    labels: Ids
+    positions: Ids
+    segments: Ids
+
+
+def open_rows(
+    columns: Path,
+    split: Split,
+    seq_len: int,
+    *,
+    pad_last: bool,
+    pack: str = "cut",
+    weights: Sequence[float] | None = None,
+    target_len: int = 128,
+    by_part: bool = False,
+) -> Rows | Samples:
+    """The rows of a split: `Rows` where texts or chats were prepared, else `Samples`. Costs the
+    same for any size: sizes of files are checked, nothing is read.
+
+    Args:
+        pack: `cut` cuts the stream of all documents; `best_fit` and `none` are rows that
+            `packing.pack` has planned.
+        target_len: tokens in the target of a pair.
+        pad_last: for `cut`, keep the last row of a source, which is not full, and fill it up; else
+            it is left out.
+        weights: the `weight` of each source as the recipe has it now; None: as it was when the data
+            were prepared.
+        by_part: for `cut`, let each row lie in one part; the last one of a part is left out where
+            it is not full.
+
+    Raises:
+        WrongInput: the columns are missing or torn, rows were not planned, or there is not one row.
+    """
+    prepared = read_prepared(columns)
+    rows: Rows | Samples
+    if prepared.documents in PICKED:
+        rows = Samples(
+            columns, prepared, split, seq_len, pack=pack, weights=weights, target_len=target_len
+        )
+        if not len(rows):
+            of = f"{columns}: of {rows.documents:,} {split} documents"
+            raise WrongInput(
+                f"{of} none can be learnt from with data.seq_len={seq_len}; raise it or add"
+                " documents"
+            )
+    else:
+        rows = Rows(
+            columns,
+            prepared,
+            split,
+            seq_len,
+            pad_last=pad_last,
+            pack=pack,
+            weights=weights,
+            by_part=by_part,
+        )
+    if not len(rows):
+        raise WrongInput(
+            f"{columns} has {rows.tokens:,} {split} tokens, not one row of data.seq_len={seq_len};"
+            " lower it or add documents"
+        )
+    return rows
+
+
+class Rows(Opened):
+    """Random access to the rows of one split. Safe to read from several threads."""
+
+    _sources: Sequence[_Stream | _Cut | _Table]
+
+    def __init__(
+        self,
+        columns: Path,
+        prepared: Prepared,
+        split: Split,
+        seq_len: int,
+        *,
+        pad_last: bool,
+        pack: str = "cut",
+        weights: Sequence[float] | None = None,
+        by_part: bool = False,
+    ) -> None:
+        table = None if pack == "cut" else table_name(pack, seq_len)
+        super().__init__(columns, prepared, split, seq_len, table, weights)
+        sources, opening = prepared.splits[split], self._opening
+        self._masked = MASK in prepared.names
+        self._dtype = token_dtype(prepared.vocab_size)
+        if table is None:
+            if self._masked:
+                raise WrongInput(
+                    f"{columns} holds chats, which data.pack=cut would cut apart; set it to"
+                    " best_fit or none"
+                )
+            if by_part:
+                self._sized(
+                    [[part.tokens // seq_len for part in source.parts] for source in sources]
+                )
+                self._sources = [
+                    _Cut(opening, source.parts, rows)
+                    for source, rows in zip(sources, self.part_rows, strict=True)
+                ]
+            else:
+                self._sized(
+                    [
+                        [-(-source.tokens // seq_len) if pad_last else source.tokens // seq_len]
+                        for source in sources
+                    ]
+                )
+                self._sources = [_Stream(opening, source.parts) for source in sources]
+            self.left_out = max(0, self.tokens - sum(self.sizes) * seq_len)
+        else:
+            packed = read_packed(columns, prepared, seq_len, pack)
+            self._sized(packed.rows[split])
+            self._sources = [
+                _Table(opening, source.parts, table, rows, masked=self._masked)
+                for source, rows in zip(sources, packed.rows[split], strict=True)
+            ]
+            self.left_out = self.tokens - packed.counts[split].tokens
+
+    def row(self, i: int) -> Row:
+        """Row `i`, [T]. Raises IndexError beyond the last one."""
+        return Row(*(field[0] for field in self.batch([i])))
+
+    def batch(self, ids: Sequence[int], out: Ids | None = None) -> Row:
+        """The rows `ids`, [B, T]. What costs something is done for many of them at once.
+
+        Args:
+            out: [4, B, T] to fill, each of the four contiguous, for who asks again and again: fresh
+                memory costs the system more than rows do.
+
+        Raises:
+            IndexError: an id is beyond the last row.
+            WrongInput: a part is not the one that was prepared.
+        """
+        made = np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out
+        step = max(1, BLOCK_TOKENS // self.seq_len)
+        for first in range(0, len(ids), step):
+            some = ids[first : first + step]
+            draft = _Draft(len(some), self.seq_len, self._dtype, masked=self._masked)
+            for place, i in enumerate(some):
+                if not 0 <= i < len(self):
+                    raise IndexError(f"row {i} of {len(self)}")
+                source = bisect.bisect_right(self._ends, i)
+                self._sources[source].fill(
+                    draft, place, i - (self._ends[source] - self.sizes[source])
+                )
+            draft.finish(Row(*made[:, first : first + step]))
+        return Row(*made)
+
+
+class _Draft:
+    """Rows under way. A row is T + 1 elements of the stream, as the label of its last token is the
+    one after it.
+
+    `cuts` are the places in those, counted through all rows, at which a document begins, or
+    padding: the first of each row, too, and ascending. So what stands before one has no label.
+    """
+
+    def __init__(self, size: int, length: int, dtype: np.dtype[Any], *, masked: bool) -> None:
+        self.size, self.length = size, length
+        self.stream = np.empty((size, length + 1), dtype)
+        self.mask = np.zeros((size, length + 1), np.uint8) if masked else None
+        self.cuts: list[int] = []
+        self._padding: list[int] = []
+        self._after: list[tuple[int, int]] = []
+
+    def pad(self, row: int, begin: int) -> None:
+        """Nothing follows in `row` from `begin` on."""
+        self.cuts.append(row * (self.length + 1) + begin)
+        if begin < self.length:
+            self._padding.append(row * self.length + begin)
+
+    def label(self, row: int, place: int, token: int) -> None:
+        """The document of the token before `place` goes on with `token` in another row."""
+        self._after.append((row * self.length + place - 1, token))
+
+    def finish(self, out: Row) -> None:
+        """Write all rows to `out`."""
+        size, length = self.size, self.length
+        tokens, labels, positions, segments = (field.reshape(-1) for field in out)
+        np.copyto(out.tokens, self.stream[:, :-1])
+        np.copyto(out.labels, self.stream[:, 1:])
+        if self.mask is not None:
+            np.putmask(out.labels, self.mask[:, 1:] == 0, IGNORE)
+        cuts = np.array(self.cuts)
+        # Empty documents begin where the next one does.
+        row, place = np.divmod(cuts[np.diff(cuts, prepend=-1) > 0], length + 1)
+        labels[(row * length + place - 1)[place > 0]] = IGNORE
+        for at, token in self._after:
+            labels[at] = token
+        inside = place < length
+        row, place = row[inside], place[inside]
+        begins = row * length + place
+        lengths = np.diff(begins, append=size * length)
+        count = np.arange(len(row))
+        numbers = count - np.maximum.accumulate(np.where(place == 0, count, 0)) + 1
+        numbers[np.searchsorted(begins, self._padding)] = 0
+        np.subtract(np.arange(size * length), np.repeat(begins, lengths), out=positions)
+        segments[:] = np.repeat(numbers, lengths)
+        if self._padding:
+            padding = np.flatnonzero(segments == 0)
+            tokens[padding], labels[padding], positions[padding] = 0, IGNORE, 0
+
+
+class _Stream(Parts):
+    """All tokens of a source one after the other, cut every `length` tokens."""
+
+    def __init__(self, opening: Opening, parts: Sequence[Part]) -> None:
+        super().__init__(opening, parts, [part.tokens for part in parts])
+
+    def fill(self, draft: _Draft, row: int, number: int) -> None:
+        """Make row `number` of this source row `row` of the draft."""
+        begin, done = number * draft.length, 0
+        wanted = min(draft.length + 1, self._ends[-1] - begin)
+        index = bisect.bisect_right(self._ends, begin)
+        base = row * (draft.length + 1)
+        draft.cuts.append(base)
+        line = draft.stream[row]
+        while done < wanted:
+            column = self.column("tokens", index)
+            low = begin + done - (self._ends[index] - self._sizes[index])
+            high = min(low + wanted - done, self._sizes[index])
+            line[done : done + high - low] = column.slice(low, high)
+            shift = base + done - low
+            draft.cuts += [start + shift for start in column.starts(low, high)]
+            done, index = done + high - low, index + 1
+        if done <= draft.length:
+            draft.pad(row, done)
+
+
+class _Cut(Parts):
+    """The tokens of each part, cut every `length` tokens: no row needs more than one part."""
+
+    def fill(self, draft: _Draft, row: int, number: int) -> None:
+        """Make row `number` of this source row `row` of the draft."""
+        index = bisect.bisect_right(self._ends, number)
+        low, base = (
+            (number - (self._ends[index] - self._sizes[index])) * draft.length,
+            row * (draft.length + 1),
+        )
+        column = self.column("tokens", index)
+        high = min(low + draft.length + 1, column.elements)
+        draft.stream[row][: high - low] = column.slice(low, high)
+        draft.cuts += [base, *(start + base - low for start in column.starts(low, high))]
+        if high - low <= draft.length:
+            draft.pad(row, high - low)
+
+
+class _Table(Parts):
+    """Rows of a source that were planned: each says which pieces of which records lie in it."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        parts: Sequence[Part],
+        table: str,
+        rows: Sequence[int],
+        *,
+        masked: bool,
+    ) -> None:
+        super().__init__(opening, parts, rows)
+        self._table, self._masked = table, masked
+
+    def fill(self, draft: _Draft, row: int, number: int) -> None:
+        """Make row `number` of this source row `row` of the draft."""
+        index = bisect.bisect_right(self._ends, number)
+        table, tokens = self.column(self._table, index), self.column("tokens", index)
+        mask = self.column(MASK, index) if self._masked else None
+        pieces = table[number - (self._ends[index] - self._sizes[index])].tolist()
+        base, place, line = row * (draft.length + 1), 0, draft.stream[row]
+        for record, begin, size in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+            first, length = tokens.span(record)
+            end = place + size
+            if end > draft.length or begin < 0 or size < 1 or begin + size > length:
+                raise WrongInput(
+                    f"{bin_path(table.prefix)} plans row {number} of what is not there; it is"
+                    " damaged, run `ingot prepare` again"
+                )
+            draft.cuts.append(base + place)
+            line[place:end] = tokens.slice(first + begin, first + begin + size)
+            if mask is not None and draft.mask is not None:
+                draft.mask[row, place:end] = mask.slice(first + begin, first + begin + size)
+            elif begin + size < length:
+                # Of a document that was split, the first token of the next piece is what the last
+                # one of this piece predicts.
+                draft.label(
+                    row, end, int(tokens.slice(first + begin + size, first + begin + size + 1)[0])
+                )
+            place = end
+        draft.pad(row, place)

@@ -1,0 +1,195 @@
+"""Samples of preferences, pairs and labelled texts, made from prepared columns when they are asked
+for: one record each.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ingot.base.errors import WrongInput
+from ingot.config.sections.data import COLUMNS
+from ingot.data.columns.column import Column, bin_path
+from ingot.data.columns.manifest import LABEL, MASK, Part, Prepared
+from ingot.data.columns.reader import IGNORE, Ids, Opened, Opening, Parts
+from ingot.data.packing.tables import read_packed, table_name
+from ingot.data.splits import Split
+
+MULTIPLE = 16
+"""Samples are padded to the longest among them, rounded up to this many ids: few shapes, and little
+padding.
+"""
+
+
+class Fields(NamedTuple):
+    """Some samples, int64. tokens, positions, segments: [R, S], where S is the length of the
+    longest, rounded up.
+
+    segments: 1 where there is a token, 0 where there is padding; positions: count from 0; both and
+    tokens are 0 in padding.
+    labels: of preferences the next token where it is trained, else -100, [R, S]; of pairs the
+    target, not shifted, -100 behind its end, [R, T]; of labelled texts the class, [R]. A preference
+    is two rows: 2i is the chosen side of sample i, 2i + 1 the rejected one.
+    """
+
+    tokens: Ids
+    labels: Ids
+    positions: Ids
+    segments: Ids
+
+
+class Samples(Opened):
+    """Random access to the samples of one split; their numbers count through the sources. Safe to
+    read from several threads.
+    """
+
+    _sources: Sequence[_Records]
+
+    def __init__(
+        self,
+        columns: Path,
+        prepared: Prepared,
+        split: Split,
+        seq_len: int,
+        *,
+        pack: str,
+        weights: Sequence[float] | None = None,
+        target_len: int,
+    ) -> None:
+        self.kind, self.target_len = prepared.documents, target_len
+        own = target_len if self.kind == "pair" else None
+        table = table_name(pack, seq_len, own)
+        super().__init__(columns, prepared, split, seq_len, table, weights)
+        if pack != "none":
+            raise WrongInput(
+                f"{columns} holds a {self.kind} in each record, which data.pack={pack} cannot put"
+                " side by side; set it to none"
+            )
+        packed = read_packed(columns, prepared, seq_len, pack, own)
+        self._closing = prepared.closing
+        self._sources = [
+            _Records(self._opening, source.parts, table, rows)
+            for source, rows in zip(prepared.splits[split], packed.rows[split], strict=True)
+        ]
+        self._sized(packed.rows[split])
+        self.left_out = self.tokens - packed.counts[split].tokens
+
+    def fields(self, ids: Sequence[int], count: int | None = None) -> Fields:
+        """The samples `ids`, and dead ones behind them until there are `count`: padding alone,
+        labels -100.
+
+        Raises:
+            IndexError: an id is beyond the last sample.
+            WrongInput: a part is not the one that was prepared.
+        """
+        count = len(ids) if count is None else count
+        found = [self._record(i) for i in ids]
+        if self.kind == "preference":
+            return self._preferences(found, count)
+        first = "source" if self.kind == "pair" else "tokens"
+        tokens, live = padded(
+            [_closed(record[first], self.seq_len, self._closing) for record in found],
+            count,
+            self.seq_len,
+            0,
+        )
+        if self.kind == "pair":
+            labels = padded(
+                [_closed(record["target"], self.target_len, self._closing) for record in found],
+                count,
+                self.target_len,
+                IGNORE,
+            )[0]
+        else:
+            labels = np.full(count, IGNORE, np.int64)
+            labels[: len(found)] = [int(record[LABEL][0]) for record in found]
+        return _fields(tokens, labels, live)
+
+    def _preferences(self, found: Sequence[dict[str, Ids]], count: int) -> Fields:
+        sides = [
+            record[name][: self.seq_len] for record in found for name in ("chosen", "rejected")
+        ]
+        trained = [
+            record[f"{name}_{MASK}"][: self.seq_len]
+            for record in found
+            for name in ("chosen", "rejected")
+        ]
+        tokens, live = padded(sides, 2 * count, self.seq_len, 0)
+        mask, _ = padded(trained, 2 * count, self.seq_len, 0)
+        labels = np.full_like(tokens, IGNORE)
+        np.copyto(labels[:, :-1], tokens[:, 1:], where=mask[:, 1:] == 1)
+        return _fields(tokens, labels, live)
+
+    def _record(self, i: int) -> dict[str, Ids]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        source = bisect.bisect_right(self._ends, i)
+        return self._sources[source].record(
+            i - (self._ends[source] - self.sizes[source]), COLUMNS[self.kind]
+        )
+
+
+class _Records(Parts):
+    """The records of a source that are in its row tables."""
+
+    def __init__(
+        self, opening: Opening, parts: Sequence[Part], table: str, rows: Sequence[int]
+    ) -> None:
+        super().__init__(opening, parts, rows)
+        self._table = table
+
+    def record(self, number: int, names: Sequence[str]) -> dict[str, Ids]:
+        """All columns of the record that is row `number` of this source."""
+        index = bisect.bisect_right(self._ends, number)
+        table = self.column(self._table, index)
+        piece = table[number - (self._ends[index] - self._sizes[index])]
+        if len(piece) != 3:
+            raise self._damaged(table, number)
+        columns = [self.column(name, index) for name in names]
+        found = {
+            name: column[int(piece[0])]
+            for name, column in zip(names, columns, strict=True)
+            if 0 <= piece[0] < len(column)
+        }
+        if len(found) < len(names) or any(not len(values) for values in found.values()):
+            raise self._damaged(table, number)
+        return found
+
+    def _damaged(self, table: Column, number: int) -> WrongInput:
+        return WrongInput(
+            f"{bin_path(table.prefix)} plans row {number} of what is not there; it is damaged, run"
+            " `ingot prepare` again"
+        )
+
+
+def _closed(ids: Ids, most: int, closing: int) -> Ids:
+    """The first `most` of some ids, of which the last `closing` ones stay the last."""
+    if len(ids) <= most:
+        return ids
+    last = min(closing, most)
+    return np.concatenate((ids[: most - last], ids[len(ids) - last :]))
+
+
+def padded(rows: Sequence[Ids], count: int, most: int, fill: int) -> tuple[Ids, Ids]:
+    """`count` rows of one length, and how many elements of each there are, [count]. The length is
+    at most `most`.
+    """
+    longest = max((len(row) for row in rows), default=0)
+    width = min(max(-(-longest // MULTIPLE), 1) * MULTIPLE, most)
+    made = np.full((count, width), fill, np.int64)
+    live = np.zeros(count, np.int64)
+    for place, row in enumerate(rows):
+        made[place, : len(row)] = row
+        live[place] = len(row)
+    return made, live
+
+
+def _fields(tokens: Ids, labels: Ids, live: Ids) -> Fields:
+    """With positions and segments of rows of which the first `live` ids are no padding."""
+    place = np.arange(tokens.shape[1])
+    there = place < live[:, None]
+    return Fields(tokens, labels, np.where(there, place, 0), there.astype(np.int64))

@@ -1,0 +1,292 @@
+"""Cleaning from end to end: filters, exact duplicates, near-duplicates, contamination, in this
+order.
+
+Documents that one step dropped play no part in the next, so what the steps dropped adds up. All
+work is done by the engine's workers, stage by stage, over files in `data/clean/`; this process
+holds a few figures a task. A run that was killed goes on with the tasks that are not done; when all
+are, what the stages handed each other is removed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.base.markers import FileEntry, fingerprint, problems, read_marker, write_marker
+from ingot.base.progress import Progress
+from ingot.base.storage import disk_errors
+from ingot.config.recipe import Recipe
+from ingot.config.sections.data import Clean
+from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.corpus import Corpus, Step
+from ingot.data.cleaning.exchange import Bucket, Named, Told, run, since_start
+from ingot.data.cleaning.folding import fold_identity
+from ingot.data.cleaning.ngrams import bands
+from ingot.data.cleaning.report import Dropped, Few, Report, Seal, examples, merged
+from ingot.data.cleaning.steps.contamination import Evaluation, Merge, Search
+from ingot.data.cleaning.steps.exact_duplicates import Repeated, Survey
+from ingot.data.cleaning.steps.filters import Filters
+from ingot.data.cleaning.steps.near_duplicates import Connect, Gather, Group, Route, Sign, Verify
+from ingot.data.engines.engine import Engine, Work
+from ingot.data.raw.ranges import Range, ranges
+from ingot.data.raw.store import Raw
+from ingot.data.splits import Shares
+
+MARKER = "clean.json"
+CODE = 1
+"""Raised when the same knobs come to drop other documents."""
+
+BUCKET_ROWS = 2_000_000
+MOST_BUCKETS = 4096
+CANDIDATES = 200_000
+SEALED_TOGETHER = 64
+
+
+def clean(recipe: Recipe, raw: Raw, engine: Engine) -> Cleaned:
+    """Find which documents stay. What an earlier run found from the same inputs is taken as it is.
+
+    Raises:
+        WrongInput: a library is missing, a language is unknown, the raw documents are damaged.
+        Failed: the disk is full, or a worker died.
+    """
+    # Workers may stand in another folder than this process.
+    knobs, folder = recipe.data.clean, (recipe.folder.data / "clean").absolute()
+    if not knobs.wanted:
+        return Cleaned.nothing()
+    filters, inputs = Filters.of(knobs), _inputs(knobs, raw, Shares.of(recipe.data))
+    if not _dropping(knobs):
+        return Cleaned(
+            None,
+            knobs.normalize,
+            fingerprint([CODE, knobs.normalize, fold_identity()]),
+            Report(),
+            fold_identity(),
+        )
+    fates, stages = folder / f"fates-{inputs}", folder / f"stages-{inputs}-{since_start()}"
+    marker = read_marker(folder, MARKER)
+    if (
+        marker is not None
+        and marker.get("inputs") == inputs
+        and not problems(folder, marker, checksums=False)
+    ):
+        _sweep(folder, fates.name)
+        return Cleaned(fates, knobs.normalize, inputs, Report.of(marker["report"]), fold_identity())
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).unlink(missing_ok=True)
+        _sweep(folder, fates.name, stages.name)
+    report, files = _Cleaning.of(recipe, raw, engine, fates, stages).all(filters)
+    write_marker(
+        folder, MARKER, {"kind": "clean", "inputs": inputs, "report": asdict(report)}, files
+    )
+    _sweep(folder, fates.name)
+    return Cleaned(fates, knobs.normalize, inputs, report, fold_identity())
+
+
+def _dropping(knobs: Clean) -> bool:
+    return knobs.model_copy(update={"normalize": "none"}).wanted
+
+
+def _inputs(knobs: Clean, raw: Raw, shares: Shares) -> str:
+    """Fingerprint of everything that decides which documents stay, and in which files that is
+    written.
+    """
+    versions = {"fold": fold_identity()}
+    if knobs.languages:
+        versions["py3langid"] = importlib.metadata.version("py3langid")
+    cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
+    return fingerprint(
+        [CODE, knobs.model_dump(mode="json"), raw.identity, asdict(shares), versions, cuts]
+    )
+
+
+def _sweep(folder: Path, *keep: str) -> None:
+    """Remove what other runs left; it may be gigabytes."""
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in keep:
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_file() and path.name != MARKER:
+            path.unlink(missing_ok=True)
+    for partial in folder.rglob(".*.partial-*"):
+        partial.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Cleaning:
+    """All stages over one corpus."""
+
+    knobs: Clean
+    raw: Raw
+    engine: Engine
+    out: Path
+    corpus: Corpus
+    tasks: list[Range]
+    documents: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, raw: Raw, engine: Engine, out: Path, folder: Path) -> _Cleaning:
+        documents = {
+            split: sum(source.documents for source in sources)
+            for split, sources in raw.splits.items()
+        }
+        corpus = Corpus(
+            raw.folder.absolute(),
+            folder,
+            recipe.data.clean.normalize,
+            Shares.of(recipe.data),
+            documents.get("validation", 0),
+            fold_identity(),
+        )
+        tasks = [task for task in ranges(raw) if task.kind != "tokens"]
+        return cls(recipe.data.clean, raw, engine, out, corpus, tasks, sum(documents.values()))
+
+    def all(self, filters: Filters) -> tuple[Report, list[FileEntry]]:
+        """Every step that is asked for, then the report and the files that say which documents
+        stay.
+        """
+        if not self.tasks:
+            return Report(), []
+        looked = self._run("survey", Survey(self.corpus, filters, self.knobs.exact), self.tasks)
+        steps, notes = list[Step](), dict[str, int]()
+        if self.knobs.exact:
+            notes["without text, compared with nothing for exact duplicates"] = sum(
+                told["empty"] for told in looked
+            )
+            self._run("exact duplicates", Repeated(self.corpus), self._buckets(1))
+            steps.append("exact")
+        if self.knobs.fuzzy is not None:
+            notes |= self._fuzzy(tuple(steps))
+            steps.append("fuzzy")
+        if self.knobs.contamination is not None:
+            notes |= self._contamination(tuple(steps))
+            steps.append("contamination")
+        told, files = self._seal(tuple(steps))
+        wanted = self._wanted()
+        sums = {step: merged(told, step) for step in wanted}
+        shown = examples(self.corpus, self.tasks, {step: sums[step]["examples"] for step in wanted})
+        dropped = [
+            Dropped(step, sums[step]["documents"], sums[step]["bytes"], shown[step])
+            for step in wanted
+        ]
+        documents, size = (sum(told[name] for told in looked) for name in ("documents", "bytes"))
+        return (
+            Report(
+                documents, size, dropped, {note: count for note, count in notes.items() if count}
+            ),
+            files,
+        )
+
+    def _wanted(self) -> list[Step]:
+        """The steps that are asked for, in their order."""
+        asked: dict[Step, bool] = {
+            "min_chars": self.knobs.min_chars > 0,
+            "max_chars": self.knobs.max_chars is not None,
+            "languages": bool(self.knobs.languages),
+            "exact": self.knobs.exact,
+            "fuzzy": self.knobs.fuzzy is not None,
+            "contamination": self.knobs.contamination is not None,
+        }
+        return [step for step, wanted in asked.items() if wanted]
+
+    def _fuzzy(self, after: tuple[Step, ...]) -> dict[str, int]:
+        knobs = self.knobs.fuzzy
+        assert knobs is not None
+        corpus, buckets = self.corpus, self._buckets(bands(knobs.similarity, knobs.permutations)[0])
+        signed = self._run("near-duplicates: signatures", Sign(corpus, knobs, after), self.tasks)
+        self._run("near-duplicates: groups", Group(corpus, knobs, after), buckets)
+        connected = self._run(
+            "near-duplicates: components",
+            Connect(corpus, knobs, after, self.documents),
+            [Bucket(0, 1)],
+            larger=0,
+        )
+        parts = _cut(connected[0]["candidates"], CANDIDATES)
+        self._run(
+            "near-duplicates: candidates by component",
+            Route(corpus, knobs, after, len(parts)),
+            buckets,
+            larger=0,
+        )
+        self._run(
+            "near-duplicates: candidates", Gather(corpus, knobs, after, len(parts)), self.tasks
+        )
+        verified = self._run(
+            "near-duplicates: clusters", Verify(corpus, knobs, after), parts, larger=0
+        )
+        return {
+            "without words, compared with nothing for near-duplicates": sum(
+                told["empty"] for told in signed
+            ),
+            "groups of near-duplicates too large to compare in full": sum(
+                told["bounded"] for told in verified
+            ),
+        }
+
+    def _contamination(self, after: tuple[Step, ...]) -> dict[str, int]:
+        knobs = self.knobs.contamination
+        assert knobs is not None
+        corpus = self.corpus
+        holding = [
+            task
+            for task in self.tasks
+            if task.split == "validation" or corpus.shares.validation is not None
+        ]
+        self._run("contamination: evaluation", Evaluation(corpus, knobs, after), holding)
+        size = sum(task.bytes for task in holding)
+        merged_grams = self._run(
+            "contamination: n-grams",
+            Merge(corpus, knobs, after, 1 + size // 10**9),
+            [Bucket(0, 1)],
+            larger=0,
+        )
+        self._run(
+            "contamination: search",
+            Search(corpus, knobs, after),
+            [task for task in self.tasks if task.split == "train"],
+        )
+        return {"n-grams of validation documents": merged_grams[0]["grams"]}
+
+    def _seal(self, steps: tuple[Step, ...]) -> tuple[list[Told], list[FileEntry]]:
+        few = [
+            Few(number, tuple(self.tasks[begin : begin + SEALED_TOGETHER]))
+            for number, begin in enumerate(range(0, len(self.tasks), SEALED_TOGETHER))
+        ]
+        told = [
+            one
+            for few_told in self._run("seal", Seal(self.corpus, steps, self.out), few, larger=0)
+            for one in few_told["ranges"]
+        ]
+        return told, [FileEntry(*one["file"]) for one in told]
+
+    def _buckets(self, rows: int) -> list[Bucket]:
+        """Buckets for so many rows a document."""
+        return _cut(self.documents * rows, BUCKET_ROWS)
+
+    def _run(
+        self, title: str, work: Work[Any, Told], tasks: Sequence[Named], larger: int | None = None
+    ) -> list[Told]:
+        """Do one stage; `larger=0` where what it reads is not text, so that its end is not known in
+        megabytes.
+        """
+        total = sum(task.bytes for task in tasks if isinstance(task, Range))
+        with Progress(
+            f"clean: {title}",
+            total=-(-total // 10**6) if larger is None and total else None,
+            unit="MB",
+        ) as progress:
+            return run(
+                self.engine,
+                work,
+                self.corpus.folder / "done" / title.replace(": ", "-").replace(" ", "-"),
+                tasks,
+                progress,
+            )
+
+
+def _cut(rows: int, size: int) -> list[Bucket]:
+    count = min(1 + rows // size, MOST_BUCKETS)
+    return [Bucket(number, count) for number in range(count)]

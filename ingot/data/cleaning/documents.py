@@ -1,0 +1,81 @@
+"""The documents of a split as they are tokenised, cleaned and in the order of the columns; and a
+sample of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ingot.config.recipe import Recipe
+from ingot.data.cleaning.clean import clean
+from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.engines.local import LocalEngine
+from ingot.data.raw.ranges import Range, pieces, ranges, read_range
+from ingot.data.raw.store import Raw, open_raw
+from ingot.data.splits import Shares, Split, chosen
+
+# How many times the sample is read at most: of a corpus much larger than the sample, evenly spread
+# row groups are enough.
+SPREAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text with its identity: `FILE:ROW` of where it was read, stable when the data moves to
+    another folder.
+    """
+
+    doc_id: str
+    text: str
+
+
+def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
+    """The documents that `prepare` puts into `split`, in the order of its columns; those that came
+    as tokens have no text.
+
+    Raises:
+        WrongInput: `ingest` has not run, or for other sources than the recipe's.
+    """
+    raw = open_raw(recipe)
+    cleaned = clean(recipe, raw, LocalEngine())
+    for task in ranges(raw):
+        yield from documents_of(task, raw, cleaned, Shares.of(recipe.data), split)
+
+
+def documents_of(
+    task: Range, raw: Raw, cleaned: Cleaned, shares: Shares, split: Split
+) -> Iterator[Document]:
+    """Those of one range."""
+    if task.kind == "tokens":
+        return
+    for table in cleaned.tables(task, read_range(raw.folder, task)):
+        for doc_id, text in zip(
+            table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True
+        ):
+            if shares.split(task.split, doc_id) == split:
+                yield Document(doc_id, text)
+
+
+def sample(raw: Raw, cleaned: Cleaned, shares: Shares, sample_bytes: int) -> Iterator[Document]:
+    """Training documents of about `sample_bytes`, spread evenly over all of them, at least one; the
+    same ones in every run.
+    """
+    tasks = list(pieces(raw, "train"))
+    total = sum(source.bytes for source in raw.splits["train"])
+    step = max(1, min(total // (SPREAD * sample_bytes), len(tasks)))
+    share = min(1.0, sample_bytes * step / max(total, 1))
+    found = False
+    for task in tasks[::step]:
+        for document in documents_of(task, raw, cleaned, shares, "train"):
+            if share >= 1.0 or chosen(document.doc_id, "vocabulary", share):
+                found = True
+                yield document
+    if not found:
+        everything = (
+            document
+            for task in tasks
+            for document in documents_of(task, raw, cleaned, shares, "train")
+        )
+        yield from itertools.islice(everything, 1)

@@ -1,0 +1,224 @@
+"""Texts with case, diacritics and white space set aside, by whole buffers: what deduplication
+compares.
+
+Case: upper, then lower, so that final sigma is sigma and long s is s; sharp s is ss. Diacritics:
+the combining marks of Latin, Greek, Cyrillic, Hebrew and Arabic go; marks that are letters in all
+but name (kana voicing, Indic vowels) stay.
+White space: a run of any kind is one space, none at the ends. ASCII is folded by a table over
+bytes. Of the rest each character is looked up; where the folded one takes fewer bytes, the surplus
+is cut out of the buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from ingot.base.errors import WrongInput
+from ingot.data.cleaning.arrays import Bytes, Flags, Indices
+from ingot.data.cleaning.unicode import (
+    ASCII_SPACES,
+    LIMIT,
+    SPACE,
+    characters,
+    code_points,
+    flat_of,
+    holding,
+    lookup,
+    matching,
+    normalize,
+    normalized,
+    seconds,
+)
+
+DIACRITICS = (
+    r"[\x{0300}-\x{036F}\x{1AB0}-\x{1AFF}\x{1DC0}-\x{1DFF}\x{20D0}-\x{20FF}\x{FE20}-\x{FE2F}"
+    r"\x{0591}-\x{05BD}\x{05BF}\x{05C1}\x{05C2}\x{05C4}\x{05C5}\x{05C7}"
+    r"\x{0610}-\x{061A}\x{064B}-\x{065F}\x{0670}\x{06D6}-\x{06DC}\x{06DF}-\x{06E4}\x{06E7}\x{06E8}\x{06EA}-\x{06ED}]+"
+)
+SHARP_S = ("ß", "ẞ")
+WIDEST = 4
+ASCII = bytes(
+    SPACE if byte in ASCII_SPACES else ord(chr(byte).lower()) if byte < 128 else byte
+    for byte in range(256)
+)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Folded texts in one buffer: text i is `flat[begins[i]:ends[i]]`, UTF-8. At most one space
+    stands between two texts.
+    """
+
+    flat: Bytes
+    begins: Indices
+    ends: Indices
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """By code point: the folded character's bytes [LIMIT, 4] and their number, whether it differs,
+    whether it joins the one before.
+    """
+
+    bytes: Bytes
+    sizes: Bytes
+    changed: Flags
+    joins: Flags
+
+
+@functools.cache
+def _tables() -> _Tables:
+    points = code_points()
+    cased = pc.utf8_lower(pc.utf8_upper(points))
+    plain = pc.replace_substring_regex(pc.utf8_normalize(cased, "NFD"), DIACRITICS, "")
+    folded = pc.if_else(pc.utf8_is_space(points), " ", pc.utf8_normalize(plain, "NFC"))
+    folded = _shortened(pc.if_else(pc.is_in(points, value_set=pa.array(SHARP_S)), "ss", folded))
+    table, sizes = np.zeros((LIMIT, WIDEST), np.uint8), np.zeros(LIMIT, np.uint8)
+    flat, offsets = flat_of(folded)
+    sizes[:] = np.diff(offsets)
+    place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    table[np.repeat(np.arange(LIMIT), np.diff(offsets)), place] = np.frombuffer(flat, np.uint8)
+    return _Tables(table, sizes, np.asarray(pc.not_equal(points, folded)), _joins())
+
+
+def _shortened(folded: pa.Array) -> pa.Array:
+    """Let the shortest of letters that fold alike stand for all of them, where the folded one is
+    longer: a buffer never grows.
+    """
+    points = code_points()
+    longer = pc.unique(
+        folded.filter(pc.greater(pc.binary_length(folded), pc.binary_length(points)))
+    )
+    rows = np.flatnonzero(pc.is_in(folded, value_set=longer))
+    own, letters = points.take(pa.array(rows)).to_pylist(), folded.take(pa.array(rows)).to_pylist()
+    shortest: dict[str, str] = {}
+    for letter, folds_to in sorted(
+        zip(own, letters, strict=True), key=lambda pair: (len(pair[0].encode()), pair[0])
+    ):
+        shortest.setdefault(folds_to, letter)
+    mask = np.zeros(len(folded), bool)
+    mask[rows] = True
+    return pc.replace_with_mask(
+        folded, pa.array(mask), pa.array([shortest[folds_to] for folds_to in letters], pa.string())
+    )
+
+
+def _joins() -> Flags:
+    """Code points that the normal form NFC may join with the one before, diacritics apart; a text
+    with one is normalised first.
+    """
+    letters = seconds().filter(pc.invert(pc.match_substring_regex(seconds(), DIACRITICS)))
+    return np.asarray(pc.is_in(code_points(), value_set=letters))
+
+
+def fold(texts: pa.Array) -> Folded:
+    """Fold every text."""
+    raw, offsets = flat_of(texts)
+    data = np.frombuffer(bytearray(raw).translate(ASCII), np.uint8)
+    at, points, sizes = characters(data)
+    if len(at):
+        tables = _tables()
+        joins = lookup(tables.joins, points, True)
+        if joins.any():
+            rows = holding(at[joins], offsets)
+            joined = normalize(texts.take(pa.array(rows)), "nfc")
+            if not joined.equals(texts.take(pa.array(rows))):
+                mask = np.zeros(len(texts), bool)
+                mask[rows] = True
+                return fold(pc.replace_with_mask(texts, pa.array(mask), joined))
+        data, offsets = _substitute(data, offsets, tables, at, points, sizes)
+    return _collapse(data, offsets)
+
+
+def _substitute(
+    data: Bytes,
+    offsets: Indices,
+    tables: _Tables,
+    at: Indices,
+    points: NDArray[np.uint32],
+    sizes: Bytes,
+) -> tuple[Bytes, Indices]:
+    changed = np.flatnonzero(lookup(tables.changed, points, False))
+    if not len(changed):
+        return data, offsets
+    at, points, sizes = at[changed], points[changed], sizes[changed]
+    table, wanted = tables.bytes[points], tables.sizes[points]
+    surplus = []
+    for place in range(WIDEST):
+        inside = place < wanted
+        data[at[inside] + place] = table[inside, place]
+        surplus.append(at[(place >= wanted) & (place < sizes)] + place)
+    return _without(data, offsets, np.sort(np.concatenate(surplus)))
+
+
+def _without(data: Bytes, offsets: Indices, gone: Indices) -> tuple[Bytes, Indices]:
+    """The buffer without the bytes at the places `gone`, which ascend."""
+    if not len(gone):
+        return data, offsets
+    keep = np.ones(len(data), bool)
+    keep[gone] = False
+    return data[keep], offsets - np.searchsorted(gone, offsets)
+
+
+def _collapse(data: Bytes, offsets: Indices) -> Folded:
+    spaces = data == SPACE
+    surplus = spaces.copy()
+    surplus[1:] &= spaces[:-1]
+    firsts = offsets[:-1][offsets[:-1] < len(data)]
+    surplus[firsts] = spaces[firsts]
+    data, offsets = _without(data, offsets, np.flatnonzero(surplus))
+    begins, ends = offsets[:-1], offsets[1:].copy()
+    some = np.flatnonzero(ends > begins)
+    ends[some] -= data[ends[some] - 1] == SPACE
+    return Folded(data, begins, ends)
+
+
+def digests(folded: Folded) -> NDArray[np.uint64]:
+    """A 128-bit hash of each folded text: [texts, 2]."""
+    view = folded.flat.data
+    found = b"".join(
+        [
+            hashlib.blake2b(view[begin:end], digest_size=16).digest()
+            for begin, end in zip(folded.begins.tolist(), folded.ends.tolist(), strict=True)
+        ]
+    )
+    return np.frombuffer(found, np.uint64).reshape(-1, 2)
+
+
+@functools.cache
+def fold_identity() -> str:
+    """A digest of how this process folds and normalises all code points."""
+    tables, digest = _tables(), hashlib.sha256()
+    digest.update(
+        tables.bytes.tobytes()
+        + tables.sizes.tobytes()
+        + tables.joins.tobytes()
+        + matching(r"^[\p{L}\p{N}\p{M}]$").tobytes()
+    )
+    for form in ("NFC", "NFKC"):
+        flat, offsets = flat_of(normalized(form))
+        digest.update(flat + offsets.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_fold(expected: str) -> None:
+    """Refuse to work beside processes with other Unicode tables: the same text would be two.
+
+    Raises:
+        WrongInput: this process folds otherwise than the one that planned the work.
+    """
+    if fold_identity() != expected:
+        raise WrongInput(
+            f"a worker's pyarrow {pa.__version__} folds text otherwise ({fold_identity()}) than"
+            f" where the work was planned ({expected}): install the same pyarrow on every worker"
+        )

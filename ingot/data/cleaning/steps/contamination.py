@@ -1,0 +1,154 @@
+"""Training documents that hold parts of what the model is evaluated on: word n-grams in common with
+the validation documents.
+
+The n-grams of all validation documents become one sorted file, which workers map and look up in. A
+validation document with fewer words than an n-gram counts whole: a training document holds it only
+by being the same words and no more, since a few words are found in many innocent texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingot.config.sections.data import Contamination
+from ingot.data.cleaning.arrays import Columns, Flags, Hashes, Indices, bucket_of, distinct, firsts
+from ingot.data.cleaning.corpus import Batch, Corpus, Step, found_drops
+from ingot.data.cleaning.exchange import Bucket, Told, appearing, files, read_rows, write_rows
+from ingot.data.cleaning.folding import fold
+from ingot.data.cleaning.ngrams import Hashed, ngrams, words
+from ingot.data.engines.engine import Advance
+from ingot.data.raw.ranges import Range
+
+BITS = 24
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the stages share. `after` are the steps whose dropped documents play no part."""
+
+    corpus: Corpus
+    knobs: Contamination
+    after: tuple[Step, ...]
+
+    @property
+    def folder(self) -> Path:
+        return self.corpus.folder / "contamination"
+
+    @property
+    def file(self) -> Path:
+        """The n-grams of all validation documents: 64-bit hashes, ascending, each once."""
+        return self.folder / "evaluation.bin"
+
+    def read(self, task: Range, advance: Advance, split: str) -> Iterator[tuple[Batch, Hashed]]:
+        """The documents of a range that belong to a split, with their n-grams."""
+        for batch in self.corpus.read(task, advance, self.corpus.alive(task, self.after)):
+            own = batch.where(self.corpus.in_split(batch, task, split))
+            yield own, ngrams(words(fold(own.texts)), self.knobs.ngram)
+
+
+@dataclass(frozen=True)
+class Evaluation(Held):
+    """From a range to the n-grams of its validation documents."""
+
+    def open(self) -> Callable[[Range, Advance], Told]:
+        self.corpus.check()
+
+        def look(task: Range, advance: Advance) -> Told:
+            found = [grams.values for _, grams in self.read(task, advance, "validation")]
+            write_rows(
+                self.folder / f"grams-{task.name}.arrow",
+                [{"gram": distinct(np.concatenate([np.zeros(0, np.uint64), *found]))}],
+            )
+            return {}
+
+        return look
+
+
+@dataclass(frozen=True)
+class Merge(Held):
+    """From the n-grams of all ranges to one file; one task, a share of the hashes in memory at a
+    time.
+    """
+
+    shares: int
+
+    def open(self) -> Callable[[Bucket, Advance], Told]:
+        return self._merge
+
+    def _merge(self, task: Bucket, advance: Advance) -> Told:
+        runs = [run for path in files(self.folder, "grams-*.arrow") for run in read_rows(path)]
+        count = 0
+        with appearing(self.file) as stream:
+            for share in range(self.shares):
+                found = distinct(
+                    np.concatenate(
+                        [
+                            np.zeros(0, np.uint64),
+                            *(bucket_of(run, "gram", share, self.shares)["gram"] for run in runs),
+                        ]
+                    )
+                )
+                stream.write(found.tobytes())
+                count += len(found)
+        return {"grams": count}
+
+
+@dataclass(frozen=True)
+class Search(Held):
+    """From a range to its training documents that hold at least `matches` of the n-grams."""
+
+    def open(self) -> Callable[[Range, Advance], Told]:
+        self.corpus.check()
+        known = _mapped(self.file)
+        sieve = _sieve(known)
+
+        def search(task: Range, advance: Advance) -> Told:
+            gone = [np.zeros(0, np.int64)]
+            for batch, grams in self.read(task, advance, "train"):
+                gone.append(
+                    batch.numbers[
+                        held(grams, known, sieve)
+                        >= np.minimum(self.knobs.matches, np.maximum(grams.counts, 1))
+                    ]
+                )
+            drops: Columns = found_drops(np.concatenate(gone))
+            write_rows(self.corpus.local_drops("contamination", task), [drops])
+            return {}
+
+        return search
+
+
+def held(grams: Hashed, known: Hashes, sieve: Flags) -> Indices:
+    """How many different n-grams of each text are known."""
+    perhaps = np.flatnonzero(sieve[grams.values >> np.uint64(64 - BITS)])
+    values = grams.values[perhaps]
+    if not len(known) or not len(values):
+        return np.zeros(len(grams), np.int64)
+    at = np.searchsorted(known, values)
+    at[at == len(known)] = 0
+    hits = known[at] == values
+    texts = np.searchsorted(grams.offsets, perhaps[hits], side="right") - 1
+    order = np.lexsort((values[hits], texts))
+    texts, values = texts[order], values[hits][order]
+    return np.bincount(texts[firsts(texts, values)], minlength=len(grams))
+
+
+def _mapped(path: Path) -> Hashes:
+    if not path.stat().st_size:
+        return np.zeros(0, np.uint64)
+    found: NDArray[np.uint64] = np.memmap(path, np.uint64, "r")
+    return found
+
+
+def _sieve(known: Hashes) -> Flags:
+    """Whether any known hash begins with these bits: a look that spares most searches."""
+    found = np.zeros(1 << BITS, bool)
+    step = 1 << 22
+    for begin in range(0, len(known), step):
+        found[np.asarray(known[begin : begin + step]) >> np.uint64(64 - BITS)] = True
+    return found

@@ -1,0 +1,119 @@
+"""The first look at every document, and exact duplicates: texts that are the same when folded.
+
+Workers hash; a bucket of hashes is then compared by one of them. Within a range only the first of
+each hash is sent on, so that a bucket holds one row for a hash and a range, however often a text is
+repeated.
+
+A text of which nothing is left when folded (white space, lone diacritics) is no duplicate of
+another such text: it is counted as a note, and is for `min_chars` to drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.compute as pc
+
+from ingot.data.cleaning.arrays import Columns, bucket_of, firsts, joined, sorted_by
+from ingot.data.cleaning.corpus import ELSEWHERE, KEPT, Batch, Corpus, found_drops
+from ingot.data.cleaning.exchange import Bucket, Told, files, read_rows, write_rows
+from ingot.data.cleaning.folding import digests, fold
+from ingot.data.cleaning.steps.filters import Filters
+from ingot.data.engines.engine import Advance
+from ingot.data.raw.ranges import Range
+
+ROWS = {"high": np.uint64, "low": np.uint64, "number": np.int64}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """From a range to `reason` and `bytes` of each document; with `exact`, hashes of those that
+    stay as well.
+    """
+
+    corpus: Corpus
+    filters: Filters
+    exact: bool
+
+    def open(self) -> Callable[[Range, Advance], Told]:
+        self.corpus.check()
+        return self._look
+
+    def _look(self, task: Range, advance: Advance) -> Told:
+        reasons, sizes, hashed = [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)], list[Columns]()
+        empty = 0
+        for batch in self.corpus.read(task, advance):
+            found = self.filters.reasons(batch.texts)
+            found[self.corpus.elsewhere(batch, task)] = ELSEWHERE
+            reasons.append(found)
+            sizes.append(
+                pc.binary_length(batch.texts).to_numpy(zero_copy_only=False).astype(np.int64)
+            )
+            if self.exact:
+                rows, without = _hashed(batch.where(found == KEPT))
+                hashed.append(rows)
+                empty += without
+        columns: Columns = {"reason": np.concatenate(reasons), "bytes": np.concatenate(sizes)}
+        write_rows(self.corpus.survey_file(task), [columns])
+        if self.exact:
+            self._send(task, joined(hashed, ROWS))
+        counted = columns["reason"] != ELSEWHERE
+        return {
+            "documents": int(counted.sum()),
+            "bytes": int(columns["bytes"][counted].sum()),
+            "empty": empty,
+        }
+
+    def _send(self, task: Range, rows: Columns) -> None:
+        rows = sorted_by(rows, "high", "low", "number")
+        first = firsts(rows["high"], rows["low"])
+        write_rows(self.corpus.local_drops("exact", task), [_later(rows)])
+        write_rows(
+            self.corpus.folder / "exact" / f"hashes-{task.name}.arrow",
+            [{name: column[first] for name, column in rows.items()}],
+        )
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """From a bucket of hashes to the documents that repeat an earlier one."""
+
+    corpus: Corpus
+
+    def open(self) -> Callable[[Bucket, Advance], Told]:
+        return self._compare
+
+    def _compare(self, task: Bucket, advance: Advance) -> Told:
+        folder = self.corpus.folder / "exact"
+        found = [
+            bucket_of(run, "high", task.number, task.of)
+            for path in files(folder, "hashes-*.arrow")
+            for run in read_rows(path)
+        ]
+        rows = sorted_by(joined(found, ROWS), "high", "low", "number")
+        advance(sum(column.nbytes for column in rows.values()))
+        write_rows(folder / f"drops-{task.name}.arrow", [_later(rows)])
+        return {}
+
+
+def _hashed(batch: Batch) -> tuple[Columns, int]:
+    """Hashes of the documents that are not empty when folded, and how many are."""
+    folded = fold(batch.texts)
+    some = folded.ends > folded.begins
+    hashes = digests(folded)[some]
+    return {"high": hashes[:, 0], "low": hashes[:, 1], "number": batch.numbers[some]}, int(
+        (~some).sum()
+    )
+
+
+def _later(rows: Columns) -> Columns:
+    """Of sorted rows all but the first of each hash, as drops whose survivor is that first one."""
+    first = firsts(rows["high"], rows["low"])
+    survivors = (
+        rows["number"][np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]
+        if len(first)
+        else rows["number"]
+    )
+    return sorted_by(found_drops(rows["number"][~first], survivors[~first]), "number")

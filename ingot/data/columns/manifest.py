@@ -1,0 +1,223 @@
+"""`data/columns/manifest.json`: what the prepared columns are made of, written last; without it
+there
+are no columns. And what a column holds, by its name: ids, a mask, or labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ingot import __version__
+from ingot.base.errors import WrongInput
+from ingot.base.markers import FileEntry, fingerprint, problems, read_marker, write_marker
+from ingot.base.remote.deferred import deferred_files_of
+from ingot.config.recipe import Recipe
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
+from ingot.data.columns.column import token_dtype
+from ingot.data.splits import Split
+
+MANIFEST = "manifest.json"
+DIGESTS = 2**256
+
+
+@dataclass(frozen=True)
+class Part:
+    """A finished part of one split: number `number` of each of its columns.
+
+    `tokens` counts the ids, of preferences and pairs those of both sides. `sizes` are the elements
+    of each column where these are not all as many (empty: they are). `bytes` counts those of the
+    texts that are learnt to be written. `digest` is the sum of the SHA-256 of its texts, modulo
+    2**256, in hexadecimal: digests of parts add up to that of the split, however it was cut and
+    whatever the tokenizer.
+    """
+
+    number: int
+    documents: int
+    tokens: int
+    bytes: int
+    digest: str
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def elements(self, column: str) -> int:
+        """How many elements a column has."""
+        return self.sizes.get(column, self.tokens)
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """One source's share of a split. `weight` is relative to the other sources of the split."""
+
+    source: str
+    weight: float
+    documents: int
+    tokens: int
+    bytes: int
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All prepared columns of a run.
+
+    `data` is the identity of what is trained and measured on: the tokens and how they fall into
+    documents. Weights are not in it, they belong to the order of training. `sets` are identities of
+    the texts of each split, whatever the tokenizer and however the work was cut.
+    """
+
+    objective: str
+    columns: list[dict[str, str]]
+    splits: dict[Split, list[PreparedSource]]
+    tokenizer: str
+    template: str | None
+    vocab_size: int
+    data: str
+    sets: dict[Split, str]
+    closing: int = 0
+    """How many ids the tokenizer puts behind a framed text: these stay where one is cut."""
+    prefix: str = ""
+    """What stands before the source of every pair."""
+    labels: list[str] = field(default_factory=list)
+    """Names of the classes, by number."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns, which say what kind of document they hold
+        (`ingot.config.sections.data.COLUMNS`).
+        """
+        return tuple(column["name"] for column in self.columns)
+
+    @property
+    def documents(self) -> Documents:
+        """The kind of document; texts where the columns are not those of any."""
+        return next((kind for kind, names in COLUMNS.items() if names == self.names), "text")
+
+    def total(self, split: Split, what: str) -> int:
+        """Sum of `documents`, `tokens` or `bytes` over the sources of a split."""
+        return sum(int(getattr(source, what)) for source in self.splits[split])
+
+
+def data_identity(files: Sequence[FileEntry], tokenizer: str) -> str:
+    return fingerprint(
+        {"files": [[entry.path, entry.sha256] for entry in files], "tokenizer": tokenizer}
+    )
+
+
+def set_identity(sources: Sequence[PreparedSource]) -> str:
+    digest = sum(int(part.digest, 16) for source in sources for part in source.parts) % DIGESTS
+    return fingerprint(
+        {"documents": sum(source.documents for source in sources), "digest": f"{digest:064x}"}
+    )
+
+
+def write_prepared(
+    folder: Path, prepared: Prepared, about: dict[str, Any], files: Sequence[FileEntry]
+) -> None:
+    """Write the manifest; `about` says what the columns were made from."""
+    totals = {
+        split: {what: prepared.total(split, what) for what in ("documents", "tokens", "bytes")}
+        for split in prepared.splits
+    }
+    payload = {
+        "kind": "columns",
+        "ingot": __version__,
+        "totals": totals,
+        **about,
+        **asdict(prepared),
+    }
+    write_marker(folder, MANIFEST, payload, files)
+
+
+def read_prepared(folder: Path) -> Prepared:
+    """The manifest, with the sizes of all files checked.
+
+    Raises:
+        WrongInput: nothing complete is there, or a file is missing or has another size.
+    """
+    marker = read_marker(folder, MANIFEST)
+    if marker is None:
+        raise WrongInput(
+            f"{folder} holds no prepared data; run `ingot prepare` with this recipe first"
+        )
+    if found := lacking(folder, marker):
+        raise WrongInput(f"{found[0]}; run `ingot prepare` again")
+    splits: dict[Split, list[PreparedSource]] = {
+        split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
+    }
+    fields = {
+        name: marker[name]
+        for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")
+    }
+    fields |= {name: marker[name] for name in ("closing", "prefix", "labels") if name in marker}
+    return Prepared(splits=splits, **fields)
+
+
+def lacking(folder: Path, marker: dict[str, Any]) -> list[str]:
+    """What is wrong with the sizes of the files that `marker` lists, [] when all is well; none is
+    missing that is fetched later.
+    """
+    if deferred_files_of(folder) is not None:
+        marker = {
+            "files": [entry for entry in marker["files"] if (folder / entry["path"]).exists()]
+        }
+    return problems(folder, marker, checksums=False)
+
+
+def prepared_for(recipe: Recipe) -> Prepared:
+    """The prepared columns of a recipe.
+
+    Raises:
+        WrongInput: as `read_prepared`, or they were prepared for another way of training, another
+            prefix, or other labels.
+    """
+    prepared = read_prepared(recipe.folder.columns)
+    if prepared.objective != recipe.objective.kind:
+        raise WrongInput(
+            f"{recipe.folder.columns} was prepared for objective.kind {prepared.objective}, the"
+            f" recipe says {recipe.objective.kind}; run `ingot prepare`"
+        )
+    prefix = prefix_of(recipe)
+    for knob, made, asked in (
+        ("objective.documents", prepared.documents, recipe.documents),
+        ("objective.prefix", prepared.prefix, prefix),
+        ("objective.labels", prepared.labels, recipe.labels),
+    ):
+        if made != asked:
+            raise WrongInput(
+                f"{recipe.folder.columns} was prepared for {knob} {made!r}, the recipe says"
+                f" {asked!r}; run `ingot prepare`"
+            )
+    return prepared
+
+
+def prefix_of(recipe: Recipe) -> str:
+    """What stands before the source of every pair."""
+    return recipe.objective.source_prefix
+
+
+def _source(value: dict[str, Any]) -> PreparedSource:
+    return PreparedSource(**{**value, "parts": [Part(**part) for part in value["parts"]]})
+
+
+MASK, LABEL = "mask", "label"
+
+
+def is_mask(column: str) -> bool:
+    return column == MASK or column.endswith(f"_{MASK}")
+
+
+def token_columns(columns: Sequence[str]) -> list[str]:
+    """Those that hold ids."""
+    return [name for name in columns if not is_mask(name) and name != LABEL]
+
+
+def column_dtype(column: str, vocab_size: int) -> np.dtype[Any]:
+    """The type of a column: masks are bytes, labels are numbers, everything else is ids."""
+    if column == LABEL:
+        return np.dtype("int32")
+    return np.dtype("uint8") if is_mask(column) else token_dtype(vocab_size)

@@ -1,0 +1,267 @@
+"""What rows and samples have in common: the prepared parts of a split, memory-mapped when first
+used, and what is known of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.markers import read_marker
+from ingot.base.remote.deferred import PARTIAL, DeferredFiles, deferred_files_of
+from ingot.data.columns.column import Column, bin_path, column_prefix, idx_path
+from ingot.data.columns.manifest import MANIFEST, Part, Prepared, column_dtype
+from ingot.data.splits import Split
+
+IGNORE = -100
+"""The label of a position that no loss is taken at."""
+
+TRIES = 5
+
+Ids = npt.NDArray[np.int64]
+
+
+class Opened:
+    """A split of prepared data. Row ids count through the sources."""
+
+    part_rows: list[list[int]]
+    """Rows of each part of each source; of a stream that is cut without regard to parts, all of a
+    source in one.
+    """
+    sizes: list[int]
+    """Rows of each source."""
+    weights: list[float] | None
+    """Shares of the sources; None where each counts by its size."""
+    fingerprint: str
+    """Identity of the prepared data: tokens, documents, tokenizer. Not of `seq_len` and weights,
+    which order and cut them.
+    """
+    set_fingerprint: str
+    """Identity of the texts of this split, the same for any tokenizer."""
+    tokenizer: str
+    """Identity of the tokenizer that the ids are of."""
+    left_out: int
+    """Tokens that are in no row."""
+    markers: list[str]
+    """The files in `columns` that vouch for all parts."""
+    touched: queue.SimpleQueue[Path | None]
+    """Every file of a part that was opened, for who wants to look at its checksum."""
+    deferred: DeferredFiles | None
+    """Where parts come from that are not here; their checksums are compared as they come."""
+    _sources: Sequence[Parts]
+
+    def __init__(
+        self,
+        columns: Path,
+        prepared: Prepared,
+        split: Split,
+        seq_len: int,
+        table: str | None,
+        weights: Sequence[float] | None,
+    ) -> None:
+        sources = prepared.splits[split]
+        self.columns, self.seq_len = columns, seq_len
+        self.markers = [MANIFEST] if table is None else [MANIFEST, f"{table}.json"]
+        self.touched = queue.SimpleQueue()
+        self.fingerprint, self.set_fingerprint, self.tokenizer = (
+            prepared.data,
+            prepared.sets[split],
+            prepared.tokenizer,
+        )
+        self.documents, self.tokens, self.bytes = (
+            prepared.total(split, what) for what in ("documents", "tokens", "bytes")
+        )
+        given = [source.weight for source in sources] if weights is None else list(weights)
+        if len(given) != len(sources):
+            raise WrongInput(
+                f"{columns} was prepared from {len(sources)} sources, the recipe has {len(given)};"
+                " run `ingot prepare` again"
+            )
+        self.weights = None if len(given) == 1 or all(weight == 1.0 for weight in given) else given
+        self._opening = opening(columns, prepared, split, self.markers, self.touched)
+        self.deferred = self._opening.deferred
+        self._names = [*prepared.names, *([] if table is None else [table])]
+        self._places = [
+            (source, part)
+            for source, about in enumerate(sources)
+            for part in range(len(about.parts))
+        ]
+
+    def _sized(self, part_rows: list[list[int]]) -> None:
+        self.part_rows, self.sizes = part_rows, [sum(rows) for rows in part_rows]
+        self._ends = list(itertools.accumulate(self.sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def bring(self, part: int, *, wait: bool = True) -> bool:
+        """Have the files of a part here, counted through the sources. Without `wait`, False where
+        another process is fetching one of them.
+        """
+        source, index = self._places[part]
+        return all(self._sources[source].bring(name, index, wait=wait) for name in self._names)
+
+    def has(self, part: int) -> bool:
+        """Whether `bring` would have nothing to do."""
+        source, index = self._places[part]
+        return all(self._sources[source].has(name, index) for name in self._names)
+
+    def brought(self) -> set[int]:
+        """The parts of which `bring` took something that is still here, be it half of a file."""
+        if self.deferred is None:
+            return set()
+        here = {path.name.removesuffix(PARTIAL) for path in self.deferred.folder.iterdir()}
+        files = (
+            self._sources[source].files(name, index)
+            for source, index in self._places
+            for name in self._names
+        )
+        return {
+            number // len(self._names)
+            for number, some in enumerate(files)
+            if any(path.name in here for path in some)
+        }
+
+    def drop(self, part: int) -> None:
+        """Give back what `bring` took."""
+        source, index = self._places[part]
+        for name in self._names:
+            self._sources[source].drop(name, index)
+
+
+class Opening(NamedTuple):
+    """What is the same for all parts of a split. `touched` is told every file that is opened;
+    `sums` has the SHA-256 of files that come later.
+    """
+
+    columns: Path
+    split: Split
+    vocab_size: int
+    touched: queue.SimpleQueue[Path | None]
+    deferred: DeferredFiles | None
+    sums: Mapping[str, str]
+
+
+def opening(
+    columns: Path,
+    prepared: Prepared,
+    split: Split,
+    markers: Sequence[str] = (MANIFEST,),
+    touched: queue.SimpleQueue[Path | None] | None = None,
+) -> Opening:
+    """For `Parts` of a split, for whose files `markers` vouch."""
+    elsewhere = deferred_files_of(columns)
+    entries = (
+        [entry for name in markers for entry in (read_marker(columns, name) or {}).get("files", [])]
+        if elsewhere
+        else []
+    )
+    sums = {entry["path"]: entry["sha256"] for entry in entries}
+    return Opening(
+        columns,
+        split,
+        prepared.vocab_size,
+        queue.SimpleQueue() if touched is None else touched,
+        elsewhere,
+        sums,
+    )
+
+
+class Parts:
+    """The parts of a source, memory-mapped one by one when first touched."""
+
+    def __init__(self, opening: Opening, parts: Sequence[Part], sizes: Sequence[int]) -> None:
+        self._opening, self._parts = opening, parts
+        self._sizes, self._ends = sizes, list(itertools.accumulate(sizes))
+        self._open: dict[tuple[str, int], Column] = {}
+
+    def column(self, name: str, index: int) -> Column:
+        column = self._open.get((name, index))
+        if column is None:
+            column = self._open[name, index] = self._opened(name, index)
+        return column
+
+    def bring(self, name: str, index: int, *, wait: bool = True) -> bool:
+        """Have the files of a column here. Without `wait`, False where another process is fetching
+        one of them.
+        """
+        opening = self._opening
+        if opening.deferred is None or self.has(name, index):
+            return True
+        return all(
+            opening.deferred.bring(path.name, opening.sums[path.name], wait=wait)
+            for path in self.files(name, index)
+        )
+
+    def has(self, name: str, index: int) -> bool:
+        """Whether the files of a column are here, the run folder's own or such as came later."""
+        files, elsewhere = self.files(name, index), self._opening.deferred
+        return all(path.exists() for path in files) or (
+            elsewhere is not None and all((elsewhere.folder / path.name).exists() for path in files)
+        )
+
+    def drop(self, name: str, index: int) -> None:
+        """Give back what `bring` took: files that are the run folder's own stay."""
+        if (elsewhere := self._opening.deferred) is not None:
+            self._open.pop((name, index), None)
+            for path in self.files(name, index):
+                elsewhere.drop(path.name)
+
+    def files(self, name: str, index: int) -> tuple[Path, Path]:
+        """Where a column of a part lies if it is the run folder's own."""
+        prefix = column_prefix(
+            self._opening.columns, self._opening.split, name, self._parts[index].number
+        )
+        return bin_path(prefix), idx_path(prefix)
+
+    def _brought(self, name: str, index: int, elsewhere: DeferredFiles) -> Column:
+        """A column that come later. What has just come may be gone again where another process is
+        ahead of us by more than a window.
+        """
+        files = [elsewhere.folder / path.name for path in self.files(name, index)]
+        for _ in range(TRIES):
+            self.bring(name, index)
+            try:
+                return Column(files[0].with_suffix(""))
+            except WrongInput:
+                if all(path.exists() for path in files):
+                    raise
+        raise Failed(
+            f"{files[0]} was taken away {TRIES} times before it could be read; raise data.window"
+        )
+
+    def _opened(self, name: str, index: int) -> Column:
+        part, rows, files = self._parts[index], name.startswith("rows-"), self.files(name, index)
+        is_own = self._opening.deferred is None or all(path.exists() for path in files)
+        column = (
+            Column(files[0].with_suffix(""))
+            if is_own or self._opening.deferred is None
+            else self._brought(name, index, self._opening.deferred)
+        )
+        dtype = np.dtype("int64") if rows else column_dtype(name, self._opening.vocab_size)
+        if column.dtype != dtype:
+            raise WrongInput(
+                f"{bin_path(column.prefix)} holds {column.dtype}, manifest.json says {dtype}; run"
+                " `ingot prepare` again"
+            )
+        found, wanted = (len(column), column.elements), (part.documents, part.elements(name))
+        if rows and found[0] != self._sizes[index]:
+            raise WrongInput(
+                f"{bin_path(column.prefix)} has {found[0]:,} rows, {self._sizes[index]:,} were"
+                " planned; run `ingot prepare` again"
+            )
+        if not rows and found != wanted:
+            raise WrongInput(
+                f"{bin_path(column.prefix)} has {found[0]:,} documents and {found[1]:,} tokens,"
+                f" manifest.json says {wanted[0]:,} and {wanted[1]:,}; run `ingot prepare` again"
+            )
+        for path in files if is_own else ():
+            self._opening.touched.put(path)
+        return column

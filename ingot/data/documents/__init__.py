@@ -1,0 +1,3 @@
+"""What of a record becomes a document, by kind: texts, chats, preferences, pairs, labelled
+texts.
+"""

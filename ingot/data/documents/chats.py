@@ -1,0 +1,119 @@
+"""Chats as people write them down, brought to one form: `{"messages": [{"role": ..., "content":
+...}, ...]}` as compact JSON.
+
+Four layouts come in: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`,
+`input`, `output`, and texts with `Human:` and `Assistant:` in them. Descriptions of tools beside
+the messages are not kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.data.documents.messages import (
+    LAYOUTS,
+    Columns,
+    Fault,
+    Message,
+    alpaca_prompt,
+    assistant,
+    check_columns,
+    column,
+    hh_messages,
+    messages_of,
+    no_columns,
+    says,
+    stored,
+    system_of,
+    text_of,
+)
+from ingot.data.documents.records import Bad, Item
+
+CHAT_COLUMN = {"messages": "messages", "sharegpt": "conversations"}
+ALL = frozenset().union(*LAYOUTS.values())
+
+
+def to_messages(row: int, record: Mapping[str, Any], layout: str, columns: Columns) -> Item | Bad:
+    """The chat of one record as canonical JSON, or why it holds none.
+
+    What is null counts as absent, so that a table with a column for every key gives the same chat
+    as JSON without them. A list of messages may also be JSON in a text, as CSV has it. Keys of a
+    message beside role and content are kept.
+
+    Args:
+        layout: `messages`, `sharegpt`, `alpaca`, `hh`, or `auto`, which goes by the columns of the
+            record.
+        columns: usual name -> name in the record.
+
+    Raises:
+        WrongInput: `columns` renames what the layout does not have.
+    """
+    check_columns(ALL if layout == "auto" else LAYOUTS[layout], tuple(columns), f"layout {layout}")
+    return stored(row, lambda: {"messages": _messages(record, layout, columns)})
+
+
+def from_messages(chat: str) -> list[Message]:
+    """The messages of a chat that `to_messages` wrote.
+
+    Raises:
+        WrongInput: it is no such chat.
+    """
+    try:
+        messages: list[Message] = json.loads(chat)["messages"]
+    except (ValueError, TypeError, KeyError):
+        raise WrongInput(
+            f"{chat[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again"
+        ) from None
+    return messages
+
+
+def _messages(record: Mapping[str, Any], layout: str, columns: Columns) -> list[Message]:
+    kind = _layout(record, columns) if layout == "auto" else layout
+    if kind == "alpaca":
+        messages = _alpaca(record, columns)
+    elif kind == "hh":
+        messages = [
+            *system_of(record, columns),
+            *hh_messages(_needed(record, "text", columns), columns.get("text", "text")),
+        ]
+    else:
+        value = _needed(record, CHAT_COLUMN[kind], columns)
+        messages = [
+            *system_of(record, columns),
+            *messages_of(value, kind, columns, guess=layout == "auto"),
+        ]
+    if not messages:
+        raise Fault("empty chat")
+    if not any(message["role"] == "assistant" and says(message) for message in messages):
+        raise Fault("no assistant turn")
+    return messages
+
+
+def _layout(record: Mapping[str, Any], columns: Columns) -> str:
+    """The first layout whose columns are there. A column of text is too usual to be taken for a
+    chat without being told.
+    """
+    for kind, name in CHAT_COLUMN.items():
+        if column(record, name, columns) is not None:
+            return kind
+    if all(column(record, name, columns) is not None for name in ("instruction", "output")):
+        return "alpaca"
+    raise no_columns(record, "chat", "neither messages, conversations, nor instruction and output")
+
+
+def _needed(record: Mapping[str, Any], usual: str, columns: Columns) -> Any:
+    value = column(record, usual, columns)
+    if value is None:
+        raise no_columns(record, "chat", f"`{columns.get(usual, usual)}` is missing or null")
+    return value
+
+
+def _alpaca(record: Mapping[str, Any], columns: Columns) -> list[Message]:
+    prompt = alpaca_prompt(record, columns, "chat")
+    return [
+        *prompt,
+        assistant(text_of(_needed(record, "output", columns), columns.get("output", "output"))),
+    ]

@@ -1,0 +1,289 @@
+"""The kinds of documents: what of a record becomes one, how pairs and labelled texts are stored,
+and which texts a stored document of any kind holds.
+
+All but plain texts are stored as compact JSON; chats and preferences have files of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ingot.base.errors import WrongInput
+from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.objective import Documents
+from ingot.data.documents.chats import from_messages, to_messages
+from ingot.data.documents.messages import Columns, Fault, Message, check_columns, compact, stored
+from ingot.data.documents.preferences import from_preference, to_preference
+from ingot.data.documents.records import Bad, Item, checked, missing_column
+
+PAIR = ("source", "target")
+LABELLED = ("text", "label")
+
+
+class Pair(NamedTuple):
+    """What is read, and what is to be written."""
+
+    source: str
+    target: str
+
+
+class Labelled(NamedTuple):
+    """A text and the number of its class."""
+
+    text: str
+    label: int
+
+
+def to_pair(row: int, record: Mapping[str, Any], columns: Columns) -> Item | Bad:
+    """The pair of one record as canonical JSON, or why it holds none. `columns`: usual name -> name
+    in the record.
+
+    Raises:
+        WrongInput: `columns` renames what a pair does not have.
+    """
+    check_columns(frozenset(PAIR), tuple(columns), "a pair")
+    return stored(
+        row, lambda: Pair(*(_text(record, columns.get(name, name)) for name in PAIR))._asdict()
+    )
+
+
+def to_labelled(
+    row: int, record: Mapping[str, Any], columns: Columns, labels: Sequence[str]
+) -> Item | Bad:
+    """The labelled text of one record as canonical JSON, or why it holds none. `columns`: usual
+    name -> name in the record.
+
+    A label is one of `labels` by name, else its number there from 0; a number that is a name itself
+    is a name, whether the file has it as a number or as text.
+
+    Raises:
+        WrongInput: `columns` renames what a labelled text does not have.
+    """
+    check_columns(frozenset(LABELLED), tuple(columns), "a labelled text")
+    text, label = (columns.get(name, name) for name in LABELLED)
+    return stored(
+        row, lambda: Labelled(_text(record, text), _label(record, label, labels))._asdict()
+    )
+
+
+def from_pair(pair: str) -> Pair:
+    """What `to_pair` wrote. Raises WrongInput where it is no such pair."""
+    try:
+        return Pair(**json.loads(pair))
+    except (ValueError, TypeError):
+        raise WrongInput(
+            f"{pair[:60]!r} is not a pair as `ingot ingest` stores it; run `ingot ingest` again"
+        ) from None
+
+
+def from_labelled(labelled: str) -> Labelled:
+    """What `to_labelled` wrote. Raises WrongInput where it is no such text."""
+    try:
+        return Labelled(**json.loads(labelled))
+    except (ValueError, TypeError):
+        raise WrongInput(
+            f"{labelled[:60]!r} is not a labelled text as `ingot ingest` stores it; run `ingot"
+            " ingest` again"
+        ) from None
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = _there(record, name)
+    if not isinstance(value, str):
+        raise Fault(f"`{name}` is not text", type(value).__name__)
+    if not value.strip():
+        raise Fault(f"empty `{name}`")
+    return value
+
+
+def _label(record: Mapping[str, Any], name: str, labels: Sequence[str]) -> int:
+    value = _there(record, name)
+    if str(value) in labels and isinstance(value, str | int) and not isinstance(value, bool):
+        return labels.index(str(value))
+    digits = isinstance(value, str) and value.isascii() and value.isdigit()
+    number = int(value) if digits and len(value) < 10 else value
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(labels):
+        raise Fault(
+            "label outside objective.labels",
+            f"`{name}` is {str(value)[:40]!r}, the labels are {', '.join(labels)[:200]}",
+        )
+    return number
+
+
+def _there(record: Mapping[str, Any], name: str) -> Any:
+    """What stands in a column."""
+    if name not in record:
+        keys = tuple(str(key) for key in record)
+        raise Fault(f"no `{name}`", f"keys: {', '.join(keys)[:200]}", keys)
+    if record[name] is None:
+        raise Fault(f"null `{name}`")
+    return record[name]
+
+
+IN_WORDS: dict[Documents, str] = {
+    "text": "texts",
+    "chat": "chats",
+    "preference": "preferences",
+    "pair": "pairs",
+    "labelled": "labelled texts",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Makes a document of each record of a source. `names` are those of a table without a header
+    line.
+    """
+
+    column: str = "text"
+    documents: Documents = "text"
+    layout: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    labels: Sequence[str] = ()
+    names: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, source: SourceSettings, documents: Documents, labels: Sequence[str] = ()) -> Wanted:
+        own = (
+            {"text": source.text}
+            if documents == "labelled" or (source.layout == "hh" and documents == "chat")
+            else {}
+        )
+        return cls(
+            source.text, documents, source.layout, own | source.columns, labels, source.names
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether it takes whole records, rather than the text in one column."""
+        return self.documents != "text"
+
+    @property
+    def exact(self) -> bool:
+        """Whether records may hold what must be kept to the last digit: the arguments of a call, in
+        a message.
+        """
+        return self.documents in ("chat", "preference")
+
+    @property
+    def needed(self) -> list[str]:
+        """The columns that every record must have, where they do not depend on it."""
+        if self.exact:
+            return []
+        return (
+            [self.columns.get(name, name) for name in self._usual] if self.whole else [self.column]
+        )
+
+    def check(self, place: str, there: Sequence[str]) -> None:
+        """Raises WrongInput where a table does not have the columns that are needed."""
+        if any(name not in there for name in self.needed):
+            raise self.missing(place, list(there))
+
+    def take(self, row: int, record: Any) -> Item | Bad:
+        """The document of one record, which may be any JSON value."""
+        if not isinstance(record, dict):
+            return Bad(row, "not a JSON object", f"it is {type(record).__name__}")
+        if self.documents == "chat":
+            return to_messages(row, record, self.layout, self.columns)
+        if self.documents == "preference":
+            return to_preference(row, record, self.layout, self.columns)
+        if self.documents == "pair":
+            return to_pair(row, record, self.columns)
+        if self.documents == "labelled":
+            return to_labelled(row, record, self.columns, self.labels)
+        if self.column not in record:
+            return Bad(
+                row, f"no `{self.column}`", f"keys: {', '.join(record)[:200]}", tuple(record)
+            )
+        return self.text(row, record[self.column])
+
+    def text(self, row: int, value: Any) -> Item | Bad:
+        """The document of what stands under the wanted column."""
+        if isinstance(value, str):
+            return checked(row, value)
+        return (
+            Bad(row, f"null `{self.column}`")
+            if value is None
+            else Bad(row, f"`{self.column}` is not text", type(value).__name__)
+        )
+
+    def missing(self, place: str, keys: Sequence[str]) -> WrongInput:
+        """The error for a source whose records do not have what is wanted."""
+        if not self.whole:
+            return missing_column(place, self.column, list(keys))
+        there = ", ".join(keys)[:500]
+        if self.exact:
+            return WrongInput(
+                f"{place} has no {self.documents} (layout {self.layout}) in its columns {there}:"
+                " set `layout` and `columns` of this source"
+            )
+        lacking = " and ".join(f"`{name}`" for name in self.needed if name not in keys)
+        return WrongInput(
+            f"{place} has no column {lacking}; it has {there}: set `columns` of this source, such"
+            f" as {{{', '.join(f'{name}: YOURS' for name in self._usual)}}}"
+        )
+
+    @property
+    def _usual(self) -> Sequence[str]:
+        return PAIR if self.documents == "pair" else LABELLED
+
+
+def said(documents: Documents, stored: str) -> list[str]:
+    """The texts of a document, one after another: contents of messages, both sides of a pair, the
+    text that has a label.
+
+    Raises:
+        WrongInput: it is not what `ingest` stores for this kind.
+    """
+    if documents == "text":
+        return [stored]
+    if documents == "chat":
+        return _contents(from_messages(stored))
+    if documents == "preference":
+        return [content for messages in from_preference(stored) for content in _contents(messages)]
+    return list(from_pair(stored)) if documents == "pair" else [from_labelled(stored).text]
+
+
+def plain_text(documents: Documents, stored: str) -> str:
+    """All that is said in a document as one text.
+
+    Raises:
+        WrongInput: as `said`.
+    """
+    return stored if documents == "text" else "\n".join(said(documents, stored))
+
+
+def with_said(
+    documents: Documents, stored: str, change: Callable[[list[str]], Sequence[str]]
+) -> str:
+    """The document with its texts changed, and nothing else; `change` gets those of `said` and
+    gives as many.
+
+    Raises:
+        WrongInput: as `said`.
+    """
+    texts = iter(change(said(documents, stored)))
+    if documents == "text":
+        return next(texts)
+    value: dict[str, Any] = json.loads(stored)
+    return compact(
+        {
+            name: field if isinstance(field, int) else _changed(field, texts)
+            for name, field in value.items()
+        }
+    )
+
+
+def _changed(field: Any, texts: Any) -> Any:
+    return (
+        next(texts)
+        if isinstance(field, str)
+        else [{**message, "content": next(texts)} for message in field]
+    )
+
+
+def _contents(messages: Sequence[Message]) -> list[str]:
+    return [message["content"] for message in messages]

@@ -1,0 +1,243 @@
+"""Messages as people write them down, brought to one form: `{"role": ..., "content": ...}` and
+whatever else stands in them.
+
+Roles come out as `system`, `user`, `assistant`, `tool`; contents as text. What records are made of
+them is said elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.data.documents.records import Bad, Item, checked
+
+Message = dict[str, Any]
+Columns = Mapping[str, str]
+"""Usual name of a column -> its name in the record."""
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+TAGS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+LAYOUTS: dict[str, frozenset[str]] = {
+    "messages": frozenset({"messages", "role", "content", "system"}),
+    "sharegpt": frozenset({"conversations", "from", "value", "system"}),
+    "alpaca": frozenset({"instruction", "input", "output", "system", "history"}),
+    "hh": frozenset({"text", "system"}),
+}
+"""The usual columns of each layout of a chat, and the keys of its messages."""
+SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+
+
+class Fault(Exception):
+    """Why a record is not what is wanted: a reason that is counted, and the details of this one."""
+
+    def __init__(self, reason: str, detail: str = "", keys: tuple[str, ...] = ()) -> None:
+        super().__init__(reason)
+        self.reason, self.detail, self.keys = reason, detail, keys
+
+
+def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> Item | Bad:
+    """What `make` gives as compact JSON, the form in which all but plain text is kept; or why it
+    gives nothing.
+    """
+    try:
+        return checked(row, compact(make()))
+    except Fault as fault:
+        return Bad(row, fault.reason, fault.detail, fault.keys)
+    except (TypeError, ValueError, RecursionError) as error:
+        return Bad(row, "not JSON", str(error)[:80])
+
+
+def compact(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+@functools.lru_cache(maxsize=64)
+def check_columns(known: frozenset[str], renamed: tuple[str, ...], where: str) -> None:
+    """Raises WrongInput where `columns` of a source renames what `where` does not have."""
+    if unknown := sorted(set(renamed) - known):
+        raise WrongInput(
+            f"`columns` of a source renames {', '.join(unknown)}, which {where} does not have;"
+            f" write USUAL: YOURS, where USUAL is one of {', '.join(sorted(known))}"
+        )
+
+
+def no_columns(record: Mapping[str, Any], what: str, why: str) -> Fault:
+    """The fault of a record without the columns of `what`."""
+    keys = tuple(str(key) for key in record)
+    return Fault(f"no {what} columns", f"{why}; keys: {', '.join(keys)[:200]}", keys)
+
+
+def column(record: Mapping[str, Any], usual: str, columns: Columns) -> Any:
+    """What stands in a column by its usual name; None where it is not there, too."""
+    return record.get(columns.get(usual, usual))
+
+
+def turns_of(value: Any) -> list[Mapping[str, Any]]:
+    """A list of messages, which may also be JSON in a text, as CSV has it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise Fault("not a list of messages", f"{value[:40]!r} is no JSON") from None
+    if not isinstance(value, list | tuple):
+        raise Fault("not a list of messages", f"it is {type(value).__name__}")
+    for number, turn in enumerate(value):
+        if not isinstance(turn, Mapping):
+            raise Fault("not a list of messages", f"message {number} is {type(turn).__name__}")
+    return list(value)
+
+
+def messages_of(value: Any, kind: str, columns: Columns, *, guess: bool) -> list[Message]:
+    """A list of messages in the form of a layout. `guess`: by the keys that there are, some write
+    one layout's under the other one's column.
+    """
+    turns = turns_of(value)
+    tags = _tags(turns, kind, columns, guess=guess)
+    return [message_of(turn, *tags) for turn in turns]
+
+
+def _tags(
+    turns: list[Mapping[str, Any]], kind: str, columns: Columns, *, guess: bool
+) -> tuple[str, str]:
+    """The keys of role and content."""
+    role, content = (columns.get(tag, tag) for tag in TAGS[kind])
+    if guess and turns and role not in turns[0]:
+        for other in TAGS.values():
+            if other[0] in turns[0]:
+                return other
+    return role, content
+
+
+def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Message:
+    """One message; what stands beside role and content and is not null is kept."""
+    role = turn.get(role_tag)
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise Fault("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
+    others = {
+        key: value
+        for key, value in turn.items()
+        if key not in (role_tag, content_tag, "role", "content") and value is not None
+    }
+    content = turn.get(content_tag)
+    if content is None and others.get("tool_calls"):
+        content = ""
+    return {"role": ROLES[role.lower()], "content": text_of(content, content_tag), **others}
+
+
+def text_of(value: Any, name: str) -> str:
+    """A content that is a text, or a list of text parts."""
+    if isinstance(value, list | tuple):
+        return "".join(_part(part, name) for part in value)
+    if not isinstance(value, str):
+        raise Fault(
+            "content is not text",
+            f"`{name}` is {'null' if value is None else type(value).__name__}",
+        )
+    return value
+
+
+def _part(part: Any, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type", "text") == "text":
+        for key in ("text", "value"):
+            if isinstance(part.get(key), str):
+                return str(part[key])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise Fault("content is not text", f"`{name}` has a part of type {str(kind)[:40]}")
+
+
+def system_of(record: Mapping[str, Any], columns: Columns) -> list[Message]:
+    """A system prompt in a column of its own."""
+    value = column(record, "system", columns)
+    return (
+        [{"role": "system", "content": text_of(value, columns.get("system", "system"))}]
+        if value not in (None, "")
+        else []
+    )
+
+
+def alpaca_prompt(record: Mapping[str, Any], columns: Columns, what: str) -> list[Message]:
+    """What Alpaca's columns say before the answer: system prompt, earlier exchanges, instruction
+    and input.
+    """
+
+    def field(usual: str) -> str:
+        value = column(record, usual, columns)
+        return text_of("" if value is None else value, columns.get(usual, usual))
+
+    if column(record, "instruction", columns) is None:
+        raise no_columns(
+            record, what, f"`{columns.get('instruction', 'instruction')}` is missing or null"
+        )
+    question = "\n".join(text for text in (field("instruction"), field("input")) if text)
+    history = column(record, "history", columns)
+    return [
+        *system_of(record, columns),
+        *_exchanges([] if history in (None, "") else history),
+        user(question),
+    ]
+
+
+def _exchanges(history: Any) -> Iterable[Message]:
+    if isinstance(history, str):
+        try:
+            history = json.loads(history)
+        except (ValueError, RecursionError):
+            raise Fault("history is not a list of pairs", f"{history[:40]!r} is no JSON") from None
+    if not isinstance(history, list | tuple):
+        raise Fault("history is not a list of pairs", f"it is {type(history).__name__}")
+    for pair in history:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise Fault("history is not a list of pairs")
+        yield from (user(text_of(pair[0], "history")), assistant(text_of(pair[1], "history")))
+
+
+def hh_messages(value: Any, name: str) -> list[Message]:
+    """A text in which every turn begins with an empty line and `Human:` or `Assistant:` (Bai et al.
+    2022).
+    """
+    head, *turns = SPEAKER.split(text_of(value, name))
+    if head.strip() or not turns:
+        raise Fault(
+            "no turns in the text", f"`{name}` does not begin with an empty line and `Human:`"
+        )
+    return [
+        user(said.strip()) if who == "Human" else assistant(said.strip())
+        for who, said in zip(turns[::2], turns[1::2], strict=True)
+    ]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def says(message: Message) -> bool:
+    """Whether there is anything in a message."""
+    return bool(message["content"].strip() or message.get("tool_calls"))

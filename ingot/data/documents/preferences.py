@@ -1,0 +1,224 @@
+"""Preferences: of two answers to one prompt, the better one. Brought to one form, compact JSON:
+`{"prompt": [messages], "chosen": [messages], "rejected": [messages]}`.
+
+They come in the layouts of chats. The prompt stands in the layout's own columns, or in `prompt`, as
+messages or as a text; the answers in `chosen` and `rejected`, as texts or messages. Where these are
+whole conversations, the prompt is how both begin.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from ingot.base.errors import WrongInput
+from ingot.data.documents.messages import (
+    LAYOUTS,
+    SPEAKER,
+    Columns,
+    Fault,
+    Message,
+    alpaca_prompt,
+    assistant,
+    check_columns,
+    column,
+    hh_messages,
+    messages_of,
+    no_columns,
+    says,
+    stored,
+    system_of,
+    text_of,
+    user,
+)
+from ingot.data.documents.records import Bad, Item
+
+Side = Literal["chosen", "rejected"]
+SIDES: tuple[Side, Side] = ("chosen", "rejected")
+ANSWERS = frozenset(SIDES)
+COLUMNS: dict[str, frozenset[str]] = {
+    "messages": LAYOUTS["messages"] | ANSWERS | {"prompt"},
+    "sharegpt": LAYOUTS["sharegpt"] | ANSWERS,
+    "alpaca": (LAYOUTS["alpaca"] - {"output"}) | ANSWERS,
+    "hh": ANSWERS | {"system"},
+}
+ALL = frozenset().union(*COLUMNS.values())
+
+
+class Preference(NamedTuple):
+    """The messages before the answers, and those of each answer."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+    @property
+    def sides(self) -> tuple[list[Message], list[Message]]:
+        """Two whole chats: the prompt with the chosen answer, and with the rejected one."""
+        return self.prompt + self.chosen, self.prompt + self.rejected
+
+
+def to_preference(row: int, record: Mapping[str, Any], layout: str, columns: Columns) -> Item | Bad:
+    """The preference of one record as canonical JSON, or why it holds none. Null counts as absent,
+    and texts may be JSON, as for chats.
+
+    Args:
+        layout: `messages`, `sharegpt`, `alpaca`, `hh`, or `auto`, which goes by the columns of the
+            record.
+        columns: usual name -> name in the record.
+
+    Raises:
+        WrongInput: `columns` renames what the layout does not have.
+    """
+    check_columns(
+        ALL if layout == "auto" else COLUMNS[layout],
+        tuple(columns),
+        f"layout {layout} of preferences",
+    )
+    return stored(row, lambda: _checked(_preference(record, layout, columns))._asdict())
+
+
+def from_preference(preference: str) -> Preference:
+    """What `to_preference` wrote.
+
+    Raises:
+        WrongInput: it is no such preference.
+    """
+    try:
+        return Preference(**json.loads(preference))
+    except (ValueError, TypeError):
+        raise WrongInput(
+            f"{preference[:60]!r} is not a preference as `ingot ingest` stores it; run `ingot"
+            " ingest` again"
+        ) from None
+
+
+def _checked(found: Preference) -> Preference:
+    for name, side in zip(SIDES, (found.chosen, found.rejected), strict=True):
+        if not side or not any(says(message) for message in side):
+            raise Fault(f"empty {name}")
+        if side[0]["role"] != "assistant":
+            raise Fault(
+                "the sides differ before the answer",
+                f"`{name}` goes on with a {side[0]['role']} turn",
+            )
+        if side[-1]["role"] != "assistant":
+            raise Fault(f"ends with a {side[-1]['role']} turn", f"`{name}`")
+        if not says(side[-1]):
+            raise Fault(f"empty {name}", "its last message")
+    if found.chosen == found.rejected:
+        raise Fault("chosen and rejected are equal")
+    if not any(message["role"] in ("user", "tool") and says(message) for message in found.prompt):
+        raise Fault("no prompt")
+    return found
+
+
+def _preference(record: Mapping[str, Any], layout: str, columns: Columns) -> Preference:
+    for name in SIDES:
+        if column(record, name, columns) is None:
+            raise no_columns(
+                record, "preference", f"`{columns.get(name, name)}` is missing or null"
+            )
+    kind = _layout(record, columns) if layout == "auto" else layout
+    if kind == "hh":
+        return _parted(
+            system_of(record, columns),
+            *(
+                hh_messages(column(record, name, columns), columns.get(name, name))
+                for name in SIDES
+            ),
+        )
+    guess = layout == "auto"
+    chosen, rejected = (_answer(record, name, kind, columns, guess=guess) for name in SIDES)
+    prompt = _prompt(record, kind, columns, guess=guess)
+    if prompt is None:
+        return _parted(system_of(record, columns), chosen, rejected)
+    if _begins(chosen, prompt) and _begins(rejected, prompt):
+        # Some repeat the prompt in both answers.
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    before = prompt if kind == "alpaca" else [*system_of(record, columns), *prompt]
+    return Preference(before, chosen, rejected)
+
+
+def _layout(record: Mapping[str, Any], columns: Columns) -> str:
+    """The layout of the column that the prompt stands in; where there is none, that of the
+    answers.
+    """
+    for name, kind in (
+        ("prompt", "messages"),
+        ("messages", "messages"),
+        ("conversations", "sharegpt"),
+        ("instruction", "alpaca"),
+    ):
+        if column(record, name, columns) is not None:
+            return kind
+    sides = [column(record, name, columns) for name in SIDES]
+    return (
+        "hh" if all(isinstance(side, str) and SPEAKER.match(side) for side in sides) else "messages"
+    )
+
+
+def _prompt(
+    record: Mapping[str, Any], kind: str, columns: Columns, *, guess: bool
+) -> list[Message] | None:
+    """What stands before the answers; None where no column has it."""
+    if kind == "alpaca":
+        return alpaca_prompt(record, columns, "preference")
+    for name in ("conversations",) if kind == "sharegpt" else ("prompt", "messages"):
+        if (value := column(record, name, columns)) is not None:
+            own = _in_json(value)
+            return (
+                [user(value)]
+                if isinstance(own, str)
+                else messages_of(own, kind, columns, guess=guess)
+            )
+    return None
+
+
+def _answer(
+    record: Mapping[str, Any], name: Side, kind: str, columns: Columns, *, guess: bool
+) -> list[Message]:
+    """An answer: a text, one message, or several."""
+    value = _in_json(column(record, name, columns))
+    if isinstance(value, str):
+        return [assistant(text_of(value, columns.get(name, name)))]
+    return messages_of(
+        [value] if isinstance(value, Mapping) else value,
+        "messages" if kind == "alpaca" else kind,
+        columns,
+        guess=guess or kind == "alpaca",
+    )
+
+
+def _in_json(value: Any) -> Any:
+    """A message or several that stand as JSON in a text; any other text stays one."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[{", "{")):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    first = found[0] if isinstance(found, list) and found else found
+    return found if isinstance(first, Mapping) and {"role", "from"} & set(first) else value
+
+
+def _parted(
+    before: list[Message], chosen: Sequence[Message], rejected: Sequence[Message]
+) -> Preference:
+    """Two whole conversations, parted where they first differ."""
+    same = next(
+        (
+            place
+            for place, (one, two) in enumerate(zip(chosen, rejected, strict=False))
+            if one != two
+        ),
+        min(len(chosen), len(rejected)),
+    )
+    if chosen == rejected:
+        raise Fault("chosen and rejected are equal")
+    return Preference([*before, *chosen[:same]], list(chosen[same:]), list(rejected[same:]))
+
+
+def _begins(side: Sequence[Message], prompt: Sequence[Message]) -> bool:
+    return bool(prompt) and list(side[: len(prompt)]) == list(prompt)

@@ -1,0 +1,278 @@
+"""Plans the rows of one part of columns: the stage of packing that workers run.
+
+Rows of texts and chats are packed best fit decreasing within windows of records. Of preferences,
+pairs and labelled texts each row is one record, and records in which nothing could be learnt are
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ingot.base.markers import FileEntry, entry_of
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
+from ingot.data.columns.column import Column, ColumnWriter, bin_path, column_prefix, idx_path
+from ingot.data.columns.manifest import MASK, token_columns
+from ingot.data.engines.engine import Advance
+from ingot.data.splits import Split
+
+Ids = npt.NDArray[np.int64]
+
+WINDOW = 65_536
+"""Records that are planned together. Larger ones would leave less padding still, but there is next
+to none.
+"""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What packing did to the records of a part, or of all parts."""
+
+    rows: int = 0
+    tokens: int = 0
+    """Tokens that lie in rows; of texts and chats what is left of rows times seq_len is padding."""
+    split: int = 0
+    """Records longer than a row that were split into several pieces."""
+    truncated: int = 0
+    """Records longer than a row that were cut to its length."""
+    lost: int = 0
+    """Records left out since nothing is trained in what truncation left of them, or of one of their
+    sides.
+    """
+    untrained: int = 0
+    """Records left out since nothing is trained in them anyway: no mask is set, or there are too
+    few tokens.
+    """
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(Counts))
+        )
+
+
+@dataclass(frozen=True)
+class PartRows:
+    """The table of one part."""
+
+    counts: Counts
+    files: list[FileEntry]
+
+
+def any_set(mask: Column, begins: Ids, ends: Ids) -> npt.NDArray[np.bool_]:
+    """Whether a one lies anywhere in each of the spans `begins` to `ends` of the stream; the spans
+    ascend.
+    """
+    some = ends > begins
+    found = np.zeros(len(begins), np.bool_)
+    if some.any():
+        begins, ends = begins[some], ends[some]
+        values = mask.slice(int(begins[0]), int(ends[-1]))
+        # Every other result is of what lies between two spans. The end of the last one is that of
+        # the values, and left out.
+        edges = np.stack((begins, ends), axis=1).ravel()[:-1] - begins[0]
+        found[some] = np.maximum.reduceat(values, edges)[::2] > 0
+    return found
+
+
+Flags = npt.NDArray[np.bool_]
+
+
+def limits(documents: Documents, seq_len: int, target_len: int | None) -> dict[str, int]:
+    """How many ids of each column of ids lie in a row."""
+    return {
+        name: target_len if name == "target" and target_len is not None else seq_len
+        for name in token_columns(COLUMNS[documents])
+    }
+
+
+@dataclass(frozen=True)
+class PickParts:
+    """The stage: from parts of columns to their row tables, called `table`."""
+
+    folder: Path
+    table: str
+    documents: Documents
+    seq_len: int
+    target_len: int | None
+
+    def open(self) -> Callable[[tuple[Split, int], Advance], PartRows]:
+        return self._make
+
+    def _make(self, task: tuple[Split, int], advance: Advance) -> PartRows:
+        split, number = task
+        columns = {
+            name: Column(column_prefix(self.folder, split, name, number))
+            for name in COLUMNS[self.documents]
+        }
+        prefix, count, counts = (
+            column_prefix(self.folder, split, self.table, number),
+            len(columns[COLUMNS[self.documents][0]]),
+            Counts(),
+        )
+        with ColumnWriter(prefix, np.dtype("int64")) as writer:
+            for first in range(0, count, WINDOW):
+                last = min(first + WINDOW, count)
+                pieces, done = self._pieces(columns, first, last)
+                writer.append(pieces.ravel(), np.full(len(pieces), 3))
+                counts += done
+                advance(
+                    sum(
+                        (column.begin(last) - column.begin(first)) * column.dtype.itemsize
+                        for column in columns.values()
+                    )
+                )
+        return PartRows(
+            counts,
+            [entry_of(self.folder, path.name) for path in (bin_path(prefix), idx_path(prefix))],
+        )
+
+    def _pieces(self, columns: dict[str, Column], first: int, last: int) -> tuple[Ids, Counts]:
+        """(record, 0, ids) of the records `first` to `last` that are kept, [P, 3]."""
+        most = limits(self.documents, self.seq_len, self.target_len)
+        lengths = {name: columns[name].lengths(first, last).astype(np.int64) for name in most}
+        kept = {name: np.minimum(lengths[name], most[name]) for name in most}
+        before, after = np.ones(last - first, np.bool_), np.ones(last - first, np.bool_)
+        for name in most:
+            if f"{name}_{MASK}" in columns:
+                mask, begins = (
+                    columns[f"{name}_{MASK}"],
+                    columns[name].begin(first) + np.cumsum(lengths[name]) - lengths[name],
+                )
+                before &= any_set(mask, begins + 1, begins + lengths[name])
+                after &= any_set(mask, begins + 1, begins + kept[name])
+            else:
+                before &= lengths[name] > 0
+        rows: Flags = before & after
+        longer = np.logical_or.reduce([lengths[name] > most[name] for name in most])
+        record, own = np.flatnonzero(rows), next(iter(kept.values()))
+        counts = Counts(
+            rows=len(record),
+            tokens=int(sum(sizes[rows].sum() for sizes in kept.values())),
+            truncated=int((longer & rows).sum()),
+            lost=int((before & ~after).sum()),
+            untrained=int((~before).sum()),
+        )
+        return np.stack((record + first, np.zeros_like(record), own[record]), axis=1), counts
+
+
+@dataclass(frozen=True)
+class PackParts:
+    """The stage: from parts of columns to their row tables."""
+
+    folder: Path
+    table: str
+    how: str
+    seq_len: int
+    masked: bool
+
+    def open(self) -> Callable[[tuple[Split, int], Advance], PartRows]:
+        return self._make
+
+    def _make(self, task: tuple[Split, int], advance: Advance) -> PartRows:
+        split, number = task
+        tokens = Column(column_prefix(self.folder, split, "tokens", number))
+        mask = Column(column_prefix(self.folder, split, MASK, number)) if self.masked else None
+        prefix = column_prefix(self.folder, split, self.table, number)
+        counts = Counts()
+        with ColumnWriter(prefix, np.dtype("int64")) as writer:
+            for first in range(0, len(tokens), WINDOW):
+                last = min(first + WINDOW, len(tokens))
+                pieces, done = self._pieces(tokens, mask, first, last)
+                bins = (
+                    best_fit(pieces[:, 2], self.seq_len)
+                    if self.how == "best_fit"
+                    else np.arange(len(pieces))
+                )
+                order, sizes = _by_row(bins)
+                writer.append(pieces[order].ravel(), sizes * 3)
+                counts += done + Counts(rows=len(sizes), tokens=int(pieces[:, 2].sum()))
+                advance((tokens.begin(last) - tokens.begin(first)) * tokens.dtype.itemsize)
+        return PartRows(
+            counts,
+            [entry_of(self.folder, path.name) for path in (bin_path(prefix), idx_path(prefix))],
+        )
+
+    def _pieces(
+        self, tokens: Column, mask: Column | None, first: int, last: int
+    ) -> tuple[Ids, Counts]:
+        """(record, begin, length) of all pieces of the records `first` to `last`, [P, 3], in their
+        order.
+        """
+        lengths = tokens.lengths(first, last).astype(np.int64)
+        long = lengths > self.seq_len
+        if mask is None:
+            # The last token is no place to learn anything at, so of a record of k * seq_len + 1
+            # tokens no piece of one is made.
+            number = np.where(lengths > 1, -(-(lengths - 1) // self.seq_len), 0)
+            counts = Counts(split=int((number > 1).sum()), untrained=int((number == 0).sum()))
+        else:
+            kept = np.minimum(lengths, self.seq_len)
+            begins = tokens.begin(first) + np.cumsum(lengths) - lengths
+            trained, before = (
+                any_set(mask, begins + 1, begins + kept),
+                any_set(mask, begins + 1, begins + lengths),
+            )
+            number = trained.astype(np.int64)
+            counts = Counts(
+                truncated=int((long & trained).sum()),
+                lost=int((before & ~trained).sum()),
+                untrained=int((~before).sum()),
+            )
+        record = np.repeat(np.arange(len(lengths)), number)
+        piece = np.arange(len(record)) - np.repeat(np.cumsum(number) - number, number)
+        begin = piece * self.seq_len
+        return (
+            np.stack(
+                (record + first, begin, np.minimum(lengths[record] - begin, self.seq_len)), axis=1
+            ),
+            counts,
+        )
+
+
+def best_fit(sizes: Ids, capacity: int) -> Ids:
+    """A bin for each size, so that no bin holds more than `capacity`: best fit decreasing.
+
+    The largest goes first, each to where it leaves the least room; of equal ones the first goes
+    first. `sizes` are at least 1 and at most `capacity`.
+    """
+    bins = [0] * len(sizes)
+    order = np.argsort(-sizes, kind="stable")
+    # Bit r is set where a bin has room for exactly r more; the lowest set bit from `size` on is the
+    # best fit.
+    room, with_room, opened = 0, list[list[int]]([] for _ in range(capacity + 1)), 0
+    for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        fitting = room >> size
+        if fitting:
+            left = size + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[left].pop()
+            if not with_room[left]:
+                room ^= 1 << left
+        else:
+            chosen, left, opened = opened, capacity, opened + 1
+        bins[item] = chosen
+        left -= size
+        if left:
+            with_room[left].append(chosen)
+            room |= 1 << left
+    return np.array(bins, np.int64)
+
+
+def _by_row(bins: Ids) -> tuple[Ids, Ids]:
+    """Pieces in the order of rows, and how many each row has. Rows come in the order of their first
+    pieces.
+    """
+    if not len(bins):
+        return bins, bins
+    _, first, row, sizes = np.unique(
+        bins, return_index=True, return_inverse=True, return_counts=True
+    )
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return np.argsort(rank[row], kind="stable"), sizes[order]

@@ -1,0 +1,207 @@
+"""Row tables: which records lie in which training row, written once for each way of packing.
+
+A row table is a column of its own, `SPLIT.rows-PACK-SEQ_LEN-NNNNN`, int64: each of its records is a
+row, and its elements are triples (record, begin, length), the pieces of the part's records that lie
+in the row one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import fingerprint, read_marker, write_marker
+from ingot.base.progress import Progress
+from ingot.config.sections.objective import Documents
+from ingot.data.columns.manifest import MASK, Prepared, lacking
+from ingot.data.engines.engine import Engine
+from ingot.data.packing.planning import Counts, PackParts, PickParts
+from ingot.data.splits import Split
+
+PICKED: tuple[Documents, ...] = ("preference", "pair", "labelled")
+"""Kinds of documents of which each row is one record."""
+PLAN = "pack-1"
+"""Named in the marker; raise it when the same columns would give other rows."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The row tables of one way of packing. `rows` has the rows of each part of each source of each
+    split.
+    """
+
+    pack: str
+    seq_len: int
+    rows: dict[Split, list[list[int]]]
+    counts: dict[Split, Counts]
+    documents: Documents = "text"
+    target_len: int | None = None
+
+    @property
+    def total(self) -> Counts:
+        return sum(self.counts.values(), Counts())
+
+    @property
+    def padding(self) -> float:
+        """The share of all positions that no token is in; 0 where there is one record a row, since
+        batches are no longer than their longest.
+        """
+        return (
+            0.0
+            if self.documents in PICKED
+            else 1.0 - self.total.tokens / max(1, self.total.rows * self.seq_len)
+        )
+
+    def __str__(self) -> str:
+        total = self.total
+        told = f"{total.rows:,} {self._rows}"
+        for count, words in (
+            (total.split, "records were split over several rows"),
+            (
+                total.truncated,
+                "records were longer and cut"
+                + ("" if self.documents in PICKED else f" to their first {self.seq_len:,} tokens"),
+            ),
+            (
+                total.lost,
+                "records were left out: what remained of them has nothing that is trained",
+            ),
+            (total.untrained, "records were left out: nothing in them is trained"),
+        ):
+            told += f"; {count:,} {words}" if count else ""
+        return told
+
+    @property
+    def _rows(self) -> str:
+        if self.documents == "preference":
+            return f"preferences of up to {self.seq_len:,} tokens a side"
+        if self.documents == "pair":
+            return (
+                f"pairs of up to {self.seq_len:,} tokens in the source and {self.target_len:,} in"
+                " the target"
+            )
+        if self.documents == "labelled":
+            return f"labelled texts of up to {self.seq_len:,} tokens"
+        return f"rows of {self.seq_len:,} tokens, {self.padding:.2%} of it padding"
+
+
+def table_name(how: str, seq_len: int, target_len: int | None = None) -> str:
+    """What the tables of one way of packing are called; `target_len` is for pairs alone."""
+    return f"rows-{how}-{seq_len}" + (f"-{target_len}" if target_len is not None else "")
+
+
+def pack(
+    folder: Path,
+    prepared: Prepared,
+    seq_len: int,
+    how: str,
+    engine: Engine,
+    progress: Progress,
+    target_len: int | None = None,
+) -> Packed:
+    """Write the row tables of all parts, unless they are there already; tables of other data are
+    removed.
+
+    Args:
+        target_len: tokens in the target of a pair; for pairs alone.
+
+    Raises:
+        WrongInput: a part is damaged.
+        Failed: the disk is full, or a worker died.
+    """
+    _sweep(folder, _data(prepared))
+    with contextlib.suppress(WrongInput):
+        return read_packed(folder, prepared, seq_len, how, target_len)
+    table, documents = table_name(how, seq_len, target_len), prepared.documents
+    picked = PickParts(folder, table, documents, seq_len, target_len)
+    work = (
+        picked
+        if documents in PICKED
+        else PackParts(folder, table, how, seq_len, MASK in prepared.names)
+    )
+    tasks = [
+        (split, part.number)
+        for split, sources in prepared.splits.items()
+        for source in sources
+        for part in source.parts
+    ]
+    made = dict(zip(tasks, engine.run(work, tasks, progress), strict=True))
+    rows: dict[Split, list[list[int]]] = {
+        split: [
+            [made[split, part.number].counts.rows for part in source.parts] for source in sources
+        ]
+        for split, sources in prepared.splits.items()
+    }
+    counts = {
+        split: sum((done.counts for (of, _), done in made.items() if of == split), Counts())
+        for split in prepared.splits
+    }
+    packed = Packed(how, seq_len, rows, counts, documents, target_len)
+    payload = {
+        "kind": "rows",
+        "plan": PLAN,
+        "data": _data(prepared),
+        "padding": round(packed.padding, 6),
+        **asdict(packed),
+    }
+    write_marker(
+        folder, f"{table}.json", payload, [entry for done in made.values() for entry in done.files]
+    )
+    return packed
+
+
+def read_packed(
+    folder: Path, prepared: Prepared, seq_len: int, how: str, target_len: int | None = None
+) -> Packed:
+    """The tables that `pack` wrote for these data; only sizes of files are checked.
+
+    Raises:
+        WrongInput: there are none, they are of other data, or a file is missing or cut.
+    """
+    name = f"{table_name(how, seq_len, target_len)}.json"
+    marker = read_marker(folder, name)
+    if marker is None or (marker.get("data"), marker.get("plan")) != (_data(prepared), PLAN):
+        of_targets = "" if target_len is None else f", data.target_len={target_len}"
+        raise WrongInput(
+            f"{folder} holds no rows of data.seq_len={seq_len}{of_targets}, data.pack={how}; run"
+            " `ingot prepare` with this recipe"
+        )
+    if found := lacking(folder, marker):
+        raise WrongInput(f"{found[0]}; run `ingot prepare` again")
+    counts = {split: Counts(**counts) for split, counts in marker["counts"].items()}
+    return Packed(how, seq_len, marker["rows"], counts, prepared.documents, target_len)
+
+
+def markers_of(folder: Path, prepared: Prepared | None = None) -> list[str]:
+    """The markers of all row tables in `folder`, or of those that are of these data."""
+    names = sorted(path.name for path in folder.glob("rows-*-*.json"))
+    return [
+        name
+        for name in names
+        if prepared is None or (read_marker(folder, name) or {}).get("data") == _data(prepared)
+    ]
+
+
+def _data(prepared: Prepared) -> str:
+    """What row tables are bound to: the records, and whether a mask says which of their tokens are
+    trained.
+    """
+    return fingerprint({"data": prepared.data, "columns": prepared.columns})
+
+
+def _sweep(folder: Path, data: str) -> None:
+    """Remove the tables of other data, and what killed runs left; those of other lengths stay,
+    another recipe may ask for them.
+    """
+    keep: set[str] = set()
+    for name in markers_of(folder):
+        marker = read_marker(folder, name)
+        if marker is None or marker.get("data") != data:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            keep |= {entry["path"] for entry in marker["files"]}
+    for path in folder.glob("*.rows-*"):
+        if path.name not in keep:
+            path.unlink(missing_ok=True)

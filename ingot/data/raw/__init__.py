@@ -1,0 +1,3 @@
+"""`data/raw/`: ingested documents as Parquet, the tasks that write it, and the ranges it is read
+in.
+"""

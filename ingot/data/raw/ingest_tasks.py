@@ -1,0 +1,287 @@
+"""The tasks of `ingest`: the files of a source cut into blocks, and what a worker does with one
+task.
+
+What a task holds follows from the files alone, not from the number of workers. Plain JSON Lines are
+cut at newlines, multistream dumps between streams; other files stay whole, and small ones share a
+task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, cast
+
+from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.markers import FileEntry
+from ingot.base.storage import is_remote, open_read
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Bad, Item
+from ingot.data.engines.engine import Advance
+from ingot.data.raw.store import RawPart, Text, write_parts
+from ingot.data.sources.bigquery import query_items
+from ingot.data.sources.hub import hub_items
+from ingot.data.sources.readers import ENDINGS, read_items
+from ingot.data.sources.source_file import SourceFile, writable
+from ingot.data.splits import Split, chosen
+
+CHUNK_BYTES = 1 << 20
+BLOCKS = 64
+SMALLEST_BYTES = 16_000_000
+LARGEST_BYTES = 256_000_000
+MULTISTREAM = "-multistream.xml.bz2"
+# How a bzip2 stream begins: its own head at the strongest level, then that of its first block.
+STREAM = b"BZh91AY&SY"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file, or the lines of it that begin within bytes `begin` to `end`, with `row` lines before
+    them.
+    """
+
+    file: SourceFile
+    begin: int = 0
+    end: int | None = None
+    row: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.file.bytes if self.end is None else self.end - self.begin
+
+
+def block_bytes(total: int) -> int:
+    """How much a task should hold, of so many bytes: enough tasks for any number of workers, and
+    not millions of them.
+    """
+    return min(max(total // BLOCKS, SMALLEST_BYTES), LARGEST_BYTES)
+
+
+def cut(files: Iterable[SourceFile], block: int) -> Iterator[tuple[Piece, ...]]:
+    """The tasks of one source, in order: each is blocks or whole files of about `block` bytes."""
+    group, size = list[Piece](), 0
+    for file in files:
+        for piece in _pieces(file, block):
+            group.append(piece)
+            size += piece.bytes
+            # A source that is no file tells no size, and is a task of its own.
+            if size >= block or "bytes" not in file.stamp:
+                yield tuple(group)
+                group, size = [], 0
+    if group:
+        yield tuple(group)
+
+
+def _pieces(file: SourceFile, block: int) -> list[Piece]:
+    if file.bytes <= block or is_remote(file.path):
+        return [Piece(file)]
+    try:
+        if file.format == "jsonl" and not file.path.lower().endswith(ENDINGS):
+            return list(_blocks(file, block))
+        if file.format == "wikipedia" and file.path.endswith(MULTISTREAM):
+            return list(_streams(file, block))
+        return [Piece(file)]
+    except OSError:
+        # Whoever reads the file finds the same fault and counts it.
+        return [Piece(file)]
+
+
+def _blocks(file: SourceFile, block: int) -> Iterator[Piece]:
+    """Cuts after the first newline at or behind every `block` bytes, counting newlines so that rows
+    keep their numbers.
+    """
+    begin = row = lines = at = 0
+    with open_read(file.path) as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            done = 0
+            while (wanted := max(begin + block - at - 1, done)) < len(chunk) and (
+                newline := chunk.find(b"\n", wanted)
+            ) >= 0:
+                lines += chunk.count(b"\n", done, newline + 1)
+                yield Piece(file, begin, at + newline + 1, row)
+                begin, row, lines, done = at + newline + 1, row + lines, 0, newline + 1
+            lines += chunk.count(b"\n", done)
+            at += len(chunk)
+    if at > begin:
+        yield Piece(file, begin, at, row)
+
+
+def _streams(file: SourceFile, block: int) -> Iterator[Piece]:
+    """Cuts a multistream dump where one of its streams begins, at or behind every `block` bytes.
+    Reads little of the file.
+    """
+    begin = at = 0
+    with open_read(file.path) as stream:
+        while begin < file.bytes:
+            at, seen = begin + block, b""
+            stream.seek(at)
+            while (found := seen.find(STREAM)) < 0 and (chunk := stream.read(CHUNK_BYTES)):
+                at += max(len(seen) - len(STREAM) + 1, 0)
+                seen = seen[-len(STREAM) + 1 :] + chunk
+            end = at + found if found >= 0 else file.bytes
+            yield Piece(file, begin, end)
+            begin = end
+
+
+EXAMPLES = 20
+# So many records without the column, and none with it, are a wrong column name rather than bad
+# records.
+UNDECIDED = 100
+SHOW_EVERY = 1000
+BUFFER_BYTES = 1 << 20
+
+
+@dataclass
+class Tally:
+    """What a source, or a task's share of it, held: good records, bad ones by reason, some of these
+    by place.
+    """
+
+    good: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+    keys: tuple[str, ...] = ()
+    """The keys of the last record in which the wanted one was missing."""
+
+    def add(self, other: Tally) -> None:
+        """Take in the tally of the files that follow."""
+        self.good += other.good
+        self.bad += other.bad
+        self.examples = (self.examples + other.examples)[:EXAMPLES]
+        self.keys = other.keys or self.keys
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.bad.most_common())
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some pieces of one source. `first`: with them the source begins."""
+
+    number: int
+    split: Split
+    source: int
+    first: bool
+    pieces: tuple[Piece, ...]
+    wanted: Wanted
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a task made: parts, with paths relative to the folder of all tasks."""
+
+    parts: list[tuple[RawPart, FileEntry]]
+    tally: Tally
+
+
+@dataclass(frozen=True)
+class Read:
+    """The stage: every task writes its parts into a folder of its own below `folder`."""
+
+    folder: Path
+    stop: bool
+
+    def open(self) -> Callable[[Task, Advance], Done]:
+        return self._do
+
+    def _do(self, task: Task, advance: Advance) -> Done:
+        reading = _Reading(task, advance, stop=self.stop)
+        own = f"{task.number:05d}"
+        parts = [
+            (replace(part, path=f"{own}/{part.path}"), replace(entry, path=f"{own}/{entry.path}"))
+            for part, entry in write_parts(
+                self.folder / own, task.split, task.source, reading.texts()
+            )
+        ]
+        return Done(parts, reading.tally)
+
+
+class _Reading:
+    """Goes through the pieces of one task, counting what is bad and telling how far it is."""
+
+    def __init__(self, task: Task, advance: Advance, *, stop: bool) -> None:
+        self.tally = Tally()
+        self._task, self._advance, self._stop = task, advance, stop
+
+    def texts(self) -> Iterator[Text]:
+        """(doc_id, text) of every good record that the source's `fraction` keeps."""
+        fraction = self._task.fraction
+        for piece in self._task.pieces:
+            for item in self._items(piece):
+                if isinstance(item, Bad):
+                    self._count(item, piece)
+                    continue
+                self.tally.good += 1
+                doc_id = f"{piece.file.name}:{item.row}"
+                if fraction >= 1.0 or chosen(doc_id, "source", fraction):
+                    yield doc_id, item.text
+
+    def _items(self, piece: Piece) -> Iterator[Item | Bad]:
+        at = piece.begin
+        with contextlib.ExitStack() as stack:
+            try:
+                stream = (
+                    None
+                    if piece.file.format in ("hub", "bigquery")
+                    else stack.enter_context(_opened(piece.file.path))
+                )
+                for number, item in enumerate(self._read(piece, stream), start=1):
+                    yield item
+                    if number % SHOW_EVERY == 0:
+                        now = stream.tell() if stream and not stream.closed else at
+                        self._advance(max(now - at, 0))
+                        at = max(at, now)
+            except IngotError:
+                raise
+            except Exception as error:
+                # A bucket's client has errors of its own, and trying again may help; a local file
+                # stays as unreadable as it is.
+                if is_remote(piece.file.path):
+                    raise Failed(
+                        f"{piece.file.path} broke off ({' '.join(str(error).split())[:200]}); run"
+                        " the same command again"
+                    ) from error
+                if not isinstance(error, OSError):
+                    raise
+                yield Bad(1, "unreadable file", str(error))
+        self._advance(max(piece.begin + piece.bytes - at, 0))
+
+    def _read(self, piece: Piece, stream: IO[bytes] | None) -> Iterator[Item | Bad]:
+        file, wanted = piece.file, self._task.wanted
+        if stream is None:
+            return (hub_items if file.format == "hub" else query_items)(file, wanted)
+        if piece.end is None:
+            return read_items(stream, file.path, file.format, wanted)
+        stream.seek(piece.begin)
+        return read_items(
+            stream, file.path, file.format, wanted, piece.row, piece.end - piece.begin
+        )
+
+    def _count(self, bad: Bad, piece: Piece) -> None:
+        tally, place = self.tally, f"{writable(piece.file.path)}:{bad.row}"
+        tally.keys = bad.keys or tally.keys
+        tally.bad[bad.reason] += 1
+        # Only the first task of a source knows that no good record came before.
+        wrong_name = (
+            self._task.first and not tally.good and tally.bad[bad.reason] == tally.bad.total()
+        )
+        if bad.keys and wrong_name and (self._stop or tally.bad.total() >= UNDECIDED):
+            raise self._task.wanted.missing(place, bad.keys)
+        told = writable(f"{place}: {bad}")
+        if self._stop:
+            raise WrongInput(f"{told}; mend it, or set data.on_bad=skip")
+        if len(tally.examples) < EXAMPLES:
+            tally.examples.append(told)
+
+
+def _opened(path: str) -> IO[bytes]:
+    """A stream with a buffer that holds many lines."""
+    if is_remote(path):
+        # Streams of fsspec are no whole streams: they read no line of a limited length.
+        return io.BufferedReader(cast("io.RawIOBase", open_read(path)), BUFFER_BYTES)
+    return Path(path).open("rb", buffering=BUFFER_BYTES)

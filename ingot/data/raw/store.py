@@ -1,0 +1,293 @@
+"""`data/raw/`: ingested documents as Parquet parts, with a manifest written last. Knows no source
+format.
+
+A part holds documents of one source, in row groups of a few megabytes, which is what `prepare` cuts
+its work by.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ingot import __version__
+from ingot.base.errors import WrongInput
+from ingot.base.markers import FileEntry, entry_of, fingerprint, problems, read_marker, write_marker
+from ingot.base.storage import atomic_file
+from ingot.config.recipe import Recipe
+from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.objective import Documents
+from ingot.data.sources.find import change, recipe_sources
+from ingot.data.splits import Split
+
+MANIFEST = "manifest.json"
+GROUP_BYTES = 4_000_000
+GROUP_DOCUMENTS = 65_536
+PART_BYTES = 512_000_000
+SCHEMA = pa.schema([("doc_id", pa.string()), ("source", pa.int32()), ("text", pa.string())])
+
+Text = tuple[str, str]
+"""(doc_id, text)"""
+
+Kind = Documents | Literal["tokens"]
+"""What the documents of a source are. `text`: texts. All others are JSON in the text column: `chat`
+is `{"messages": [message, ...]}`, where a message is `{"role": ..., "content": ...}`; `preference`
+is `{"prompt": [message, ...], "chosen": [...], "rejected": [...]}`; `pair` is `{"source": text,
+"target": text}`; `labelled` is `{"text": text, "label": number}`. `tokens`: existing Megatron
+columns, of which nothing is copied here; a part's path is their prefix.
+"""
+
+
+@dataclass(frozen=True)
+class RawPart:
+    """One Parquet file: for each row group its documents and the bytes of their texts."""
+
+    path: str
+    sha256: str
+    groups: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class RawSource:
+    """What was read from one source, and what could not be: reason -> count, and some of them by
+    place.
+    """
+
+    source: str
+    knobs: dict[str, Any]
+    files: int
+    documents: int
+    bytes: int
+    parts: list[RawPart]
+    bad: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+    stamps: str = ""
+    kind: Kind = "text"
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    """The stamps of its files, where these are few enough to name what changed."""
+    labels: list[str] = field(default_factory=list)
+    """The names by which labels became numbers."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """All ingested documents, by split."""
+
+    folder: Path
+    splits: dict[Split, list[RawSource]]
+
+    @property
+    def identity(self) -> str:
+        """Fingerprint of the documents themselves, not of when and whence they came."""
+        return fingerprint(
+            {
+                split: [[part.sha256 for part in source.parts] for source in sources]
+                for split, sources in self.splits.items()
+            }
+        )
+
+    @property
+    def bytes(self) -> int:
+        return sum(source.bytes for sources in self.splits.values() for source in sources)
+
+
+def knobs_of(source: SourceSettings) -> dict[str, Any]:
+    """The knobs of a source that decide about its documents."""
+    return source.model_dump(mode="json", exclude={"weight"})
+
+
+def write_parts(
+    folder: Path, split: Split, source: int, texts: Iterable[Text]
+) -> Iterator[tuple[RawPart, FileEntry]]:
+    """Write texts of one source as `SPLIT-NNNNN.parquet`, counting up from 0; each appears
+    whole.
+    """
+    groups = _groups(texts)
+    for number in itertools.count():
+        group = next(groups, None)
+        if group is None:
+            return
+        path, counts = f"{split}-{number:05d}.parquet", list[tuple[int, int]]()
+        # LZ4 costs half of what Zstandard costs to write and to read, for files half as large again
+        # that are read once or twice.
+        with (
+            atomic_file(folder / path) as stream,
+            pq.ParquetWriter(
+                stream,
+                SCHEMA,
+                compression="lz4",
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+            ) as writer,
+        ):
+            while group is not None:
+                writer.write_table(_table(source, group), row_group_size=len(group.texts))
+                counts.append((len(group.texts), group.bytes))
+                group = next(groups, None) if sum(size for _, size in counts) < PART_BYTES else None
+        entry = entry_of(folder, path)
+        yield RawPart(path, entry.sha256, counts), entry
+
+
+@dataclass
+class _Group:
+    ids: list[str]
+    texts: list[bytes]
+    bytes: int
+
+
+def _groups(texts: Iterable[Text]) -> Iterator[_Group]:
+    group = _Group([], [], 0)
+    for doc_id, text in texts:
+        data = text.encode()
+        group.ids.append(doc_id)
+        group.texts.append(data)
+        group.bytes += len(data)
+        if group.bytes >= GROUP_BYTES or len(group.texts) >= GROUP_DOCUMENTS:
+            yield group
+            group = _Group([], [], 0)
+    if group.texts:
+        yield group
+
+
+def _table(source: int, group: _Group) -> pa.Table:
+    columns = [group.ids, [source] * len(group.ids), group.texts]
+    return pa.table(
+        [pa.array(column, kind.type) for column, kind in zip(columns, SCHEMA, strict=True)],
+        schema=SCHEMA,
+    )
+
+
+def read_table(path: Path, group: int) -> pa.Table:
+    """The documents of one row group, columns `doc_id` and `text`.
+
+    Raises:
+        WrongInput: the file is missing or damaged.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            return file.read_row_group(group, columns=["doc_id", "text"], use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise WrongInput(
+            f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again"
+        ) from error
+
+
+def read_group(path: Path, group: int) -> list[Text]:
+    """`read_table` as Python texts."""
+    table = read_table(path, group)
+    return list(
+        zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True)
+    )
+
+
+def write_manifest(
+    folder: Path, splits: dict[Split, list[RawSource]], files: Iterable[FileEntry]
+) -> None:
+    payload = {
+        "kind": "raw",
+        "ingot": __version__,
+        "splits": {
+            split: [asdict(source) for source in sources] for split, sources in splits.items()
+        },
+    }
+    write_marker(folder, MANIFEST, payload, files)
+
+
+def open_raw(recipe: Recipe, *, unchanged: bool = False) -> Raw:
+    """What `ingest` wrote for this recipe; with `unchanged`, only while its sources are as they
+    were then.
+
+    Raises:
+        WrongInput: nothing complete is there, a file is missing or cut, it was made from other
+            sources, or they changed since.
+    """
+    folder = recipe.folder.raw
+    marker = read_marker(folder, MANIFEST)
+    if marker is None:
+        raise WrongInput(
+            f"{folder} holds no ingested documents; run `ingot ingest` with this recipe first"
+        )
+    if found := problems(folder, marker, checksums=False):
+        raise WrongInput(f"{found[0]}; run `ingot ingest` again")
+    splits: dict[Split, list[RawSource]] = {
+        split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
+    }
+    asked = {
+        split: [knobs_of(source) for source in sources]
+        for split, sources in recipe_sources(recipe).items()
+    }
+    made = {split: [source.knobs for source in sources] for split, sources in splits.items()}
+    if made != asked:
+        raise WrongInput(
+            f"{folder} was made from {_named(made)}, the recipe says {_named(asked)}; run `ingot"
+            " ingest` with this recipe"
+        )
+    _check_kinds(recipe, splits)
+    if unchanged:
+        _check_unchanged(recipe, splits)
+    return Raw(folder, splits)
+
+
+def _check_kinds(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
+    """Documents of one kind are read from other columns than those of another, so one cannot be
+    made of the other here.
+    """
+    wanted = recipe.documents
+    for source in (source for sources in splits.values() for source in sources):
+        if source.kind != wanted and (source.kind, wanted) != ("tokens", "text"):
+            raise WrongInput(
+                f"{source.source} was ingested as {source.kind},"
+                f" objective.kind={recipe.objective.kind} takes {wanted}; run `ingot ingest` with"
+                " this recipe"
+            )
+        if source.labels != recipe.labels:
+            raise WrongInput(
+                f"{source.source} was ingested with the labels {', '.join(source.labels)},"
+                f" objective.labels is {', '.join(recipe.labels)}; run `ingot ingest` with this"
+                " recipe"
+            )
+
+
+def _check_unchanged(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
+    """Refuse documents of files that have changed since. A source that is gone is no matter: what
+    was ingested is a copy.
+    """
+    for split, sources in recipe_sources(recipe).items():
+        for number, (source, made) in enumerate(zip(sources, splits[split], strict=True)):
+            if changed := change(source, made.stamps, made.seen):
+                raise WrongInput(
+                    f"data.{split}[{number}] {source.source} changed since it was ingested:"
+                    f" {changed}; run `ingot ingest` again"
+                )
+
+
+def _source(value: dict[str, Any]) -> RawSource:
+    parts = [
+        RawPart(
+            part["path"], part["sha256"], [(documents, size) for documents, size in part["groups"]]
+        )
+        for part in value["parts"]
+    ]
+    return RawSource(**{**value, "parts": parts})
+
+
+def _named(splits: dict[Split, list[dict[str, Any]]]) -> str:
+    """Sources in a few words; knobs that were changed from their defaults are shown."""
+    words = []
+    for split, sources in splits.items():
+        for knobs in sources:
+            changed = {
+                name: knobs[name]
+                for name in knobs
+                if name != "source"
+                and knobs[name] != SourceSettings.model_fields[name].get_default()
+            }
+            words.append(f"{split} {knobs['source']}" + (f" {changed}" if changed else ""))
+    return ", ".join(words)

@@ -1,0 +1,50 @@
+"""The rows of a BigQuery query as documents."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ingot.base.markers import fingerprint
+from ingot.base.progress import say
+from ingot.cloud.bigquery import query_rows
+from ingot.config.sections.data import SourceSettings
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Bad, Item
+from ingot.data.sources.source_file import SourceFile
+
+SCHEME = "bigquery:"
+
+
+def find_query(source: SourceSettings) -> list[SourceFile]:
+    """A query as one file, whose identity is its text: whether the tables changed since cannot be
+    seen.
+    """
+    sql = source.source.removeprefix(SCHEME).strip()
+    return [SourceFile(sql, f"bigquery-{fingerprint(sql)}", "bigquery", {"path": source.source})]
+
+
+def warn_of_query(file: SourceFile) -> None:
+    """What a person should know before a query is relied on."""
+    say(
+        "warning: changed tables behind a bigquery: source are not seen; read them again with"
+        " `--again`"
+    )
+    if not re.search(r"\border\s+by\b", file.path, re.IGNORECASE):
+        say(
+            "warning: the query has no ORDER BY, so its rows may come in another order next time,"
+            " and documents have other identities"
+        )
+
+
+def query_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
+    """The documents of the result, page by page; rows count from 1.
+
+    Raises:
+        WrongInput: the query is wrong or not allowed, the column is missing, or the package is.
+        Failed: BigQuery cannot be reached.
+    """
+    for row, record in enumerate(query_rows(file.path, project=file.project), start=1):
+        if row == 1:
+            wanted.check("the result of the query", list(record))
+        yield wanted.take(row, record)

@@ -1,0 +1,179 @@
+"""Which files a source of the recipe means, and what tells cheaply whether they changed since they
+were ingested. Reads no content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import IngotError, WrongInput
+from ingot.base.markers import fingerprint
+from ingot.base.storage import is_remote
+from ingot.config.recipe import Recipe
+from ingot.config.sections.data import SourceSettings, ValidationShare
+from ingot.data.sources.bigquery import find_query, warn_of_query
+from ingot.data.sources.hub import find_hub
+from ingot.data.sources.local_files import STDLIB, find_files_of, standard_library
+from ingot.data.sources.megatron import find_columns
+from ingot.data.sources.source_file import SourceFile
+from ingot.data.sources.wikipedia import fetch_dump, find_dump
+from ingot.data.splits import Split
+
+SCHEMES = ("hf", "wikipedia", "bigquery", "megatron")
+
+
+def recipe_sources(recipe: Recipe) -> dict[Split, list[SourceSettings]]:
+    """The sources of each split that has sources of its own."""
+    splits: dict[Split, list[SourceSettings]] = {"train": list(recipe.data.train)}
+    if not isinstance(recipe.data.validation, ValidationShare):
+        splits["validation"] = list(recipe.data.validation)
+    return splits
+
+
+def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
+    """The files of every source, by split; names are made distinct where two sources have files of
+    the same name.
+
+    Raises:
+        WrongInput: a source matches no file, with its place in the recipe.
+    """
+    taken: set[str] = set()
+    found: dict[Split, list[list[SourceFile]]] = {}
+    for split, sources in recipe_sources(recipe).items():
+        found[split] = []
+        for number, source in enumerate(sources):
+            files = find_source(source, f"data.{split}[{number}].source")
+            files = [
+                replace(file, project=recipe.cloud.project) if file.format == "bigquery" else file
+                for file in _distinct(files)
+            ]
+            while any(file.name in taken for file in files):
+                files = [replace(file, name=f"{split}{number}/{file.name}") for file in files]
+            taken.update(file.name for file in files)
+            found[split].append(files)
+    return found
+
+
+def _distinct(files: list[SourceFile]) -> list[SourceFile]:
+    """Files of one source have different names, but for what of a name is no text."""
+    counts, made = Counter(file.name for file in files), list[SourceFile]()
+    if len(counts) == len(files):
+        return files
+    for number, file in enumerate(files):
+        made.append(file if counts[file.name] == 1 else replace(file, name=f"{file.name}~{number}"))
+    return made
+
+
+def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
+    """Size and modification time of every source file, by split: what `ingest` reads, to see
+    cheaply whether it changed.
+    """
+    return {
+        split: [file.stamp for files in sources for file in files]
+        for split, sources in source_files(recipe).items()
+    }
+
+
+def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile]:
+    """The files of one source in the order in which they are read; hidden files are left out.
+
+    Raises:
+        WrongInput: nothing is there.
+        Failed: the storage cannot be reached.
+    """
+    if source.source == STDLIB:
+        return list(standard_library())
+    scheme = _scheme(source)
+    if scheme == "hf":
+        return find_hub(source, knob)
+    if scheme == "wikipedia":
+        return [find_dump(source, knob)]
+    if scheme == "bigquery":
+        return find_query(source)
+    if scheme == "megatron":
+        return find_columns(source, knob)
+    if scheme:
+        known = ", ".join(f"{name}:" for name in SCHEMES)
+        raise WrongInput(
+            f"{knob} {source.source} is no source that this version reads; give a path, a folder, a"
+            f" glob, {known} or {STDLIB}"
+        )
+    return find_files_of(source, knob)
+
+
+def is_local(source: SourceSettings) -> bool:
+    """Whether a source is files on this machine, or the folder of a data set: what can be looked at
+    cheaply at any time.
+    """
+    return (
+        _scheme(source) in ("", "megatron")
+        and not is_remote(source.source)
+        and source.source != STDLIB
+    )
+
+
+def _scheme(source: SourceSettings) -> str:
+    """What stands before the colon of a source that is no file; "" for one that is."""
+    match = re.match(r"([a-z]+):(?!//)", source.source)
+    return match[1] if match and not Path(source.source).exists() else ""
+
+
+def prepare_files(files: Iterable[SourceFile]) -> None:
+    """What must be done before files are read: fetch a dump, warn of what stamps cannot show."""
+    for file in files:
+        if file.format == "bigquery":
+            warn_of_query(file)
+        elif "url" in file.stamp:
+            fetch_dump(file)
+
+
+# Of a source with more files only the fingerprint of all is kept: the manifest stays small.
+NAMED_FILES = 1000
+
+Stamp = dict[str, Any]
+
+
+def stamps_of(files: Sequence[SourceFile]) -> tuple[str, list[Stamp]]:
+    """The fingerprint of all stamps, and the stamps themselves where they are few."""
+    stamps = [file.stamp for file in files]
+    return fingerprint(stamps), stamps if len(stamps) <= NAMED_FILES else []
+
+
+def change(source: SourceSettings, stamps: str, seen: Sequence[Stamp]) -> str | None:
+    """What is different now about the files of a source on this machine, in words; None where
+    nothing is.
+
+    A source that is gone altogether, or lies elsewhere, counts as unchanged: what was ingested is a
+    copy.
+    """
+    if not is_local(source):
+        return None
+    try:
+        files = find_source(source)
+    except IngotError:
+        return None
+    if stamps_of(files)[0] == stamps:
+        return None
+    before, after = (
+        {stamp["path"]: stamp for stamp in seen},
+        {file.stamp["path"]: file.stamp for file in files},
+    )
+    if not before:
+        return f"one of {len(files):,} files is another one"
+    for path, stamp in after.items():
+        if path not in before:
+            return f"{path} is new"
+        if stamp != before[path]:
+            return f"{path} {_difference(before[path], stamp)}"
+    return f"{next(path for path in before if path not in after)} is gone"
+
+
+def _difference(before: Stamp, after: Stamp) -> str:
+    if before["bytes"] != after["bytes"]:
+        return f"has {after['bytes']:,} bytes, it had {before['bytes']:,}"
+    return "was written again"

@@ -1,0 +1,167 @@
+"""Data sets of the Hugging Face hub, as the `datasets` library knows them: a shard of a split is
+what a file is elsewhere. Rows are streamed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.markers import fingerprint
+from ingot.base.progress import say
+from ingot.base.storage import find_files, stamp
+from ingot.config.sections.data import SourceSettings
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Bad, Item
+from ingot.data.sources.source_file import SourceFile, recall, remember
+from ingot.data.sources.tables import batch_items, columns_of
+
+SCHEME = "hf:"
+
+
+def find_hub(source: SourceSettings, knob: str) -> list[SourceFile]:
+    """The shares of `hf:NAME[:SUBSET]`, split `source.split`, stamped with the data set's commit.
+    NAME may be a folder.
+
+    Raises:
+        WrongInput: no such data set, subset or split; those that there are are named.
+        Failed: the hub cannot be reached, and never was for this source.
+    """
+    name, _, subset = source.source.removeprefix(SCHEME).partition(":")
+    where = {
+        "path": source.source,
+        "name": name,
+        "subset": "" if subset == "default" else subset,
+        "split": source.split,
+    }
+    key = f"{source.source} {source.split}"
+    try:
+        where["revision"] = _revision(name, knob)
+        shares = open_split(where, knob).num_shards
+        remember(key, {"revision": where["revision"], "shares": shares})
+    except Failed:
+        known = recall(key)
+        if known is None:
+            raise
+        where["revision"], shares = known["revision"], known["shares"]
+        say(
+            f"warning: the hub cannot be reached; {source.source} is taken to be as it was when it"
+            " last was"
+        )
+    base = "/".join(
+        part
+        for part in (Path(name).name if Path(name).is_dir() else name, subset, source.split)
+        if part
+    )
+    return [
+        SourceFile(
+            source.source, f"{base}-{share:05d}", "hub", {**where, "share": share, "shares": shares}
+        )
+        for share in range(shares)
+    ]
+
+
+def open_split(where: dict[str, Any], knob: str) -> Any:
+    """The streamed split. The library's own messages name subsets and splits that there are."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise WrongInput(
+            "an hf: source needs a package that is not installed; pip install 'ingot[datasets]'"
+        ) from error
+    folder = Path(where["name"]).is_dir()
+    datasets.utils.logging.disable_progress_bar()
+    try:
+        return datasets.load_dataset(
+            where["name"],
+            where["subset"] or None,
+            split=where["split"],
+            streaming=True,
+            revision=None if folder else where["revision"],
+        )
+    except (FileNotFoundError, ValueError, RuntimeError) as error:
+        raise WrongInput(
+            f"{knob} {where['path']} cannot be used: {in_short(error)}; check its name, subset and"
+            " `split`"
+        ) from error
+    except Exception as error:  # the library hands on whatever its transport raises
+        raise _unreachable(where["path"], knob, error) from error
+
+
+def _revision(name: str, knob: str) -> str:
+    """The commit of a data set on the hub; of a folder, a fingerprint of its files' stamps."""
+    if Path(name).is_dir():
+        return fingerprint(
+            [{**stamp(path), "path": os.path.relpath(path, name)} for path in find_files(name)]
+        )
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        return str(HfApi().dataset_info(name).sha)
+    except HFValidationError as error:
+        raise WrongInput(
+            f"{knob} hf:{name} is not a name on the hub; write it as hf:ORG/NAME[:SUBSET]"
+        ) from error
+    except GatedRepoError as error:
+        raise WrongInput(
+            f"{knob} hf:{name} is gated; accept its terms on its page and set $HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise WrongInput(
+            f"{knob} hf:{name} is no data set on the hub; check the name, or set $HF_TOKEN if it is"
+            " private"
+        ) from error
+    except Exception as error:  # here too
+        raise _unreachable(f"hf:{name}", knob, error) from error
+
+
+def _unreachable(name: str, knob: str, error: Exception) -> Failed:
+    return Failed(
+        f"{knob} {name} cannot be reached ({type(error).__name__}: {in_short(error)}); check the"
+        " network and $HF_TOKEN"
+    )
+
+
+def in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+BATCH_ROWS = 1000
+
+
+def hub_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
+    """The documents of one share; rows count from 1 within it.
+
+    Raises:
+        WrongInput: the wanted column is missing, or is no text.
+        Failed: the connection breaks down.
+    """
+    where, row, columns = file.stamp, 0, list[str]()
+    share = (
+        open_split(where, file.path)
+        .shard(num_shards=where["shares"], index=where["share"])
+        .with_format("arrow")
+    )
+    tables = iter(share.iter(batch_size=BATCH_ROWS))
+    while True:
+        try:
+            table = next(tables, None)
+        except (
+            Exception
+            # whatever the library, or one of its readers, makes of a lost connection or a bad file
+        ) as error:
+            raise Failed(
+                f"{file.path} broke down after row {row} ({type(error).__name__}:"
+                f" {in_short(error)}); run the same command again"
+            ) from error
+        if table is None:
+            return
+        if not row:
+            columns = columns_of(table.schema, file.path, wanted)
+        for batch in (table.select(columns) if columns else table).to_batches():
+            yield from batch_items(batch, row, wanted)
+            row += batch.num_rows

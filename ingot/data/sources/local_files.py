@@ -1,0 +1,167 @@
+"""Sources that are files on a disk or in a bucket: paths, folders, globs, folders that
+`datasets.save_to_disk` wrote, and the standard library of this interpreter.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.storage import find_files, stamp
+from ingot.config.sections.data import SourceSettings
+from ingot.data.sources.readers import ENDINGS
+from ingot.data.sources.source_file import Format, SourceFile, writable
+
+STDLIB = "builtin:stdlib"
+
+
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".arrow": "arrow",
+}
+
+
+DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
+
+
+def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
+    pattern = source.source.removeprefix("file://")
+    try:
+        paths = saved_files(pattern, source.split, knob) or find_files(pattern)
+    except ImportError as error:
+        extra = (
+            "pip install 'ingot[gcp]'" if pattern.startswith(("gs://", "gcs://")) else "install it"
+        )
+        raise WrongInput(
+            f"{knob} {source.source} needs a package that is not installed ({error}); {extra}"
+        ) from error
+    except IngotError:
+        raise
+    except Exception as error:  # a bucket's client raises errors of its own
+        raise Failed(
+            f"{knob} {source.source} cannot be listed ({error}); check the address and your"
+            " credentials"
+        ) from error
+    names = [writable(_name(path, pattern)) for path in paths]
+    files = [
+        SourceFile(path, name, _format(source, path), _stamp(path))
+        for path, name in zip(paths, names, strict=True)
+        if not _is_hidden(name)
+    ]
+    if not files:
+        raise WrongInput(
+            f"{knob} {source.source}: no such file; check the path (relative ones start at"
+            f" {Path.cwd()})"
+        )
+    return files
+
+
+def _stamp(path: str) -> dict[str, Any]:
+    try:
+        found = stamp(path)
+        return {**found, "path": writable(found["path"])}
+    except OSError as error:
+        raise WrongInput(
+            f"{path} cannot be read ({error.strerror or error}); mend or remove it"
+        ) from error
+
+
+def standard_library() -> Iterator[SourceFile]:
+    """The `.py` files of the running interpreter's standard library, without what was installed
+    beside it.
+    """
+    root = sysconfig.get_path("stdlib")
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [
+            name
+            for name in folders
+            if name not in ("site-packages", "dist-packages", "__pycache__")
+        ]
+        found += [os.path.join(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(found):
+        name = "stdlib/" + Path(path).relative_to(root).as_posix()
+        # Another installation of the same interpreter is the same source: no modification times.
+        yield SourceFile(
+            path,
+            name,
+            "text",
+            {"path": name, "bytes": os.stat(path).st_size, "python": platform.python_version()},
+        )
+
+
+def _format(source: SourceSettings, path: str) -> Format:
+    if source.format != "auto":
+        return source.format
+    stem = path.lower()
+    for ending in ENDINGS:
+        stem = stem.removesuffix(ending)
+    return "wikipedia" if DUMP.search(stem) else FORMATS.get(Path(stem).suffix, "text")
+
+
+def _name(path: str, pattern: str) -> str:
+    """A file's name relative to its source: to the folder that the source is, or that stands before
+    its first wildcard.
+    """
+    parts = _without_scheme(pattern).split("/")
+    plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root, full = "/".join(parts[:plain]).rstrip("/"), _without_scheme(path)
+    if full == root or not full.startswith(root):
+        return full.rpartition("/")[2]
+    return full[len(root) :].lstrip("/")
+
+
+def _without_scheme(path: str) -> str:
+    return path.rpartition("://")[2].lstrip("/")
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+ONE, SEVERAL = "state.json", "dataset_dict.json"
+
+
+def saved_files(folder: str, split: str, knob: str) -> list[str] | None:
+    """The Arrow files of a saved data set, or of one split of several; None where `folder` is none.
+
+    Raises:
+        WrongInput: the split is not there (those that are are named), or the folder is not whole.
+    """
+    root = Path(folder)
+    if (root / SEVERAL).is_file():
+        splits = _json(root / SEVERAL).get("splits", [])
+        if split not in splits:
+            raise WrongInput(
+                f"{knob} {folder} has no split `{split}`; it has {', '.join(splits)}: set `split`"
+                " of this source to one of them"
+            )
+        root = root / split
+    if not (root / ONE).is_file():
+        return None
+    files = [str(root / entry["filename"]) for entry in _json(root / ONE).get("_data_files", [])]
+    missing = next((path for path in files if not Path(path).is_file()), None)
+    if missing:
+        raise WrongInput(f"{knob} {folder}: {missing} is missing; save the data set again")
+    return files
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"{path} cannot be read ({error}); save the data set again") from error
+    return value if isinstance(value, dict) else {}

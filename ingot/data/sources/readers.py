@@ -1,0 +1,265 @@
+"""One file of any format as a stream of documents, each with its row number; what cannot be read
+comes as a bad record with its reason.
+
+Memory stays flat: nothing holds more than a batch of rows, or one document. A compressed file that
+ends too early or holds something else is refused, never taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import functools
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any, cast
+
+import orjson
+import zstandard
+
+from ingot.data.documents import records as items
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Bad, Item, checked
+from ingot.data.sources.source_file import Format
+from ingot.data.sources.tables import arrow, delimited, parquet
+from ingot.data.sources.wikipedia import multistream, pages
+
+JSON_CHUNK_BYTES = 1 << 20
+# What may be left at the end of a window of a number that goes on behind it.
+NUMBER_CUT = ("", ".", "e", "E", "e+", "e-", "E+", "E-")
+
+
+def json_lines(
+    stream: IO[bytes], wanted: Wanted, row: int = 0, size: int = sys.maxsize
+) -> Iterator[Item | Bad]:
+    """The document of each line; rows are line numbers, empty lines are passed over.
+
+    `stream` stands at the beginning of a line, after `row` lines; lines that begin within the next
+    `size` bytes are read.
+    """
+    while size > 0 and (line := stream.readline(items.LARGEST_BYTES)):
+        row += 1
+        size -= len(line)
+        if row == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if len(line) == items.LARGEST_BYTES and not line.endswith(b"\n"):
+            yield Bad(row, "too large", f"above {items.LARGEST_BYTES:,} bytes")
+            while (rest := stream.readline(items.LARGEST_BYTES)) and not rest.endswith(b"\n"):
+                size -= len(rest)
+            size -= len(rest)
+        elif not line.isspace():
+            # A chat may hold the arguments of a call, and orjson rounds integers of more than 64
+            # bits.
+            yield _exact_line(row, line, wanted) if wanted.exact else _json_line(row, line, wanted)
+
+
+def _json_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        # The standard library's reader decides: it takes some values that orjson does not, and
+        # names the fault.
+        return _exact_line(row, line, wanted)
+    return wanted.take(row, value)
+
+
+def _exact_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:
+    try:
+        return wanted.take(row, json.loads(line.decode()))
+    except UnicodeDecodeError as error:
+        return Bad(row, "invalid UTF-8", f"byte {error.start} of the line")
+    except json.JSONDecodeError as error:
+        return Bad(row, "broken JSON", f"{error.msg}, column {error.colno}")
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, or thousands of nested lists
+        return Bad(row, "broken JSON", str(error)[:80])
+
+
+def json_list(stream: IO[bytes], wanted: Wanted) -> Iterator[Item | Bad]:
+    """The items of one large list, or of objects that merely follow each other, decoded one by
+    one.
+    """
+    decoder, text = json.JSONDecoder(), _Text(stream)
+    row = 0
+    while text.skip(" \t\r\n,[]\ufeff"):
+        row += 1
+        try:
+            value = text.take(decoder)
+        except (ValueError, RecursionError) as error:
+            yield Bad(
+                row,
+                "broken JSON",
+                f"item {row}: {str(error)[:80]}; the rest of the file is not read",
+            )
+            return
+        yield wanted.take(row, value)
+
+
+class _Text:
+    """A window on a stream of UTF-8 that grows only as far as one JSON value needs."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._ended = stream, False
+        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self._window, self._at = "", 0
+
+    def _grow(self) -> None:
+        self._window, self._at = self._window[self._at :], 0
+        chunk = self._stream.read(max(JSON_CHUNK_BYTES, len(self._window)))
+        self._ended = not chunk
+        self._window += self._decode(chunk, self._ended)
+
+    def skip(self, characters: str) -> bool:
+        """Go on to the next character that is none of these; False at the end."""
+        while True:
+            while self._at < len(self._window) and self._window[self._at] in characters:
+                self._at += 1
+            if self._at < len(self._window) or self._ended:
+                return self._at < len(self._window)
+            self._grow()
+
+    def take(self, decoder: json.JSONDecoder) -> Any:
+        """The next JSON value. Raises ValueError where there is none."""
+        while True:
+            try:
+                value, end = decoder.raw_decode(self._window, self._at)
+                if self._window[end : end + 3] not in NUMBER_CUT or self._ended:
+                    self._at = end
+                    return value
+            except json.JSONDecodeError as error:
+                # A fault near the end of the window, or a string left open, may be only the
+                # window's end.
+                cut = error.pos > len(self._window) - 16 or error.msg.startswith(
+                    "Unterminated string"
+                )
+                if self._ended or not cut or len(self._window) - self._at > items.LARGEST_BYTES:
+                    raise
+            self._grow()
+
+
+COMPRESSED_READ_BYTES = 1 << 17
+ENDINGS = (".gz", ".zst", ".bz2")
+BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+"""What reading a damaged file raises."""
+
+
+def is_broken(error: Exception) -> bool:
+    """Whether an error while reading is the damaged file's; bzip2 alone has no error of its own for
+    it.
+    """
+    return isinstance(error, BROKEN) or str(error) == "Invalid data stream"
+
+
+def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
+    """The content of a `.gz`, `.zst` or `.bz2` file, several frames as one; of any other file, its
+    bytes as they are.
+    """
+    if path.lower().endswith(".gz"):
+        # No buffer on top: it would read ahead, and lose what stands before a fault.
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
+    if path.lower().endswith(".zst"):
+        return io.BufferedReader(_ZstdStream(stream), COMPRESSED_READ_BYTES)
+    if path.lower().endswith(".bz2"):
+        return cast("IO[bytes]", bz2.BZ2File(stream))
+    return stream
+
+
+class _ZstdStream(io.RawIOBase):
+    """Zstandard frames as one stream. The library's own reader takes a truncated file for a whole
+    one; this refuses it.
+    """
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source, self._open = source, False
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._ready, self._input = memoryview(b""), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            chunk = self._input or self._source.read(COMPRESSED_READ_BYTES)
+            if not chunk:
+                if self._open:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            self._ready = memoryview(self._frame.decompress(chunk))
+            self._open = not self._frame.eof
+            self._input = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+
+DUMP_CHUNK_BYTES = 1 << 16
+
+
+def read_items(
+    stream: IO[bytes],
+    path: str,
+    kind: Format,
+    wanted: Wanted,
+    row: int = 0,
+    size: int = sys.maxsize,
+) -> Iterator[Item | Bad]:
+    """The documents of one file. `stream` gives its bytes as stored; `path` tells the compression
+    and is named in errors.
+
+    For JSON Lines, `stream` may stand after `row` lines, of which the next `size` bytes are read;
+    for a multistream dump, at the beginning of one of its streams.
+
+    Raises:
+        WrongInput: the file is a table without the wanted column; the columns that there are are
+            named.
+    """
+    if kind == "parquet":
+        yield from parquet(stream, path, wanted)
+        return
+    if kind == "arrow":
+        yield from arrow(stream, path, wanted)
+        return
+    try:
+        for item in _streamed(stream, path, kind, wanted, row, size):
+            row = item.row
+            yield item
+    except (*BROKEN, OSError) as error:
+        if not is_broken(error):
+            raise
+        yield Bad(row + 1, "broken compression", f"{error}; the rest of the file is not read")
+
+
+def _streamed(
+    stream: IO[bytes], path: str, kind: Format, wanted: Wanted, row: int, size: int
+) -> Iterator[Item | Bad]:
+    if kind == "wikipedia" and size < sys.maxsize:
+        return pages(multistream(stream, size), whole=False)
+    stream = decompressed(stream, path)
+    if kind == "jsonl":
+        return json_lines(stream, wanted, row, size)
+    if kind == "json":
+        return json_list(stream, wanted)
+    if kind == "csv" or kind == "tsv":
+        return delimited(stream, path, kind, wanted)
+    if kind == "wikipedia":
+        return pages(iter(functools.partial(stream.read, DUMP_CHUNK_BYTES), b""))
+    return _text(stream)
+
+
+def _text(stream: IO[bytes]) -> Iterator[Item | Bad]:
+    data = stream.read(items.LARGEST_BYTES + 1)
+    if len(data) > items.LARGEST_BYTES:
+        yield Bad(1, "too large", f"above {items.LARGEST_BYTES:,} bytes; give it as JSONL")
+        return
+    try:
+        yield checked(1, data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        yield Bad(1, "invalid UTF-8", f"byte {error.start}")

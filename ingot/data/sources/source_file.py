@@ -1,0 +1,82 @@
+"""One file, or one shard of a remote source: the unit in which sources are found, named and
+stamped; and the cache of what was learnt about remote sources.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ingot.base.errors import IngotError
+from ingot.base.markers import fingerprint
+from ingot.base.storage import write_atomic
+
+Format = Literal[
+    "jsonl",
+    "json",
+    "parquet",
+    "csv",
+    "tsv",
+    "text",
+    "arrow",
+    "wikipedia",
+    "hub",
+    "bigquery",
+    "megatron",
+]
+"""How a source is written down. The last three are no files: rows of a data set on the hub, of a
+query, and existing columns.
+"""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source. `name` stands in document identities: relative to the source, so that
+    data may move.
+
+    `stamp` tells cheaply whether the file changed; `bytes` in it is 0 where the size is not known
+    beforehand. `project` is whose a query is.
+    """
+
+    path: str
+    name: str
+    format: Format
+    stamp: dict[str, Any]
+    project: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return int(self.stamp.get("bytes", 0))
+
+
+def writable(text: str) -> str:
+    """A text that UTF-8 can hold: names on a disk, and keys in JSON, may be no text at all."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def cache_folder() -> Path:
+    """`ingot` in the user's cache folder, which `XDG_CACHE_HOME` moves."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ingot"
+
+
+def remember(key: str, value: Any) -> None:
+    """Keep a small JSON value; a cache that cannot be written costs nothing but its use."""
+    try:
+        write_atomic(_path(key), json.dumps({"key": key, "value": value}))
+    except (IngotError, OSError):
+        return
+
+
+def recall(key: str) -> Any:
+    """The value that was last remembered; None where there is none."""
+    try:
+        return json.loads(_path(key).read_bytes())["value"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "seen" / f"{fingerprint(key)}.json"

@@ -1,0 +1,202 @@
+"""Documents out of tables: CSV, TSV, Parquet, Arrow. Of a row what is needed is read; for a chat,
+all of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from typing import IO, Any, Literal, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ingot.base.errors import WrongInput
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Bad, Item
+
+PARQUET_ROWS = 1024
+BUFFER_BYTES = 1 << 20
+ARROW_FILE = b"ARROW1"
+
+
+def delimited(
+    stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], wanted: Wanted
+) -> Iterator[Item | Bad]:
+    """Rows of a CSV file, quoted as RFC 4180 says; of a TSV file, whose fields are plain: quotes in
+    them are text.
+
+    The first line has the names of the columns, unless `wanted.names` has them.
+    """
+    csv.field_size_limit(sys.maxsize)
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    reader = (
+        csv.reader(lines)
+        if kind == "csv"
+        else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    )
+    header = list(wanted.names) if wanted.names else next(reader, None)
+    if header is None:
+        yield Bad(1, "empty text", "no header line")
+        return
+    wanted.check(path, header)
+    place, row = 0 if wanted.whole else header.index(wanted.column), reader.line_num + 1
+    while True:
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            yield Bad(row, "broken row", str(error))
+            fields = []
+        if fields is None:
+            return
+        if fields and len(fields) != len(header):
+            yield Bad(
+                row,
+                "broken row",
+                f"{len(fields)} fields, {'`names`' if wanted.names else 'the header'} has"
+                f" {len(header)}",
+            )
+        elif fields:
+            yield (
+                wanted.take(row, dict(zip(header, fields, strict=True)))
+                if wanted.whole
+                else wanted.text(row, fields[place])
+            )
+        row = reader.line_num + 1
+
+
+def parquet(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad]:
+    """Rows of a Parquet file, counted from 1."""
+    try:
+        # Without the buffer a whole row group is read at once, however large.
+        file = pq.ParquetFile(stream, buffer_size=BUFFER_BYTES, pre_buffer=False)
+    except (pa.ArrowException, OSError) as error:
+        yield Bad(1, "broken Parquet", str(error)[:120])
+        return
+    columns = columns_of(file.schema_arrow, path, wanted)
+    yield from _rows(
+        file.iter_batches(batch_size=PARQUET_ROWS, columns=columns or None), "Parquet", wanted
+    )
+
+
+def arrow(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad]:
+    """Rows of an Arrow IPC stream (what the `datasets` library saves) or file, counted from 1."""
+    try:
+        batches = _arrow_batches(stream)
+    except (pa.ArrowException, OSError) as error:
+        yield Bad(1, "broken Arrow", str(error)[:120])
+        return
+    first = next(batches)
+    columns = columns_of(first, path, wanted)
+    yield from _rows(
+        (batch.select(columns) if columns else batch for batch in batches), "Arrow", wanted
+    )
+
+
+def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
+    """The schema, then the record batches one by one."""
+    is_file = stream.read(len(ARROW_FILE)) == ARROW_FILE
+    stream.seek(0)
+    reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+    batches = (
+        (reader.get_batch(number) for number in range(reader.num_record_batches))
+        if is_file
+        else reader
+    )
+
+    def chained() -> Iterator[Any]:
+        yield reader.schema
+        yield from batches
+
+    return chained()
+
+
+def batch_items(batch: pa.RecordBatch, row: int, wanted: Wanted) -> Iterator[Item | Bad]:
+    """The documents of some rows of a table, of which `row` rows come before these."""
+    values = _records(batch) if wanted.whole else _texts(batch.column(wanted.column))
+    for number, value in enumerate(values, start=row + 1):
+        if isinstance(value, UnicodeDecodeError):
+            yield Bad(number, "invalid UTF-8", f"byte {value.start} of the text")
+        else:
+            yield wanted.take(number, value) if wanted.whole else wanted.text(number, value)
+
+
+def _rows(batches: Iterable[pa.RecordBatch], name: str, wanted: Wanted) -> Iterator[Item | Bad]:
+    row = 0
+    try:
+        for batch in batches:
+            yield from batch_items(batch, row, wanted)
+            row += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        yield Bad(
+            row + 1, f"broken {name}", f"{str(error)[:120]}; the rest of the file is not read"
+        )
+
+
+def columns_of(schema: pa.Schema, path: str, wanted: Wanted) -> list[str]:
+    """The columns to read; [] for all.
+
+    Raises:
+        WrongInput: one is not there, or the one for texts holds something else.
+    """
+    wanted.check(path, schema.names)
+    if not wanted.whole and not _is_text(kind := schema.field(wanted.column).type):
+        raise WrongInput(
+            f"{path}: column `{wanted.column}` holds {kind}, not text; set `text` to one of"
+            f" {', '.join(schema.names)}"
+        )
+    return wanted.needed
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    checks = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_string_view,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+    )
+    return any(check(kind) for check in checks)
+
+
+def _texts(values: pa.Array) -> list[str | UnicodeDecodeError | None]:
+    """Texts; a table may call bytes a string that are no UTF-8, and one such must not spoil its
+    batch.
+    """
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    kind = (
+        pa.large_string()
+        if pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
+        else values.type
+    )
+    try:
+        return cast("list[str | UnicodeDecodeError | None]", values.cast(kind).to_pylist())
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return [
+            None if value is None else _decoded(value)
+            for value in values.cast(pa.large_binary()).to_pylist()
+        ]
+
+
+def _decoded(value: bytes) -> str | UnicodeDecodeError:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _records(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Whole rows as Python values."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for row in range(batch.num_rows):
+            try:
+                yield batch.slice(row, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield error

@@ -1,0 +1,300 @@
+"""Wikipedia dumps: finding and downloading one, and its articles as plain text.
+
+A dump is XML as MediaWiki exports it, read as a stream. Kept are the pages of the article namespace
+that are not redirects; a page's row is its page id, and its text begins with its title.
+"""
+
+from __future__ import annotations
+
+import bz2
+import functools
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Any, cast
+from xml.etree.ElementTree import Element, ParseError, XMLPullParser
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.markers import fingerprint
+from ingot.base.progress import Progress, say
+from ingot.base.storage import disk_errors, fsync_folder
+from ingot.config.sections.data import SourceSettings
+from ingot.data.documents.records import Bad, Item, checked
+from ingot.data.sources.source_file import SourceFile, cache_folder, recall, remember
+
+SERVER = "https://dumps.wikimedia.org"
+SERVER_VARIABLE = "WIKIPEDIA_DUMPS"
+"""Environment variable with the address of a mirror."""
+DOWNLOAD_CHUNK_BYTES = 1 << 20
+TIMEOUT_S = 60
+TRIES = 5
+
+
+def find_dump(source: SourceSettings, knob: str) -> SourceFile:
+    """The dump that `wikipedia:LANG[:DATE]` names; its path is where the download goes to.
+
+    Raises:
+        WrongInput: it is no language or date, or the server has no such dump.
+        Failed: the server cannot be reached, and never was for this source.
+    """
+    match = re.fullmatch(r"wikipedia:([a-z][a-z-]*)(?::(\d{8}|latest))?", source.source)
+    if not match:
+        raise WrongInput(
+            f"{knob} {source.source}: write it as wikipedia:LANG or wikipedia:LANG:YYYYMMDD, such"
+            " as wikipedia:en"
+        )
+    wiki, date = match[1].replace("-", "_") + "wiki", match[2] or "latest"
+    name = f"{wiki}-{date}-pages-articles-multistream.xml.bz2"
+    url = f"{os.environ.get(SERVER_VARIABLE) or SERVER}/{wiki}/{date}/{name}"
+    try:
+        stamp = _stamp(url, f"{knob} {source.source}")
+        remember(url, stamp)
+    except Failed:
+        stamp = recall(url)
+        if stamp is None:
+            raise
+        say(
+            f"warning: the dump server cannot be reached; {source.source} is taken to be as it was"
+            " when it last was"
+        )
+    path = cache_folder() / "wikipedia" / fingerprint(stamp) / name
+    return SourceFile(str(path), name, "wikipedia", {**stamp, "path": source.source})
+
+
+def _stamp(url: str, place: str) -> dict[str, Any]:
+    """Size and version of what lies at `url`."""
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT_S
+        ) as answer:
+            tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+            return {"url": url, "bytes": int(answer.headers.get("Content-Length") or 0), "tag": tag}
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            raise WrongInput(
+                f"{place}: {url} is not there; see {url.rsplit('/', 2)[0]}/ for the dates that are"
+            ) from error
+        raise Failed(
+            f"{place}: {url} answers {error.code} {error.reason}; try again later"
+        ) from error
+    except (OSError, HTTPException) as error:
+        raise Failed(
+            f"{place}: {url} cannot be reached ({error}); check the network, or give the path of a"
+            " dump at hand"
+        ) from error
+
+
+def fetch_dump(file: SourceFile) -> None:
+    """Download a dump to `file.path`, unless it is there; what an earlier try fetched is kept.
+
+    Raises:
+        Failed: the connection broke several times without anything gained, or the disk is full.
+    """
+    target, size = Path(file.path), file.bytes
+    if target.is_file() and target.stat().st_size == size:
+        return
+    partial = target.with_name(target.name + ".partial")
+    with disk_errors(target):
+        partial.parent.mkdir(parents=True, exist_ok=True)
+    have, tries = partial.stat().st_size if partial.exists() else 0, 0
+    with Progress(
+        f"fetch {file.name}", total=size // 10**6, unit="MB", done=have // 10**6
+    ) as progress:
+        while have < size:
+            before, broken = have, _fetch(file, partial, have, progress)
+            have = partial.stat().st_size if partial.exists() else 0
+            tries = 0 if have > before else tries + 1
+            if have < size and tries >= TRIES:
+                raise Failed(
+                    f"{file.stamp['url']} broke off at {have:,} of {size:,} bytes ({broken}); run"
+                    " the same command again to go on"
+                )
+    if have > size:
+        partial.unlink()
+        raise Failed(
+            f"{file.stamp['url']} changed while it was fetched; run the same command again"
+        )
+    with disk_errors(target):
+        os.replace(partial, target)
+        fsync_folder(target.parent)
+
+
+def _fetch(file: SourceFile, partial: Path, have: int, progress: Progress) -> str:
+    """Fetch from byte `have` on. Returns what broke it off, "" for nothing."""
+    headers = (
+        {"Range": f"bytes={have}-", "If-Range": file.stamp["tag"]}
+        if have and file.stamp["tag"]
+        else {}
+    )
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(file.stamp["url"], headers=headers), timeout=TIMEOUT_S
+        ) as answer:
+            goes_on = answer.status == 206
+            with disk_errors(partial), partial.open("ab" if goes_on else "wb") as stream:
+                have = have if goes_on else 0
+                while chunk := answer.read(DOWNLOAD_CHUNK_BYTES):
+                    stream.write(chunk)
+                    have += len(chunk)
+                    progress.update(have // 10**6)
+                stream.flush()
+                os.fsync(stream.fileno())
+        return "the connection ended"
+    except (OSError, HTTPException) as error:
+        return str(error)
+
+
+READ_CHUNK_BYTES = 1 << 16
+DROPPED_TAGS = frozenset({"ref", "table", "gallery", "math", "timeline", "score", "imagemap"})
+# File and Category; a wiki's own names for them stand in the dump's head.
+DROPPED_NAMESPACES = {"6": "file", "14": "category"}
+
+
+def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[Item | Bad]:
+    """The articles of an uncompressed dump, given in pieces of any size. Not `whole`: its end may
+    be missing.
+
+    Raises:
+        WrongInput: the package that reads wikitext is not installed.
+    """
+    plain, row = _plain_text(), 0
+    dropped = {"file", "image", "category"}
+    try:
+        for element in _elements(chunks, whole=whole):
+            if _tag(element) == "namespace":
+                if element.get("key") in DROPPED_NAMESPACES and element.text:
+                    dropped.add(element.text.casefold())
+                continue
+            row = int(_text(element, "id") or 0)
+            if _text(element, "ns") in ("", "0") and element.find("{*}redirect") is None:
+                yield _article(row, element, functools.partial(plain, dropped=dropped))
+    except (ParseError, ValueError) as error:
+        yield Bad(
+            row + 1,
+            "broken XML",
+            f"after page {row}: {str(error)[:120]}; the rest of the file is not read",
+        )
+
+
+def multistream(stream: IO[bytes], size: int) -> Iterator[bytes]:
+    """What `size` bytes of a multistream dump hold, from a beginning of one of its streams on,
+    after the dump's head.
+
+    Each stream of such a file holds some whole pages; the first one is the head, with the names of
+    namespaces.
+    """
+    begin = stream.tell()
+    if begin:
+        stream.seek(0)
+        yield _decompress_one(stream)
+        stream.seek(begin)
+    decompressor, pending = bz2.BZ2Decompressor(), b""
+    while chunk := pending or stream.read(min(READ_CHUNK_BYTES, size)):
+        size -= len(chunk) if not pending else 0
+        yield decompressor.decompress(chunk)
+        pending = decompressor.unused_data
+        if decompressor.eof:
+            decompressor = bz2.BZ2Decompressor()
+        elif size <= 0:
+            raise EOFError("the file ends within a stream")
+
+
+def _decompress_one(stream: IO[bytes]) -> bytes:
+    decompressor, found = bz2.BZ2Decompressor(), b""
+    while not decompressor.eof and (chunk := stream.read(READ_CHUNK_BYTES)):
+        found += decompressor.decompress(chunk)
+    return found
+
+
+def _elements(chunks: Iterable[bytes], *, whole: bool) -> Iterator[Element]:
+    """Every `namespace` and `page` of the dump, complete; none is kept."""
+    parser: XMLPullParser[Element] = XMLPullParser(("start", "end"))
+    parents = list[Element]()
+    for chunk in chunks:
+        parser.feed(chunk)
+        yield from _finished(parser, parents)
+    if whole:
+        parser.close()
+        yield from _finished(parser, parents)
+
+
+def _finished(parser: XMLPullParser[Element], parents: list[Element]) -> Iterator[Element]:
+    for event, element in cast("Iterator[tuple[str, Element]]", parser.read_events()):
+        if event == "start":
+            parents.append(element)
+            continue
+        parents.pop()
+        if _tag(element) in ("namespace", "page"):
+            yield element
+            if parents:
+                parents[-1].remove(element)
+
+
+def _article(row: int, page: Element, plain: Callable[[str], str]) -> Item | Bad:
+    title, wikitext = _text(page, "title"), _text(page, "revision/{*}text")
+    try:
+        text = plain(wikitext)
+    except (RecursionError, ValueError) as error:
+        return Bad(row, "broken wikitext", f"{title}: {str(error)[:80]}")
+    return checked(row, f"{title}\n\n{text}") if text else Bad(row, "empty text", title)
+
+
+def _text(element: Element, path: str) -> str:
+    return element.findtext("{*}" + path) or ""
+
+
+def _tag(element: Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _plain_text() -> Callable[..., str]:
+    """(wikitext, dropped namespaces) -> text without templates, tables, references, pictures and
+    marks.
+    """
+    try:
+        import mwparserfromhell
+        from mwparserfromhell import nodes
+    except ImportError as error:
+        raise WrongInput(
+            "a Wikipedia dump needs a package that is not installed; pip install 'ingot[wikipedia]'"
+        ) from error
+
+    def text_of(code: Any, dropped: set[str]) -> str:
+        return (
+            "".join(
+                [
+                    node.value if type(node) is nodes.Text else said(node, dropped)
+                    for node in code.nodes
+                ]
+            )
+            if code is not None
+            else ""
+        )
+
+    def said(node: Any, dropped: set[str]) -> str:
+        if isinstance(node, nodes.Wikilink):
+            # A page of these is linked, rather than shown or put into a category, with a colon
+            # before it.
+            if str(node.title).partition(":")[0].strip().casefold() in dropped:
+                return ""
+            return text_of(node.text if node.text is not None else node.title, dropped).lstrip(":")
+        if isinstance(node, nodes.Tag):
+            name = str(node.tag).strip().lower()
+            if name == "br":
+                return "\n"
+            return "" if name in DROPPED_TAGS else text_of(node.contents, dropped)
+        if isinstance(node, nodes.HTMLEntity):
+            return str(node.normalize())
+        if isinstance(node, nodes.Heading | nodes.ExternalLink):
+            return text_of(node.title, dropped)
+        return str(node) if isinstance(node, nodes.Text) else ""
+
+    def plain(wikitext: str, dropped: set[str]) -> str:
+        text = re.sub(r"__[A-Z]+__", "", text_of(mwparserfromhell.parse(wikitext), dropped))
+        return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]*\n[ \t]*", "\n", text)).strip()
+
+    return plain

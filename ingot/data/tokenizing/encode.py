@@ -1,0 +1,282 @@
+"""Documents to token records: the one pure function of `prepare`, the same wherever it runs.
+
+A record is the same row of every column of its kind of document. Texts: BOS where the tokenizer has
+one, the text, EOS. Chats: the chat as its template writes it, and a mask of the trained tokens.
+Preferences: two such chats, of which only the answers are trained. Pairs: source and target, each
+framed as the tokenizer frames a text. Labelled texts: the framed text, and the label. Existing
+Megatron columns: their ids as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ingot.base.errors import WrongInput
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
+from ingot.data.columns.column import Column, bin_path
+from ingot.data.columns.manifest import token_columns
+from ingot.data.documents.chats import from_messages
+from ingot.data.documents.kinds import from_labelled, from_pair
+from ingot.data.documents.messages import Message
+from ingot.data.documents.preferences import from_preference
+from ingot.data.raw.ranges import Range
+from ingot.data.splits import Shares, Split
+from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.tokenizer import Tokenizer
+
+# Named in the fingerprint of what was prepared; raise it when the same documents would give other
+# records.
+RECORDS: dict[Documents, str] = {
+    "text": "pretrain-1",
+    "chat": "sft-1",
+    "preference": "preference-1",
+    "pair": "pair-1",
+    "labelled": "labelled-1",
+}
+
+EncodeBatch = Callable[[Sequence[str]], tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]
+Ids = npt.NDArray[np.int32]
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records one after the other: the elements of each column, and how many each record has in it.
+
+    `bytes` is the size of the texts that are learnt to be written: of a chat what the assistant
+    says, of a preference the chosen answer, of a pair the target; of a labelled text the text.
+    """
+
+    columns: dict[str, npt.NDArray[Any]]
+    lengths: dict[str, Lengths]
+    bytes: int
+    digest: int
+    """Sum of the SHA-256 of the documents, so that the set of texts counts and not how they are cut
+    into batches.
+    """
+
+    def record(self, index: int) -> dict[str, npt.NDArray[Any]]:
+        ends = {name: int(lengths[: index + 1].sum()) for name, lengths in self.lengths.items()}
+        return {
+            name: column[ends[name] - int(self.lengths[name][index]) : ends[name]]
+            for name, column in self.columns.items()
+        }
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(self.columns[name]) for name in token_columns(list(self.columns)))
+
+
+def encode_records(
+    documents: Documents,
+    tokenizer: Tokenizer,
+    encode_batch: EncodeBatch,
+    texts: Sequence[str],
+    prefix: str = "",
+) -> Records:
+    """The records of some documents as `ingest` stores them.
+
+    Args:
+        encode_batch: gives the ids of texts, the same as the tokenizer's own.
+        prefix: stands before the source of every pair.
+
+    Raises:
+        WrongInput: the chat template refuses a chat.
+    """
+    data = [text.encode() for text in texts]
+    digest = sum(int.from_bytes(hashlib.sha256(document).digest()) for document in data)
+    made, size = _ENCODE[documents](tokenizer, encode_batch, texts, prefix)
+    names = COLUMNS[documents]
+    columns = dict(zip(names, (flat for flat, _ in made), strict=True))
+    return Records(
+        columns, dict(zip(names, (lengths for _, lengths in made), strict=True)), size, digest
+    )
+
+
+Made = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
+"""The columns with the lengths of their records, and the bytes of what is learnt."""
+
+
+def _texts(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
+    return [encode_documents(tokenizer, texts, encode_batch)], sum(
+        len(text.encode()) for text in texts
+    )
+
+
+def _chats(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
+    chats = [from_messages(text) for text in texts]
+    flat, mask, lengths = encode_chats(tokenizer, chats, encode_batch)
+    return [(flat, lengths), (mask, lengths)], sum(map(_spoken, chats))
+
+
+def _preferences(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
+    found = [from_preference(text) for text in texts]
+    # All sides at once: a text that stands in both, as the prompt does, is encoded once.
+    chats = [one.sides[side] for side in range(2) for one in found]
+    flat, mask, lengths = encode_chats(
+        tokenizer, chats, encode_batch, [len(one.prompt) for one in found] * 2
+    )
+    cut = int(lengths[: len(found)].sum())
+    chosen, rejected = lengths[: len(found)], lengths[len(found) :]
+    columns: list[tuple[npt.NDArray[Any], Lengths]] = [
+        (flat[:cut], chosen),
+        (mask[:cut], chosen),
+        (flat[cut:], rejected),
+        (mask[cut:], rejected),
+    ]
+    return columns, sum(_spoken(one.chosen) for one in found)
+
+
+def _pairs(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
+    pairs = [from_pair(text) for text in texts]
+    sides = [prefix + pair.source for pair in pairs], [pair.target for pair in pairs]
+    return [_framed(encode_batch, side, *tokenizer.frame) for side in sides], sum(
+        len(pair.target.encode()) for pair in pairs
+    )
+
+
+def _labelled(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> Made:
+    found = [from_labelled(text) for text in texts]
+    labels = np.array([one.label for one in found], np.int32), np.ones(len(found), np.int64)
+    return [_framed(encode_batch, [one.text for one in found], *tokenizer.frame), labels], sum(
+        len(one.text.encode()) for one in found
+    )
+
+
+_ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], Made]] = {
+    "text": _texts,
+    "chat": _chats,
+    "preference": _preferences,
+    "pair": _pairs,
+    "labelled": _labelled,
+}
+
+
+def _spoken(messages: Sequence[Message]) -> int:
+    """Bytes of what the assistant says."""
+    return sum(
+        len(message["content"].encode()) for message in messages if message["role"] == "assistant"
+    )
+
+
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None
+) -> tuple[Ids, Lengths]:
+    """`Tokenizer.encode_document` of each text: all ids one after the other, and how many each text
+    has.
+    """
+    return _framed(encode_batch or tokenizer.encode_batch, texts, tokenizer.before, tokenizer.after)
+
+
+def encode_framed(
+    tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None
+) -> tuple[Ids, Lengths]:
+    """`Tokenizer.encode_framed` of each text, in the same form."""
+    return _framed(encode_batch or tokenizer.encode_batch, texts, *tokenizer.frame)
+
+
+def _framed(
+    encode_batch: EncodeBatch, texts: Sequence[str], before: Sequence[int], after: Sequence[int]
+) -> tuple[Ids, Lengths]:
+    """Ids of each text with the same ones before and behind each."""
+    flat, offsets = encode_batch(texts)
+    lengths = np.diff(offsets) + (len(before) + len(after))
+    ends = np.cumsum(lengths)
+    framed = np.empty(len(flat) + len(texts) * (len(before) + len(after)), np.int32)
+    inner = np.ones(len(framed), np.bool_)
+    for position, tokens in ((ends - lengths, before), (ends - len(after), after)):
+        for shift, token in enumerate(tokens):
+            framed[position + shift] = token
+            inner[position + shift] = False
+    framed[inner] = flat
+    return framed, lengths
+
+
+def identity(documents: Documents, tokenizer: Tokenizer, prefix: str = "") -> dict[str, Any]:
+    """What decides about records beside the documents."""
+    about: dict[str, Any] = {"records": RECORDS[documents], "tokenizer": tokenizer.identity()}
+    if documents in ("pair", "labelled"):
+        about["frame"] = tokenizer.frame
+    return about | {"prefix": prefix} if documents == "pair" else about
+
+
+BATCH_TOKENS = 500_000
+
+
+def taken_records(
+    task: Range, shares: Shares, tokenizer: Tokenizer
+) -> Iterator[tuple[Split, Records]]:
+    """The documents of a range, about a megabyte at a time. Bytes are counted for held-out ones, by
+    decoding them.
+
+    Raises:
+        WrongInput: an id is not in the vocabulary, so that another tokenizer made these columns.
+    """
+    waiting: dict[Split, list[Ids]] = {}
+    tokens: Counter[Split] = Counter()
+    for doc_id, ids in _documents(task):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
+            raise WrongInput(
+                f"{bin_path(Path(task.path))}: document {doc_id} has the id {int(ids.max()):,}, the"
+                f" tokenizer only {tokenizer.vocab_size:,} ids; another one made these columns: set"
+                " tokenizer.source to it"
+            )
+        split = shares.split(task.split, doc_id)
+        if split is None:
+            continue
+        waiting.setdefault(split, []).append(ids)
+        tokens[split] += len(ids)
+        if tokens[split] >= BATCH_TOKENS:
+            yield split, _token_records(waiting.pop(split), split, tokenizer)
+            tokens[split] = 0
+    for split, batch in waiting.items():
+        yield split, _token_records(batch, split, tokenizer)
+
+
+def _documents(task: Range) -> Iterator[tuple[str, Ids]]:
+    """(doc_id, ids); a document is all sequences that Megatron's document index puts together."""
+    column, name = Column(Path(task.path)), Path(task.path).name
+    counts = column.document_lengths()
+    first = int(counts[: task.within].sum())
+    for number, count in enumerate(
+        counts[task.within : task.within + task.documents].tolist(), start=task.within + 1
+    ):
+        yield (
+            f"{name}:{number}",
+            column.slice(column.begin(first), column.begin(first + count)).astype(np.int32),
+        )
+        first += count
+
+
+def _token_records(documents: list[Ids], split: Split, tokenizer: Tokenizer) -> Records:
+    size = (
+        sum(len(tokenizer.decode(ids).encode()) for ids in documents)
+        if split == "validation"
+        else 0
+    )
+    digest = sum(int.from_bytes(hashlib.sha256(ids.tobytes()).digest()) for ids in documents)
+    return Records(
+        {"tokens": np.concatenate(documents)},
+        {"tokens": np.array([len(ids) for ids in documents], np.int64)},
+        size,
+        digest,
+    )

@@ -1,0 +1,304 @@
+"""The stage of `prepare` in which text becomes ids: one part of columns from each range of raw
+documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import entry_of, fingerprint, problems, read_marker, write_marker
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
+from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
+from ingot.data.columns.manifest import DIGESTS, Part, column_dtype
+from ingot.data.engines.engine import Advance
+from ingot.data.raw.ranges import Range, read_range
+from ingot.data.splits import Shares, Split, chosen
+from ingot.data.tokenizing.encode import Records, encode_records, identity, taken_records
+from ingot.tokenizers.encoders import REFERENCE, BatchEncoder, open_encoder
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+
+BATCH_CHARACTERS = 1_000_000
+DONE = "done"
+COMPARED = 1e-3
+"""The share of documents whose ids are compared with the reference's, whatever encodes them."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a range became: a part for each split that some of its documents belong to, and the
+    files that hold them.
+
+    `redone` names the first document for which the fast encoder's ids were not the reference's; the
+    whole part then is the reference's. `refused` counts chats that the template does not take,
+    `refusal` tells of the first of them.
+    """
+
+    range: Range
+    parts: dict[Split, Part]
+    files: list[dict[str, Any]]
+    redone: str | None = None
+    refused: int = 0
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Tokenise:
+    """The stage: from ranges to parts. Encodes with `encoder`, and compares one document in a
+    thousand with the reference.
+    """
+
+    raw: Path
+    columns: Path
+    tokenizer: Path
+    encoder: str
+    documents: Documents
+    prefix: str
+    """What stands before the source of every pair."""
+    shares: Shares
+    cleaned: Cleaned
+    skip_bad: bool
+    inputs: str
+    """Fingerprint of what decides about every part beside its range, `inputs_of`."""
+
+    def open(self) -> Callable[[Range, Advance], Made]:
+        tokenizer = load_tokenizer(self.tokenizer)
+        encoder = open_encoder(tokenizer, self.encoder)
+
+        def make(task: Range, advance: Advance) -> Made:
+            try:
+                return self._make(task, tokenizer, encoder, advance)
+            except _Differs as differs:
+                return self._make(
+                    task,
+                    tokenizer,
+                    open_encoder(tokenizer, REFERENCE),
+                    lambda _: None,
+                    redone=str(differs),
+                )
+
+        return make
+
+    def _make(
+        self,
+        task: Range,
+        tokenizer: Tokenizer,
+        encoder: BatchEncoder,
+        advance: Advance,
+        redone: str | None = None,
+    ) -> Made:
+        """Write the columns of one range.
+
+        Raises:
+            WrongInput: the raw part is damaged, or the chat template refuses a chat.
+            Failed: the disk is full.
+        """
+        outputs: dict[Split, _Output] = {}
+        refused: list[str] = []
+        with contextlib.ExitStack() as stack:
+            for split, records in self._records(task, tokenizer, encoder, advance, refused):
+                if split not in outputs:
+                    outputs[split] = stack.enter_context(
+                        _Output(
+                            self.columns, split, task.number, self.documents, tokenizer.vocab_size
+                        )
+                    )
+                outputs[split].append(records)
+        parts = {split: output.part() for split, output in outputs.items()}
+        names = [
+            path.name
+            for output in outputs.values()
+            for prefix in output.prefixes
+            for path in (bin_path(prefix), idx_path(prefix))
+        ]
+        made = Made(task, parts, [], redone, len(refused), refused[0] if refused else None)
+        payload = {
+            "inputs": fingerprint([asdict(task), self.inputs]),
+            "parts": {split: asdict(part) for split, part in parts.items()},
+            "redone": made.redone,
+            "refused": made.refused,
+            "refusal": made.refusal,
+        }
+        marker = write_marker(
+            self.columns,
+            f"{DONE}/{task.name}.json",
+            payload,
+            [entry_of(self.columns, name) for name in names],
+        )
+        return replace(made, files=marker["files"])
+
+    def _records(
+        self,
+        task: Range,
+        tokenizer: Tokenizer,
+        encoder: BatchEncoder,
+        advance: Advance,
+        refused: list[str],
+    ) -> Iterator[tuple[Split, Records]]:
+        """The records of a range by split. Chats that the template refuses are left out and added
+        to `refused`, if they may be.
+        """
+        if task.kind == "tokens":
+            for split, records in taken_records(task, self.shares, tokenizer):
+                yield split, records
+                advance(records.tokens)
+            return
+        for split, doc_ids, texts in self._batches(task):
+            try:
+                records = self._encode(tokenizer, encoder, texts)
+            except WrongInput:
+                if not self.skip_bad:
+                    raise
+                doc_ids, texts = self._accepted(tokenizer, doc_ids, texts, refused)
+                if not texts:
+                    continue
+                records = self._encode(tokenizer, encoder, texts)
+            if encoder.name != REFERENCE:
+                self._compare(tokenizer, doc_ids, texts, records)
+            yield split, records
+            advance(sum(map(len, texts)))
+
+    def _encode(self, tokenizer: Tokenizer, encoder: BatchEncoder, texts: Sequence[str]) -> Records:
+        return encode_records(self.documents, tokenizer, encoder.encode_batch, texts, self.prefix)
+
+    def _batches(self, task: Range) -> Iterator[tuple[Split, list[str], list[str]]]:
+        """(split, doc_ids, texts) of a range, in order within each split, about a megabyte at a
+        time.
+        """
+        waiting: dict[Split, tuple[list[str], list[str]]] = {}
+        sizes: dict[Split, int] = {}
+        for table in self.cleaned.tables(task, read_range(self.raw, task)):
+            for doc_id, text in zip(
+                table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True
+            ):
+                split = self.shares.split(task.split, doc_id)
+                if split is None:
+                    continue
+                doc_ids, texts = waiting.setdefault(split, ([], []))
+                doc_ids.append(doc_id)
+                texts.append(text)
+                sizes[split] = sizes.get(split, 0) + len(text)
+                if sizes[split] >= BATCH_CHARACTERS:
+                    yield split, *waiting.pop(split)
+                    sizes[split] = 0
+        for split, (doc_ids, texts) in waiting.items():
+            yield split, doc_ids, texts
+
+    def _accepted(
+        self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], refused: list[str]
+    ) -> tuple[list[str], list[str]]:
+        kept_ids, kept, reference = list[str](), list[str](), open_encoder(tokenizer, REFERENCE)
+        for doc_id, text in zip(doc_ids, texts, strict=True):
+            try:
+                self._encode(tokenizer, reference, [text])
+            except WrongInput as error:
+                refused.append(f"{doc_id}: {error}")
+                continue
+            kept_ids.append(doc_id)
+            kept.append(text)
+        return kept_ids, kept
+
+    def _compare(
+        self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], records: Records
+    ) -> None:
+        reference = open_encoder(tokenizer, REFERENCE)
+        for index, doc_id in enumerate(doc_ids):
+            if not chosen(doc_id, "reference", COMPARED):
+                continue
+            wanted, found = (
+                self._encode(tokenizer, reference, [texts[index]]),
+                records.record(index),
+            )
+            if any(
+                not np.array_equal(found[name], column) for name, column in wanted.columns.items()
+            ):
+                raise _Differs(doc_id)
+
+
+class _Differs(Exception):
+    """The fast encoder's ids of a document are not the reference's."""
+
+
+def inputs_of(
+    documents: Documents, prefix: str, tokenizer: Tokenizer, shares: Shares, cleaned: Cleaned
+) -> str:
+    """What decides about every part beside its range."""
+    return fingerprint(
+        {**identity(documents, tokenizer, prefix), **asdict(shares), "cleaned": cleaned.identity}
+    )
+
+
+def finished(columns: Path, task: Range, inputs: str) -> Made | None:
+    """What an earlier run made of this range from the same inputs; None when it has to be made."""
+    marker = read_marker(columns, f"{DONE}/{task.name}.json")
+    if (
+        marker is None
+        or marker.get("inputs") != fingerprint([asdict(task), inputs])
+        or problems(columns, marker, checksums=False)
+    ):
+        return None
+    return Made(
+        task,
+        {split: Part(**part) for split, part in marker["parts"].items()},
+        marker["files"],
+        marker["redone"],
+        marker["refused"],
+        marker["refusal"],
+    )
+
+
+class _Output:
+    """The columns of one split that are being written, and what is counted beside them."""
+
+    def __init__(
+        self, folder: Path, split: Split, number: int, documents: Documents, vocab_size: int
+    ) -> None:
+        self.prefixes = [
+            column_prefix(folder, split, column, number) for column in COLUMNS[documents]
+        ]
+        self._number = number
+        self._writers = {
+            column: ColumnWriter(prefix, column_dtype(column, vocab_size))
+            for column, prefix in zip(COLUMNS[documents], self.prefixes, strict=True)
+        }
+        self._stack = contextlib.ExitStack()
+        self._tokens = self._bytes = self._digest = 0
+
+    def __enter__(self) -> _Output:
+        for writer in self._writers.values():
+            self._stack.enter_context(writer)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def append(self, records: Records) -> None:
+        for column, flat in records.columns.items():
+            self._writers[column].append(flat, records.lengths[column])
+        self._tokens += records.tokens
+        self._bytes += records.bytes
+        self._digest += records.digest
+
+    def part(self) -> Part:
+        first, sizes = (
+            next(iter(self._writers.values())),
+            {name: writer.elements for name, writer in self._writers.items()},
+        )
+        own = sizes if set(sizes.values()) != {self._tokens} else {}
+        return Part(
+            self._number,
+            first.records,
+            self._tokens,
+            self._bytes,
+            f"{self._digest % DIGESTS:064x}",
+            own,
+        )

@@ -1,0 +1,135 @@
+"""The tokenizer of a run in `data/tokenizer/`: learnt from the training documents, or taken from
+where the recipe says.
+
+A sub-stage of `prepare` with a record of its own: a vocabulary is learnt again only when what it is
+learnt from changed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import entry_of, fingerprint, problems, read_marker, write_marker
+from ingot.base.progress import Progress, say
+from ingot.base.storage import atomic_folder
+from ingot.config.recipe import Recipe
+from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.documents import sample
+from ingot.data.documents.kinds import plain_text
+from ingot.data.raw.store import Raw
+from ingot.data.splits import Shares
+from ingot.tokenizers.bpe import TRAINER, train_bpe
+from ingot.tokenizers.chat_templates import find_template, required_tokens, with_template
+from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+
+MARKER = "prepared.json"
+
+
+def provide_tokenizer(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
+    """Make `data/tokenizer/` the tokenizer of the recipe, if it is not yet.
+
+    Raises:
+        WrongInput: the recipe's tokenizer cannot be read, or there is not one document to learn
+            from.
+        Failed: it cannot be fetched.
+    """
+    folder = recipe.folder.tokenizer
+    _sweep(folder)
+    if not recipe.trains_tokenizer:
+        tokenizer = _with_template(recipe, load_tokenizer(resolve_tokenizer(recipe)))
+        inputs = tokenizer.files_identity
+        if not _is_current(folder, inputs):
+            _save(folder, tokenizer, inputs)
+        return tokenizer
+    inputs = fingerprint(_inputs(recipe, raw, cleaned))
+    if not _is_current(folder, inputs):
+        _save(folder, _with_template(recipe, _learn(recipe, raw, cleaned)), inputs)
+    return load_tokenizer(folder)
+
+
+def _with_template(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
+    return (
+        tokenizer
+        if recipe.tokenizer.template is None
+        else with_template(tokenizer, find_template(recipe.tokenizer.template))
+    )
+
+
+def _inputs(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> dict[str, Any]:
+    """Everything that decides about a learnt vocabulary."""
+    shares = Shares.of(recipe.data)
+    return {
+        "trainer": TRAINER,
+        "library": tokenizers.__version__,
+        "vocab_size": recipe.tokenizer.vocab_size,
+        "sample_bytes": recipe.tokenizer.sample_bytes,
+        "validation": shares.validation,
+        "fraction": shares.fraction,
+        "cleaned": cleaned.identity,
+        "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
+        "parts": [part.sha256 for source in raw.splits["train"] for part in source.parts],
+    }
+
+
+def _learn(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
+    size = min(recipe.tokenizer.sample_bytes, sum(source.bytes for source in raw.splits["train"]))
+    say(f"learning a vocabulary of {recipe.tokenizer.vocab_size:,} from {size / 1e6:,.1f} MB")
+    with Progress("sample", total=-(-size // 10**6), unit="MB") as progress:
+        tokenizer = train_bpe(
+            _shown(_texts(recipe, raw, cleaned), progress),
+            recipe.tokenizer.vocab_size,
+            required_tokens(recipe.tokenizer.template),
+        )
+    if tokenizer.vocab_size < recipe.tokenizer.vocab_size:
+        say(
+            f"the vocabulary has only {tokenizer.vocab_size:,} tokens: no further pair of tokens"
+            " occurs twice"
+        )
+    return tokenizer
+
+
+def _texts(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Iterator[str]:
+    for document in sample(raw, cleaned, Shares.of(recipe.data), recipe.tokenizer.sample_bytes):
+        yield plain_text(recipe.documents, document.text)
+
+
+def _shown(texts: Iterator[str], progress: Progress) -> Iterator[str]:
+    done = 0
+    for text in texts:
+        done += len(text.encode())
+        progress.update(done // 10**6)
+        yield text
+    if not done:
+        raise WrongInput(
+            "there is no training document to learn a vocabulary from; raise data.fraction or"
+            " tokenizer.sample_bytes"
+        )
+
+
+def _is_current(folder: Path, inputs: str) -> bool:
+    marker = read_marker(folder, MARKER)
+    return (
+        marker is not None
+        and marker.get("inputs") == inputs
+        and not problems(folder, marker, checksums=True)
+    )
+
+
+def _save(folder: Path, tokenizer: Tokenizer, inputs: str) -> None:
+    with atomic_folder(folder) as partial:
+        tokenizer.save(partial)
+        entries = [entry_of(partial, name) for name in sorted(tokenizer.files)]
+        write_marker(partial, MARKER, {"inputs": inputs, "identity": tokenizer.identity()}, entries)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed run left half-written beside the folder."""
+    for leftover in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(leftover, ignore_errors=True)

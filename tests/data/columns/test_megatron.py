@@ -1,0 +1,204 @@
+"""megatron-core's own reader opens what is written here, and what its builder writes is read
+here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingot.base.errors import WrongInput
+from ingot.base.progress import Progress
+from ingot.data.batches.rows import IGNORE, open_rows
+from ingot.data.columns.column import (
+    Column,
+    ColumnWriter,
+    bin_path,
+    column_prefix,
+    idx_path,
+    token_dtype,
+)
+from ingot.data.columns.manifest import read_prepared
+from ingot.data.engines.local import LocalEngine
+from ingot.data.packing.tables import pack
+from ingot.models.native.attention import document_mask
+from tests.data.batches.test_rows import write
+from tests.lazy import lazy, require
+
+require(
+    "megatron.core",
+    reason="megatron-core is not installed; pip install 'ingot[dev]'",
+)
+indexed = lazy("megatron.core.datasets.indexed_dataset")
+RECORDS = st.lists(st.lists(st.integers(0, 65_499), max_size=20), max_size=20).filter(any)
+
+
+def build(
+    prefix: Path,
+    documents: list[list[list[int]]],
+    dtype: type[np.number],
+    *,
+    multimodal: bool = False,
+) -> Path:
+    """Documents of sequences of tokens, as megatron-core writes them."""
+    builder = indexed.IndexedDatasetBuilder(
+        str(bin_path(prefix)), dtype=dtype, multimodal=multimodal
+    )
+    for document in documents:
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(str(idx_path(prefix)))
+    return prefix
+
+
+@settings(max_examples=40)
+@given(records=RECORDS, vocab_size=st.sampled_from([65_499, 65_500, 128_256]))
+def test_theirs_opens_ours(
+    tmp_path_factory: pytest.TempPathFactory, records: list[list[int]], vocab_size: int
+) -> None:
+    prefix = tmp_path_factory.mktemp("ours") / "train.tokens-00000"
+    records = [[min(token, vocab_size - 1) for token in record] for record in records]
+    with ColumnWriter(prefix, token_dtype(vocab_size)) as writer:
+        for record in records:
+            writer.append(np.array(record, np.int32), np.array([len(record)]))
+    theirs = indexed.IndexedDataset(str(prefix))
+    assert len(theirs) == len(records)
+    assert theirs.index.dtype == indexed.DType.optimal_dtype(vocab_size)
+    assert [theirs[record].tolist() for record in range(len(theirs))] == records
+    assert theirs.document_indices.tolist() == list(range(len(records) + 1))
+    assert (
+        idx_path(
+            build(
+                prefix.with_name("same"),
+                [[record] for record in records],
+                indexed.DType.optimal_dtype(vocab_size),
+            )
+        ).read_bytes()
+        == idx_path(prefix).read_bytes()
+    )
+
+
+def test_theirs_opens_every_column(tmp_path: Path) -> None:
+    """Tokens, masks and tables of rows alike."""
+    documents, masks = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[0, 1, 1], [0, 1], [0, 0, 0, 1]]
+    folder = write(tmp_path, [[documents[:2], documents[2:]]], masks=[[masks[:2], masks[2:]]])
+    pack(
+        folder,
+        read_prepared(folder),
+        8,
+        "best_fit",
+        LocalEngine(1),
+        Progress("pack", None, "MB", quiet=True),
+    )
+    for column in ("tokens", "mask", "rows-best_fit-8"):
+        for number in (0, 1):
+            prefix = column_prefix(folder, "train", column, number)
+            ours, theirs = Column(prefix), indexed.IndexedDataset(str(prefix))
+            assert (len(ours), ours.dtype) == (len(theirs), np.dtype(theirs.index.dtype))
+            assert all(np.array_equal(ours[record], theirs[record]) for record in range(len(ours)))
+    assert Column(column_prefix(folder, "train", "mask", 0)).dtype == np.uint8
+
+
+@settings(max_examples=40)
+@given(
+    documents=st.lists(
+        st.lists(st.lists(st.integers(0, 60_000), max_size=9), max_size=4), min_size=1, max_size=9
+    ).filter(lambda value: any(map(any, value))),
+    dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
+)
+def test_ours_opens_theirs(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[list[int]]],
+    dtype: type[np.number],
+) -> None:
+    """Several sequences a document too: a record is a sequence, as it is for megatron-core's own
+    data sets.
+    """
+    column = Column(build(tmp_path_factory.mktemp("theirs") / "x", documents, dtype))
+    column.prove()
+    sequences = [sequence for document in documents for sequence in document]
+    assert column.dtype == dtype
+    assert [column[record].tolist() for record in range(len(column))] == sequences
+    assert column.document_lengths().tolist() == [len(document) for document in documents]
+    assert column.slice(0, column.elements).tolist() == [
+        token for sequence in sequences for token in sequence
+    ]
+
+
+def test_rows_are_those_of_theirs(tmp_path: Path) -> None:
+    """Documents in the order that its data set shuffled them into: token by token the same rows,
+    labels, losses and positions.
+    """
+    gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    split = pytest.importorskip("megatron.core.datasets.utils").Split.train
+    random, end, length = np.random.default_rng(0), 0, 32
+    documents = [
+        [*random.integers(1, 99, size).tolist(), end] for size in random.integers(1, 90, 60)
+    ]
+    prefix = build(tmp_path / "theirs", [[document] for document in documents], np.uint16)
+    tokenizer = SimpleNamespace(
+        eod=end, pad=-1, vocab_size=100, unique_identifiers={}, special_tokens_dict={}
+    )
+    config = gpt.GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=length,
+        tokenizer=tokenizer,
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=True,
+        create_attention_mask=True,
+        path_to_cache=str(tmp_path / "cache"),
+    )
+    column = gpt.GPTDataset.build_low_level_dataset(str(prefix), config)
+    theirs = gpt.GPTDataset(
+        column, str(prefix), np.arange(len(column), dtype=np.int32), None, split, config
+    )
+    order = theirs.document_index.tolist()
+    assert order != sorted(order)
+    rows = open_rows(
+        write(tmp_path / "ours", [[[documents[number] for number in order]]]),
+        "train",
+        length,
+        pad_last=False,
+    )
+    assert len(theirs) == len(rows)
+    for place in range(len(theirs)):
+        sample, row = theirs[place], rows.row(int(theirs.shuffle_index[place]))
+        assert sample["tokens"].tolist() == row.tokens.tolist()
+        assert (
+            torch.where(sample["loss_mask"] > 0, sample["labels"], IGNORE).tolist()
+            == row.labels.tolist()
+        )
+        assert sample["position_ids"].tolist() == row.positions.tolist()
+        assert torch.equal(
+            ~sample["attention_mask"][0], document_mask(torch.from_numpy(row.segments)[None])[0, 0]
+        )
+
+
+def test_images_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"x\.idx has a mode for each sequence \(Megatron's multimodal layout\), which cannot be"
+            r" read; use text columns"
+        ),
+    ):
+        Column(build(tmp_path / "x", [[[1, 2], [3]]], np.int32, multimodal=True))
+
+
+def test_documents_that_were_not_ended_are_refused(tmp_path: Path) -> None:
+    """megatron-core asserts the same."""
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.int32)
+    builder.add_item(torch.tensor([1, 2]))
+    builder.finalize(str(tmp_path / "x.idx"))
+    with pytest.raises(WrongInput, match=r"x\.idx contradicts itself"):
+        Column(tmp_path / "x")
+    with pytest.raises(AssertionError):
+        indexed.IndexedDataset(str(tmp_path / "x"))

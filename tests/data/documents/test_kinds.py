@@ -1,0 +1,195 @@
+"""Pairs and labelled texts: what comes in, and what is bad about the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.base.errors import WrongInput
+from ingot.data.cleaning.documents import read_documents
+from ingot.data.documents.kinds import (
+    Labelled,
+    Pair,
+    from_labelled,
+    from_pair,
+    plain_text,
+    said,
+    to_labelled,
+    to_pair,
+    with_said,
+)
+from ingot.data.documents.records import Bad, Item
+from ingot.data.ingest import ingest
+from ingot.data.splits import Shares, chosen
+from tests.data.small import recipe, sentences, write_jsonl
+
+LABELS = ["negative", "positive"]
+
+
+def label(value: Any, labels: list[str] = LABELS) -> int | str:
+    """The number of a label, or why it has none."""
+    found = to_labelled(1, {"text": "x", "label": value}, {}, labels)
+    return (
+        f"{found.reason} ({found.detail})"
+        if isinstance(found, Bad)
+        else from_labelled(found.text).label
+    )
+
+
+def test_pairs() -> None:
+    assert to_pair(1, {"source": "a", "target": "b", "x": 1}, {}) == Item(
+        1, '{"source":"a","target":"b"}'
+    )
+    assert to_pair(1, {"body": "ä", "line": "b"}, {"source": "body", "target": "line"}) == Item(
+        1, '{"source":"ä","target":"b"}'
+    )
+    with pytest.raises(
+        WrongInput,
+        match=(
+            "renames text, which a pair does not have; write USUAL: YOURS, where USUAL is one of"
+            " source, target"
+        ),
+    ):
+        to_pair(1, {}, {"text": "x"})
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"source": "a", "target": " "}, "empty `target`"),
+        ({"source": "", "target": "b"}, "empty `source`"),
+        ({"source": None, "target": "b"}, "null `source`"),
+        ({"source": ["a"], "target": "b"}, "`source` is not text"),
+        ({"source": "a"}, "no `target`"),
+        ({"source": "\ud800", "target": "b"}, "invalid UTF-8"),
+    ],
+)
+def test_bad_pairs(record: dict[str, Any], reason: str) -> None:
+    found = to_pair(3, record, {})
+    assert isinstance(found, Bad)
+    assert (found.row, found.reason) == (3, reason)
+    assert found.keys == (("source",) if reason == "no `target`" else ())
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [("negative", 0), ("positive", 1), (0, 0), (1, 1), ("0", 0), ("1", 1)]
+)
+def test_labels_by_name_or_number(value: Any, number: int) -> None:
+    assert label(value) == number
+
+
+@pytest.mark.parametrize(
+    "value", [2, -1, "2", "-1", "Positive", " positive", "1.0", 1.0, True, "", "²", "9" * 5000, [1]]
+)
+def test_labels_outside(value: Any) -> None:
+    told = str(label(value))
+    assert told.startswith("label outside objective.labels (`label` is ")
+    assert str(value)[:40] in told
+    assert "the labels are negative, positive" in told
+
+
+def test_null_and_missing_labels() -> None:
+    assert label(None) == "null `label` ()"
+    missing = to_labelled(1, {"text": "x", "y": 1}, {}, LABELS)
+    assert isinstance(missing, Bad)
+    assert (missing.reason, missing.keys) == ("no `label`", ("text", "y"))
+
+
+def test_a_number_that_is_a_name_is_a_name() -> None:
+    """Stars from 1 to 3 are not shifted by one, whether the file has numbers or texts."""
+    stars = ["1", "2", "3"]
+    assert [label(value, stars) for value in (1, "1", 3, "3")] == [0, 0, 2, 2]
+    assert label(0, stars) == 0, "no name, but a number in range"
+
+
+def test_other_columns() -> None:
+    found = to_labelled(
+        1, {"sentence": "x", "class": "positive"}, {"text": "sentence", "label": "class"}, LABELS
+    )
+    assert found == Item(1, '{"text":"x","label":1}')
+    assert isinstance(to_labelled(1, {"text": "", "label": 0}, {}, LABELS), Bad)
+
+
+def test_what_is_said_and_changing_it() -> None:
+    assert said("pair", '{"source":"a","target":"b"}') == ["a", "b"]
+    assert plain_text("labelled", '{"text":"a","label":1}') == "a"
+    assert from_pair(
+        with_said("pair", '{"source":"a","target":"b"}', lambda texts: [text * 2 for text in texts])
+    ) == Pair("aa", "bb")
+    assert from_labelled(
+        with_said("labelled", '{"text":"a","label":1}', lambda texts: ["c"])
+    ) == Labelled("c", 1)
+    assert with_said("text", "a", lambda texts: ["c"]) == "c"
+    for read in (from_pair, from_labelled):
+        for stored in ("", "x", "[]", "{}", '{"messages":[]}'):
+            with pytest.raises(
+                WrongInput, match=r"as `ingot ingest` stores it; run `ingot ingest` again"
+            ):
+                read(stored)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["source", "target", "text", "label"]),
+        st.none() | st.text(max_size=3) | st.integers() | st.floats(),
+        max_size=4,
+    )
+)
+def test_any_record_is_taken_or_bad(record: dict[str, Any]) -> None:
+    for found in (to_pair(1, record, {}), to_labelled(1, record, {}, LABELS)):
+        assert isinstance(found, Bad) or json.loads(found.text)
+
+
+def test_shares_are_kept_and_nest() -> None:
+    ids = [f"a.jsonl:{row}" for row in range(20_000)]
+    tenth = {doc_id for doc_id in ids if chosen(doc_id, "validation", 0.1)}
+    half = {doc_id for doc_id in ids if chosen(doc_id, "validation", 0.5)}
+    assert abs(len(tenth) - 2000) < 200
+    assert tenth < half, "a larger share keeps what a smaller one had"
+    other = {doc_id for doc_id in ids if chosen(doc_id, "fraction", 0.1)}
+    assert abs(len(tenth & other) - 200) < 70, "the choices are independent of each other"
+
+
+def test_chosen_is_never_changed() -> None:
+    """Held-out documents must stay held out in every later version."""
+    assert [row for row in range(60) if chosen(f"a.jsonl:{row}", "validation", 0.1)] == [
+        7,
+        8,
+        39,
+        48,
+        53,
+        56,
+        57,
+    ]
+
+
+def test_all_or_nothing() -> None:
+    shares = Shares(None, 1.0)
+    assert {shares.split("train", str(row)) for row in range(100)} == {"train"}
+    assert {Shares(0.5, 1e-9).split("validation", str(row)) for row in range(100)} == {"validation"}
+    assert {Shares(None, 1e-12).split("train", str(row)) for row in range(100)} == {None}
+
+
+def test_documents_of_each_split(tmp_path: Path) -> None:
+    small = recipe(tmp_path, write_jsonl(tmp_path / "a.jsonl", sentences(100)), data__fraction=0.5)
+    ingest(small)
+    train, held = (list(read_documents(small, split)) for split in ("train", "validation"))
+    assert not {document.doc_id for document in train} & {document.doc_id for document in held}
+    assert (10 < len(held) < 32, 25 < len(train) < 55) == (True, True)
+    rows = [int(document.doc_id.rpartition(":")[2]) for document in train]
+    assert rows == sorted(rows)
+    assert all(
+        document.text == sentences(1, row - 1)[0] for row, document in zip(rows, train, strict=True)
+    )
+
+
+def test_before_ingest(tmp_path: Path) -> None:
+    with pytest.raises(
+        WrongInput, match="no ingested documents; run `ingot ingest` with this recipe first"
+    ):
+        list(read_documents(recipe(tmp_path, "a.jsonl"), "train"))

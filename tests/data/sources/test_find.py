@@ -1,0 +1,175 @@
+"""Which files a source means, what they are called, how their format is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.config.sections.data import SourceSettings
+from ingot.data.sources.find import find_source, source_files, source_stamps
+from ingot.data.sources.local_files import STDLIB
+from tests.data.small import recipe
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    for name in (
+        "b.jsonl",
+        "a.jsonl.gz",
+        "deep/c.txt",
+        "deep/d.CSV",
+        "deep/e.tsv.zst",
+        "f.json",
+        "g.parquet",
+        "h.ndjson",
+        ".hidden.txt",
+        ".git/x.txt",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    return folder
+
+
+def names(source: str, **knobs: str) -> list[str]:
+    return [file.name for file in find_source(SourceSettings(source=source, **knobs))]
+
+
+def test_a_folder_is_walked_in_order_without_hidden_files(corpus: Path) -> None:
+    files = find_source(SourceSettings(source=str(corpus)))
+    assert [(file.name, file.format) for file in files] == [
+        ("a.jsonl.gz", "jsonl"),
+        ("b.jsonl", "jsonl"),
+        ("deep/c.txt", "text"),
+        ("deep/d.CSV", "csv"),
+        ("deep/e.tsv.zst", "tsv"),
+        ("f.json", "json"),
+        ("g.parquet", "parquet"),
+        ("h.ndjson", "jsonl"),
+    ]
+
+
+def test_a_file_has_the_same_name_however_it_is_found(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert names(str(corpus / "b.jsonl")) == names(str(corpus / "b*")) == ["b.jsonl"]
+    assert names(str(corpus / "deep")) == ["c.txt", "d.CSV", "e.tsv.zst"]
+    assert (
+        names(str(corpus / "*" / "c.txt")) == names(str(corpus / "**" / "c.txt")) == ["deep/c.txt"]
+    )
+    monkeypatch.chdir(corpus)
+    assert (
+        names("b.jsonl")
+        == names("./b.jsonl")
+        == names("b*.jsonl")
+        == names(f"file://{corpus}/b.jsonl")
+        == ["b.jsonl"]
+    )
+    assert (
+        names("deep/")
+        == names("./deep")
+        == names("../corpus/deep/*")
+        == ["c.txt", "d.CSV", "e.tsv.zst"]
+    )
+
+
+def test_a_given_format_wins(corpus: Path) -> None:
+    assert {
+        file.format for file in find_source(SourceSettings(source=str(corpus), format="text"))
+    } == {"text"}
+
+
+def test_object_storage() -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe({"/bucket/data/a.jsonl": b"x", "/bucket/data/deep/b.jsonl": b"xy"})
+    try:
+        assert names("memory://bucket/data") == ["a.jsonl", "deep/b.jsonl"]
+        assert (
+            names("memory://bucket/data/a.jsonl")
+            == names("memory://bucket/data/*.jsonl")
+            == ["a.jsonl"]
+        )
+        assert [
+            file.bytes for file in find_source(SourceSettings(source="memory://bucket/data"))
+        ] == [1, 2]
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
+def test_equal_names_in_two_sources_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("one", "two", "three"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text("x")
+    found = source_files(
+        recipe(
+            tmp_path,
+            tmp_path / "one",
+            tmp_path / "two",
+            data__validation=[{"source": str(tmp_path / "three")}],
+        )
+    )
+    assert [file.name for sources in found.values() for files in sources for file in files] == [
+        "a.txt",
+        "train1/a.txt",
+        "validation0/a.txt",
+    ]
+
+
+def test_the_standard_library() -> None:
+    files = find_source(SourceSettings(source=STDLIB))
+    found = [file.name for file in files]
+    assert found == sorted(found)
+    assert "stdlib/json/decoder.py" in found
+    assert all(
+        name.startswith("stdlib/") and name.endswith(".py") and "site-packages" not in name
+        for name in found
+    )
+    assert len(found) > 300
+    assert all("mtime_ns" not in file.stamp for file in files), (
+        "another installation of the same interpreter is the same source"
+    )
+
+
+def test_stamps_tell_a_change(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    small = recipe(tmp_path, tmp_path / "a.txt")
+    before = source_stamps(small)
+    assert source_stamps(small) == before
+    os.utime(tmp_path / "a.txt", ns=(1, 1))
+    assert source_stamps(small) != before
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "nowhere/*.jsonl",
+            (
+                r"data.train\[0\].source nowhere/\*.jsonl: no such file; check the path \(relative"
+                r" ones start at"
+            ),
+        ),
+        (
+            "parquet:x",
+            (
+                "parquet:x is no source that this version reads; give a path, a folder, a glob,"
+                " hf:, wikipedia:, bigquery:, megatron: or builtin:stdlib"
+            ),
+        ),
+        ("builtin:nothing", "builtin:nothing is no source"),
+        ("memory://nowhere/x", "no such file"),
+    ],
+)
+def test_nothing_there(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(WrongInput, match=message):
+        source_files(recipe(tmp_path, source))
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WrongInput, match="no such file"):
+        source_files(recipe(tmp_path, tmp_path / "empty"))

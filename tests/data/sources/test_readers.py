@@ -1,0 +1,310 @@
+"""Every format gives the same texts; whatever is wrong with a record is named and the next one is
+still read.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingot.base.errors import WrongInput
+from ingot.data.documents import records as items_module
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Bad, Item
+from ingot.data.sources import readers as json_texts
+from ingot.data.sources.readers import read_items
+from ingot.data.sources.source_file import Format
+
+TEXTS = ["one", 'two "quoted", with\nlines\tand tabs', "金 🔥", " spaces kept "]
+
+
+def read(data: bytes, kind: Format, column: str = "text", path: str = "file") -> list[Item | Bad]:
+    return list(read_items(io.BytesIO(data), path, kind, Wanted(column)))
+
+
+def texts(items: list[Item | Bad]) -> list[str]:
+    return [item.text for item in items if isinstance(item, Item)]
+
+
+def bad(items: list[Item | Bad]) -> list[tuple[int, str]]:
+    return [(item.row, item.reason) for item in items if isinstance(item, Bad)]
+
+
+def jsonl(*values: Any) -> bytes:
+    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values).encode()
+
+
+def parquet(values: Any, kind: pa.DataType | None = None, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(
+        pa.table({"id": pa.array(range(len(values))), "text": pa.array(values, kind)}),
+        stream,
+        **options,
+    )
+    return stream.getvalue()
+
+
+LINES = jsonl(*({"id": number, "text": text} for number, text in enumerate(TEXTS)))
+LIST = json.dumps([{"text": text} for text in TEXTS], indent=1).encode()
+CSV = (
+    b'id,text\n0,one\n1,"two ""quoted"", with\nlines\tand tabs"\n2,'
+    + "金 🔥".encode()
+    + b"\n3, spaces kept \n"
+)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (LINES, "jsonl"),
+        (LINES[:-1], "jsonl"),
+        (b"\xef\xbb\xbf" + LINES, "jsonl"),
+        (LINES.replace(b"\n", b"\r\n"), "jsonl"),
+        (b"\n\n" + LINES, "jsonl"),
+        (LIST, "json"),
+        (LINES, "json"),
+        (b"\xef\xbb\xbf" + LIST, "json"),
+        (CSV, "csv"),
+        (b"\xef\xbb\xbf" + CSV, "csv"),
+        (parquet(TEXTS), "parquet"),
+        (parquet(TEXTS, pa.large_string()), "parquet"),
+        (parquet(TEXTS, pa.binary()), "parquet"),
+        (
+            parquet(pa.array(TEXTS * 2).dictionary_encode())[:0]
+            or parquet(TEXTS, pa.dictionary(pa.int32(), pa.string())),
+            "parquet",
+        ),
+        (parquet(TEXTS, row_group_size=2), "parquet"),
+    ],
+)
+def test_all_formats_give_the_same_texts(data: bytes, kind: Format) -> None:
+    items = read(data, kind)
+    assert texts(items) == TEXTS
+    assert not bad(items)
+
+
+def test_rows_are_lines_or_numbers() -> None:
+    assert [item.row for item in read(b"\n" + LINES, "jsonl")] == [2, 3, 4, 5]
+    assert [item.row for item in read(CSV, "csv")] == [
+        2,
+        3,
+        5,
+        6,
+    ], "a quoted line break moves the lines on"
+    assert (
+        [item.row for item in read(LIST, "json")]
+        == [item.row for item in read(parquet(TEXTS), "parquet")]
+        == [1, 2, 3, 4]
+    )
+
+
+def test_plain_text_is_one_document() -> None:
+    assert texts(read(b"\xef\xbb\xbfa\r\nb\n", "text")) == ["a\r\nb\n"]
+    assert bad(read(b"ab\xff", "text")) == [(1, "invalid UTF-8")]
+    assert bad(read(b" \n", "text")) == [(1, "empty text")]
+
+
+def test_tsv_fields_are_plain() -> None:
+    data = b'text\tlabel\n"open quote\t1\nplain\t0\n'
+    assert texts(read(data, "tsv")) == ['"open quote', "plain"]
+
+
+def test_every_bad_line_is_named_and_the_rest_is_read() -> None:
+    lines = [
+        b'{"text": "good 1"}',
+        b"{broken",
+        b'{"text": "\xff"}',
+        b'{"title": "x"}',
+        b'{"text": null}',
+        b'{"text": 3}',
+        b'["text"]',
+        b'{"text": ""}',
+        b'{"text": " \\n"}',
+        b'{"text": "\\ud800"}',
+        b"1" * 5000,
+        b"[" * 100_000,
+        b'{"text": "good 2"}',
+    ]
+    items = read(b"\n".join(lines), "jsonl")
+    assert texts(items) == ["good 1", "good 2"]
+    reasons = [
+        "broken JSON",
+        "invalid UTF-8",
+        "no `text`",
+        "null `text`",
+        "`text` is not text",
+        "not a JSON object",
+        "empty text",
+        "empty text",
+        "invalid UTF-8",
+        "broken JSON",
+        "broken JSON",
+    ]
+    assert bad(items) == list(enumerate(reasons, start=2))
+    missing = items[3]
+    assert isinstance(missing, Bad)
+    assert missing.keys == ("title",)
+
+
+def test_a_line_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_module, "LARGEST_BYTES", 50)
+    items = read(jsonl({"text": "a"}, {"text": "b" * 300}, {"text": "c"}), "jsonl")
+    assert (texts(items), bad(items)) == (["a", "c"], [(2, "too large")])
+    assert bad(read(b"x" * 51, "text")) == [(1, "too large")]
+
+
+def test_a_broken_list_gives_what_stands_before() -> None:
+    items = read(b'[{"text": "a"}, {"text": "b"}, {"text" "c"}, {"text": "d"}]', "json")
+    assert (texts(items), bad(items)) == (["a", "b"], [(3, "broken JSON")])
+    cut = read(LIST[:-20], "json")
+    assert (texts(cut), bad(cut)) == (TEXTS[:3], [(4, "broken JSON")])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.text(max_size=3), st.text(max_size=20) | st.integers() | st.none(), max_size=3
+        ),
+        max_size=8,
+    ),
+    st.integers(1, 12),
+)
+def test_lists_decode_alike_in_windows_of_any_size(
+    values: list[dict[str, Any]], window: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_texts, "JSON_CHUNK_BYTES", window)
+        listed = read(
+            json.dumps([{**value, "text": "x"} for value in values], ensure_ascii=False).encode(
+                "utf-8", "surrogatepass"
+            ),
+            "json",
+        )
+    assert texts(listed) == ["x"] * len(values)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from(["jsonl", "json", "csv", "tsv", "text", "parquet"]))
+def test_no_bytes_crash_a_reader(data: bytes, kind: Format) -> None:
+    for prefix in (b"", b'{"text": "', b"text,b\n"):
+        try:
+            items = read(prefix + data, kind)
+        except WrongInput:
+            continue
+        for item in items:
+            assert isinstance(item, Bad) or item.text.encode()
+
+
+def test_bad_rows_of_tables() -> None:
+    items = read(b"text,b\nfine,1\nlonely\na,b,c\n\n\xff,2\n,3\nlast,4\n", "csv")
+    assert texts(items) == ["fine", "last"]
+    assert bad(items) == [
+        (3, "broken row"),
+        (4, "broken row"),
+        (6, "invalid UTF-8"),
+        (7, "empty text"),
+    ]
+
+
+def test_a_large_field() -> None:
+    assert texts(read(b"text\n" + b"x" * 300_000, "csv")) == ["x" * 300_000]
+
+
+def test_parquet_texts_that_are_none() -> None:
+    values = pa.array([b"a", b"\xff", None, b""], pa.binary()).view(pa.binary())
+    stream = io.BytesIO()
+    # A file that calls bytes a string, as careless writers make them.
+    pq.write_table(
+        pa.table({"text": pa.Array.from_buffers(pa.string(), 4, values.buffers())}), stream
+    )
+    items = read(stream.getvalue(), "parquet")
+    assert texts(items) == ["a"]
+    assert bad(items) == [(2, "invalid UTF-8"), (3, "null `text`"), (4, "empty text")]
+
+
+def test_broken_parquet() -> None:
+    assert bad(read(b"PAR1 and nothing", "parquet")) == [(1, "broken Parquet")]
+    data = bytearray(
+        parquet(
+            [f"text {number} {'x' * 100}" for number in range(5000)],
+            compression="zstd",
+            row_group_size=2500,
+        )
+    )
+    data[len(data) // 3 : len(data) // 3 + 200] = b"\0" * 200
+    items = read(bytes(data), "parquet")
+    assert [reason for _, reason in bad(items)] == ["broken Parquet"]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "message"),
+    [
+        (b"a,b\n1,2\n", "csv", "file has no column `text`; it has a, b: set `text`"),
+        (b"a\tb\n1\t2\n", "tsv", "it has a, b"),
+        (parquet([1, 2]), "parquet", "column `text` holds int64, not text"),
+    ],
+)
+def test_a_table_without_the_column(data: bytes, kind: Format, message: str) -> None:
+    with pytest.raises(WrongInput, match=message):
+        read(data, kind)
+
+
+def compressed(ending: str, data: bytes) -> bytes:
+    return {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress}[ending](data)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
+def test_compressed(ending: str) -> None:
+    assert texts(read(compressed(ending, LINES), "jsonl", path=f"x.jsonl{ending}")) == TEXTS
+    several = compressed(ending, LINES) + compressed(ending, LINES)
+    assert texts(read(several, "jsonl", path=f"x.jsonl{ending}")) == TEXTS * 2
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage"])
+def test_broken_compression_is_named(ending: str, damage: str) -> None:
+    data = compressed(
+        ending, jsonl(*({"text": f"{number} {number * 7919 % 10007}"} for number in range(3000)))
+    )
+    data = (
+        data[: len(data) * 2 // 3]
+        if damage == "truncated"
+        else data + b"garbage that is long enough"
+    )
+    items = read(data, "jsonl", path=f"x{ending}")
+    if ending == ".gz" and damage == "garbage":
+        assert len(texts(items)) == 3000
+    assert bad(items)[-1][1] == "broken compression"
+    assert all(text.split()[0] == str(number) for number, text in enumerate(texts(items)))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
+def test_what_is_not_compressed_at_all(ending: str) -> None:
+    assert bad(read(b"no such thing, but long enough", "jsonl", path=f"x{ending}")) == [
+        (1, "broken compression")
+    ]
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """A megabyte of window, however long the list."""
+    window = json_texts._Text(
+        io.BytesIO(b"[" + b",".join([b'{"text": "abcdefghij"}'] * 300_000) + b"]")
+    )
+    decoder = json.JSONDecoder()
+    longest = 0
+    while window.skip("[], "):
+        window.take(decoder)
+        longest = max(longest, len(window._window))
+    assert longest <= 2 * json_texts.JSON_CHUNK_BYTES

@@ -1,0 +1,92 @@
+"""The vectorised records are those of `encode_document`, one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import Documents
+from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.records import Item
+from ingot.data.tokenizing.encode import encode_documents, encode_framed, encode_records, identity
+from ingot.tokenizers.tokenizer import Tokenizer
+from tests.data.test_prepare_examples import records
+from tests.tokenizers.small import bpe_files, chatty, unigram_files
+
+TOKENIZERS = {
+    "bos and eos": Tokenizer(bpe_files()),
+    "eos": Tokenizer(bpe_files(add_bos_token=False)),
+    "bos": Tokenizer(bpe_files(eos_token=None)),
+    "neither": Tokenizer(bpe_files(add_bos_token=False, eos_token=None)),
+    "unigram": Tokenizer(unigram_files()),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=50, deadline=None)
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), max_size=6))
+def test_each_document_alone(name: str, texts: list[str]) -> None:
+    tokenizer = TOKENIZERS[name]
+    flat, lengths = encode_documents(tokenizer, texts)
+    assert [record.tolist() for record in np.split(flat, np.cumsum(lengths)[:-1])][
+        : len(texts)
+    ] == [tokenizer.encode_document(text) for text in texts]
+    assert len(flat) == lengths.sum()
+    flat, lengths = encode_framed(tokenizer, texts)
+    assert [record.tolist() for record in np.split(flat, np.cumsum(lengths)[:-1])][
+        : len(texts)
+    ] == [tokenizer.encode_framed(text) for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["preference", "pair", "labelled"])
+def test_records_together_are_records_alone(kind: Documents) -> None:
+    tokenizer, wanted = chatty(), Wanted(documents=kind, labels=["odd", "even"])
+    found = [wanted.take(row, record) for row, record in enumerate(records(kind, 9), 1)]
+    texts = [item.text for item in found if isinstance(item, Item)]
+    together = encode_records(kind, tokenizer, tokenizer.encode_batch, texts, "p: ")
+    alone = [
+        encode_records(kind, tokenizer, tokenizer.encode_batch, [text], "p: ") for text in texts
+    ]
+    assert len(texts) == 9
+    assert tuple(together.columns) == tuple(together.lengths) == COLUMNS[kind]
+    for number, one in enumerate(alone):
+        assert {name: column.tolist() for name, column in together.record(number).items()} == {
+            name: column.tolist() for name, column in one.columns.items()
+        }
+    assert (together.bytes, together.digest) == (
+        sum(one.bytes for one in alone),
+        sum(one.digest for one in alone),
+    )
+    assert (
+        together.tokens
+        == sum(one.tokens for one in alone)
+        == sum(len(together.columns[name]) for name in COLUMNS[kind] if name in ids_of(kind))
+    )
+    empty = encode_records(kind, tokenizer, tokenizer.encode_batch, [])
+    assert all(not len(column) for column in empty.columns.values())
+
+
+def ids_of(kind: Documents) -> set[str]:
+    return {
+        "preference": {"chosen", "rejected"},
+        "pair": {"source", "target"},
+        "labelled": {"tokens"},
+    }[kind]
+
+
+def test_what_decides_about_records() -> None:
+    tokenizer = chatty()
+    assert identity("pair", tokenizer, "a") != identity("pair", tokenizer, "b")
+    assert (
+        identity("chat", tokenizer, "a")
+        == identity("chat", tokenizer, "b")
+        == {
+            "records": "sft-1",
+            "tokenizer": tokenizer.identity(),
+        }
+    )
+    other = Tokenizer(TOKENIZERS["unigram"].files)
+    assert identity("labelled", other)["frame"] == ([], [1])
