@@ -23,9 +23,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "adamw": "ingot.config.sections.training:AdamW",
         "sgd": "ingot.config.sections.training:SGD",
     },
-    # Settings of the learning rate over the steps; `train.schedule.kind`.
+    # Settings (ingot.config.sections.training.ScheduleSettings); `train.schedule.kind`.
     "schedule": {
-        # filled by the room `train`
+        "cosine": "ingot.config.sections.training:CosineSchedule",
+        "linear": "ingot.config.sections.training:LinearSchedule",
+        "constant": "ingot.config.sections.training:ConstantSchedule",
     },
     # Readers of documents by the scheme in `data.train[].source`, such as `hf` in `hf:NAME`.
     "source": {

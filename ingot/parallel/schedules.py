@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Parallel, PipelineSchedule
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
@@ -127,8 +128,10 @@ def make_schedule(
     if kind in ("gpipe", "1f1b"):
         single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
         return single(stages[0], count, loss_fn=loss, scale_grads=False), stages
-    looped = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleInterleavedZeroBubble
-    return looped(list(stages), count, loss_fn=loss, scale_grads=False), stages
+    if kind in ("interleaved", "zero_bubble"):
+        looped = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleInterleavedZeroBubble
+        return looped(list(stages), count, loss_fn=loss, scale_grads=False), stages
+    raise WrongInput(f"parallel.schedule is {kind!r}, and there is no such schedule")
 
 
 def resolved_schedule(parallel: Parallel, count: int) -> PipelineSchedule:

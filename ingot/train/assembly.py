@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ingot.base.heartbeat import HeartbeatWriter
@@ -40,7 +39,7 @@ from ingot.train.hooks import (
 from ingot.train.interrupts import StopSignals
 from ingot.train.profile import profile_hooks
 from ingot.train.rollback import left_out
-from ingot.train.schedules import learning_rate
+from ingot.train.schedules import LearningRate
 from ingot.train.setup import TrainSetup
 from ingot.train.step import (
     DropoutSeeds,
@@ -208,7 +207,7 @@ def make_step_context(
         control,
         compute=setup.compute,
         clip_norm=knobs.clip_norm,
-        learning_rate=partial(learning_rate, knobs.schedule, knobs.optimizer.lr, total=setup.last),
+        learning_rate=LearningRate(knobs.schedule, knobs.optimizer.lr, setup.last),
         spikes=hooks.spikes,
         hooks=hooks.all,
         samples=knobs.global_batch,

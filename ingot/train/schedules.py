@@ -1,27 +1,50 @@
-"""The learning rate as a pure function of the step."""
+"""Learning-rate schedules: a linear warm-up, then the curve of a kind behind the door `schedule`, as
+a pure function of the step.
+"""
 
 from __future__ import annotations
 
 import math
 
-from ingot.config.sections.training import Schedule
+from ingot.config.doors import SCHEDULES
+from ingot.config.sections.training import ScheduleSettings
 
 
-def warmup_steps(schedule: Schedule, total: int) -> int:
-    return round(schedule.warmup * total) if schedule.warmup < 1 else round(schedule.warmup)
+class LearningRate:
+    """The learning rate of step `step` (from 0) of `total`, called with the step.
 
+    Warm-up rises linearly and reaches `peak` with its last step, never being zero; the curve then
+    reaches its end with the last step of all.
 
-def learning_rate(schedule: Schedule, peak: float, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`.
-
-    Warm-up rises linearly and reaches the peak with its last step, never being zero; the decay then
-    ends exactly at `min_ratio * peak` with the last step of all.
+    Raises:
+        WrongInput: there is no such kind of schedule.
     """
-    warmup = warmup_steps(schedule, total)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if schedule.kind == "constant":
-        return peak
-    share = min(1.0, (step + 1 - warmup) / max(1, total - warmup))
-    decayed = (1 + math.cos(math.pi * share)) / 2 if schedule.kind == "cosine" else 1 - share
-    return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * decayed)
+
+    def __init__(self, settings: ScheduleSettings, peak: float, total: int) -> None:
+        self._settings, self._peak, self._total = settings, peak, total
+        kind = SCHEDULES.load(settings.kind, "train.schedule.kind")
+        self._curve = kind.load_implementation()
+        warmup = settings.warmup
+        self._warmup = round(warmup * total) if warmup < 1 else round(warmup)
+
+    def __call__(self, step: int) -> float:
+        if step < self._warmup:
+            return self._peak * (step + 1) / self._warmup
+        share = min(1.0, (step + 1 - self._warmup) / max(1, self._total - self._warmup))
+        return self._peak * float(self._curve(self._settings, share))
+
+
+def cosine(settings: ScheduleSettings, share: float) -> float:
+    """Half a cosine from 1 to `min_ratio`."""
+    decayed = (1 + math.cos(math.pi * share)) / 2
+    return settings.min_ratio + (1 - settings.min_ratio) * decayed
+
+
+def linear(settings: ScheduleSettings, share: float) -> float:
+    """A straight line from 1 to `min_ratio`."""
+    return settings.min_ratio + (1 - settings.min_ratio) * (1 - share)
+
+
+def constant(settings: ScheduleSettings, share: float) -> float:
+    """1 throughout."""
+    return 1.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 
@@ -145,9 +145,15 @@ class TrainSetup:
     def tokens_per_sample(self) -> int:
         """Positions that one sample takes, padding included."""
         data = self.recipe.data
-        return {"preference": 2 * data.seq_len, "pair": data.seq_len + data.target_len}.get(
-            self.recipe.documents, data.seq_len
-        )
+        match self.recipe.documents:
+            case "text" | "chat" | "labelled":
+                return data.seq_len
+            case "preference":
+                return 2 * data.seq_len
+            case "pair":
+                return data.seq_len + data.target_len
+            case unknown:
+                assert_never(unknown)
 
 
 def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:

@@ -6,12 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from ingot.config.sections.training import Schedule
-from ingot.train.schedules import learning_rate
+from ingot.base.errors import WrongInput
+from ingot.config.sections.training import CosineSchedule, ScheduleSettings, Train
+from ingot.train.schedules import LearningRate
 
 
 def rates(total: int = 100, **knobs: object) -> list[float]:
-    return [learning_rate(Schedule(**knobs), 2.0, step, total) for step in range(total)]  # type: ignore[arg-type]
+    rate = LearningRate(Train(schedule=knobs).schedule, 2.0, total)  # type: ignore[arg-type]
+    return [rate(step) for step in range(total)]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
@@ -37,3 +39,17 @@ def test_halfway_values() -> None:
 
 def test_warmup_longer_than_training_only_warms_up() -> None:
     assert rates(total=5, warmup=10) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+@pytest.mark.parametrize("settings", [ScheduleSettings, CosineSchedule])
+def test_an_unknown_kind_is_an_error_where_it_is_used(settings: type[ScheduleSettings]) -> None:
+    """However it came past the configuration; it was linear once."""
+    odd = settings.model_construct(kind="cosin", warmup=0.0, min_ratio=0.1)
+    with pytest.raises(WrongInput, match=r"train\.schedule\.kind is 'cosin'.*mean 'cosine'"):
+        LearningRate(odd, 2.0, 100)
+
+
+def test_the_floating_point_value_of_each_kind_is_kept() -> None:
+    """A resumed run of an earlier version goes on with the very same numbers."""
+    assert rates(kind="cosine", warmup=3)[50] == 1.1145737619222515
+    assert rates(kind="linear", warmup=3)[50] == 1.109278350515464

@@ -217,7 +217,7 @@ def test_a_process_that_is_stuck_in_c_is_ended_and_says_where(root: Path) -> Non
 
 def test_a_second_signal_leaves_at_once_without_harm(root: Path) -> None:
     recipe = small_recipe(root, train__steps=100, checkpoint__every=1)
-    slow = Slow(recipe, root, "ingot.train.schedules.learning_rate", "time.sleep(20)")
+    slow = Slow(recipe, root, "ingot.train.step.accumulate_gradients", "time.sleep(20)")
     slow.process.send_signal(signal.SIGTERM)
     time.sleep(2.2)
     code, _ = slow.ended(signal.SIGTERM, within_s=5)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from ingot.config.doors import OPTIMIZERS
+from ingot.config.doors import OPTIMIZERS, SCHEDULES
 from ingot.config.section import ByKind, KindSettings, Positive, Section
 
 
@@ -139,15 +139,47 @@ class SGD(OptimizerSettings):
 Optimizer = Annotated[OptimizerSettings, ByKind(OPTIMIZERS, "adamw")]
 
 
-class Schedule(Section):
-    """The learning rate over the steps: linear warm-up, then a decay."""
+class ScheduleSettings(KindSettings):
+    """The learning rate over the steps: a linear warm-up, then the curve of its kind.
 
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    `implementation` is called as `implementation(settings, share)` with the share of the steps
+    after the warm-up that are done, above 0 and at most 1. It returns the learning rate as a share
+    of the peak.
+    """
+
+    kind: str
     """Shape after the warm-up."""
     warmup: Annotated[float, Field(ge=0)] = 0.02
     """Warm-up: below 1 a share of all steps, from 1 on a number of steps."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end, as a share of the peak."""
+
+
+class CosineSchedule(ScheduleSettings):
+    """Half a cosine from the peak to `min_ratio` (Loshchilov and Hutter 2017)."""
+
+    implementation = "ingot.train.schedules:cosine"
+    kind: Literal["cosine"] = "cosine"
+    """Shape after the warm-up."""
+
+
+class LinearSchedule(ScheduleSettings):
+    """A straight line from the peak to `min_ratio`."""
+
+    implementation = "ingot.train.schedules:linear"
+    kind: Literal["linear"]
+    """Shape after the warm-up."""
+
+
+class ConstantSchedule(ScheduleSettings):
+    """The peak until the end; `min_ratio` is not used."""
+
+    implementation = "ingot.train.schedules:constant"
+    kind: Literal["constant"]
+    """Shape after the warm-up."""
+
+
+Schedule = Annotated[ScheduleSettings, ByKind(SCHEDULES, "cosine")]
 
 
 class EarlyStop(Section):
@@ -219,7 +251,7 @@ class Train(Section):
     """
     optimizer: Optimizer = AdamW()
     """How weights follow gradients."""
-    schedule: Schedule = Schedule()
+    schedule: Schedule = CosineSchedule()
     """Learning rate over the steps."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the whole gradient; null for no clipping."""
