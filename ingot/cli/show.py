@@ -111,11 +111,11 @@ def models() -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from ingot.config.family import native_families
     from ingot.config.presets import PRESETS
     from ingot.config.presets import THROUGH_TRANSFORMERS as OTHERS
     from ingot.config.shape import parameter_count
     from ingot.models.hf.config import SUPPORTED as THROUGH_TRANSFORMERS
-    from ingot.models.native.config import SUPPORTED as NATIVE
 
     presets = Table(
         "preset",
@@ -165,7 +165,7 @@ def models() -> int:
         title="model.source: hf:ORG/NAME or a folder, by model_type in its config.json",
         title_justify="left",
     )
-    for name, which in NATIVE.items():
+    for name, which in native_families().items():
         loadable.add_row(name, "decoder", which)
     for name, kinds in THROUGH_TRANSFORMERS.items():
         loadable.add_row(name, ", ".join(kinds), "through transformers")

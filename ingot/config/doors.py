@@ -56,9 +56,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "zephyr": "ingot.tokenizers.chat_templates:ZEPHYR",
         "alpaca": "ingot.tokenizers.chat_templates:ALPACA",
     },
-    # Members of the native decoder family by `model_type` of a Hugging Face configuration.
+    # Members of the native decoder family (ingot.config.family.FamilyMember) by `model_type` of a Hugging
+    # Face configuration.
     "family": {
-        # filled by the room `models`
+        "llama": "ingot.config.family:LLAMA",
+        "mistral": "ingot.config.family:MISTRAL",
+        "qwen2": "ingot.config.family:QWEN2",
+        "qwen3": "ingot.config.family:QWEN3",
     },
     # Deciders whether a new model replaces the live one; `gate.kind`.
     "gate": {

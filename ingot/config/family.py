@@ -7,11 +7,13 @@ model here and there. No torch.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.config.doors import FAMILIES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROTARY = ("rope_scaling", "rope_parameters")
@@ -19,37 +21,92 @@ ROTARY = ("rope_scaling", "rope_parameters")
 
 @dataclass(frozen=True)
 class FamilyMember:
-    """One model type. `None` for a bias: as the configuration's `attention_bias` says."""
+    """One member of the native decoder family: how it differs from the others.
 
+    A new member is one such object and one row in `ingot.config.doors.BUILT_IN["family"]`, by the
+    `model_type` of its Hugging Face configuration. `None` for a bias: as the configuration's
+    `attention_bias` says.
+    """
+
+    description: str
+    """The models of this type, for people."""
     positions: int = 2048
-    kv_heads: int | None = None  # None: as many as query heads
-    head_dim: int | None = None  # None: width over heads
+    kv_heads: int | None = None
+    """None: as many as query heads."""
+    head_dim: int | None = None
+    """None: the hidden size divided by the heads."""
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     may_bias_mlp: bool = False
     qk_norm: bool = False
+    """Queries and keys are normed per head."""
     window: int | None = None
-    # windows only where `use_sliding_window` is set, and from layer `max_window_layers` on
+    """The sliding window where `config.json` does not give one; None: this type has none."""
     window_switch: bool = False
+    """Windows only where `use_sliding_window` is set, and from layer `max_window_layers` on."""
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of `config.json` that must have one of these values where they are given."""
 
 
-FAMILY_MEMBERS: dict[str, FamilyMember] = {
-    "llama": FamilyMember(may_bias_mlp=True),
-    "mistral": FamilyMember(
-        positions=131_072, kv_heads=8, qkv_bias=False, output_bias=False, window=4096
-    ),
-    "qwen2": FamilyMember(
-        positions=32_768,
-        kv_heads=32,
-        qkv_bias=True,
-        output_bias=False,
-        window=4096,
-        window_switch=True,
-    ),
-    "qwen3": FamilyMember(
-        positions=32_768, kv_heads=32, head_dim=128, qk_norm=True, window=4096, window_switch=True
-    ),
-}
+LLAMA = FamilyMember(
+    "Llama 1, 2, 3, 3.1, 3.2, 3.3, SmolLM2 and others of the same architecture",
+    may_bias_mlp=True,
+    fixed={"sliding_window": (None,)},
+)
+MISTRAL = FamilyMember(
+    "Mistral 7B with and without sliding window, Nemo and others of the same architecture",
+    positions=131_072,
+    kv_heads=8,
+    qkv_bias=False,
+    output_bias=False,
+    window=4096,
+)
+QWEN2 = FamilyMember(
+    "Qwen 2 and 2.5 (biases on queries, keys and values)",
+    positions=32_768,
+    kv_heads=32,
+    qkv_bias=True,
+    output_bias=False,
+    window=4096,
+    window_switch=True,
+)
+QWEN3 = FamilyMember(
+    "Qwen 3, dense (normed queries and keys)",
+    positions=32_768,
+    kv_heads=32,
+    head_dim=128,
+    qk_norm=True,
+    window=4096,
+    window_switch=True,
+)
+
+
+def is_native(model_type: Any) -> bool:
+    """Whether the native decoder implements this `model_type`."""
+    return FAMILIES.find(str(model_type)) is not None
+
+
+def native_families() -> dict[str, str]:
+    """The model types that the native decoder implements, and what they are."""
+    return {name: FAMILIES.load(name, "model_type").description for name in FAMILIES.kinds()}
+
+
+def family_of(config: Mapping[str, Any], where: str = "model.config") -> FamilyMember:
+    """The family of a Hugging Face configuration; Llama where it gives no `model_type`.
+
+    Raises:
+        WrongInput: the native decoder does not implement its `model_type`.
+    """
+    model_type = str(config.get("model_type") or "llama")
+    family: FamilyMember | None = FAMILIES.find(model_type)
+    if family is None:
+        known = FAMILIES.kinds()
+        near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.0)[0]
+        raise WrongInput(
+            f"{where}: model_type `{model_type}` is not supported, only {', '.join(known)}"
+            f" (nearest: `{near}`); see `ingot show models`"
+        )
+    return family
 
 
 @dataclass(frozen=True)
@@ -75,14 +132,14 @@ class DecoderSizes:
 
 
 def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSizes:
-    """Read them from a Hugging Face configuration; one without a known `model_type` is read as
-    Llama's.
+    """Read them from a Hugging Face configuration; one without a
+    `model_type` is read as Llama's.
 
     Raises:
         KeyError, TypeError, ValueError: a size is missing or no number.
-        WrongInput: windows that contradict each other.
+        WrongInput: a `model_type` that is not native, or windows that contradict each other.
     """
-    kind = FAMILY_MEMBERS.get(str(config.get("model_type")), FAMILY_MEMBERS["llama"])
+    family = family_of(config, where)
     heads, layers, hidden = (
         int(config["num_attention_heads"]),
         int(config["num_hidden_layers"]),
@@ -95,29 +152,31 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSize
         feed_forward=int(config["intermediate_size"]),
         layers=layers,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads", kind.kv_heads) or heads),
-        head_dim=int(config.get("head_dim") or kind.head_dim or hidden // max(heads, 1)),
-        positions=int(config.get("max_position_embeddings", kind.positions)),
+        kv_heads=int(config.get("num_key_value_heads", family.kv_heads) or heads),
+        head_dim=int(config.get("head_dim") or family.head_dim or hidden // max(heads, 1)),
+        positions=int(config.get("max_position_embeddings", family.positions)),
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bias if kind.qkv_bias is None else kind.qkv_bias,
-        output_bias=bias if kind.output_bias is None else kind.output_bias,
-        mlp_bias=kind.may_bias_mlp and bool(config.get("mlp_bias", False)),
-        qk_norm=kind.qk_norm,
-        windows=_windows(config, kind, layers, where),
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=bias if family.output_bias is None else family.output_bias,
+        mlp_bias=family.may_bias_mlp and bool(config.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        windows=_windows(config, family, layers, where),
     )
 
 
 def _windows(
-    config: Mapping[str, Any], kind: FamilyMember, layers: int, where: str
+    config: Mapping[str, Any], family: FamilyMember, layers: int, where: str
 ) -> tuple[int | None, ...]:
-    window, types = config.get("sliding_window", kind.window), config.get("layer_types")
-    if kind.window is None or (kind.window_switch and not config.get("use_sliding_window", False)):
+    window, types = config.get("sliding_window", family.window), config.get("layer_types")
+    if family.window is None or (
+        family.window_switch and not config.get("use_sliding_window", False)
+    ):
         window = None
     if window is not None and int(window) < 1:
         raise WrongInput(
             f"{where}: sliding_window is {window}; it must be at least 1, or null for none"
         )
-    first = int(config.get("max_window_layers", 28)) if kind.window_switch else 0
+    first = int(config.get("max_window_layers", 28)) if family.window_switch else 0
     usual = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
     types = usual if types is None else list(types)
     if unknown := sorted({str(name) for name in types} - {FULL, SLIDING}):
@@ -135,7 +194,7 @@ def _windows(
             f"{where}: layer_types has {SLIDING}, but there is no window; set sliding_window (and"
             " use_sliding_window where there is one)"
         )
-    if not kind.window_switch and types != usual:
+    if not family.window_switch and types != usual:
         raise WrongInput(
             f"{where}: layer_types mixes windows, which model_type `{config.get('model_type')}`"
             " does not; take layer_types out"

@@ -59,9 +59,11 @@ def computing_in(compute: Compute, device: torch.device) -> Iterator[None]:
     """Matrix products in `compute`; weights, norms, softmax and losses stay float32."""
     if compute == "fp32":
         yield
-    else:
+    elif compute == "bf16":
         with torch.autocast(device.type, dtype=torch.bfloat16):
             yield
+    else:
+        raise ValueError(f"precision.compute {compute!r} is not fp32 or bf16")
 
 
 def peak_flops(device: torch.device, compute: Compute) -> float | None:

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
+from ingot.config.family import is_native
 from ingot.config.sections.objective import Documents
-from ingot.models.adapters.lora import A, B, merged_weights
+from ingot.models.adapters.lora import merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter
 from ingot.models.hf import folder as folders
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import hf_weights, load_hf_model
 from ingot.models.hf.models import Encoder, Seq2Seq
-from ingot.models.native.config import SUPPORTED as NATIVE
+from ingot.models.hf.tensor_names import LORA_A, LORA_B
 from ingot.models.native.decoder import Decoder
 
 ModelKind = Literal["decoder", "seq2seq", "encoder"]
@@ -45,7 +46,7 @@ def kind_of(config: dict[str, Any]) -> ModelKind:
         str(name).endswith("ForSequenceClassification")
         for name in config.get("architectures") or ()
     )
-    return "encoder" if classifies and config.get("model_type") not in NATIVE else "decoder"
+    return "encoder" if classifies and not is_native(config.get("model_type")) else "decoder"
 
 
 def kind_of_folder(folder: Path) -> ModelKind:
@@ -136,5 +137,7 @@ def exported_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     """What `exported_weights` gives, before it is there."""
     own = model.named_parameters() if isinstance(model, Decoder) else hf_weights(model)
     return {
-        name: tuple(tensor.shape) for name, tensor in own if name.rpartition(".")[2] not in (A, B)
+        name: tuple(tensor.shape)
+        for name, tensor in own
+        if name.rpartition(".")[2] not in (LORA_A, LORA_B)
     }

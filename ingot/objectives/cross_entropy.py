@@ -17,8 +17,6 @@ class CrossEntropy:
     labelled text: what is counted differs, the mathematics does not.
     """
 
-    can_be_staged = True
-
     def __init__(self, name: str = "pretrain") -> None:
         self.name = name
 

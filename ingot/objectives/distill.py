@@ -27,7 +27,6 @@ class Distill:
     """
 
     name = "distill"
-    can_be_staged = True
 
     def __init__(self, teacher: Decoder, temperature: float, alpha: float) -> None:
         self.teacher, self.temperature, self.alpha = teacher, temperature, alpha

@@ -36,7 +36,6 @@ class DPO:
     """
 
     name = "dpo"
-    can_be_staged = False
 
     def __init__(self, beta: float, label_smoothing: float, reference: Tensor) -> None:
         self.beta, self.label_smoothing, self.reference = beta, label_smoothing, reference

@@ -70,10 +70,17 @@ def reduce_values(
     """
     if sharing is None:
         return objective.reduce(values, batch, lambda part: part)
-    loss, metrics = objective.reduce(values, batch, sharing.total)
-    if objective.can_be_staged:
+    needs_whole_rows = False
+
+    def row_total(part: Tensor) -> Tensor:
+        nonlocal needs_whole_rows
+        needs_whole_rows = True
+        return sharing.total(part)
+
+    loss, metrics = objective.reduce(values, batch, row_total)
+    if not needs_whole_rows:
         return loss, metrics
-    # A value that needs the whole row is the same on each of its ranks.
+    # What is made of a whole row is the same on each of its ranks, and must be counted once.
     return loss / sharing.world, {name: value / sharing.world for name, value in metrics.items()}
 
 

@@ -55,10 +55,6 @@ class Objective(Protocol):
     """
 
     name: str
-    can_be_staged: bool
-    """Whether a value needs one token's logits only, so that the head may live on another rank than
-    the rest of the row.
-    """
 
     def targets(self, batch: Batch) -> int:
         """How many targets a batch (still on the host) has: tokens, pairs or documents."""

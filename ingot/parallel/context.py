@@ -62,12 +62,16 @@ class UlyssesAttention:
 def context_attention(
     kind: Literal["ring", "ulysses"], group: ProcessGroup | None, rank: int, world: int
 ) -> AttnFnFactory:
-    """What stands for `make_attn_fns` in a decoder whose rows are shared by the `world` ranks of `group`;
-    `rank` is counted in it.
+    """What replaces `make_attn_fns` in a decoder whose rows are shared by the `world` ranks of
+    `group`; `rank` is counted in the group.
 
-    `ring` hands keys and values around, and works for any number of heads; `ulysses` trades tokens
-    for heads, which must divide.
+    `ring` passes keys and values around and works for any number of heads; `ulysses` exchanges
+    tokens for heads, whose number must be divisible by `world`.
     """
     if group is None or world == 1:
         return make_attn_fns
-    return RingAttention(group, rank, world) if kind == "ring" else UlyssesAttention(group, world)
+    if kind == "ring":
+        return RingAttention(group, rank, world)
+    if kind == "ulysses":
+        return UlyssesAttention(group, world)
+    raise ValueError(f"parallel.context_by {kind!r} is not ring or ulysses")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.config.sections.layout import Parallel
+from ingot.models.hf.tensor_names import EMBEDDING
 from ingot.models.native.decoder import Decoder, StageEnds
 from ingot.parallel.mesh import Mesh
 
@@ -71,9 +72,6 @@ def _stage(model: Decoder, which: StageEnds, first: int, count: int) -> Decoder:
     stage.lm_head = model.lm_head if which.last else None
     stage.stage = which
     return stage
-
-
-EMBEDDING = "model.embed_tokens.weight"
 
 
 class Pipeline(Decoder):

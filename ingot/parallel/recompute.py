@@ -63,6 +63,8 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
     """
     if knobs.kind == "none":
         return
+    if knobs.kind not in ("full", "selective"):
+        raise ValueError(f"memory.recompute.kind {knobs.kind!r} is not none, selective or full")
     # The native decoder draws nothing at random in its layers: masks of adapters are a hash of the
     # sample.
     again: Checkpoint = partial(

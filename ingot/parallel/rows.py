@@ -35,8 +35,8 @@ def split_rows(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int 
 
 
 def chunk_size(share_length: int) -> int:
-    """Tokens of one piece, where a share has so many. Raises WrongInput for what `split_rows` did not
-    cut.
+    """Tokens of one chunk of a rank's two. Raises WrongInput for a length that `split_rows` does
+    not produce.
     """
     if share_length % 2:
         raise WrongInput(
@@ -53,8 +53,8 @@ def chunk_pair(row: Tensor, rank: int, world: int, dim: int) -> Tensor:
 
 
 def join_rows(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The row again, from the shares of all ranks in their order: what `split_rows` did, undone (but for
-    what was filled up).
+    """The row, joined from the parts of all ranks in their order: the inverse of `split_rows`, but
+    its padding stays.
     """
     if len(shares) == 1:
         return shares[0]

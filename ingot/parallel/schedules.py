@@ -9,7 +9,7 @@ only a model that is cut imports this file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,6 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Parallel, PipelineSchedule
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
@@ -94,6 +93,8 @@ def make_schedule(
     A schedule keeps buffers for what arrives, so there is one for each shape, and for evaluation.
     """
     count, rows, tokens = shape
+    kind = resolved_schedule(parallel, count)
+    make = _schedule_class(kind)
     degree = mesh.pipeline.world
     cut = mesh.tensor.world if parallel.sequence else 1
     number = torch.empty(1, dtype=torch.int64, device="meta")
@@ -124,14 +125,25 @@ def make_schedule(
     def loss(values: Tensor, number: Tensor) -> Tensor:
         return stages[-1].work.loss(values, int(number))
 
-    kind = resolved_schedule(parallel, count)
-    if kind in ("gpipe", "1f1b"):
-        single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
-        return single(stages[0], count, loss_fn=loss, scale_grads=False), stages
-    if kind in ("interleaved", "zero_bubble"):
-        looped = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleInterleavedZeroBubble
-        return looped(list(stages), count, loss_fn=loss, scale_grads=False), stages
-    raise WrongInput(f"parallel.schedule is {kind!r}, and there is no such schedule")
+    settings: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    of = stages[0] if kind in ("gpipe", "1f1b") else list(stages)
+    return make(of, count, **settings), stages
+
+
+def _schedule_class(kind: str) -> Callable[..., Schedule]:
+    """torch's class of a schedule, looked up when it is asked for. Raises ValueError for an unknown
+    one.
+    """
+    match kind:
+        case "gpipe":
+            return ScheduleGPipe
+        case "1f1b":
+            return Schedule1F1B
+        case "interleaved":
+            return ScheduleInterleaved1F1B
+        case "zero_bubble":
+            return ScheduleInterleavedZeroBubble
+    raise ValueError(f"parallel.schedule {kind!r} is not gpipe, 1f1b, interleaved or zero_bubble")
 
 
 def resolved_schedule(parallel: Parallel, count: int) -> PipelineSchedule:

@@ -18,10 +18,11 @@ from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
-from ingot.models.adapters.lora import A, B, add_lora, lora_layers
+from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.hf.folder import LINEAGE, named_tensors, weight_files
+from ingot.models.hf.tensor_names import LORA_A, LORA_B
 from ingot.models.kinds import AnyModel, exported_shapes
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import is_sharded
@@ -115,7 +116,9 @@ def _to_export(
     if recipe.model.lora is None or plan.drawing.folder is None:
         return model, ((name, stored[name]) for name in names)
     for name, layer in lora_layers(model).items():
-        layer.lora_A, layer.lora_B = (nn.Parameter(stored[f"{name}.{matrix}"]) for matrix in (A, B))
+        layer.lora_A, layer.lora_B = (
+            nn.Parameter(stored[f"{name}.{matrix}"]) for matrix in (LORA_A, LORA_B)
+        )
     return model, named_tensors(plan.drawing.folder, names)
 
 

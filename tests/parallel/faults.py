@@ -116,7 +116,7 @@ def positions_anew() -> AbstractContextManager[Any]:
             positions=torch.arange(mine.positions.shape[1]).expand_as(mine.positions).contiguous(),
         )
 
-    return patch.object(forward, "cut", wrong)
+    return patch.object(forward, "shard_batch", wrong)
 
 
 def segments_whole() -> AbstractContextManager[Any]:
@@ -124,7 +124,7 @@ def segments_whole() -> AbstractContextManager[Any]:
     cut = forward.shard_batch
     return patch.object(
         forward,
-        "cut",
+        "shard_batch",
         lambda batch, share: replace(
             mine := cut(batch, share), segments=torch.ones_like(mine.segments)
         ),

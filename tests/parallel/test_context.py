@@ -157,7 +157,7 @@ def _faulty(fault: str, here: Mesh) -> dict[str, float]:
     if fault == "positions not split":
         mine = mine._replace(positions=torch.arange(size).expand(len(rows.tokens), -1))
     elif fault == "a block skipped":
-        patch = mock.patch.object(ring, "plan", partial(_skipping, ring.plan_ring))
+        patch = mock.patch.object(ring, "plan_ring", partial(_skipping, ring.plan_ring))
     elif fault == "cut in order":
         own = slice(here.rank * size, (here.rank + 1) * size)
         mine = Rows(*(None if each is None else each[:, own] for each in rows))  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def test_schedules_agree_in_bf16() -> None:
 
 def without_twins(case: Case) -> Result:
     """The gradients of a tied embedding's two copies are not summed."""
-    apply.twins = lambda model: frozenset()  # type: ignore[attr-defined]
+    apply.tied_across_stages = lambda model: frozenset()  # type: ignore[attr-defined]
     return run_case(case)
 
 

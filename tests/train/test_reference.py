@@ -62,13 +62,13 @@ def tables(recipe: Recipe) -> dict[str, np.ndarray]:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which references are opened from now on."""
     names: list[str] = []
-    original = reference.draft_model
+    original = reference.create_model
 
     def build(drawing: Any, *arguments: Any, **more: Any) -> Any:
         names.append(str(drawing.folder))
         return original(drawing, *arguments, **more)
 
-    monkeypatch.setattr(reference, "draft_model", build)
+    monkeypatch.setattr(reference, "create_model", build)
     return names
 
 

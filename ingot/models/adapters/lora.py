@@ -21,19 +21,9 @@ from torch.nn import functional
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Lora
+from ingot.models.hf.tensor_names import LINEAR_FROM_META, LORA_A, LORA_B
 from ingot.models.parameters import fill_normal, local_tensor
 
-META_NAMES = {
-    "wq": "q_proj",
-    "wk": "k_proj",
-    "wv": "v_proj",
-    "wo": "o_proj",
-    "w1": "gate_proj",
-    "w2": "down_proj",
-    "w3": "up_proj",
-}
-"""Meta's names of a Llama's linear layers."""
-A, B = "lora_A", "lora_B"
 _VOCABULARY = "lm_head"  # never adapted: the head is applied in chunks, past its module
 _GOLDEN, _MIX1, _MIX2 = (
     0x9E3779B97F4A7C15 - 2**64,
@@ -221,7 +211,9 @@ def init_adapter(model: nn.Module, seed: int) -> None:
     """
     for name, layer in lora_layers(model).items():
         if not layer.lora_A.is_meta:
-            fill_normal(layer.lora_A, seed, f"{name}.{A}", 1 / math.sqrt(3 * layer.in_features))
+            fill_normal(
+                layer.lora_A, seed, f"{name}.{LORA_A}", 1 / math.sqrt(3 * layer.in_features)
+            )
             local_tensor(layer.lora_B).zero_()
 
 
@@ -294,7 +286,9 @@ def target_layers(model: nn.Module, targets: Literal["all-linear"] | Iterable[st
         return linears
     found: set[str] = set()
     for target in targets:
-        matches = _ending_in(linears, target) or _ending_in(linears, META_NAMES.get(target, target))
+        matches = _ending_in(linears, target) or _ending_in(
+            linears, LINEAR_FROM_META.get(target, target)
+        )
         if not matches:
             there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
             raise WrongInput(
@@ -320,7 +314,9 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     head of a classifier.
     """
     prefix = "" if hf_module(model) is model else "inner."
-    names = {f"{prefix}{layer}.{matrix}" for layer in lora_layers(model) for matrix in (A, B)}
+    names = {
+        f"{prefix}{layer}.{matrix}" for layer in lora_layers(model) for matrix in (LORA_A, LORA_B)
+    }
     heads = tuple(f"{prefix}{head}." for head in head_modules(model))
     return {
         name: parameter
@@ -359,7 +355,7 @@ def merged_weights(
         owner, _, leaf = name.rpartition(".")
         if owner not in layers:
             yield name, tensor.detach()
-        elif leaf not in (A, B):
+        elif leaf not in (LORA_A, LORA_B):
             yield name, layers[owner].merged(tensor) if leaf == "weight" else tensor.detach()
 
 

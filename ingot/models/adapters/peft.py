@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
 from ingot.models.adapters.lora import (
-    A,
-    B,
     LoRALinear,
     LoRASize,
     attach_lora,
@@ -37,6 +35,7 @@ from ingot.models.adapters.lora import (
     merge_in_place,
 )
 from ingot.models.adapters.peft_config import CONFIG, INSTEAD, AdapterConfig, read_adapter_config
+from ingot.models.hf.tensor_names import LORA_A, LORA_B, to_peft
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import local_tensor, shard_slices
 
@@ -45,7 +44,6 @@ WEIGHTS = "adapter_model.safetensors"
 TASKS = {"decoder": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "encoder": "SEQ_CLS"}
 """PEFT's name of what each kind of model is for."""
 ALL_LINEAR = "all-linear"
-_PREFIX = "base_model.model."
 _USUAL_HEADS = {
     "classifier",
     "score",
@@ -132,13 +130,11 @@ def _places(
     """PEFT's key of each tensor of an adapter -> where it lies in the model."""
     places: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        places[f"{_PREFIX}{name}.{A}.weight"], places[f"{_PREFIX}{name}.{B}.weight"] = (
-            layer.lora_A,
-            layer.lora_B,
-        )
+        places[to_peft(f"{name}.{LORA_A}")] = layer.lora_A
+        places[to_peft(f"{name}.{LORA_B}")] = layer.lora_B
     for head in heads:
         places |= {
-            f"{_PREFIX}{head}.{name}": tensor
+            to_peft(f"{head}.{name}"): tensor
             for name, tensor in (
                 hf_module(model).get_submodule(head).state_dict(keep_vars=True).items()
             )
@@ -309,13 +305,8 @@ def _shapes(
     }
     for name, size in sizes.items():
         rows, columns = hf_module(model).get_parameter(f"{name}.weight").shape
-        shapes[f"{_PREFIX}{name}.{A}.weight"], shapes[f"{_PREFIX}{name}.{B}.weight"] = (
-            (
-                size.rank,
-                columns,
-            ),
-            (rows, size.rank),
-        )
+        shapes[to_peft(f"{name}.{LORA_A}")] = (size.rank, columns)
+        shapes[to_peft(f"{name}.{LORA_B}")] = (rows, size.rank)
     return shapes
 
 

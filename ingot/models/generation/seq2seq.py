@@ -277,7 +277,7 @@ class Seq2SeqGenerator:
         return len(self._pending)
 
     def add(self, request: Request) -> Seq2SeqJob:
-        """Queue a request. Raises WrongInput when it cannot be served; see `check_seq2seq_request`."""
+        """Queue a request. Raises WrongInput when the model cannot serve it."""
         asked = (
             request
             if isinstance(request, Seq2SeqRequest)

@@ -17,14 +17,13 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import sha256_file
 from ingot.config.family import overridden
-from ingot.models.hf.tensor_names import describe_mismatches
+from ingot.models.hf.tensor_names import EMBEDDING, HEAD, describe_mismatches
 from ingot.models.hf.tensorfile import INDEX
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import Slices, allocate, local_tensor, shard_slices
 
 CONFIG, LINEAGE, META = "config.json", "ingot.json", "params.json"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def model_config(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.models.hf.config import HFConfig
+from ingot.models.hf.config import HFConfig, HFKind
 from ingot.models.hf.folder import CONFIG, stored_shapes, stored_tensors
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
+from ingot.models.hf.tensor_names import current_name
 
 GENERATION = "generation_config.json"
 # Heads of other tasks that pretrained encoders come with, and the pooler where a classifier has
@@ -55,9 +56,8 @@ def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
             # nothing reads it where embeddings are not tied, and data parallel would wait for its
             # gradient
         )
-    return (Seq2Seq(config, inner) if config.kind == "seq2seq" else Encoder(config, inner)).to(
-        device
-    )
+    wrappers: dict[HFKind, type[Seq2Seq] | type[Encoder]] = {"seq2seq": Seq2Seq, "encoder": Encoder}
+    return wrappers[config.kind](config, inner).to(device)
 
 
 def load_hf_model(
@@ -76,7 +76,7 @@ def load_hf_model(
     found = stored_shapes(folder)
     # Older folders also hold what is computed here, such as BERT's list of positions.
     names = places.keys() | {name for name, _ in model.inner.named_buffers()}
-    ours = {stored: _our_name(stored, model.inner.base_model_prefix, names) for stored in found}
+    ours = {stored: current_name(stored, model.inner.base_model_prefix, names) for stored in found}
     fresh, unused = _check(
         model,
         {name: tuple(tensor.shape) for name, tensor in places.items()},
@@ -137,25 +137,6 @@ def _places(model: HFModel) -> dict[str, Tensor]:
     named: dict[str, Tensor] = dict(model.inner.named_parameters(remove_duplicate=False))
     kept = model.inner.state_dict(keep_vars=True)
     return named | {name: tensor for name, tensor in kept.items() if name not in named}
-
-
-def _our_name(stored: str, prefix: str, places: Collection[str]) -> str:
-    """The name here of a tensor from a folder: older spellings, and base models whose names lack
-    the prefix, or have it where ours do not.
-    """
-    name = re.sub(
-        r"LayerNorm\.(gamma|beta)$",
-        lambda match: f"LayerNorm.{'weight' if match[1] == 'gamma' else 'bias'}",
-        stored,
-    )
-    return next(
-        (
-            known
-            for known in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-            if known in places
-        ),
-        name,
-    )
 
 
 def _check(

@@ -19,27 +19,11 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.hf.folder import EMBEDDING, HEAD, META
-from ingot.models.hf.tensor_names import describe_troubles
+from ingot.models.hf.folder import META
+from ingot.models.hf.tensor_names import EMBEDDING, HEAD, describe_troubles, to_meta
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 
-# Hugging Face's name -> Meta's, within one layer and outside of the layers; read in both
-# directions.
-NAMES = {
-    "self_attn.q_proj.weight": "attention.wq.weight",
-    "self_attn.k_proj.weight": "attention.wk.weight",
-    "self_attn.v_proj.weight": "attention.wv.weight",
-    "self_attn.o_proj.weight": "attention.wo.weight",
-    "mlp.gate_proj.weight": "feed_forward.w1.weight",
-    "mlp.up_proj.weight": "feed_forward.w3.weight",
-    "mlp.down_proj.weight": "feed_forward.w2.weight",
-    "input_layernorm.weight": "attention_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    EMBEDDING: "tok_embeddings.weight",
-    "model.norm.weight": "norm.weight",
-    HEAD: "output.weight",
-}
 # Of params.json: what is used, and what says nothing about the maths. Any other key would change it
 # unseen.
 _USED = {
@@ -90,25 +74,17 @@ def load_meta(folder: Path, *, device: torch.device) -> tuple[Decoder, torch.dty
     )
     with torch.device("meta"):
         model = Decoder(config)
-    shapes = {
-        meta_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()
-    }
+    shapes = {to_meta(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     _check(shapes, shards, folder, tied=config.tie_word_embeddings)
     tensors: dict[str, Tensor] = {}
     for name, _ in model.named_parameters():
-        whole = _whole(meta_name(name), shapes[meta_name(name)], shards, str(folder))
+        whole = _whole(to_meta(name), shapes[to_meta(name)], shards, str(folder))
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             whole = _half_split(whole, config.head_dim)
         # A copy in any case: a memory-mapped tensor would tie the model to the file.
         tensors[name] = whole.to(device=device, dtype=torch.float32, copy=True)
     model.load_state_dict(tensors, strict=True, assign=True)
-    return model.eval(), shards[0][NAMES[EMBEDDING]].dtype
-
-
-def meta_name(name: str) -> str:
-    """Meta's name of a parameter of ours."""
-    layer = re.match(r"model\.(layers\.\d+\.)", name)
-    return NAMES[name] if layer is None else layer[1] + NAMES[name[layer.end() :]]
+    return model.eval(), shards[0][to_meta(EMBEDDING)].dtype
 
 
 def meta_config(params: Mapping[str, Any], shards: Shards, where: str) -> dict[str, Any]:
@@ -131,10 +107,10 @@ def meta_config(params: Mapping[str, Any], shards: Shards, where: str) -> dict[s
     try:
         dim, heads = int(params["dim"]), int(params["n_heads"])
         theta, eps = float(params.get("rope_theta", 10_000.0)), float(params["norm_eps"])
-        first, gate = shards[0][NAMES[EMBEDDING]], "layers.0." + NAMES["mlp.gate_proj.weight"]
+        first, gate = shards[0][to_meta(EMBEDDING)], to_meta("model.layers.0.mlp.gate_proj.weight")
         cut_by_vocabulary = first.shape[-1] == dim
         vocab = (
-            sum(shard[NAMES[EMBEDDING]].shape[0] for shard in shards)
+            sum(shard[to_meta(EMBEDDING)].shape[0] for shard in shards)
             if cut_by_vocabulary
             else first.shape[0]
         )
@@ -242,7 +218,7 @@ def _opened(file: Path) -> dict[str, Tensor]:
 
 def _tied(shards: Shards) -> bool:
     """Whether the head is the embedding: not there, or the same numbers."""
-    head, embedding = NAMES[HEAD], NAMES[EMBEDDING]
+    head, embedding = to_meta(HEAD), to_meta(EMBEDDING)
     if not any(head in shard for shard in shards):
         return True
     return all(head in shard and torch.equal(shard[head], shard[embedding]) for shard in shards)
@@ -257,7 +233,7 @@ def _check(
         pieces = [tuple(shard[name].shape) for shard in shards if name in shard]
         if name not in shapes:
             troubles += (
-                [] if tied and name == NAMES[HEAD] else [(name, "is not part of this model")]
+                [] if tied and name == to_meta(HEAD) else [(name, "is not part of this model")]
             )
         elif len(pieces) < len(shards):
             without = [

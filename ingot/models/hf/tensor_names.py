@@ -1,11 +1,71 @@
-"""What does not fit between the tensors that a model wants and those that lie in a file: every one
-named, in one line.
+"""Names of tensors in every layout, as one table that is read in both directions, and the error
+text for tensors that do not fit.
+
+The native decoder uses Hugging Face's names. Meta's original files and PEFT's adapters have their
+own; import, export and adapters translate through this file alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+# Native and Hugging Face's name | Meta's name. In a layer `model.layers.N.` and `layers.N.` stand
+# before them.
+_LAYER = (
+    ("self_attn.q_proj.weight", "attention.wq.weight"),
+    ("self_attn.k_proj.weight", "attention.wk.weight"),
+    ("self_attn.v_proj.weight", "attention.wv.weight"),
+    ("self_attn.o_proj.weight", "attention.wo.weight"),
+    ("mlp.gate_proj.weight", "feed_forward.w1.weight"),
+    ("mlp.up_proj.weight", "feed_forward.w3.weight"),
+    ("mlp.down_proj.weight", "feed_forward.w2.weight"),
+    ("input_layernorm.weight", "attention_norm.weight"),
+    ("post_attention_layernorm.weight", "ffn_norm.weight"),
+)
+_WHOLE = (
+    (EMBEDDING, "tok_embeddings.weight"),
+    ("model.norm.weight", "norm.weight"),
+    (HEAD, "output.weight"),
+)
+_TO_META = dict((*_LAYER, *_WHOLE))
+PEFT_PREFIX = "base_model.model."
+LORA_A, LORA_B = "lora_A", "lora_B"
+"""The two matrices of an adapted layer: parameters of it here, modules with a `weight` in PEFT."""
+
+LINEAR_FROM_META = {
+    meta.split(".")[1]: native.split(".")[1] for native, meta in _LAYER if "norm" not in native
+}
+"""Meta's name of each linear layer of a Llama (`wq`) -> the native one (`q_proj`)."""
+
+
+def to_meta(name: str) -> str:
+    """Meta's name of a native parameter. Raises KeyError for a parameter that Meta's files lack."""
+    layer = re.match(r"model\.(layers\.\d+\.)", name)
+    return _TO_META[name] if layer is None else layer[1] + _TO_META[name[layer.end() :]]
+
+
+def to_peft(name: str) -> str:
+    """PEFT's key of a parameter by its Hugging Face name: a matrix of an adapted layer
+    (`q_proj.lora_A`), or a tensor of a head that is trained whole.
+    """
+    return PEFT_PREFIX + (f"{name}.weight" if name.endswith((LORA_A, LORA_B)) else name)
+
+
+def current_name(stored: str, prefix: str, known: Collection[str]) -> str:
+    """The name in transformers' model of today of a tensor from a folder: older spellings, and base
+    models whose names lack the model's `prefix`, or have it where the model's do not.
+    """
+    name = re.sub(
+        r"LayerNorm\.(gamma|beta)$",
+        lambda match: f"LayerNorm.{'weight' if match[1] == 'gamma' else 'bias'}",
+        stored,
+    )
+    spellings = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    return next((spelling for spelling in spellings if spelling in known), name)
+
 
 Shape = tuple[int, ...]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -4,23 +4,13 @@ maths unseen is refused.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.config.family import sizes
+from ingot.config.family import family_of, sizes
 from ingot.models.native.rope import Rope, read_rope
-
-SUPPORTED = {
-    "llama": "Llama 1, 2, 3, 3.1, 3.2, 3.3, SmolLM2 and others of the same architecture",
-    "mistral": (
-        "Mistral 7B with and without sliding window, Nemo and others of the same architecture"
-    ),
-    "qwen2": "Qwen 2 and 2.5 (biases on queries, keys and values)",
-    "qwen3": "Qwen 3, dense (normed queries and keys)",
-}
 
 # Keys that must have these values where they are given: another value is another model.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -69,14 +59,8 @@ class DecoderConfig:
             WrongInput: another model type, a missing or impossible value; `where` says where it
                 stands.
         """
-        kind = config.get("model_type")
-        if kind not in SUPPORTED:
-            near = difflib.get_close_matches(str(kind), SUPPORTED, n=1, cutoff=0.0)[0]
-            raise WrongInput(
-                f"{where}: model_type `{kind}` is not supported, only {', '.join(SUPPORTED)}"
-                f" (nearest: `{near}`); see `ingot show models`"
-            )
-        fixed = _FIXED if kind != "llama" else {**_FIXED, "sliding_window": (None,)}
+        family = family_of({"model_type": str(config.get("model_type"))}, where)
+        fixed = {**_FIXED, **family.fixed}
         for key, allowed in fixed.items():
             if key in config and config[key] not in allowed:
                 raise WrongInput(

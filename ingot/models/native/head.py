@@ -123,9 +123,9 @@ def apply_head(
     `[N]` is -100.
 
     A single chunk keeps its logits for backward; of several, each recomputes its own, so that
-    memory does not grow with N. With `weight`, where `project` is a product with these rows `[V,
-    D]`, and a token function that is marked as `summed_only`, the gradients are made in forward, and
-    nothing is computed twice.
+    memory does not grow with N. If `weight` `[V, D]` is given (`project` must then be a product
+    with it) and the token function is marked `summed_only`, the gradients are computed in forward
+    and nothing is computed twice.
     """
     if (
         weight is not None

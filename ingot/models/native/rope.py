@@ -5,9 +5,9 @@ Llama 3.1 and YaRN scaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +15,11 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.config.family import rope_values
 
-# What each kind of rotary scaling cannot do without.
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
-
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: base and scaling. `kind` is `default`, `linear`, `llama3` or `yarn`;
-    `amplitude` multiplies cos and sin (yarn).
+    """Rotary positions: base and scaling. `kind` is one of `SCALINGS`; `amplitude` multiplies cos
+    and sin (YaRN).
     """
 
     theta: float = 10_000.0
@@ -43,14 +35,15 @@ class Rope:
 
 
 def read_rope(config: Mapping[str, Any], positions: int, where: str) -> Rope:
+    """Rotary positions of a Hugging Face configuration, for a model of `positions` positions.
+
+    Raises:
+        WrongInput: a kind of scaling that is not in `SCALINGS`, or one of its values is missing.
+    """
     values = rope_values(config, where)
     kind = values["rope_type"]
-    if kind not in _ROPE_NEEDS:
-        raise WrongInput(
-            f"{where}: rope_type `{kind}` is not supported, only {', '.join(_ROPE_NEEDS)}; choose"
-            " another model"
-        )
-    if missing := [key for key in _ROPE_NEEDS[kind] if key not in values]:
+    required = _scaling(kind, where).required
+    if missing := [key for key in required if key not in values]:
         raise WrongInput(
             f"{where}: rope_type `{kind}` needs {', '.join(missing)}; add it to rope_parameters"
         )
@@ -95,20 +88,7 @@ def _temperature(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """One angular frequency for each pair of channels, float32 `[E/2]`."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-    frequencies = 1.0 / (rope.theta**exponent)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "llama3":
-        return _llama3(frequencies, rope)
-    if rope.kind == "yarn":
-        return _yarn(frequencies, rope, head_dim)
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, rope: Rope) -> Tensor:
+def _llama3(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
     """Stretch long wavelengths by `factor`, keep short ones, blend between (the Llama 3.1 model
     card's scheme).
     """
@@ -145,6 +125,46 @@ def _yarn(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
         (last - first) or 0.001
     )
     return torch.lerp(frequencies, frequencies / rope.factor, ramp.clamp(0, 1))
+
+
+class Scaling(NamedTuple):
+    """One kind of rotary scaling."""
+
+    required: tuple[str, ...]
+    """The values that `rope_parameters` must give."""
+    apply: Callable[[Tensor, Rope, int], Tensor]
+    """Unscaled frequencies `[E/2]`, the settings, E -> scaled frequencies `[E/2]`."""
+
+
+SCALINGS: dict[str, Scaling] = {
+    "default": Scaling((), lambda frequencies, rope, head_dim: frequencies),
+    "linear": Scaling(("factor",), lambda frequencies, rope, head_dim: frequencies / rope.factor),
+    "llama3": Scaling(("factor", "low_freq_factor", "high_freq_factor"), _llama3),
+    "yarn": Scaling(("factor",), _yarn),
+}
+"""Every supported `rope_type`; any other is an error both where a configuration is read and where
+frequencies are computed.
+"""
+
+
+def _scaling(kind: str, where: str) -> Scaling:
+    if kind not in SCALINGS:
+        raise WrongInput(
+            f"{where}: rope_type `{kind}` is not supported, only {', '.join(SCALINGS)}; choose"
+            " another model"
+        )
+    return SCALINGS[kind]
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
+    """One angular frequency for each pair of channels, float32 `[E/2]`.
+
+    Raises:
+        WrongInput: the kind of scaling is not in `SCALINGS`.
+    """
+    scaling = _scaling(rope.kind, "model.config")
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    return scaling.apply(1.0 / (rope.theta**exponent), rope, head_dim)
 
 
 def angles(positions: Tensor, frequencies: Tensor, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:

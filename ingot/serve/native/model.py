@@ -12,6 +12,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.config.family import is_native
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import pick_device, resolve_compute
 from ingot.models.generation.classifier import Classifier
@@ -26,7 +27,6 @@ from ingot.models.generation.seq2seq import (
 from ingot.models.hf.folder import CONFIG, check_template, model_config, read_lineage, weight_files
 from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.kinds import AnyModel, ModelKind, base_folder, kind_of_folder, open_model
-from ingot.models.native.config import SUPPORTED as NATIVE
 from ingot.models.native.decoder import Decoder
 from ingot.serve.native.causal import Causal, CausalWriter, load_causal
 from ingot.tokenizers.load import load_tokenizer
@@ -212,7 +212,7 @@ def _by_transformers(checked: Checked, engine: Engine) -> bool:
     config = model_config(checked.base)
     if engine == "native":
         causal = any(str(name).endswith(CAUSAL) for name in config.get("architectures") or ())
-        if config.get("model_type") in NATIVE or not causal:
+        if is_native(config.get("model_type")) or not causal:
             return False
         say(
             f"{checked.folder}: model_type {config.get('model_type')} is not one of ingot's own"

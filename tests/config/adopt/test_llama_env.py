@@ -12,7 +12,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.adopt.llama_env import feed_forward
 from ingot.config.adopt.llama_env_keys import LAYERS
-from ingot.models.adapters.lora import META_NAMES
+from ingot.models.hf.tensor_names import LINEAR_FROM_META
 from tests.config.adopt.stand_ins import LLAMA, recipe_of
 
 
@@ -112,7 +112,7 @@ def test_the_width_of_metas_published_models(
 
 
 def test_metas_names_are_those_of_the_models_room() -> None:
-    assert LAYERS == META_NAMES
+    assert LAYERS == LINEAR_FROM_META
 
 
 def test_instruction_tuning_with_lora(tmp_path: Path) -> None:

@@ -17,14 +17,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
-from ingot.config.family import FAMILY_MEMBERS
+from ingot.config.doors import FAMILIES
+from ingot.config.family import native_families
 from ingot.config.presets import PRESETS
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.models.hf.config import SUPPORTED as THROUGH_TRANSFORMERS
 from ingot.models.hf.folder import load_model, model_config
 from ingot.models.native.attention import attention_masks
-from ingot.models.native.config import SUPPORTED, DecoderConfig
+from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.rope import inverse_frequencies
 from tests import tolerances
@@ -243,7 +244,7 @@ def test_masks_are_made_once_and_only_where_they_say_something() -> None:
     assert torch.equal(packed[5][0, 0], near)
 
 
-@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("kind", native_families())
 def test_what_a_configuration_leaves_out_means_what_it_means_in_transformers(kind: str) -> None:
     sizes = {
         "vocab_size": 97,
@@ -254,7 +255,9 @@ def test_what_a_configuration_leaves_out_means_what_it_means_in_transformers(kin
     }
     for given in (
         {},
-        {"use_sliding_window": True} if FAMILY_MEMBERS[kind].window_switch else {"head_dim": None},
+        {"use_sliding_window": True}
+        if FAMILIES.load(kind, "model_type").window_switch
+        else {"head_dim": None},
     ):
         ours, theirs = (
             DecoderConfig.from_hf({"model_type": kind, **sizes, **given}),
@@ -391,7 +394,7 @@ def test_rotary_frequencies_are_transformers(scaling: dict[str, Any], spelling: 
 def test_show_models_lists_every_model_type_and_preset() -> None:
     done = ingot("show", "models")
     assert done.returncode == 0, done.stderr
-    for name in (*SUPPORTED, *THROUGH_TRANSFORMERS, *PRESETS):
+    for name in (*native_families(), *THROUGH_TRANSFORMERS, *PRESETS):
         assert f" {name} " in done.stdout
 
 

@@ -44,7 +44,6 @@ class SimPOLoss:
     """
 
     name = "simpo"
-    can_be_staged = False
 
     def __init__(self, settings: SimPO, inputs: ObjectiveInputs) -> None:
         self.beta, self.margin = settings.beta, settings.margin
