@@ -18,12 +18,12 @@ from ingot.base.markers import FileEntry, entry_of
 from ingot.base.progress import Progress
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Loader
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
 from ingot.data.columns.manifest import (
-    Part,
-    Prepared,
+    ColumnPart,
+    PreparedData,
     PreparedSource,
     read_prepared,
     write_prepared,
@@ -40,7 +40,7 @@ BATCH = 64
 def write_columns(folder: Path, parts: int, documents: int, seed: int = 0) -> Path:
     """Token columns of random documents, `documents` in each part; each ends with its EOS."""
     random = np.random.default_rng(seed)
-    written, entries = list[Part](), list[FileEntry]()
+    written, entries = list[ColumnPart](), list[FileEntry]()
     for number in range(parts):
         lengths = np.clip(
             random.lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, documents), 2, 100_000
@@ -51,14 +51,14 @@ def write_columns(folder: Path, parts: int, documents: int, seed: int = 0) -> Pa
         with ColumnWriter(prefix, token_dtype(VOCAB_SIZE)) as writer:
             writer.append(flat, lengths)
         entries += [entry_of(folder, path.name) for path in (bin_path(prefix), idx_path(prefix))]
-        written.append(Part(number, documents, len(flat), 0, "0"))
+        written.append(ColumnPart(number, documents, len(flat), 0, "0"))
     source = PreparedSource(
         "random", 1.0, parts * documents, sum(part.tokens for part in written), 0, written
     )
     kinds = [{"name": "tokens", "dtype": token_dtype(VOCAB_SIZE).name}]
     write_prepared(
         folder,
-        Prepared(
+        PreparedData(
             "pretrain",
             kinds,
             {"train": [source]},
@@ -88,7 +88,7 @@ def load_ours(folder: str, how: str, seq_len: int, count: int) -> Work:
             Progress("pack", None, "MB", quiet=True),
         )
     rows = open_rows(Path(folder), "train", seq_len, pack=how, pad_last=False)
-    loader = Loader(rows, Order(rows.sizes, 0), BatchPlan(BATCH, BATCH, 1), 0)
+    loader = Loader(rows, SampleOrder(rows.sizes, 0), BatchPlan(BATCH, BATCH, 1), 0)
     steps = itertools.count()
 
     def work() -> Turn:
@@ -147,7 +147,7 @@ def start(folder: str, seq_len: int) -> Work:
 
     def work() -> Turn:
         rows = open_rows(Path(folder), "train", seq_len, pad_last=False)
-        loader = Loader(rows, Order(rows.sizes, 0), BatchPlan(BATCH, BATCH, 1), 0)
+        loader = Loader(rows, SampleOrder(rows.sizes, 0), BatchPlan(BATCH, BATCH, 1), 0)
         loader.step(0)
         loader.close()
         return Turn(1)
@@ -203,7 +203,7 @@ def beside_a_step(folder: Path, rows: int, seq_len: int, documents: int) -> Comp
 
 def load_step(folder: str, rows: int, seq_len: int) -> Work:
     opened = open_rows(Path(folder), "train", seq_len, pad_last=False)
-    loader = Loader(opened, Order(opened.sizes, 0), BatchPlan(rows, rows, 1), 0)
+    loader = Loader(opened, SampleOrder(opened.sizes, 0), BatchPlan(rows, rows, 1), 0)
     steps = itertools.count()
 
     def work() -> Turn:

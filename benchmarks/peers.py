@@ -32,7 +32,7 @@ from ingot.config.load import load_recipe
 from ingot.config.presets import preset
 from ingot.config.sections.training import AdamW
 from ingot.config.shape import flops_per_token
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
@@ -204,7 +204,7 @@ def task_of(root: Path, sizes: Sizes, steps: int, rounds: int) -> dict[str, Any]
     prepare(recipe)
     opened = open_rows(recipe.folder.columns, "train", sizes.seq_len, pad_last=False)
     assert isinstance(opened, Rows)
-    order = Order(opened.sizes, recipe.seed, opened.weights).rows(0, most * sizes.batch)
+    order = SampleOrder(opened.sizes, recipe.seed, opened.weights).rows(0, most * sizes.batch)
     np.save(rows, opened.batch(order.tolist()).tokens.astype(np.int32))
     return {
         "knobs": knobs,

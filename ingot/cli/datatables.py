@@ -17,8 +17,8 @@ from ingot.base.runfolder import RunFolder
 from ingot.cli.console import console, run_folder
 from ingot.data.cleaning.clean import MARKER
 from ingot.data.columns.column import Column, column_prefix
-from ingot.data.columns.manifest import LABEL, Prepared, is_mask, read_prepared, token_columns
-from ingot.data.packing.tables import PICKED, markers_of
+from ingot.data.columns.manifest import LABEL, PreparedData, is_mask, read_prepared, token_columns
+from ingot.data.packing.tables import ONE_PER_ROW, markers_of
 from ingot.tokenizers.load import load_tokenizer
 
 MEASURED_PARTS = 64
@@ -92,7 +92,7 @@ def _example(example: dict[str, Any]) -> str:
     return f"{example['doc_id']}{survivor}{similarity}: {example['text']}"
 
 
-def _lengths(run: RunFolder, prepared: Prepared) -> Table:
+def _lengths(run: RunFolder, prepared: PreparedData) -> Table:
     """Tokens of a document; of a great many parts, a few evenly spread ones are looked at."""
     table = Table(
         "split",
@@ -150,14 +150,16 @@ def _rows(run: RunFolder, out: Console) -> None:
         targets = (
             f", targets of {marker['target_len']:,}" if marker.get("target_len") is not None else ""
         )
-        padding = "" if marker.get("documents") in PICKED else f", {marker['padding']:.2%} padding"
+        padding = (
+            "" if marker.get("documents") in ONE_PER_ROW else f", {marker['padding']:.2%} padding"
+        )
         out.print(
             f"rows of {marker['seq_len']:,} tokens{targets} ({marker['pack']}):"
             f" {', '.join(counts.values())}{padding}{told}"
         )
 
 
-def _samples(run: RunFolder, prepared: Prepared, out: Console) -> None:
+def _samples(run: RunFolder, prepared: PreparedData, out: Console) -> None:
     """The beginnings of some training documents as the tokenizer spells them."""
     tokenizer = load_tokenizer(run.tokenizer)
     parts = [

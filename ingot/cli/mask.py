@@ -32,15 +32,15 @@ from ingot.cli.console import console
 from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, token_columns
 from ingot.data.documents.chats import from_messages
-from ingot.data.documents.kinds import Wanted
+from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.preferences import from_preference
-from ingot.data.documents.records import Item
+from ingot.data.documents.records import ParsedDocument
 from ingot.data.raw.ranges import ranges, read_range
 from ingot.data.raw.store import MANIFEST, open_raw
 from ingot.data.sources.find import find_source, is_local
-from ingot.data.sources.readers import read_items
+from ingot.data.sources.readers import parse_file
 from ingot.data.splits import Shares
-from ingot.data.tokenizing.encode import Records, encode_records
+from ingot.data.tokenizing.encode import TokenRecords, encode_records
 from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def _ids(ids: Ids) -> str:
     return " ".join(map(str, ids[:SHOWN_IDS].tolist())) + (" ..." if len(ids) > SHOWN_IDS else "")
 
 
-def _table(recipe: Recipe, tokenizer: Tokenizer, records: Records) -> Table:
+def _table(recipe: Recipe, tokenizer: Tokenizer, records: TokenRecords) -> Table:
     """What was looked at, and in red what is wrong."""
     made = Table("what", "found", title="audit", title_justify="left")
     count = len(next(iter(records.lengths.values())))
@@ -239,11 +239,11 @@ def _texts(recipe: Recipe) -> Iterator[str]:
             raise WrongInput(
                 f"data.train[{number}] {source.source} is not a file here; run `ingot ingest` first"
             )
-        wanted = Wanted.of(source, recipe.documents, recipe.labels)
+        wanted = DocumentExtractor.for_source(source, recipe.documents, recipe.labels)
         for file in find_source(source, f"data.train[{number}]"):
             with open_read(file.path) as stream:
                 yield from (
                     item.text
-                    for item in read_items(stream, file.path, file.format, wanted)
-                    if isinstance(item, Item)
+                    for item in parse_file(stream, file.path, file.format, wanted)
+                    if isinstance(item, ParsedDocument)
                 )

@@ -29,9 +29,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "linear": "ingot.config.sections.training:LinearSchedule",
         "constant": "ingot.config.sections.training:ConstantSchedule",
     },
-    # Readers of documents by the scheme in `data.train[].source`, such as `hf` in `hf:NAME`.
+    # Kinds of sources (ingot.data.sources.kind.SourceKind) by the scheme in `data.train[].source`,
+    # such as `hf` in `hf:NAME`. A path has no scheme.
     "source": {
-        # filled by the room `data`
+        "hf": "ingot.data.sources.hub:HubSource",
+        "wikipedia": "ingot.data.sources.wikipedia:WikipediaSource",
+        "bigquery": "ingot.data.sources.bigquery:BigQuerySource",
+        "megatron": "ingot.data.sources.megatron:MegatronSource",
+        "builtin": "ingot.data.sources.local_files:StandardLibrary",
     },
     # Steps of cleaning, in `data.clean`.
     "cleaning": {

@@ -18,20 +18,27 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import disk_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
-from ingot.data.documents.kinds import IN_WORDS, Wanted
+from ingot.data.documents.kinds import PLURALS, DocumentExtractor
 from ingot.data.engines.local import LocalEngine
-from ingot.data.raw.ingest_tasks import Done, Read, Tally, Task, block_bytes, cut
+from ingot.data.raw.ingest_tasks import (
+    IngestedTask,
+    IngestStage,
+    IngestTask,
+    RecordTally,
+    block_bytes,
+    cut_into_tasks,
+)
 from ingot.data.raw.store import (
     GROUP_BYTES,
     GROUP_DOCUMENTS,
     MANIFEST,
-    Raw,
+    RawData,
     RawPart,
     RawSource,
     knobs_of,
     write_manifest,
 )
-from ingot.data.sources.find import prepare_files, recipe_sources, source_files, stamps_of
+from ingot.data.sources.find import fetch_files, recipe_sources, source_files, stamps_of
 from ingot.data.sources.megatron import token_groups
 from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Split
@@ -52,7 +59,7 @@ class _Plan:
     split: Split
     source: SourceSettings
     files: list[SourceFile]
-    tasks: list[Task]
+    tasks: list[IngestTask]
 
 
 def ingest(recipe: Recipe) -> VerbOutcome:
@@ -71,7 +78,7 @@ def ingest(recipe: Recipe) -> VerbOutcome:
         for file in source
         if file.format != "megatron"
     )
-    prepare_files(file for sources in files.values() for source in sources for file in source)
+    fetch_files(file for sources in files.values() for source in sources for file in source)
     plans = list(_plans(recipe, files, block_bytes(total)))
     folder = recipe.folder.raw
     with disk_errors(folder):
@@ -81,7 +88,7 @@ def ingest(recipe: Recipe) -> VerbOutcome:
     tasks = [task for plan in plans for task in plan.tasks]
     try:
         with Progress("ingest", total=-(-total // 10**6), unit="MB") as progress:
-            work = Read(folder / TASKS, stop=recipe.data.on_bad == "stop")
+            work = IngestStage(folder / TASKS, stop=recipe.data.on_bad == "stop")
             with contextlib.closing(_engine(recipe, tasks, total)) as engine:
                 engine.warm("ingot.data.raw.ingest_tasks")
                 done = engine.run(work, tasks, progress) if tasks else []
@@ -89,7 +96,7 @@ def ingest(recipe: Recipe) -> VerbOutcome:
     finally:
         shutil.rmtree(folder / TASKS, ignore_errors=True)
     write_manifest(folder, splits, entries)
-    raw = Raw(folder, splits)
+    raw = RawData(folder, splits)
     paths = [folder / MANIFEST, *(folder / entry.path for entry in entries)]
     return VerbOutcome(
         _in_words(raw), str(folder), raw.identity, file_sizes(recipe.folder.root, paths)
@@ -103,11 +110,16 @@ def _plans(
     for split, sources in recipe_sources(recipe).items():
         for place, (source, found) in enumerate(zip(sources, files[split], strict=True)):
             _check_formats(recipe, f"data.{split}[{place}]", source, found)
-            wanted, tasks = Wanted.of(source, recipe.documents, recipe.labels), list[Task]()
+            extractor, tasks = (
+                DocumentExtractor.for_source(source, recipe.documents, recipe.labels),
+                list[IngestTask](),
+            )
             if found[0].format != "megatron":
-                for pieces in cut(found, block):
+                for pieces in cut_into_tasks(found, block):
                     tasks.append(
-                        Task(number, split, place, not tasks, pieces, wanted, source.fraction)
+                        IngestTask(
+                            number, split, place, not tasks, pieces, extractor, source.fraction
+                        )
                     )
                     number += 1
             yield _Plan(split, source, found, tasks)
@@ -123,7 +135,7 @@ def _check_formats(
         if recipe.documents != "text" and file.format in ONLY_TEXTS:
             raise WrongInput(
                 f"{knob}.source {source.source} holds {file.format} ({file.name}), and"
-                f" objective.kind={recipe.objective.kind} trains on {IN_WORDS[recipe.documents]};"
+                f" objective.kind={recipe.objective.kind} trains on {PLURALS[recipe.documents]};"
                 " give JSONL, JSON, Parquet, CSV, TSV or Arrow, or set `format`"
             )
         if source.names and file.format not in TABLES:
@@ -133,7 +145,7 @@ def _check_formats(
             )
 
 
-def _engine(recipe: Recipe, tasks: Sequence[Task], total: int) -> LocalEngine:
+def _engine(recipe: Recipe, tasks: Sequence[IngestTask], total: int) -> LocalEngine:
     """Processes of this machine, whatever `prepare` runs on; this one alone where there is little
     to read.
     """
@@ -144,7 +156,7 @@ def _engine(recipe: Recipe, tasks: Sequence[Task], total: int) -> LocalEngine:
 
 
 def _gather(
-    folder: Path, plans: Sequence[_Plan], results: Sequence[Done]
+    folder: Path, plans: Sequence[_Plan], results: Sequence[IngestedTask]
 ) -> tuple[dict[Split, list[RawSource]], list[FileEntry]]:
     """The tasks' parts under their final names, and what each source gave."""
     splits: dict[Split, list[RawSource]] = {}
@@ -154,7 +166,7 @@ def _gather(
         if not plan.tasks:
             made.append(_tokens(plan))
             continue
-        tally, parts = Tally(), list[RawPart]()
+        tally, parts = RecordTally(), list[RawPart]()
         first = sum(len(source.parts) for source in made if source.kind != "tokens")
         for done in (next(remaining) for _ in plan.tasks):
             tally.add(done.tally)
@@ -177,9 +189,9 @@ def _gather(
                 dict(tally.bad.most_common()),
                 tally.examples,
                 stamps,
-                plan.tasks[0].wanted.documents,
+                plan.tasks[0].extractor.documents,
                 seen,
-                list(plan.tasks[0].wanted.labels),
+                list(plan.tasks[0].extractor.labels),
             )
         )
     return splits, entries
@@ -215,13 +227,13 @@ def _tokens(plan: _Plan) -> RawSource:
     )
 
 
-def _tell(plan: _Plan, tally: Tally, parts: Sequence[RawPart]) -> None:
+def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart]) -> None:
     """Tell what was skipped; refuse a source that gave nothing."""
     name = plan.source.source
     for example in tally.examples[:SHOWN]:
         say(f"skipped {example}")
     if not tally.good and tally.keys:
-        raise plan.tasks[0].wanted.missing(name, tally.keys)
+        raise plan.tasks[0].extractor.missing_error(name, tally.keys)
     if not tally.good:
         raise WrongInput(
             f"{name} has no documents in {len(plan.files):,} files ({tally or 'all are empty'});"
@@ -239,7 +251,7 @@ def _tell(plan: _Plan, tally: Tally, parts: Sequence[RawPart]) -> None:
         )
 
 
-def _in_words(raw: Raw) -> str:
+def _in_words(raw: RawData) -> str:
     everything = [source for sources in raw.splits.values() for source in sources]
     skipped = sum(count for source in everything for count in source.bad.values())
     documents = sum(source.documents for source in everything)

@@ -19,11 +19,11 @@ from ingot.config.sections.data import COLUMNS
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.cleaning.clean import clean
-from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import sample
 from ingot.data.columns.manifest import (
     MANIFEST,
-    Prepared,
+    PreparedData,
     PreparedSource,
     column_dtype,
     data_identity,
@@ -31,16 +31,16 @@ from ingot.data.columns.manifest import (
     set_identity,
     write_prepared,
 )
-from ingot.data.documents.kinds import IN_WORDS, plain_text
+from ingot.data.documents.kinds import PLURALS, plain_text
 from ingot.data.engines.choose import open_engine
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.tables import pack
 from ingot.data.raw.ranges import SMALLEST_BYTES, ranges
-from ingot.data.raw.store import Raw, open_raw
+from ingot.data.raw.store import RawData, open_raw
 from ingot.data.sources.find import recipe_sources
 from ingot.data.splits import Shares, Split
-from ingot.data.tokenizing.tokenize import DONE, Made, Tokenise, finished, inputs_of
+from ingot.data.tokenizing.tokenize import DONE, TokenisedRange, TokeniseStage, finished, inputs_of
 from ingot.data.tokenizing.vocabulary import provide_tokenizer
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def prepare(recipe: Recipe) -> VerbOutcome:
         return _prepare(recipe, raw, engine)
 
 
-def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> VerbOutcome:
+def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
     folder = recipe.folder.columns
     cleaned = clean(recipe, raw, engine)
     _tell(cleaned)
@@ -92,7 +92,7 @@ def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> VerbOutcome:
     files = [FileEntry(**entry) for one in made for entry in one.files]
     _sweep(folder, files, made)
     identity, columns = tokenizer.identity(), COLUMNS[recipe.documents]
-    prepared = Prepared(
+    prepared = PreparedData(
         objective=recipe.objective.kind,
         columns=[
             {"name": name, "dtype": column_dtype(name, tokenizer.vocab_size).name}
@@ -136,7 +136,7 @@ def _prepare(recipe: Recipe, raw: Raw, engine: Engine) -> VerbOutcome:
     )
 
 
-def _tell(cleaned: Cleaned) -> None:
+def _tell(cleaned: CleaningResult) -> None:
     """What cleaning dropped, and what is to be known about it."""
     report = cleaned.report
     if not report.documents:
@@ -159,8 +159,8 @@ def _tell(cleaned: Cleaned) -> None:
 
 
 def _make(
-    recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned, engine: Engine
-) -> list[Made]:
+    recipe: Recipe, raw: RawData, tokenizer: Tokenizer, cleaned: CleaningResult, engine: Engine
+) -> list[TokenisedRange]:
     """Every part, in order: those that are finished, and the others made now."""
     folder, shares, documents, prefix = (
         recipe.folder.columns,
@@ -177,7 +177,7 @@ def _make(
         say(f"{len(kept)} of {len(tasks)} parts are finished already")
     encoder = _encoder(recipe, raw, tokenizer, cleaned)
     skip_bad = recipe.data.on_bad == "skip"
-    work = Tokenise(
+    work = TokeniseStage(
         raw.folder,
         folder,
         recipe.folder.tokenizer,
@@ -203,14 +203,14 @@ def _make(
         )
     if refused := sum(one.refused for one in new):
         say(
-            f"{refused:,} {IN_WORDS[documents]} are left out, the template refuses them, such as"
+            f"{refused:,} {PLURALS[documents]} are left out, the template refuses them, such as"
             f" {next(one.refusal for one in new if one.refusal)}"
         )
     by_range = kept | {made.range: made for made in new}
     return [by_range[task] for task in tasks]
 
 
-def _encoder(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned) -> str:
+def _encoder(recipe: Recipe, raw: RawData, tokenizer: Tokenizer, cleaned: CleaningResult) -> str:
     """What to encode with: the fastest library whose ids are the reference's on a sample of these
     documents.
     """
@@ -230,7 +230,7 @@ def _encoder(recipe: Recipe, raw: Raw, tokenizer: Tokenizer, cleaned: Cleaned) -
     return choice.name
 
 
-def _pack(recipe: Recipe, prepared: Prepared, engine: Engine) -> None:
+def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
     """Plan rows where documents are not one stream; refuse data with which no training or no
     evaluation can be done.
     """
@@ -260,7 +260,7 @@ def _pack(recipe: Recipe, prepared: Prepared, engine: Engine) -> None:
         less = f"less than one train.global_batch={recipe.train.global_batch}; add documents, or "
         if isinstance(rows, Samples):
             words = (
-                f"{len(rows):,} of {rows.documents:,} training {IN_WORDS[recipe.documents]} can be"
+                f"{len(rows):,} of {rows.documents:,} training {PLURALS[recipe.documents]} can be"
                 f" trained on with data.seq_len={seq_len}"
             )
             raise WrongInput(f"{words}: {less}lower the batch, or raise data.seq_len")
@@ -276,7 +276,9 @@ def _pack(recipe: Recipe, prepared: Prepared, engine: Engine) -> None:
             )
 
 
-def _sources(recipe: Recipe, raw: Raw, split: Split, made: Sequence[Made]) -> list[PreparedSource]:
+def _sources(
+    recipe: Recipe, raw: RawData, split: Split, made: Sequence[TokenisedRange]
+) -> list[PreparedSource]:
     """What each source gave to a split; held-out documents keep the source they come from."""
     origin: Split = split if split in raw.splits else "train"
     found = []
@@ -310,7 +312,10 @@ def _check_splits(recipe: Recipe, splits: dict[Split, list[PreparedSource]]) -> 
 
 
 def _dropped(
-    raw: Raw, made: Sequence[Made], splits: dict[Split, list[PreparedSource]], cleaned: Cleaned
+    raw: RawData,
+    made: Sequence[TokenisedRange],
+    splits: dict[Split, list[PreparedSource]],
+    cleaned: CleaningResult,
 ) -> dict[str, int]:
     """Documents that were read and are in no split, by reason."""
     read = sum(source.documents for sources in raw.splits.values() for source in sources)
@@ -323,7 +328,7 @@ def _dropped(
     return dict(dropped)
 
 
-def _sweep(folder: Path, files: Iterable[FileEntry], made: Iterable[Made]) -> None:
+def _sweep(folder: Path, files: Iterable[FileEntry], made: Iterable[TokenisedRange]) -> None:
     """Remove what earlier or killed runs left in the folder and the manifest will not name; row
     tables are looked after by `pack`.
     """

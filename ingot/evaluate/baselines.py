@@ -16,7 +16,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.column import Column
-from ingot.data.columns.manifest import Prepared
+from ingot.data.columns.manifest import PreparedData
 from ingot.data.raw.store import open_raw
 from ingot.evaluate.bigram import bigram_nll
 from ingot.evaluate.corpus import open_columns, pairs
@@ -77,7 +77,9 @@ def _compressor_names(names: Sequence[Baseline]) -> list[CompressorName]:
     return [name for name in ("gzip", "xz") if name in names]
 
 
-def baselines(recipe: Recipe, prepared: Prepared, names: Sequence[Baseline]) -> dict[str, float]:
+def baselines(
+    recipe: Recipe, prepared: PreparedData, names: Sequence[Baseline]
+) -> dict[str, float]:
     """Bits per byte under `gzip -9`, `xz -9` and `bigram`, for those of `names`.
 
     Compressors read the held-out documents one after the other. The bigram is counted on the

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from ingot.data.batches.rows import IGNORE, Rows
 from ingot.data.columns.column import Column
-from ingot.data.columns.manifest import Prepared
-from ingot.data.columns.reader import Parts, opening
+from ingot.data.columns.manifest import PreparedData
+from ingot.data.columns.reader import PartReader, opening
 from ingot.data.splits import Split
 from ingot.evaluate.bigram import TokenPairs
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -22,11 +22,11 @@ from ingot.tokenizers.tokenizer import Tokenizer
 CHUNK_TOKENS = 2**20
 
 
-def open_columns(folder: Path, prepared: Prepared, split: Split) -> list[Column]:
+def open_columns(folder: Path, prepared: PreparedData, split: Split) -> list[Column]:
     """All parts of a split's tokens, in the order of its rows."""
     sources, resolver = prepared.splits[split], opening(folder, prepared, split)
     return [
-        Parts(resolver, source.parts, ()).column("tokens", index)
+        PartReader(resolver, source.parts, ()).column("tokens", index)
         for source in sources
         for index in range(len(source.parts))
     ]

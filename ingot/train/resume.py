@@ -29,7 +29,7 @@ from ingot.checkpoints.store import (
 )
 from ingot.config.identity import MAY_CHANGE, changes
 from ingot.config.recipe import Recipe
-from ingot.data.batches.order import place_of
+from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
 
 LEFT_OUT = "left_out.json"
@@ -105,7 +105,7 @@ def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str
     may be another choice now.
     """
     skipped = found.commit["identity"].get("data.skip", [])
-    place = place_of(
+    place = sequence_position(
         found.step * int(identity["train.global_batch"]),
         [(first, after) for first, after in skipped],
     )

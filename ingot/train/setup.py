@@ -22,7 +22,7 @@ from ingot.config.shape import (
     check_pipeline,
     total_steps,
 )
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.manifest import prepared_for
@@ -129,10 +129,10 @@ class TrainSetup:
         )
 
     @property
-    def order(self) -> Order:
+    def order(self) -> SampleOrder:
         """Which row is which sample."""
         rows, data = self.rows, self.recipe.data
-        return Order(
+        return SampleOrder(
             rows.sizes,
             self.recipe.seed,
             rows.weights,

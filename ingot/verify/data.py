@@ -13,7 +13,7 @@ from ingot.base.markers import problems, read_marker
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
 from ingot.data.columns import manifest
-from ingot.data.columns.manifest import Prepared, prepared_for
+from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.data.packing.tables import markers_of
 from ingot.data.raw import store as raw
 from ingot.data.raw.store import open_raw
@@ -108,7 +108,9 @@ def _check_sources(recipe: Recipe) -> Check:
     )
 
 
-def _check_tokenizer(recipe: Recipe, prepared: Prepared) -> tuple[Tokenizer | None, list[Check]]:
+def _check_tokenizer(
+    recipe: Recipe, prepared: PreparedData
+) -> tuple[Tokenizer | None, list[Check]]:
     """That ids and templates are those of the tokenizer that lies here, and that this is the
     recipe's. And the tokenizer, if it can be read.
     """

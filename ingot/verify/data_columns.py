@@ -1,5 +1,5 @@
 """The prepared columns and row tables, element by element: indexes, counts, ids, masks, labels, how
-records end, and that rows hold each token exactly once. Part of `ingot verify data`.
+records end, and that rows hold each token exactly once. ColumnPart of `ingot verify data`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.config.recipe import Recipe
 from ingot.data.columns.column import Column, bin_path, column_prefix
-from ingot.data.columns.manifest import LABEL, MASK, Part, Prepared, is_mask, token_columns
-from ingot.data.packing.planning import limits
-from ingot.data.packing.tables import PICKED, read_packed, table_name
+from ingot.data.columns.manifest import (
+    LABEL,
+    MASK,
+    ColumnPart,
+    PreparedData,
+    is_mask,
+    token_columns,
+)
+from ingot.data.packing.planning import column_limits
+from ingot.data.packing.tables import ONE_PER_ROW, read_packed, table_name
 from ingot.data.sources.find import recipe_sources
 from ingot.data.splits import Split
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -47,7 +54,7 @@ class _ColumnFaults:
 
 
 def check_columns(
-    recipe: Recipe, prepared: Prepared, here: Tokenizer | None, seen: Callable[[int], None]
+    recipe: Recipe, prepared: PreparedData, here: Tokenizer | None, seen: Callable[[int], None]
 ) -> list[Check]:
     """Look at every element of every part."""
     found, names = _ColumnFaults(), prepared.names
@@ -127,8 +134,8 @@ def _check_record_ends(recipe: Recipe, ends: Sequence[int], found: Sequence[str]
 def _check_part(
     folder: Path,
     split: Split,
-    part: Part,
-    prepared: Prepared,
+    part: ColumnPart,
+    prepared: PreparedData,
     ends: Sequence[int],
     found: _ColumnFaults,
     seen: Callable[[int], None],
@@ -208,7 +215,9 @@ def _chunks(column: Column, seen: Callable[[int], None]) -> Iterator[npt.NDArray
         seen(values.nbytes)
 
 
-def check_rows(folder: Path, prepared: Prepared, name: str, seen: Callable[[int], None]) -> Check:
+def check_rows(
+    folder: Path, prepared: PreparedData, name: str, seen: Callable[[int], None]
+) -> Check:
     """Rows of one way of packing: none too long, every piece within its record, no token twice, as
     many as were counted.
     """
@@ -236,7 +245,7 @@ def check_rows(folder: Path, prepared: Prepared, name: str, seen: Callable[[int]
                     Column(column_prefix(folder, split, first, number)),
                     seq_len,
                     count,
-                    picked=prepared.documents in PICKED,
+                    picked=prepared.documents in ONE_PER_ROW,
                 ):
                     found.append(f"{bin_path(table.prefix)} {wrong}")
                 rows, tokens = (
@@ -262,16 +271,16 @@ def _count_row_tokens(
     folder: Path,
     split: Split,
     number: int,
-    prepared: Prepared,
+    prepared: PreparedData,
     table: Column,
     seq_len: int,
     target_len: int | None,
 ) -> int:
     """How many tokens lie in the rows of a part."""
-    if prepared.documents not in PICKED:
+    if prepared.documents not in ONE_PER_ROW:
         return int(table.slice(2, table.elements)[::3].sum())
     records, total = table.slice(0, table.elements)[::3], 0
-    for name, most in limits(prepared.documents, seq_len, target_len).items():
+    for name, most in column_limits(prepared.documents, seq_len, target_len).items():
         column = Column(column_prefix(folder, split, name, number))
         inside = records[(records >= 0) & (records < len(column))]
         total += int(np.minimum(column.lengths(0, len(column))[inside], most).sum())

@@ -18,7 +18,7 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.column import Column, column_prefix
-from ingot.data.columns.manifest import Prepared
+from ingot.data.columns.manifest import PreparedData
 from ingot.data.documents.chats import from_messages
 from ingot.data.documents.preferences import from_preference
 from ingot.models.kinds import ModelKind
@@ -201,7 +201,7 @@ CHAT_COLUMNS = {"chat": ("tokens",), "preference": ("chosen", "rejected")}
 """The columns that hold whole chats."""
 
 
-def check_chats(recipe: Recipe, prepared: Prepared, tokenizer: Tokenizer) -> Check:
+def check_chats(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) -> Check:
     """transformers' ids of held-out chats against the stored ones. `tokenizer`: the one that they
     were prepared with.
 
@@ -259,7 +259,7 @@ def check_chats(recipe: Recipe, prepared: Prepared, tokenizer: Tokenizer) -> Che
 
 
 def _stored_chats(
-    recipe: Recipe, prepared: Prepared, tokenizer: Tokenizer, names: Sequence[str]
+    recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer, names: Sequence[str]
 ) -> Iterator[tuple[str, list[Chat], list[list[int]]]]:
     """Held-out documents as chats, with the records that `prepare` made of them; those that the
     template refused have none.

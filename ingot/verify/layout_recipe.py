@@ -24,8 +24,8 @@ from ingot.config.family import overridden
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.shape import batch_plan, degrees_of
-from ingot.data.batches.rows import Row, Rows
-from ingot.data.batches.samples import Fields, Samples
+from ingot.data.batches.rows import PackedRow, Rows
+from ingot.data.batches.samples import SampleArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.folder import CONFIG, model_config
@@ -302,7 +302,7 @@ class SmallRows(Rows):
         vars(self).update(vars(whole))
         self._whole, self.seq_len = whole, seq_len
 
-    def batch(self, ids: Sequence[int], out: Ids | None = None) -> Row:
+    def batch(self, ids: Sequence[int], out: Ids | None = None) -> PackedRow:
         tokens, labels, positions, segments = cut_short(self._whole.batch(ids), self.seq_len)
         middle = self.seq_len // 2
         for place, row in enumerate(ids):
@@ -310,7 +310,7 @@ class SmallRows(Rows):
                 segments[place, middle:] += 1
                 positions[place, middle:] -= positions[place, middle]
                 labels[place, middle - 1] = IGNORE
-        made = Row(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
+        made = PackedRow(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
         for target, values in zip(
             made, (folded(tokens), folded(labels), positions, segments), strict=True
         ):
@@ -325,19 +325,19 @@ class SmallSamples(Samples):
         vars(self).update(vars(whole))
         self._whole, self.seq_len = whole, seq_len
 
-    def fields(self, ids: Sequence[int], count: int | None = None) -> Fields:
+    def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
         made = self._whole.fields(ids, count)
         if self.kind == "preference":
             tokens, labels, positions, segments = cut_short(made, self.seq_len)
-            return Fields(folded(tokens), folded(labels), positions, segments)
+            return SampleArrays(folded(tokens), folded(labels), positions, segments)
         labels = folded(made.labels[:, : self.seq_len]) if self.kind == "pair" else made.labels
         tokens, positions, segments = (
             values[:, : self.seq_len] for values in (made.tokens, made.positions, made.segments)
         )
-        return Fields(folded(tokens), labels, positions, segments)
+        return SampleArrays(folded(tokens), labels, positions, segments)
 
 
-def cut_short(fields: Row | Fields, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
+def cut_short(fields: PackedRow | SampleArrays, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
     """Of `[R, S]` the `seq_len` positions from shortly before each row's first target on."""
     length = fields.tokens.shape[1]
     first = (fields.labels != IGNORE).argmax(axis=1) - seq_len // 4

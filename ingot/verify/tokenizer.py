@@ -14,15 +14,15 @@ from ingot.base.markers import read_marker
 from ingot.base.storage import open_read
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
-from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import Document, sample
 from ingot.data.columns.column import token_dtype
 from ingot.data.columns.manifest import MANIFEST
-from ingot.data.documents.kinds import Wanted, plain_text
-from ingot.data.documents.records import Item
+from ingot.data.documents.kinds import DocumentExtractor, plain_text
+from ingot.data.documents.records import ParsedDocument
 from ingot.data.raw.store import open_raw
 from ingot.data.sources.find import recipe_sources, source_files
-from ingot.data.sources.readers import read_items
+from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Shares
 from ingot.tokenizers.backend import TokenBatch, split_batch
@@ -102,7 +102,7 @@ def _documents(recipe: Recipe) -> Iterator[Document]:
         yield from _unread(recipe)
         return
     for document in sample(
-        open_raw(recipe), Cleaned.nothing(), Shares.of(recipe.data), SAMPLE_BYTES
+        open_raw(recipe), CleaningResult.nothing(), Shares.of(recipe.data), SAMPLE_BYTES
     ):
         yield Document(document.doc_id, plain_text(recipe.documents, document.text))
 
@@ -130,12 +130,12 @@ def _unread(recipe: Recipe) -> Iterator[Document]:
 def _beginning(
     recipe: Recipe, source: SourceSettings, file: SourceFile, most: int
 ) -> Iterator[Document]:
-    read, wanted = 0, Wanted.of(source, recipe.documents, recipe.labels)
+    read, wanted = 0, DocumentExtractor.for_source(source, recipe.documents, recipe.labels)
     with open_read(file.path) as stream:
-        for item in read_items(stream, file.path, file.format, wanted):
+        for item in parse_file(stream, file.path, file.format, wanted):
             if read >= most:
                 return
-            if isinstance(item, Item):
+            if isinstance(item, ParsedDocument):
                 text = plain_text(recipe.documents, item.text)
                 read += len(text.encode())
                 yield Document(f"{file.name}:{item.row}", text)

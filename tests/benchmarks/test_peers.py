@@ -19,7 +19,7 @@ from benchmarks.peers import Contender, Played
 from ingot.config.load import load_recipe
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Loader
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import open_rows
 
 TINY = peers.Sizes("llama-3m", 32, 2, 400, 0.2)
@@ -29,7 +29,7 @@ def test_all_get_the_same_rows_in_the_same_order(tmp_path: Path) -> None:
     task = peers.task_of(tmp_path, TINY, steps=2, rounds=1)
     recipe = load_recipe((), task["knobs"], environ={}, dotenv=None)
     rows = open_rows(recipe.folder.columns, "train", 32, pad_last=False)
-    loader = Loader(rows, Order(rows.sizes, recipe.seed, rows.weights), peers_plan(task), 0)
+    loader = Loader(rows, SampleOrder(rows.sizes, recipe.seed, rows.weights), peers_plan(task), 0)
     ours = np.concatenate(
         [batch.tokens.numpy() for step in range(4) for batch in loader.step(step)]
     )

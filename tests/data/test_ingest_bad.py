@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.ingest import ingest
 from ingot.data.raw.store import open_raw
 from ingot.data.sources import find as stamps
@@ -158,11 +158,11 @@ ESCAPED = JSON.map(lambda value: json.dumps(value).encode())
 @given(st.lists(RAW | ESCAPED | st.binary(max_size=20), max_size=9))
 def test_lines_of_anything_are_judged_as_the_standard_library_does(lines: list[bytes]) -> None:
     data = b"\n".join(lines)
-    found = {item.row: item for item in json_lines(io.BytesIO(data), Wanted())}
+    found = {item.row: item for item in json_lines(io.BytesIO(data), DocumentExtractor())}
     for row, line in enumerate(data.split(b"\n"), start=1):
         line = line.removeprefix(b"\xef\xbb\xbf") if row == 1 else line
         item = found.pop(row, None)
-        assert (item.text if isinstance(item, Item) else None) == reference(row, line)
+        assert (item.text if isinstance(item, ParsedDocument) else None) == reference(row, line)
         assert item is not None or not line.strip(), (
             "a line that is not empty is either good or bad"
         )
@@ -181,19 +181,21 @@ def test_lists_of_anything_give_good_or_bad_items(
     data = json.dumps(values, indent=indent).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_texts, "JSON_CHUNK_BYTES", window)
-        whole = list(json_list(io.BytesIO(data), Wanted()))
-        part = list(json_list(io.BytesIO(data[:cut]), Wanted()))
+        whole = list(json_list(io.BytesIO(data), DocumentExtractor()))
+        part = list(json_list(io.BytesIO(data[:cut]), DocumentExtractor()))
     if not any(isinstance(value, list) for value in values):
         assert [item.row for item in whole] == list(range(1, len(values) + 1))
-        assert [item.text if isinstance(item, Item) else None for item in whole] == [
+        assert [item.text if isinstance(item, ParsedDocument) else None for item in whole] == [
             reference(0, json.dumps(value).encode()) for value in values
         ]
-        assert all(isinstance(item, Bad) or item in whole for item in part)
+        assert all(isinstance(item, BadRecord) or item in whole for item in part)
 
 
 @given(st.binary(max_size=60), st.integers(1, 9))
 def test_bytes_in_a_list_are_good_or_bad_items(data: bytes, window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_texts, "JSON_CHUNK_BYTES", window)
-        for row, item in enumerate(json_list(io.BytesIO(b'[{"text": "' + data), Wanted()), start=1):
+        for row, item in enumerate(
+            json_list(io.BytesIO(b'[{"text": "' + data), DocumentExtractor()), start=1
+        ):
             assert item.row == row

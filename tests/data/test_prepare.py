@@ -15,7 +15,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.batches.rows import open_rows
-from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import read_documents, sample
 from ingot.data.columns.column import Column, column_prefix
 from ingot.data.columns.manifest import read_prepared
@@ -25,7 +25,7 @@ from ingot.data.raw import ranges as ranges_module
 from ingot.data.raw import store as raw_module
 from ingot.data.splits import Shares
 from ingot.data.tokenizing import vocabulary
-from ingot.data.tokenizing.tokenize import Tokenise
+from ingot.data.tokenizing.tokenize import TokeniseStage
 from ingot.tokenizers.load import load_tokenizer
 from tests.data.small import everything, recipe, sentences, write_jsonl
 from tests.tokenizers.small import bpe_files
@@ -112,7 +112,7 @@ def test_nothing_changed_nothing_made(
     small = ingested(tmp_path, source)
     first = prepare(small)
     before = everything(small.folder.root / "data")
-    monkeypatch.setattr(Tokenise, "open", None)
+    monkeypatch.setattr(TokeniseStage, "open", None)
     monkeypatch.setattr(vocabulary, "train_bpe", None)
     assert prepare(small) == first
     assert everything(small.folder.root / "data") == before
@@ -123,7 +123,7 @@ def test_a_changed_row_length_makes_nothing_again(
 ) -> None:
     small = ingested(tmp_path, source)
     first = prepare(small)
-    monkeypatch.setattr(Tokenise, "open", None)
+    monkeypatch.setattr(TokeniseStage, "open", None)
     assert (
         prepare(recipe(tmp_path, source, data__seq_len=32, train__global_batch=4)).outputs
         == first.outputs
@@ -142,9 +142,9 @@ def test_finished_parts_are_kept(
     prepare(small)
     before = everything(small.folder.columns)
     made: list[int] = []
-    real = Tokenise._make
+    real = TokeniseStage._make
     monkeypatch.setattr(
-        Tokenise,
+        TokeniseStage,
         "_make",
         lambda self, task, *rest: (made.append(task.number), real(self, task, *rest))[1],
     )
@@ -335,7 +335,7 @@ def test_of_few_large_documents_one_is_the_sample(tmp_path: Path) -> None:
     )
     opened, shares = raw_module.open_raw(small), Shares.of(small.data)
     for size in (1, 50):
-        assert len(list(sample(opened, Cleaned.nothing(), shares, size))) >= 1
+        assert len(list(sample(opened, CleaningResult.nothing(), shares, size))) >= 1
     prepare(recipe(tmp_path, tmp_path / "a.jsonl", tokenizer__sample_bytes=50))
 
 
@@ -352,7 +352,9 @@ def test_a_sample_is_spread_over_everything(tmp_path: Path) -> None:
     total = opened.bytes
 
     def sampled(size: int) -> list[str]:
-        return [document.text for document in sample(opened, Cleaned.nothing(), shares, size)]
+        return [
+            document.text for document in sample(opened, CleaningResult.nothing(), shares, size)
+        ]
 
     for wanted in (total // 3, total // 100):
         texts = sampled(wanted)

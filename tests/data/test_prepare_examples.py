@@ -204,7 +204,7 @@ def test_finished_parts_are_kept_and_another_length_plans_rows_alone(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(kind, tmp_path)
-    monkeypatch.setattr(parts.Tokenise, "open", None)
+    monkeypatch.setattr(parts.TokeniseStage, "open", None)
     prepare(
         of(kind, tmp_path, data__seq_len=64, **({"data__target_len": 5} if kind == "pair" else {}))
     )
@@ -266,7 +266,7 @@ def test_documents_of_another_objective_are_kept(
         WrongInput, match=r"prepared for objective\.kind sft, the recipe says distill"
     ):
         prepared_for(distilled)
-    monkeypatch.setattr(parts.Tokenise, "open", None)
+    monkeypatch.setattr(parts.TokeniseStage, "open", None)
     prepare(distilled)
     assert prepared_for(distilled).documents == "chat"
     texts = recipe(tmp_path, path, objective__kind="distill", objective__teacher="x", **knobs)

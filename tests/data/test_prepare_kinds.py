@@ -107,7 +107,7 @@ def test_another_row_length_packs_again_and_encodes_nothing(
     small = chat_recipe(tmp_path)
     ingest(small)
     prepare(small)
-    monkeypatch.setattr(parts.Tokenise, "open", None)
+    monkeypatch.setattr(parts.TokeniseStage, "open", None)
     longer = chat_recipe(tmp_path, data__seq_len=128)
     prepare(longer)
     assert len(open_rows(longer.folder.columns, "train", 128, pack="best_fit", pad_last=False)) > 0

@@ -17,7 +17,7 @@ from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Loader
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.parallel.mesh import Mesh, running_mesh
@@ -60,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def batches(rows: Rows | Samples, micro_batch: int = 3, total: int = 8) -> list[Any]:
     with contextlib.closing(
-        Loader(rows, Order(rows.sizes, 0, rows.weights), BatchPlan(total, micro_batch, 1), 0)
+        Loader(rows, SampleOrder(rows.sizes, 0, rows.weights), BatchPlan(total, micro_batch, 1), 0)
     ) as loader:
         return loader.step(5)
 

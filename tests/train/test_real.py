@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.data.batches.loader import Batch, fixed_batches
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import open_rows
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.xdist_group("smollm2"), pytest.mark.timeout(900)]
 def first_batch(recipe: Recipe) -> Batch:
     """The rows of the first step, all in one batch."""
     rows = open_rows(recipe.folder.columns, "train", recipe.data.seq_len, pad_last=False)
-    order = Order(rows.sizes, recipe.seed, rows.weights)
+    order = SampleOrder(rows.sizes, recipe.seed, rows.weights)
     size = recipe.train.global_batch
     return next(fixed_batches(rows, order.rows(0, size).tolist(), size))
 

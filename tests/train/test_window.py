@@ -16,7 +16,7 @@ from ingot.base.errors import Stopped
 from ingot.base.remote.deferred import defer_files
 from ingot.base.remote.replica import pull, push
 from ingot.checkpoints.store import committed
-from ingot.data.batches.prefetch import Ahead
+from ingot.data.batches.prefetch import PartPrefetcher
 from ingot.train.trainer import train
 from tests import gcs
 from tests.small import copy_of, small_recipe
@@ -48,9 +48,9 @@ def test_asked_to_stop_while_a_part_is_waited_for_it_saves_and_goes_on_to_the_sa
         small_recipe(place, data__window=1) for place in (copy_of(root, tmp_path / "whole"), left)
     )
     train(whole)
-    wait = Ahead.wait
+    wait = PartPrefetcher.wait
 
-    def stuck(self: Ahead, step: int, meanwhile: Callable[[], bool]) -> bool:
+    def stuck(self: PartPrefetcher, step: int, meanwhile: Callable[[], bool]) -> bool:
         if step != 3:
             return wait(self, step, meanwhile)
         assert not meanwhile()
@@ -59,7 +59,7 @@ def test_asked_to_stop_while_a_part_is_waited_for_it_saves_and_goes_on_to_the_sa
         return False
 
     with monkeypatch.context() as patched:
-        patched.setattr(Ahead, "wait", stuck)
+        patched.setattr(PartPrefetcher, "wait", stuck)
         with pytest.raises(Stopped):
             train(node)
     assert [found.step for found in committed(node.folder.checkpoints)] == [3]

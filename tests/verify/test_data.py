@@ -17,8 +17,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
 from ingot.data.columns.manifest import (
-    Part,
-    Prepared,
+    ColumnPart,
+    PreparedData,
     PreparedSource,
     data_identity,
     read_prepared,
@@ -113,7 +113,7 @@ def write_columns(
                 entries += [
                     entry_of(folder, path.name) for path in (bin_path(prefix), idx_path(prefix))
                 ]
-            parts.append(Part(number, columns["documents"], len(flat), 0, "0"))
+            parts.append(ColumnPart(number, columns["documents"], len(flat), 0, "0"))
         splits[split] = [
             PreparedSource(
                 "s",
@@ -135,7 +135,10 @@ def write_columns(
         data_identity(entries, identity),
     )
     write_prepared(
-        folder, Prepared(made.objective.kind, kinds, splits, *about, {"train": "a"}), {}, entries
+        folder,
+        PreparedData(made.objective.kind, kinds, splits, *about, {"train": "a"}),
+        {},
+        entries,
     )  # type: ignore[arg-type]
 
 

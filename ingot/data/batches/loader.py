@@ -16,8 +16,8 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.base.markers import problems, read_marker
 from ingot.config.shape import BatchPlan
-from ingot.data.batches.order import Order
-from ingot.data.batches.prefetch import Ahead
+from ingot.data.batches.order import SampleOrder
+from ingot.data.batches.prefetch import PartPrefetcher
 from ingot.data.batches.rows import IGNORE, Ids, Rows
 from ingot.data.batches.samples import Samples
 
@@ -64,14 +64,16 @@ class Loader:
         rank: whose share this is.
     """
 
-    def __init__(self, rows: Rows | Samples, order: Order, plan: BatchPlan, rank: int) -> None:
+    def __init__(
+        self, rows: Rows | Samples, order: SampleOrder, plan: BatchPlan, rank: int
+    ) -> None:
         self._rows, self._order, self._plan, self._rank = rows, order, plan, rank
-        self._memory = Memory()
+        self._memory = BatchBuffers()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._next: tuple[int, Future[list[Batch]]] | None = None
-        self._checksums = Checksums(rows, rank, plan.world)
+        self._checksums = ChecksumThread(rows, rank, plan.world)
         self._ahead = (
-            Ahead(rows, order, plan.global_batch, quiet=rank != 0)
+            PartPrefetcher(rows, order, plan.global_batch, quiet=rank != 0)
             if rows.deferred is not None and order.windowed
             else None
         )
@@ -112,7 +114,7 @@ class Loader:
         self._checksums.close()
 
 
-class Checksums:
+class ChecksumThread:
     """Reads the files of parts that were touched, in a thread, and compares them with the checksums
     that were written with them.
 
@@ -151,7 +153,7 @@ class Checksums:
         self._thread.join()
 
 
-class Memory:
+class BatchBuffers:
     """Room for batches, used again when the last tensor in it is gone: to get pages from the system
     anew costs more than to fill them.
     """
@@ -176,7 +178,10 @@ class Memory:
 
 
 def fixed_batches(
-    rows: Rows | Samples, indices: Iterable[int], micro_batch: int, memory: Memory | None = None
+    rows: Rows | Samples,
+    indices: Iterable[int],
+    micro_batch: int,
+    memory: BatchBuffers | None = None,
 ) -> Iterator[Batch]:
     """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is filled up
     with dead rows.
@@ -188,7 +193,7 @@ def fixed_batches(
             )
             yield Batch(tokens, labels, positions, segments, _numbers(some, micro_batch))
         return
-    memory = Memory() if memory is None else memory
+    memory = BatchBuffers() if memory is None else memory
     at_once = max(1, AT_ONCE_TOKENS // (micro_batch * rows.seq_len)) * micro_batch
     for some in _runs(indices, at_once):
         size = -(-len(some) // micro_batch) * micro_batch

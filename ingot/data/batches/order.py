@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.data.batches.permutation import CIRCLE, GOLDEN, Windows, Words, mix, permute
+from ingot.data.batches.permutation import CIRCLE, GOLDEN, WindowedPermutation, Words, mix, permute
 
 
-class Order:
+class SampleOrder:
     """An endless sequence of row ids.
 
     Without weights it is one pass over all rows after the other, each in an order of its own, every
@@ -64,7 +64,9 @@ class Order:
         self._edges = [0, CIRCLE] if weights is None else _edges(weights)
         self._gaps, self._shifts = _gaps(skipped)
         of_each = parts if weights is not None else [[rows for source in parts for rows in source]]
-        self._windows = [Windows(rows, window) for rows in of_each] if window is not None else []
+        self._windows = (
+            [WindowedPermutation(rows, window) for rows in of_each] if window is not None else []
+        )
         self._numbers = [sum(map(len, of_each[:source])) for source in range(len(of_each))]
 
     def rows(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
@@ -163,8 +165,8 @@ class Order:
         return mix(np.array([self._seed ^ ((source + 1) * GOLDEN % CIRCLE)], np.uint64))
 
 
-def place_of(sample: int, skipped: Sequence[tuple[int, int]]) -> int:
-    """`Order.place` for any order with these skipped ranges."""
+def sequence_position(sample: int, skipped: Sequence[tuple[int, int]]) -> int:
+    """`SampleOrder.place` for any order with these skipped ranges."""
     return _place(sample, *_gaps(skipped))
 
 

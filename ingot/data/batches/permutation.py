@@ -64,7 +64,7 @@ def _feistel(words: Words, bits: int, keys: Words) -> Words:
     return (high << low_bits) | low
 
 
-class _Pass(NamedTuple):
+class _Epoch(NamedTuple):
     """One pass over a source: its parts in the order of this pass, and the place at which each of
     its windows begins.
     """
@@ -73,7 +73,7 @@ class _Pass(NamedTuple):
     begins: Words
 
 
-class Windows:
+class WindowedPermutation:
     """A permutation of a source's rows per (key, pass), like `permutation.permute`, that draws from
     `window` parts at a time.
 
@@ -131,7 +131,7 @@ class Windows:
         part = np.searchsorted(ends, drawn, side="right")
         return self._firsts[members[part]] + drawn - (ends[part] - self._rows[members[part]])
 
-    def _made(self, epoch: int, key: int) -> _Pass:
+    def _made(self, epoch: int, key: int) -> _Epoch:
         numbers = np.arange(len(self._rows), dtype=np.uint64)
         parts = permute(
             numbers,
@@ -140,4 +140,4 @@ class Windows:
             np.full(len(numbers), epoch, np.uint64),
         )
         before = np.cumsum(self._rows[parts]) - self._rows[parts]
-        return _Pass(parts, before[:: self._window])
+        return _Epoch(parts, before[:: self._window])

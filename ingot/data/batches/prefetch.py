@@ -11,8 +11,8 @@ from collections.abc import Callable
 from ingot.base.errors import Failed, IngotError
 from ingot.base.progress import Progress, say
 from ingot.base.remote.deferred import UnusableReplica
-from ingot.data.batches.order import Order
-from ingot.data.columns.reader import Opened
+from ingot.data.batches.order import SampleOrder
+from ingot.data.columns.reader import PreparedSplit
 
 LOOK_S = 0.05
 BUSY_S, AGAIN_S, AWAY_S = 1.0, 10.0, 900.0
@@ -25,7 +25,7 @@ part may take minutes.
 """
 
 
-class Ahead:
+class PartPrefetcher:
     """Keeps the parts at hand that a step and the next are drawn from, those of the window after
     these, and for slower ranks those of the one before.
 
@@ -33,7 +33,7 @@ class Ahead:
     """
 
     def __init__(
-        self, rows: Opened, order: Order, global_batch: int, *, quiet: bool = False
+        self, rows: PreparedSplit, order: SampleOrder, global_batch: int, *, quiet: bool = False
     ) -> None:
         self._rows, self._order, self._batch, self._quiet = rows, order, global_batch, quiet
         self._wanted, self._here = list[int](), list[int]()

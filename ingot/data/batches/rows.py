@@ -14,12 +14,12 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.column import bin_path, token_dtype
-from ingot.data.columns.manifest import MASK, Part, Prepared, read_prepared
-from ingot.data.columns.reader import IGNORE, Ids, Opened, Opening, Parts
-from ingot.data.packing.tables import PICKED, read_packed, table_name
+from ingot.data.columns.manifest import MASK, ColumnPart, PreparedData, read_prepared
+from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles
+from ingot.data.packing.tables import ONE_PER_ROW, read_packed, table_name
 from ingot.data.splits import Split
 
-__all__ = ["BLOCK_TOKENS", "IGNORE", "Ids", "Row", "Rows", "Samples", "open_rows"]
+__all__ = ["BLOCK_TOKENS", "IGNORE", "Ids", "PackedRow", "Rows", "Samples", "open_rows"]
 
 BLOCK_TOKENS = 32_768
 """How many tokens are worked on at once: what is needed beside the result stays in the processor's
@@ -27,7 +27,7 @@ cache.
 """
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """One row, four arrays [T], or several of them, [B, T].
 
     labels: the next token, or -100 where that belongs to another document or to none, or where its
@@ -72,7 +72,7 @@ def open_rows(
     """
     prepared = read_prepared(columns)
     rows: Rows | Samples
-    if prepared.documents in PICKED:
+    if prepared.documents in ONE_PER_ROW:
         rows = Samples(
             columns, prepared, split, seq_len, pack=pack, weights=weights, target_len=target_len
         )
@@ -101,15 +101,15 @@ def open_rows(
     return rows
 
 
-class Rows(Opened):
+class Rows(PreparedSplit):
     """Random access to the rows of one split. Safe to read from several threads."""
 
-    _sources: Sequence[_Stream | _Cut | _Table]
+    _sources: Sequence[_StreamSource | _PartwiseSource | _PlannedSource]
 
     def __init__(
         self,
         columns: Path,
-        prepared: Prepared,
+        prepared: PreparedData,
         split: Split,
         seq_len: int,
         *,
@@ -134,7 +134,7 @@ class Rows(Opened):
                     [[part.tokens // seq_len for part in source.parts] for source in sources]
                 )
                 self._sources = [
-                    _Cut(opening, source.parts, rows)
+                    _PartwiseSource(opening, source.parts, rows)
                     for source, rows in zip(sources, self.part_rows, strict=True)
                 ]
             else:
@@ -144,22 +144,22 @@ class Rows(Opened):
                         for source in sources
                     ]
                 )
-                self._sources = [_Stream(opening, source.parts) for source in sources]
+                self._sources = [_StreamSource(opening, source.parts) for source in sources]
             self.left_out = max(0, self.tokens - sum(self.sizes) * seq_len)
         else:
             packed = read_packed(columns, prepared, seq_len, pack)
             self._sized(packed.rows[split])
             self._sources = [
-                _Table(opening, source.parts, table, rows, masked=self._masked)
+                _PlannedSource(opening, source.parts, table, rows, masked=self._masked)
                 for source, rows in zip(sources, packed.rows[split], strict=True)
             ]
             self.left_out = self.tokens - packed.counts[split].tokens
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> PackedRow:
         """Row `i`, [T]. Raises IndexError beyond the last one."""
-        return Row(*(field[0] for field in self.batch([i])))
+        return PackedRow(*(field[0] for field in self.batch([i])))
 
-    def batch(self, ids: Sequence[int], out: Ids | None = None) -> Row:
+    def batch(self, ids: Sequence[int], out: Ids | None = None) -> PackedRow:
         """The rows `ids`, [B, T]. What costs something is done for many of them at once.
 
         Args:
@@ -174,7 +174,7 @@ class Rows(Opened):
         step = max(1, BLOCK_TOKENS // self.seq_len)
         for first in range(0, len(ids), step):
             some = ids[first : first + step]
-            draft = _Draft(len(some), self.seq_len, self._dtype, masked=self._masked)
+            draft = _RowBuffer(len(some), self.seq_len, self._dtype, masked=self._masked)
             for place, i in enumerate(some):
                 if not 0 <= i < len(self):
                     raise IndexError(f"row {i} of {len(self)}")
@@ -182,11 +182,11 @@ class Rows(Opened):
                 self._sources[source].fill(
                     draft, place, i - (self._ends[source] - self.sizes[source])
                 )
-            draft.finish(Row(*made[:, first : first + step]))
-        return Row(*made)
+            draft.finish(PackedRow(*made[:, first : first + step]))
+        return PackedRow(*made)
 
 
-class _Draft:
+class _RowBuffer:
     """Rows under way. A row is T + 1 elements of the stream, as the label of its last token is the
     one after it.
 
@@ -212,7 +212,7 @@ class _Draft:
         """The document of the token before `place` goes on with `token` in another row."""
         self._after.append((row * self.length + place - 1, token))
 
-    def finish(self, out: Row) -> None:
+    def finish(self, out: PackedRow) -> None:
         """Write all rows to `out`."""
         size, length = self.size, self.length
         tokens, labels, positions, segments = (field.reshape(-1) for field in out)
@@ -240,13 +240,13 @@ class _Draft:
             tokens[padding], labels[padding], positions[padding] = 0, IGNORE, 0
 
 
-class _Stream(Parts):
+class _StreamSource(PartReader):
     """All tokens of a source one after the other, cut every `length` tokens."""
 
-    def __init__(self, opening: Opening, parts: Sequence[Part]) -> None:
+    def __init__(self, opening: SplitFiles, parts: Sequence[ColumnPart]) -> None:
         super().__init__(opening, parts, [part.tokens for part in parts])
 
-    def fill(self, draft: _Draft, row: int, number: int) -> None:
+    def fill(self, draft: _RowBuffer, row: int, number: int) -> None:
         """Make row `number` of this source row `row` of the draft."""
         begin, done = number * draft.length, 0
         wanted = min(draft.length + 1, self._ends[-1] - begin)
@@ -266,10 +266,10 @@ class _Stream(Parts):
             draft.pad(row, done)
 
 
-class _Cut(Parts):
+class _PartwiseSource(PartReader):
     """The tokens of each part, cut every `length` tokens: no row needs more than one part."""
 
-    def fill(self, draft: _Draft, row: int, number: int) -> None:
+    def fill(self, draft: _RowBuffer, row: int, number: int) -> None:
         """Make row `number` of this source row `row` of the draft."""
         index = bisect.bisect_right(self._ends, number)
         low, base = (
@@ -284,13 +284,13 @@ class _Cut(Parts):
             draft.pad(row, high - low)
 
 
-class _Table(Parts):
+class _PlannedSource(PartReader):
     """Rows of a source that were planned: each says which pieces of which records lie in it."""
 
     def __init__(
         self,
-        opening: Opening,
-        parts: Sequence[Part],
+        opening: SplitFiles,
+        parts: Sequence[ColumnPart],
         table: str,
         rows: Sequence[int],
         *,
@@ -299,7 +299,7 @@ class _Table(Parts):
         super().__init__(opening, parts, rows)
         self._table, self._masked = table, masked
 
-    def fill(self, draft: _Draft, row: int, number: int) -> None:
+    def fill(self, draft: _RowBuffer, row: int, number: int) -> None:
         """Make row `number` of this source row `row` of the draft."""
         index = bisect.bisect_right(self._ends, number)
         table, tokens = self.column(self._table, index), self.column("tokens", index)

@@ -14,8 +14,8 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import COLUMNS
 from ingot.data.columns.column import Column, bin_path
-from ingot.data.columns.manifest import LABEL, MASK, Part, Prepared
-from ingot.data.columns.reader import IGNORE, Ids, Opened, Opening, Parts
+from ingot.data.columns.manifest import LABEL, MASK, ColumnPart, PreparedData
+from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles
 from ingot.data.packing.tables import read_packed, table_name
 from ingot.data.splits import Split
 
@@ -25,7 +25,7 @@ padding.
 """
 
 
-class Fields(NamedTuple):
+class SampleArrays(NamedTuple):
     """Some samples, int64. tokens, positions, segments: [R, S], where S is the length of the
     longest, rounded up.
 
@@ -42,17 +42,17 @@ class Fields(NamedTuple):
     segments: Ids
 
 
-class Samples(Opened):
+class Samples(PreparedSplit):
     """Random access to the samples of one split; their numbers count through the sources. Safe to
     read from several threads.
     """
 
-    _sources: Sequence[_Records]
+    _sources: Sequence[_SampleSource]
 
     def __init__(
         self,
         columns: Path,
-        prepared: Prepared,
+        prepared: PreparedData,
         split: Split,
         seq_len: int,
         *,
@@ -72,13 +72,13 @@ class Samples(Opened):
         packed = read_packed(columns, prepared, seq_len, pack, own)
         self._closing = prepared.closing
         self._sources = [
-            _Records(self._opening, source.parts, table, rows)
+            _SampleSource(self._opening, source.parts, table, rows)
             for source, rows in zip(prepared.splits[split], packed.rows[split], strict=True)
         ]
         self._sized(packed.rows[split])
         self.left_out = self.tokens - packed.counts[split].tokens
 
-    def fields(self, ids: Sequence[int], count: int | None = None) -> Fields:
+    def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
         """The samples `ids`, and dead ones behind them until there are `count`: padding alone,
         labels -100.
 
@@ -92,14 +92,14 @@ class Samples(Opened):
             return self._preferences(found, count)
         first = "source" if self.kind == "pair" else "tokens"
         tokens, live = padded(
-            [_closed(record[first], self.seq_len, self._closing) for record in found],
+            [_truncated(record[first], self.seq_len, self._closing) for record in found],
             count,
             self.seq_len,
             0,
         )
         if self.kind == "pair":
             labels = padded(
-                [_closed(record["target"], self.target_len, self._closing) for record in found],
+                [_truncated(record["target"], self.target_len, self._closing) for record in found],
                 count,
                 self.target_len,
                 IGNORE,
@@ -109,7 +109,7 @@ class Samples(Opened):
             labels[: len(found)] = [int(record[LABEL][0]) for record in found]
         return _fields(tokens, labels, live)
 
-    def _preferences(self, found: Sequence[dict[str, Ids]], count: int) -> Fields:
+    def _preferences(self, found: Sequence[dict[str, Ids]], count: int) -> SampleArrays:
         sides = [
             record[name][: self.seq_len] for record in found for name in ("chosen", "rejected")
         ]
@@ -133,11 +133,11 @@ class Samples(Opened):
         )
 
 
-class _Records(Parts):
+class _SampleSource(PartReader):
     """The records of a source that are in its row tables."""
 
     def __init__(
-        self, opening: Opening, parts: Sequence[Part], table: str, rows: Sequence[int]
+        self, opening: SplitFiles, parts: Sequence[ColumnPart], table: str, rows: Sequence[int]
     ) -> None:
         super().__init__(opening, parts, rows)
         self._table = table
@@ -166,7 +166,7 @@ class _Records(Parts):
         )
 
 
-def _closed(ids: Ids, most: int, closing: int) -> Ids:
+def _truncated(ids: Ids, most: int, closing: int) -> Ids:
     """The first `most` of some ids, of which the last `closing` ones stay the last."""
     if len(ids) <= most:
         return ids
@@ -188,8 +188,8 @@ def padded(rows: Sequence[Ids], count: int, most: int, fill: int) -> tuple[Ids, 
     return made, live
 
 
-def _fields(tokens: Ids, labels: Ids, live: Ids) -> Fields:
+def _fields(tokens: Ids, labels: Ids, live: Ids) -> SampleArrays:
     """With positions and segments of rows of which the first `live` ids are no padding."""
     place = np.arange(tokens.shape[1])
     there = place < live[:, None]
-    return Fields(tokens, labels, np.where(there, place, 0), there.astype(np.int64))
+    return SampleArrays(tokens, labels, np.where(there, place, 0), there.astype(np.int64))

@@ -21,19 +21,33 @@ from ingot.base.progress import Progress
 from ingot.base.storage import disk_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import Clean
-from ingot.data.cleaning.cleaned import Cleaned
-from ingot.data.cleaning.corpus import Corpus, Step
-from ingot.data.cleaning.exchange import Bucket, Named, Told, run, since_start
+from ingot.data.cleaning.cleaned import CleaningResult
+from ingot.data.cleaning.corpus import Corpus, StepName
+from ingot.data.cleaning.exchange import HashBucket, NamedTask, TaskFigures, boot_id, run
 from ingot.data.cleaning.folding import fold_identity
 from ingot.data.cleaning.ngrams import bands
-from ingot.data.cleaning.report import Dropped, Few, Report, Seal, examples, merged
-from ingot.data.cleaning.steps.contamination import Evaluation, Merge, Search
-from ingot.data.cleaning.steps.exact_duplicates import Repeated, Survey
-from ingot.data.cleaning.steps.filters import Filters
-from ingot.data.cleaning.steps.near_duplicates import Connect, Gather, Group, Route, Sign, Verify
-from ingot.data.engines.engine import Engine, Work
-from ingot.data.raw.ranges import Range, ranges
-from ingot.data.raw.store import Raw
+from ingot.data.cleaning.report import (
+    CleaningReport,
+    FateStage,
+    RangeGroup,
+    StepReport,
+    examples,
+    merged,
+)
+from ingot.data.cleaning.steps.contamination import EvaluationNgrams, MergeNgrams, SearchNgrams
+from ingot.data.cleaning.steps.exact_duplicates import ExactDuplicateStage, SurveyStage
+from ingot.data.cleaning.steps.filters import DocumentFilters
+from ingot.data.cleaning.steps.near_duplicates import (
+    ConnectStage,
+    GatherStage,
+    GroupStage,
+    RouteStage,
+    SignStage,
+    VerifyStage,
+)
+from ingot.data.engines.engine import Engine, Stage
+from ingot.data.raw.ranges import RawRange, ranges
+from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 
 MARKER = "clean.json"
@@ -46,7 +60,7 @@ CANDIDATES = 200_000
 SEALED_TOGETHER = 64
 
 
-def clean(recipe: Recipe, raw: Raw, engine: Engine) -> Cleaned:
+def clean(recipe: Recipe, raw: RawData, engine: Engine) -> CleaningResult:
     """Find which documents stay. What an earlier run found from the same inputs is taken as it is.
 
     Raises:
@@ -56,17 +70,17 @@ def clean(recipe: Recipe, raw: Raw, engine: Engine) -> Cleaned:
     # Workers may stand in another folder than this process.
     knobs, folder = recipe.data.clean, (recipe.folder.data / "clean").absolute()
     if not knobs.wanted:
-        return Cleaned.nothing()
-    filters, inputs = Filters.of(knobs), _inputs(knobs, raw, Shares.of(recipe.data))
+        return CleaningResult.nothing()
+    filters, inputs = DocumentFilters.of(knobs), _inputs(knobs, raw, Shares.of(recipe.data))
     if not _dropping(knobs):
-        return Cleaned(
+        return CleaningResult(
             None,
             knobs.normalize,
             fingerprint([CODE, knobs.normalize, fold_identity()]),
-            Report(),
+            CleaningReport(),
             fold_identity(),
         )
-    fates, stages = folder / f"fates-{inputs}", folder / f"stages-{inputs}-{since_start()}"
+    fates, stages = folder / f"fates-{inputs}", folder / f"stages-{inputs}-{boot_id()}"
     marker = read_marker(folder, MARKER)
     if (
         marker is not None
@@ -74,7 +88,9 @@ def clean(recipe: Recipe, raw: Raw, engine: Engine) -> Cleaned:
         and not problems(folder, marker, checksums=False)
     ):
         _sweep(folder, fates.name)
-        return Cleaned(fates, knobs.normalize, inputs, Report.of(marker["report"]), fold_identity())
+        return CleaningResult(
+            fates, knobs.normalize, inputs, CleaningReport.of(marker["report"]), fold_identity()
+        )
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).unlink(missing_ok=True)
@@ -84,14 +100,14 @@ def clean(recipe: Recipe, raw: Raw, engine: Engine) -> Cleaned:
         folder, MARKER, {"kind": "clean", "inputs": inputs, "report": asdict(report)}, files
     )
     _sweep(folder, fates.name)
-    return Cleaned(fates, knobs.normalize, inputs, report, fold_identity())
+    return CleaningResult(fates, knobs.normalize, inputs, report, fold_identity())
 
 
 def _dropping(knobs: Clean) -> bool:
     return knobs.model_copy(update={"normalize": "none"}).wanted
 
 
-def _inputs(knobs: Clean, raw: Raw, shares: Shares) -> str:
+def _inputs(knobs: Clean, raw: RawData, shares: Shares) -> str:
     """Fingerprint of everything that decides which documents stay, and in which files that is
     written.
     """
@@ -120,15 +136,15 @@ class _Cleaning:
     """All stages over one corpus."""
 
     knobs: Clean
-    raw: Raw
+    raw: RawData
     engine: Engine
     out: Path
     corpus: Corpus
-    tasks: list[Range]
+    tasks: list[RawRange]
     documents: int
 
     @classmethod
-    def of(cls, recipe: Recipe, raw: Raw, engine: Engine, out: Path, folder: Path) -> _Cleaning:
+    def of(cls, recipe: Recipe, raw: RawData, engine: Engine, out: Path, folder: Path) -> _Cleaning:
         documents = {
             split: sum(source.documents for source in sources)
             for split, sources in raw.splits.items()
@@ -144,19 +160,21 @@ class _Cleaning:
         tasks = [task for task in ranges(raw) if task.kind != "tokens"]
         return cls(recipe.data.clean, raw, engine, out, corpus, tasks, sum(documents.values()))
 
-    def all(self, filters: Filters) -> tuple[Report, list[FileEntry]]:
+    def all(self, filters: DocumentFilters) -> tuple[CleaningReport, list[FileEntry]]:
         """Every step that is asked for, then the report and the files that say which documents
         stay.
         """
         if not self.tasks:
-            return Report(), []
-        looked = self._run("survey", Survey(self.corpus, filters, self.knobs.exact), self.tasks)
-        steps, notes = list[Step](), dict[str, int]()
+            return CleaningReport(), []
+        looked = self._run(
+            "survey", SurveyStage(self.corpus, filters, self.knobs.exact), self.tasks
+        )
+        steps, notes = list[StepName](), dict[str, int]()
         if self.knobs.exact:
             notes["without text, compared with nothing for exact duplicates"] = sum(
                 told["empty"] for told in looked
             )
-            self._run("exact duplicates", Repeated(self.corpus), self._buckets(1))
+            self._run("exact duplicates", ExactDuplicateStage(self.corpus), self._buckets(1))
             steps.append("exact")
         if self.knobs.fuzzy is not None:
             notes |= self._fuzzy(tuple(steps))
@@ -169,20 +187,20 @@ class _Cleaning:
         sums = {step: merged(told, step) for step in wanted}
         shown = examples(self.corpus, self.tasks, {step: sums[step]["examples"] for step in wanted})
         dropped = [
-            Dropped(step, sums[step]["documents"], sums[step]["bytes"], shown[step])
+            StepReport(step, sums[step]["documents"], sums[step]["bytes"], shown[step])
             for step in wanted
         ]
         documents, size = (sum(told[name] for told in looked) for name in ("documents", "bytes"))
         return (
-            Report(
+            CleaningReport(
                 documents, size, dropped, {note: count for note, count in notes.items() if count}
             ),
             files,
         )
 
-    def _wanted(self) -> list[Step]:
+    def _wanted(self) -> list[StepName]:
         """The steps that are asked for, in their order."""
-        asked: dict[Step, bool] = {
+        asked: dict[StepName, bool] = {
             "min_chars": self.knobs.min_chars > 0,
             "max_chars": self.knobs.max_chars is not None,
             "languages": bool(self.knobs.languages),
@@ -192,30 +210,32 @@ class _Cleaning:
         }
         return [step for step, wanted in asked.items() if wanted]
 
-    def _fuzzy(self, after: tuple[Step, ...]) -> dict[str, int]:
+    def _fuzzy(self, after: tuple[StepName, ...]) -> dict[str, int]:
         knobs = self.knobs.fuzzy
         assert knobs is not None
         corpus, buckets = self.corpus, self._buckets(bands(knobs.similarity, knobs.permutations)[0])
-        signed = self._run("near-duplicates: signatures", Sign(corpus, knobs, after), self.tasks)
-        self._run("near-duplicates: groups", Group(corpus, knobs, after), buckets)
+        signed = self._run(
+            "near-duplicates: signatures", SignStage(corpus, knobs, after), self.tasks
+        )
+        self._run("near-duplicates: groups", GroupStage(corpus, knobs, after), buckets)
         connected = self._run(
             "near-duplicates: components",
-            Connect(corpus, knobs, after, self.documents),
-            [Bucket(0, 1)],
+            ConnectStage(corpus, knobs, after, self.documents),
+            [HashBucket(0, 1)],
             larger=0,
         )
         parts = _cut(connected[0]["candidates"], CANDIDATES)
         self._run(
             "near-duplicates: candidates by component",
-            Route(corpus, knobs, after, len(parts)),
+            RouteStage(corpus, knobs, after, len(parts)),
             buckets,
             larger=0,
         )
         self._run(
-            "near-duplicates: candidates", Gather(corpus, knobs, after, len(parts)), self.tasks
+            "near-duplicates: candidates", GatherStage(corpus, knobs, after, len(parts)), self.tasks
         )
         verified = self._run(
-            "near-duplicates: clusters", Verify(corpus, knobs, after), parts, larger=0
+            "near-duplicates: clusters", VerifyStage(corpus, knobs, after), parts, larger=0
         )
         return {
             "without words, compared with nothing for near-duplicates": sum(
@@ -226,7 +246,7 @@ class _Cleaning:
             ),
         }
 
-    def _contamination(self, after: tuple[Step, ...]) -> dict[str, int]:
+    def _contamination(self, after: tuple[StepName, ...]) -> dict[str, int]:
         knobs = self.knobs.contamination
         assert knobs is not None
         corpus = self.corpus
@@ -235,44 +255,50 @@ class _Cleaning:
             for task in self.tasks
             if task.split == "validation" or corpus.shares.validation is not None
         ]
-        self._run("contamination: evaluation", Evaluation(corpus, knobs, after), holding)
+        self._run("contamination: evaluation", EvaluationNgrams(corpus, knobs, after), holding)
         size = sum(task.bytes for task in holding)
         merged_grams = self._run(
             "contamination: n-grams",
-            Merge(corpus, knobs, after, 1 + size // 10**9),
-            [Bucket(0, 1)],
+            MergeNgrams(corpus, knobs, after, 1 + size // 10**9),
+            [HashBucket(0, 1)],
             larger=0,
         )
         self._run(
             "contamination: search",
-            Search(corpus, knobs, after),
+            SearchNgrams(corpus, knobs, after),
             [task for task in self.tasks if task.split == "train"],
         )
         return {"n-grams of validation documents": merged_grams[0]["grams"]}
 
-    def _seal(self, steps: tuple[Step, ...]) -> tuple[list[Told], list[FileEntry]]:
+    def _seal(self, steps: tuple[StepName, ...]) -> tuple[list[TaskFigures], list[FileEntry]]:
         few = [
-            Few(number, tuple(self.tasks[begin : begin + SEALED_TOGETHER]))
+            RangeGroup(number, tuple(self.tasks[begin : begin + SEALED_TOGETHER]))
             for number, begin in enumerate(range(0, len(self.tasks), SEALED_TOGETHER))
         ]
         told = [
             one
-            for few_told in self._run("seal", Seal(self.corpus, steps, self.out), few, larger=0)
+            for few_told in self._run(
+                "seal", FateStage(self.corpus, steps, self.out), few, larger=0
+            )
             for one in few_told["ranges"]
         ]
         return told, [FileEntry(*one["file"]) for one in told]
 
-    def _buckets(self, rows: int) -> list[Bucket]:
+    def _buckets(self, rows: int) -> list[HashBucket]:
         """Buckets for so many rows a document."""
         return _cut(self.documents * rows, BUCKET_ROWS)
 
     def _run(
-        self, title: str, work: Work[Any, Told], tasks: Sequence[Named], larger: int | None = None
-    ) -> list[Told]:
+        self,
+        title: str,
+        work: Stage[Any, TaskFigures],
+        tasks: Sequence[NamedTask],
+        larger: int | None = None,
+    ) -> list[TaskFigures]:
         """Do one stage; `larger=0` where what it reads is not text, so that its end is not known in
         megabytes.
         """
-        total = sum(task.bytes for task in tasks if isinstance(task, Range))
+        total = sum(task.bytes for task in tasks if isinstance(task, RawRange))
         with Progress(
             f"clean: {title}",
             total=-(-total // 10**6) if larger is None and total else None,
@@ -287,6 +313,6 @@ class _Cleaning:
             )
 
 
-def _cut(rows: int, size: int) -> list[Bucket]:
+def _cut(rows: int, size: int) -> list[HashBucket]:
     count = min(1 + rows // size, MOST_BUCKETS)
-    return [Bucket(number, count) for number in range(count)]
+    return [HashBucket(number, count) for number in range(count)]

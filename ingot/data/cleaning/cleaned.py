@@ -13,14 +13,14 @@ from ingot.base.errors import WrongInput
 from ingot.config.sections.objective import Documents
 from ingot.data.cleaning.corpus import KEPT
 from ingot.data.cleaning.folding import check_fold
-from ingot.data.cleaning.report import Report, fates_file
+from ingot.data.cleaning.report import CleaningReport, fates_file
 from ingot.data.cleaning.unicode import normalize
-from ingot.data.documents.kinds import with_said
-from ingot.data.raw.ranges import Range
+from ingot.data.documents.kinds import with_texts
+from ingot.data.raw.ranges import RawRange
 
 
 @dataclass(frozen=True)
-class Cleaned:
+class CleaningResult:
     """Which documents stay, and in which normal form. Small: the fates of documents lie in
     `folder`, one byte each (None: all stay).
 
@@ -30,20 +30,20 @@ class Cleaned:
     folder: Path | None
     form: str
     identity: str
-    report: Report
+    report: CleaningReport
     fold: str = ""
 
     @classmethod
-    def nothing(cls) -> Cleaned:
+    def nothing(cls) -> CleaningResult:
         """Every document stays as it is."""
-        return cls(None, "none", "nothing", Report())
+        return cls(None, "none", "nothing", CleaningReport())
 
     @property
     def dropped(self) -> dict[str, int]:
         """Documents that each step dropped."""
         return {step.step: step.documents for step in self.report.steps}
 
-    def tables(self, task: Range, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    def tables(self, task: RawRange, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         """Of the documents of a range, or of a piece of one, those that stay, in normal form.
         `tables` must be all of its documents, in order.
 
@@ -65,7 +65,7 @@ class Cleaned:
                 table = table if not here.any() else table.filter(pa.array(here == KEPT))
             yield self._normal(task, table)
 
-    def _normal(self, task: Range, table: pa.Table) -> pa.Table:
+    def _normal(self, task: RawRange, table: pa.Table) -> pa.Table:
         if self.form == "none" or not len(table):
             return table
         texts = table.column("text").combine_chunks()
@@ -75,7 +75,7 @@ class Cleaned:
         return table.set_column(table.schema.get_field_index("text"), "text", made)
 
 
-def _fates(folder: Path, task: Range) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _fates(folder: Path, task: RawRange) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     path = fates_file(folder, task.name)
     try:
         found = np.load(path, mmap_mode="r")[task.offset : task.offset + task.documents]
@@ -105,5 +105,5 @@ def normalize_stored(documents: Documents, stored: pa.Array, form: str) -> pa.Ar
         return made
 
     return pa.array(
-        [with_said(documents, text, change) for text in stored.to_pylist()], pa.string()
+        [with_texts(documents, text, change) for text in stored.to_pylist()], pa.string()
     )

@@ -25,14 +25,21 @@ from ingot.data.cleaning.folding import check_fold
 from ingot.data.cleaning.unicode import normalize
 from ingot.data.documents.kinds import plain_text
 from ingot.data.engines.engine import Advance
-from ingot.data.raw.ranges import Range
+from ingot.data.raw.ranges import RawRange
 from ingot.data.raw.store import read_table
 from ingot.data.splits import Shares
 
-Step = Literal["min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination"]
+StepName = Literal["min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination"]
 
 
-STEPS: tuple[Step, ...] = ("min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination")
+STEPS: tuple[StepName, ...] = (
+    "min_chars",
+    "max_chars",
+    "languages",
+    "exact",
+    "fuzzy",
+    "contamination",
+)
 
 
 KEPT, ELSEWHERE = 0, 255
@@ -41,7 +48,7 @@ KEPT, ELSEWHERE = 0, 255
 """
 
 
-def reason(step: Step) -> int:
+def reason(step: StepName) -> int:
     """The number that stands for a document dropped by this step."""
     return 1 + STEPS.index(step)
 
@@ -52,7 +59,7 @@ UNKNOWN = -1.0
 
 
 @dataclass(frozen=True)
-class Batch:
+class DocumentBatch:
     """Documents that were read together: numbers, identities, texts."""
 
     numbers: Indices
@@ -62,13 +69,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def where(self, keep: Flags) -> Batch:
+    def where(self, keep: Flags) -> DocumentBatch:
         mask = pa.array(keep)
-        return Batch(self.numbers[keep], self.doc_ids.filter(mask), self.texts.filter(mask))
+        return DocumentBatch(self.numbers[keep], self.doc_ids.filter(mask), self.texts.filter(mask))
 
-    def take(self, order: Indices) -> Batch:
+    def take(self, order: Indices) -> DocumentBatch:
         rows = pa.array(order)
-        return Batch(self.numbers[order], self.doc_ids.take(rows), self.texts.take(rows))
+        return DocumentBatch(self.numbers[order], self.doc_ids.take(rows), self.texts.take(rows))
 
 
 @dataclass(frozen=True)
@@ -88,11 +95,13 @@ class Corpus:
         """Refuse to work in a process that folds text otherwise; called where a stage is opened."""
         check_fold(self.fold)
 
-    def number(self, task: Range) -> int:
+    def number(self, task: RawRange) -> int:
         """The number of a range's first document."""
         return task.begin + (0 if task.split == "validation" else self.first_training)
 
-    def read(self, task: Range, advance: Advance, wanted: Flags | None = None) -> Iterator[Batch]:
+    def read(
+        self, task: RawRange, advance: Advance, wanted: Flags | None = None
+    ) -> Iterator[DocumentBatch]:
         """Documents of a range, those that are `wanted` (None: all); row groups of which none is
         wanted are not read.
         """
@@ -104,7 +113,7 @@ class Corpus:
             if wanted is not None and not wanted[here].any():
                 continue
             table = read_table(self.raw / task.path, group)
-            batch = Batch(
+            batch = DocumentBatch(
                 np.arange(number + here.start, number + here.stop),
                 _whole(table, "doc_id"),
                 _whole(table, "text"),
@@ -113,23 +122,23 @@ class Corpus:
                 batch = batch.where(wanted[here])
             texts = batch.texts if task.kind == "tokens" else plain_texts(task.kind, batch.texts)
             advance(batch.texts.nbytes)
-            yield Batch(batch.numbers, batch.doc_ids, normalize(texts, self.form))
+            yield DocumentBatch(batch.numbers, batch.doc_ids, normalize(texts, self.form))
 
-    def alive(self, task: Range, steps: Sequence[Step]) -> Flags:
+    def alive(self, task: RawRange, steps: Sequence[StepName]) -> Flags:
         """Which documents of a range the filters and these steps left."""
         found: Flags = self.survey(task)["reason"] == KEPT
         for step in steps:
             found[self.drops(step, task)["number"] - self.number(task)] = False
         return found
 
-    def survey(self, task: Range) -> Columns:
+    def survey(self, task: RawRange) -> Columns:
         """What the first stage found of each document: `reason`, `bytes`."""
         return read_rows(self.survey_file(task))[0]
 
-    def survey_file(self, task: Range) -> Path:
+    def survey_file(self, task: RawRange) -> Path:
         return self.folder / "survey" / f"{task.name}.arrow"
 
-    def drops(self, step: Step, task: Range) -> Columns:
+    def drops(self, step: StepName, task: RawRange) -> Columns:
         """What a step dropped of a range: `number`, ascending, `survivor`, `similarity`."""
         first = self.number(task)
         found = [
@@ -140,11 +149,11 @@ class Corpus:
         own = self.local_drops(step, task)
         return sorted_by(joined(found + (read_rows(own) if own.exists() else []), DROPS), "number")
 
-    def local_drops(self, step: Step, task: Range) -> Path:
+    def local_drops(self, step: StepName, task: RawRange) -> Path:
         """Where a stage that works by ranges puts its drops."""
         return self.folder / step / f"{task.name}.arrow"
 
-    def elsewhere(self, batch: Batch, task: Range) -> Flags:
+    def elsewhere(self, batch: DocumentBatch, task: RawRange) -> Flags:
         """Which documents of a batch belong to no split, by `data.fraction`."""
         if self.shares.fraction >= 1.0 or task.split == "validation":
             return np.zeros(len(batch), bool)
@@ -153,7 +162,7 @@ class Corpus:
             bool,
         )
 
-    def in_split(self, batch: Batch, task: Range, split: str) -> Flags:
+    def in_split(self, batch: DocumentBatch, task: RawRange, split: str) -> Flags:
         """Which documents of a batch belong to a split."""
         if task.split == "validation" or (
             self.shares.validation is None and self.shares.fraction >= 1.0
@@ -191,7 +200,7 @@ def _whole(table: pa.Table, name: str) -> pa.Array:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
-def found_drops(numbers: Indices, survivors: Indices | None = None) -> Columns:
+def drop_rows(numbers: Indices, survivors: Indices | None = None) -> Columns:
     """Rows of drops, of which a survivor may be known and a similarity is not."""
     gone = np.full(len(numbers), NO_SURVIVOR, np.int64) if survivors is None else survivors
     return {

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.clean import clean
-from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.engines.local import LocalEngine
-from ingot.data.raw.ranges import Range, pieces, ranges, read_range
-from ingot.data.raw.store import Raw, open_raw
+from ingot.data.raw.ranges import RawRange, pieces, ranges, read_range
+from ingot.data.raw.store import RawData, open_raw
 from ingot.data.splits import Shares, Split, chosen
 
 # How many times the sample is read at most: of a corpus much larger than the sample, evenly spread
@@ -45,7 +45,7 @@ def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
 
 
 def documents_of(
-    task: Range, raw: Raw, cleaned: Cleaned, shares: Shares, split: Split
+    task: RawRange, raw: RawData, cleaned: CleaningResult, shares: Shares, split: Split
 ) -> Iterator[Document]:
     """Those of one range."""
     if task.kind == "tokens":
@@ -58,7 +58,9 @@ def documents_of(
                 yield Document(doc_id, text)
 
 
-def sample(raw: Raw, cleaned: Cleaned, shares: Shares, sample_bytes: int) -> Iterator[Document]:
+def sample(
+    raw: RawData, cleaned: CleaningResult, shares: Shares, sample_bytes: int
+) -> Iterator[Document]:
     """Training documents of about `sample_bytes`, spread evenly over all of them, at least one; the
     same ones in every run.
     """

@@ -27,21 +27,21 @@ from numpy.typing import NDArray
 from ingot.base.progress import Progress
 from ingot.base.storage import disk_errors
 from ingot.data.cleaning.arrays import Columns, Hashes, Indices
-from ingot.data.engines.engine import Advance, Engine, Work
+from ingot.data.engines.engine import Advance, Engine, Stage
 
-Told = dict[str, Any]
+TaskFigures = dict[str, Any]
 """What a task tells: a few figures, as JSON."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def since_start() -> str:
+def boot_id() -> str:
     """A name for this start of the machine."""
     return BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else str(int(psutil.boot_time()))
 
 
 @contextlib.contextmanager
-def appearing(path: Path) -> Iterator[IO[bytes]]:
+def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
     """A stream whose bytes appear under `path` all at once when the block ends without an error;
     not flushed.
     """
@@ -58,7 +58,7 @@ def appearing(path: Path) -> Iterator[IO[bytes]]:
 
 def write_rows(path: Path, runs: Iterable[Mapping[str, NDArray[Any]]]) -> None:
     """Write columns of equal length; each run becomes a batch of its own."""
-    with appearing(path) as stream:
+    with atomic_stream(path) as stream:
         writer = None
         for columns in runs:
             batch = pa.record_batch(
@@ -80,7 +80,7 @@ def read_rows(path: Path) -> list[Columns]:
 
 def write_sets(path: Path, runs: Iterable[tuple[Columns, Hashes, Indices]]) -> None:
     """Write columns whose every row has a set of hashes: (columns, hashes, offsets [rows + 1])."""
-    with appearing(path) as stream:
+    with atomic_stream(path) as stream:
         writer = None
         for columns, values, offsets in runs:
             sets = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
@@ -114,7 +114,7 @@ def _columns(batch: pa.RecordBatch) -> Columns:
     }
 
 
-class Named(Protocol):
+class NamedTask(Protocol):
     """A task, by whose name its files are called."""
 
     @property
@@ -122,7 +122,7 @@ class Named(Protocol):
 
 
 @dataclass(frozen=True)
-class Bucket:
+class HashBucket:
     """The task of reducing one bucket of several."""
 
     number: int
@@ -134,18 +134,18 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Once:
+class ResumableStage:
     """A stage whose every task leaves a file that says it is done."""
 
-    work: Work[Any, Told]
+    work: Stage[Any, TaskFigures]
     folder: Path
 
-    def open(self) -> Callable[[Any, Advance], Told]:
+    def open(self) -> Callable[[Any, Advance], TaskFigures]:
         do = self.work.open()
 
-        def once(task: Any, advance: Advance) -> Told:
+        def once(task: Any, advance: Advance) -> TaskFigures:
             told = do(task, advance)
-            with appearing(_done(self.folder, task)) as stream:
+            with atomic_stream(_done(self.folder, task)) as stream:
                 stream.write(json.dumps(told).encode())
             return told
 
@@ -153,14 +153,18 @@ class Once:
 
 
 def run(
-    engine: Engine, work: Work[Any, Told], folder: Path, tasks: Sequence[Named], progress: Progress
-) -> list[Told]:
+    engine: Engine,
+    work: Stage[Any, TaskFigures],
+    folder: Path,
+    tasks: Sequence[NamedTask],
+    progress: Progress,
+) -> list[TaskFigures]:
     """Do the tasks that are not done yet, by what lies in `folder`; what all of them told, in their
     order.
     """
     missing = [task for task in tasks if not _done(folder, task).exists()]
     if missing:
-        engine.run(Once(work, folder), missing, progress)
+        engine.run(ResumableStage(work, folder), missing, progress)
     return [json.loads(_done(folder, task).read_bytes()) for task in tasks]
 
 
@@ -169,5 +173,5 @@ def files(folder: Path, pattern: str) -> Iterator[Path]:
     return iter(sorted(folder.glob(pattern)))
 
 
-def _done(folder: Path, task: Named) -> Path:
+def _done(folder: Path, task: NamedTask) -> Path:
     return folder / f"{task.name}.json"

@@ -51,7 +51,7 @@ ASCII = bytes(
 
 
 @dataclass(frozen=True)
-class Folded:
+class FoldedTexts:
     """Folded texts in one buffer: text i is `flat[begins[i]:ends[i]]`, UTF-8. At most one space
     stands between two texts.
     """
@@ -121,7 +121,7 @@ def _joins() -> Flags:
     return np.asarray(pc.is_in(code_points(), value_set=letters))
 
 
-def fold(texts: pa.Array) -> Folded:
+def fold(texts: pa.Array) -> FoldedTexts:
     """Fold every text."""
     raw, offsets = flat_of(texts)
     data = np.frombuffer(bytearray(raw).translate(ASCII), np.uint8)
@@ -170,7 +170,7 @@ def _without(data: Bytes, offsets: Indices, gone: Indices) -> tuple[Bytes, Indic
     return data[keep], offsets - np.searchsorted(gone, offsets)
 
 
-def _collapse(data: Bytes, offsets: Indices) -> Folded:
+def _collapse(data: Bytes, offsets: Indices) -> FoldedTexts:
     spaces = data == SPACE
     surplus = spaces.copy()
     surplus[1:] &= spaces[:-1]
@@ -180,10 +180,10 @@ def _collapse(data: Bytes, offsets: Indices) -> Folded:
     begins, ends = offsets[:-1], offsets[1:].copy()
     some = np.flatnonzero(ends > begins)
     ends[some] -= data[ends[some] - 1] == SPACE
-    return Folded(data, begins, ends)
+    return FoldedTexts(data, begins, ends)
 
 
-def digests(folded: Folded) -> NDArray[np.uint64]:
+def digests(folded: FoldedTexts) -> NDArray[np.uint64]:
     """A 128-bit hash of each folded text: [texts, 2]."""
     view = folded.flat.data
     found = b"".join(

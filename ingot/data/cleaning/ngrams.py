@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingot.data.cleaning.arrays import Bytes, Flags, Hashes, Indices, distinct, mixed
-from ingot.data.cleaning.folding import Folded
+from ingot.data.cleaning.folding import FoldedTexts
 from ingot.data.cleaning.unicode import LIMIT, NOT_ASCII, SPACE, characters, lookup, matching
 
 APART, IN_WORD, ALONE = 0, 1, 2
@@ -37,7 +37,7 @@ def powers(base: int, count: int) -> Hashes:
 
 
 @dataclass(frozen=True)
-class Hashed:
+class HashedTexts:
     """Hashes of each text's words or n-grams: those of text i are `values[offsets[i]:offsets[i +
     1]]`.
     """
@@ -57,7 +57,7 @@ class Hashed:
         """The text that each value belongs to."""
         return np.repeat(np.arange(len(self)), self.counts)
 
-    def sets(self) -> Hashed:
+    def sets(self) -> HashedTexts:
         """Each text's values once, ascending."""
         found = [
             distinct(self.values[begin:end])
@@ -66,7 +66,7 @@ class Hashed:
             )
         ]
         offsets = np.cumsum([0, *(len(values) for values in found)], dtype=np.int64)
-        return Hashed(np.concatenate(found) if found else np.zeros(0, np.uint64), offsets)
+        return HashedTexts(np.concatenate(found) if found else np.zeros(0, np.uint64), offsets)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _constants() -> _Constants:
     )
 
 
-def words(folded: Folded) -> Hashed:
+def words(folded: FoldedTexts) -> HashedTexts:
     """The words of each text, in order."""
     constants = _constants()
     flat, alone, after = _classified(folded.flat, constants)
@@ -103,7 +103,7 @@ def words(folded: Folded) -> Hashed:
     after = after[after < len(flat)]
     begins[after] = inside[after]
     at = _shortened(np.flatnonzero(begins), inside)
-    return Hashed(
+    return HashedTexts(
         _word_hashes(flat, at, constants), np.searchsorted(at, np.append(folded.begins, len(flat)))
     )
 
@@ -155,7 +155,7 @@ def _word_hashes(flat: Bytes, at: Indices, constants: _Constants) -> Hashes:
     return mixed(found)
 
 
-def ngrams(found: Hashed, size: int) -> Hashed:
+def ngrams(found: HashedTexts, size: int) -> HashedTexts:
     """The n-grams of `size` words of each text, in order; a text with fewer words is one n-gram,
     one without words has none.
     """
@@ -178,7 +178,7 @@ def ngrams(found: Hashed, size: int) -> Hashed:
         sums[begins[short]] = own
         whole[begins[short]] = True
     kept = np.where(counts > 0, np.maximum(counts - size + 1, 1), 0)
-    return Hashed(
+    return HashedTexts(
         mixed(sums[whole] + np.uint64(size)),
         np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
     )
@@ -207,7 +207,7 @@ def bands(similarity: float, permutations: int) -> tuple[int, int]:
     return permutations // rows, rows
 
 
-def signatures(grams: Hashed, permutations: int) -> NDArray[np.uint32]:
+def signatures(grams: HashedTexts, permutations: int) -> NDArray[np.uint32]:
     """The least value of each permutation over each document's n-grams: [documents, permutations].
     No document is empty.
 

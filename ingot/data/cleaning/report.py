@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from ingot.base.markers import entry_of
 from ingot.base.storage import atomic_file
 from ingot.data.cleaning.arrays import Columns, Indices
-from ingot.data.cleaning.corpus import NO_SURVIVOR, STEPS, UNKNOWN, Corpus, Step, reason
-from ingot.data.cleaning.exchange import Told
+from ingot.data.cleaning.corpus import NO_SURVIVOR, STEPS, UNKNOWN, Corpus, StepName, reason
+from ingot.data.cleaning.exchange import TaskFigures
 from ingot.data.engines.engine import Advance
-from ingot.data.raw.ranges import Range
+from ingot.data.raw.ranges import RawRange
 
 EXAMPLES = 5
 
 
 @dataclass(frozen=True)
-class Example:
+class DroppedExample:
     """A dropped document, the beginning of its text, and the document that stays in its place where
     there is one.
     """
@@ -36,31 +36,33 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class StepReport:
     """What one step dropped: documents, and bytes of their texts in normal form."""
 
-    step: Step
+    step: StepName
     documents: int
     bytes: int
-    examples: list[Example]
+    examples: list[DroppedExample]
 
 
 @dataclass(frozen=True)
-class Report:
+class CleaningReport:
     """Documents and bytes that were looked at, what each step dropped in its turn, and what else is
     to be known, as counts.
     """
 
     documents: int = 0
     bytes: int = 0
-    steps: list[Dropped] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: dict[str, Any]) -> Report:
+    def of(cls, value: dict[str, Any]) -> CleaningReport:
         """A report from its JSON form, `dataclasses.asdict`."""
         steps = [
-            Dropped(**{**step, "examples": [Example(**example) for example in step["examples"]]})
+            StepReport(
+                **{**step, "examples": [DroppedExample(**example) for example in step["examples"]]}
+            )
             for step in value["steps"]
         ]
         return cls(value["documents"], value["bytes"], steps, value["notes"])
@@ -73,8 +75,8 @@ Numbered = tuple[int, int | None, float | None]
 
 
 def examples(
-    corpus: Corpus, tasks: Sequence[Range], found: Mapping[Step, Sequence[Numbered]]
-) -> dict[Step, list[Example]]:
+    corpus: Corpus, tasks: Sequence[RawRange], found: Mapping[StepName, Sequence[Numbered]]
+) -> dict[StepName, list[DroppedExample]]:
     """For each step its examples; reads only the row groups that they lie in."""
     numbers = {
         number
@@ -86,7 +88,7 @@ def examples(
     texts = _texts(corpus, tasks, numbers)
     return {
         step: [
-            Example(
+            DroppedExample(
                 texts[number][0],
                 _beginning(texts[number][1]),
                 None if survivor is None else texts[survivor][0],
@@ -98,7 +100,9 @@ def examples(
     }
 
 
-def _texts(corpus: Corpus, tasks: Sequence[Range], numbers: set[int]) -> dict[int, tuple[str, str]]:
+def _texts(
+    corpus: Corpus, tasks: Sequence[RawRange], numbers: set[int]
+) -> dict[int, tuple[str, str]]:
     """(doc_id, text) of each number."""
     found: dict[int, tuple[str, str]] = {}
     for task in tasks:
@@ -127,11 +131,11 @@ def _beginning(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Few:
+class RangeGroup:
     """Some ranges that are sealed by one task."""
 
     number: int
-    ranges: tuple[Range, ...]
+    ranges: tuple[RawRange, ...]
 
     @property
     def name(self) -> str:
@@ -139,19 +143,19 @@ class Few:
 
 
 @dataclass(frozen=True)
-class Seal:
+class FateStage:
     """From ranges to `out/RANGE.npy`: for each document 0 where it stays, else the number of what
     dropped it.
     """
 
     corpus: Corpus
-    steps: tuple[Step, ...]
+    steps: tuple[StepName, ...]
     out: Path
 
-    def open(self) -> Callable[[Few, Advance], Told]:
+    def open(self) -> Callable[[RangeGroup, Advance], TaskFigures]:
         return lambda task, advance: {"ranges": [self._seal(one) for one in task.ranges]}
 
-    def _seal(self, task: Range) -> Told:
+    def _seal(self, task: RawRange) -> TaskFigures:
         survey, first = self.corpus.survey(task), self.corpus.number(task)
         fates, sizes = survey["reason"].copy(), survey["bytes"]
         drops = {step: self.corpus.drops(step, task) for step in self.steps}
@@ -173,7 +177,7 @@ def fates_file(folder: Path, name: str) -> Path:
 
 
 def _told(
-    step: Step, fates: NDArray[np.uint8], sizes: Indices, drops: Columns | None, first: int
+    step: StepName, fates: NDArray[np.uint8], sizes: Indices, drops: Columns | None, first: int
 ) -> dict[str, Any]:
     places = np.flatnonzero(fates == reason(step))
     examples: list[tuple[int, int | None, float | None]]
@@ -199,7 +203,7 @@ def _example(drops: Columns, row: int) -> tuple[int, int | None, float | None]:
     )
 
 
-def merged(told: Sequence[Told], step: Step) -> dict[str, Any]:
+def merged(told: Sequence[TaskFigures], step: StepName) -> dict[str, Any]:
     """The sums of one step over all ranges, and the first of its examples."""
     found = [one["steps"][step] for one in told if step in one["steps"]]
     examples = sorted(

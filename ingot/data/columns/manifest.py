@@ -27,7 +27,7 @@ DIGESTS = 2**256
 
 
 @dataclass(frozen=True)
-class Part:
+class ColumnPart:
     """A finished part of one split: number `number` of each of its columns.
 
     `tokens` counts the ids, of preferences and pairs those of both sides. `sizes` are the elements
@@ -58,11 +58,11 @@ class PreparedSource:
     documents: int
     tokens: int
     bytes: int
-    parts: list[Part]
+    parts: list[ColumnPart]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """All prepared columns of a run.
 
     `data` is the identity of what is trained and measured on: the tokens and how they fall into
@@ -116,7 +116,7 @@ def set_identity(sources: Sequence[PreparedSource]) -> str:
 
 
 def write_prepared(
-    folder: Path, prepared: Prepared, about: dict[str, Any], files: Sequence[FileEntry]
+    folder: Path, prepared: PreparedData, about: dict[str, Any], files: Sequence[FileEntry]
 ) -> None:
     """Write the manifest; `about` says what the columns were made from."""
     totals = {
@@ -133,7 +133,7 @@ def write_prepared(
     write_marker(folder, MANIFEST, payload, files)
 
 
-def read_prepared(folder: Path) -> Prepared:
+def read_prepared(folder: Path) -> PreparedData:
     """The manifest, with the sizes of all files checked.
 
     Raises:
@@ -144,7 +144,7 @@ def read_prepared(folder: Path) -> Prepared:
         raise WrongInput(
             f"{folder} holds no prepared data; run `ingot prepare` with this recipe first"
         )
-    if found := lacking(folder, marker):
+    if found := missing_files(folder, marker):
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
     splits: dict[Split, list[PreparedSource]] = {
         split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
@@ -154,10 +154,10 @@ def read_prepared(folder: Path) -> Prepared:
         for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")
     }
     fields |= {name: marker[name] for name in ("closing", "prefix", "labels") if name in marker}
-    return Prepared(splits=splits, **fields)
+    return PreparedData(splits=splits, **fields)
 
 
-def lacking(folder: Path, marker: dict[str, Any]) -> list[str]:
+def missing_files(folder: Path, marker: dict[str, Any]) -> list[str]:
     """What is wrong with the sizes of the files that `marker` lists, [] when all is well; none is
     missing that is fetched later.
     """
@@ -168,7 +168,7 @@ def lacking(folder: Path, marker: dict[str, Any]) -> list[str]:
     return problems(folder, marker, checksums=False)
 
 
-def prepared_for(recipe: Recipe) -> Prepared:
+def prepared_for(recipe: Recipe) -> PreparedData:
     """The prepared columns of a recipe.
 
     Raises:
@@ -201,7 +201,7 @@ def prefix_of(recipe: Recipe) -> str:
 
 
 def _source(value: dict[str, Any]) -> PreparedSource:
-    return PreparedSource(**{**value, "parts": [Part(**part) for part in value["parts"]]})
+    return PreparedSource(**{**value, "parts": [ColumnPart(**part) for part in value["parts"]]})
 
 
 MASK, LABEL = "mask", "label"

@@ -17,7 +17,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.remote.deferred import PARTIAL, DeferredFiles, deferred_files_of
 from ingot.data.columns.column import Column, bin_path, column_prefix, idx_path
-from ingot.data.columns.manifest import MANIFEST, Part, Prepared, column_dtype
+from ingot.data.columns.manifest import MANIFEST, ColumnPart, PreparedData, column_dtype
 from ingot.data.splits import Split
 
 IGNORE = -100
@@ -28,7 +28,7 @@ TRIES = 5
 Ids = npt.NDArray[np.int64]
 
 
-class Opened:
+class PreparedSplit:
     """A split of prepared data. Row ids count through the sources."""
 
     part_rows: list[list[int]]
@@ -55,12 +55,12 @@ class Opened:
     """Every file of a part that was opened, for who wants to look at its checksum."""
     deferred: DeferredFiles | None
     """Where parts come from that are not here; their checksums are compared as they come."""
-    _sources: Sequence[Parts]
+    _sources: Sequence[PartReader]
 
     def __init__(
         self,
         columns: Path,
-        prepared: Prepared,
+        prepared: PreparedData,
         split: Split,
         seq_len: int,
         table: str | None,
@@ -136,7 +136,7 @@ class Opened:
             self._sources[source].drop(name, index)
 
 
-class Opening(NamedTuple):
+class SplitFiles(NamedTuple):
     """What is the same for all parts of a split. `touched` is told every file that is opened;
     `sums` has the SHA-256 of files that come later.
     """
@@ -151,12 +151,12 @@ class Opening(NamedTuple):
 
 def opening(
     columns: Path,
-    prepared: Prepared,
+    prepared: PreparedData,
     split: Split,
     markers: Sequence[str] = (MANIFEST,),
     touched: queue.SimpleQueue[Path | None] | None = None,
-) -> Opening:
-    """For `Parts` of a split, for whose files `markers` vouch."""
+) -> SplitFiles:
+    """For `PartReader` of a split, for whose files `markers` vouch."""
     elsewhere = deferred_files_of(columns)
     entries = (
         [entry for name in markers for entry in (read_marker(columns, name) or {}).get("files", [])]
@@ -164,7 +164,7 @@ def opening(
         else []
     )
     sums = {entry["path"]: entry["sha256"] for entry in entries}
-    return Opening(
+    return SplitFiles(
         columns,
         split,
         prepared.vocab_size,
@@ -174,10 +174,12 @@ def opening(
     )
 
 
-class Parts:
+class PartReader:
     """The parts of a source, memory-mapped one by one when first touched."""
 
-    def __init__(self, opening: Opening, parts: Sequence[Part], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, opening: SplitFiles, parts: Sequence[ColumnPart], sizes: Sequence[int]
+    ) -> None:
         self._opening, self._parts = opening, parts
         self._sizes, self._ends = sizes, list(itertools.accumulate(sizes))
         self._open: dict[tuple[str, int], Column] = {}

@@ -15,28 +15,30 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.data.documents.messages import (
     LAYOUTS,
-    Columns,
-    Fault,
+    ColumnNames,
     Message,
+    RecordError,
     alpaca_prompt,
     assistant,
     check_columns,
     column,
+    has_content,
     hh_messages,
     messages_of,
-    no_columns,
-    says,
+    missing_columns,
     stored,
     system_of,
     text_of,
 )
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.records import BadRecord, ParsedDocument
 
 CHAT_COLUMN = {"messages": "messages", "sharegpt": "conversations"}
 ALL = frozenset().union(*LAYOUTS.values())
 
 
-def to_messages(row: int, record: Mapping[str, Any], layout: str, columns: Columns) -> Item | Bad:
+def to_messages(
+    row: int, record: Mapping[str, Any], layout: str, columns: ColumnNames
+) -> ParsedDocument | BadRecord:
     """The chat of one record as canonical JSON, or why it holds none.
 
     What is null counts as absent, so that a table with a column for every key gives the same chat
@@ -70,7 +72,7 @@ def from_messages(chat: str) -> list[Message]:
     return messages
 
 
-def _messages(record: Mapping[str, Any], layout: str, columns: Columns) -> list[Message]:
+def _messages(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> list[Message]:
     kind = _layout(record, columns) if layout == "auto" else layout
     if kind == "alpaca":
         messages = _alpaca(record, columns)
@@ -86,13 +88,13 @@ def _messages(record: Mapping[str, Any], layout: str, columns: Columns) -> list[
             *messages_of(value, kind, columns, guess=layout == "auto"),
         ]
     if not messages:
-        raise Fault("empty chat")
-    if not any(message["role"] == "assistant" and says(message) for message in messages):
-        raise Fault("no assistant turn")
+        raise RecordError("empty chat")
+    if not any(message["role"] == "assistant" and has_content(message) for message in messages):
+        raise RecordError("no assistant turn")
     return messages
 
 
-def _layout(record: Mapping[str, Any], columns: Columns) -> str:
+def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
     """The first layout whose columns are there. A column of text is too usual to be taken for a
     chat without being told.
     """
@@ -101,17 +103,19 @@ def _layout(record: Mapping[str, Any], columns: Columns) -> str:
             return kind
     if all(column(record, name, columns) is not None for name in ("instruction", "output")):
         return "alpaca"
-    raise no_columns(record, "chat", "neither messages, conversations, nor instruction and output")
+    raise missing_columns(
+        record, "chat", "neither messages, conversations, nor instruction and output"
+    )
 
 
-def _needed(record: Mapping[str, Any], usual: str, columns: Columns) -> Any:
+def _needed(record: Mapping[str, Any], usual: str, columns: ColumnNames) -> Any:
     value = column(record, usual, columns)
     if value is None:
-        raise no_columns(record, "chat", f"`{columns.get(usual, usual)}` is missing or null")
+        raise missing_columns(record, "chat", f"`{columns.get(usual, usual)}` is missing or null")
     return value
 
 
-def _alpaca(record: Mapping[str, Any], columns: Columns) -> list[Message]:
+def _alpaca(record: Mapping[str, Any], columns: ColumnNames) -> list[Message]:
     prompt = alpaca_prompt(record, columns, "chat")
     return [
         *prompt,

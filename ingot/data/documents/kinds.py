@@ -15,9 +15,16 @@ from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
 from ingot.data.documents.chats import from_messages, to_messages
-from ingot.data.documents.messages import Columns, Fault, Message, check_columns, compact, stored
+from ingot.data.documents.messages import (
+    ColumnNames,
+    Message,
+    RecordError,
+    check_columns,
+    compact_json,
+    stored,
+)
 from ingot.data.documents.preferences import from_preference, to_preference
-from ingot.data.documents.records import Bad, Item, checked, missing_column
+from ingot.data.documents.records import BadRecord, ParsedDocument, checked, missing_column
 
 PAIR = ("source", "target")
 LABELLED = ("text", "label")
@@ -37,7 +44,9 @@ class Labelled(NamedTuple):
     label: int
 
 
-def to_pair(row: int, record: Mapping[str, Any], columns: Columns) -> Item | Bad:
+def to_pair(
+    row: int, record: Mapping[str, Any], columns: ColumnNames
+) -> ParsedDocument | BadRecord:
     """The pair of one record as canonical JSON, or why it holds none. `columns`: usual name -> name
     in the record.
 
@@ -51,8 +60,8 @@ def to_pair(row: int, record: Mapping[str, Any], columns: Columns) -> Item | Bad
 
 
 def to_labelled(
-    row: int, record: Mapping[str, Any], columns: Columns, labels: Sequence[str]
-) -> Item | Bad:
+    row: int, record: Mapping[str, Any], columns: ColumnNames, labels: Sequence[str]
+) -> ParsedDocument | BadRecord:
     """The labelled text of one record as canonical JSON, or why it holds none. `columns`: usual
     name -> name in the record.
 
@@ -93,9 +102,9 @@ def from_labelled(labelled: str) -> Labelled:
 def _text(record: Mapping[str, Any], name: str) -> str:
     value = _there(record, name)
     if not isinstance(value, str):
-        raise Fault(f"`{name}` is not text", type(value).__name__)
+        raise RecordError(f"`{name}` is not text", type(value).__name__)
     if not value.strip():
-        raise Fault(f"empty `{name}`")
+        raise RecordError(f"empty `{name}`")
     return value
 
 
@@ -106,7 +115,7 @@ def _label(record: Mapping[str, Any], name: str, labels: Sequence[str]) -> int:
     digits = isinstance(value, str) and value.isascii() and value.isdigit()
     number = int(value) if digits and len(value) < 10 else value
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(labels):
-        raise Fault(
+        raise RecordError(
             "label outside objective.labels",
             f"`{name}` is {str(value)[:40]!r}, the labels are {', '.join(labels)[:200]}",
         )
@@ -117,13 +126,13 @@ def _there(record: Mapping[str, Any], name: str) -> Any:
     """What stands in a column."""
     if name not in record:
         keys = tuple(str(key) for key in record)
-        raise Fault(f"no `{name}`", f"keys: {', '.join(keys)[:200]}", keys)
+        raise RecordError(f"no `{name}`", f"keys: {', '.join(keys)[:200]}", keys)
     if record[name] is None:
-        raise Fault(f"null `{name}`")
+        raise RecordError(f"null `{name}`")
     return record[name]
 
 
-IN_WORDS: dict[Documents, str] = {
+PLURALS: dict[Documents, str] = {
     "text": "texts",
     "chat": "chats",
     "preference": "preferences",
@@ -133,7 +142,7 @@ IN_WORDS: dict[Documents, str] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DocumentExtractor:
     """Makes a document of each record of a source. `names` are those of a table without a header
     line.
     """
@@ -146,7 +155,9 @@ class Wanted:
     names: Sequence[str] = ()
 
     @classmethod
-    def of(cls, source: SourceSettings, documents: Documents, labels: Sequence[str] = ()) -> Wanted:
+    def for_source(
+        cls, source: SourceSettings, documents: Documents, labels: Sequence[str] = ()
+    ) -> DocumentExtractor:
         own = (
             {"text": source.text}
             if documents == "labelled" or (source.layout == "hh" and documents == "chat")
@@ -157,35 +168,37 @@ class Wanted:
         )
 
     @property
-    def whole(self) -> bool:
-        """Whether it takes whole records, rather than the text in one column."""
+    def takes_records(self) -> bool:
+        """Whether a document is made of a whole record, rather than of one text column."""
         return self.documents != "text"
 
     @property
-    def exact(self) -> bool:
+    def exact_numbers(self) -> bool:
         """Whether records may hold what must be kept to the last digit: the arguments of a call, in
         a message.
         """
         return self.documents in ("chat", "preference")
 
     @property
-    def needed(self) -> list[str]:
+    def required_columns(self) -> list[str]:
         """The columns that every record must have, where they do not depend on it."""
-        if self.exact:
+        if self.exact_numbers:
             return []
         return (
-            [self.columns.get(name, name) for name in self._usual] if self.whole else [self.column]
+            [self.columns.get(name, name) for name in self._usual_columns]
+            if self.takes_records
+            else [self.column]
         )
 
     def check(self, place: str, there: Sequence[str]) -> None:
         """Raises WrongInput where a table does not have the columns that are needed."""
-        if any(name not in there for name in self.needed):
-            raise self.missing(place, list(there))
+        if any(name not in there for name in self.required_columns):
+            raise self.missing_error(place, list(there))
 
-    def take(self, row: int, record: Any) -> Item | Bad:
+    def extract(self, row: int, record: Any) -> ParsedDocument | BadRecord:
         """The document of one record, which may be any JSON value."""
         if not isinstance(record, dict):
-            return Bad(row, "not a JSON object", f"it is {type(record).__name__}")
+            return BadRecord(row, "not a JSON object", f"it is {type(record).__name__}")
         if self.documents == "chat":
             return to_messages(row, record, self.layout, self.columns)
         if self.documents == "preference":
@@ -195,39 +208,39 @@ class Wanted:
         if self.documents == "labelled":
             return to_labelled(row, record, self.columns, self.labels)
         if self.column not in record:
-            return Bad(
+            return BadRecord(
                 row, f"no `{self.column}`", f"keys: {', '.join(record)[:200]}", tuple(record)
             )
-        return self.text(row, record[self.column])
+        return self.extract_text(row, record[self.column])
 
-    def text(self, row: int, value: Any) -> Item | Bad:
-        """The document of what stands under the wanted column."""
+    def extract_text(self, row: int, value: Any) -> ParsedDocument | BadRecord:
+        """The document of the value in the text column."""
         if isinstance(value, str):
             return checked(row, value)
         return (
-            Bad(row, f"null `{self.column}`")
+            BadRecord(row, f"null `{self.column}`")
             if value is None
-            else Bad(row, f"`{self.column}` is not text", type(value).__name__)
+            else BadRecord(row, f"`{self.column}` is not text", type(value).__name__)
         )
 
-    def missing(self, place: str, keys: Sequence[str]) -> WrongInput:
-        """The error for a source whose records do not have what is wanted."""
-        if not self.whole:
+    def missing_error(self, place: str, keys: Sequence[str]) -> WrongInput:
+        """The error for a source whose records lack the columns."""
+        if not self.takes_records:
             return missing_column(place, self.column, list(keys))
         there = ", ".join(keys)[:500]
-        if self.exact:
+        if self.exact_numbers:
             return WrongInput(
                 f"{place} has no {self.documents} (layout {self.layout}) in its columns {there}:"
                 " set `layout` and `columns` of this source"
             )
-        lacking = " and ".join(f"`{name}`" for name in self.needed if name not in keys)
+        lacking = " and ".join(f"`{name}`" for name in self.required_columns if name not in keys)
         return WrongInput(
             f"{place} has no column {lacking}; it has {there}: set `columns` of this source, such"
-            f" as {{{', '.join(f'{name}: YOURS' for name in self._usual)}}}"
+            f" as {{{', '.join(f'{name}: YOURS' for name in self._usual_columns)}}}"
         )
 
     @property
-    def _usual(self) -> Sequence[str]:
+    def _usual_columns(self) -> Sequence[str]:
         return PAIR if self.documents == "pair" else LABELLED
 
 
@@ -256,7 +269,7 @@ def plain_text(documents: Documents, stored: str) -> str:
     return stored if documents == "text" else "\n".join(said(documents, stored))
 
 
-def with_said(
+def with_texts(
     documents: Documents, stored: str, change: Callable[[list[str]], Sequence[str]]
 ) -> str:
     """The document with its texts changed, and nothing else; `change` gets those of `said` and
@@ -269,7 +282,7 @@ def with_said(
     if documents == "text":
         return next(texts)
     value: dict[str, Any] = json.loads(stored)
-    return compact(
+    return compact_json(
         {
             name: field if isinstance(field, int) else _changed(field, texts)
             for name, field in value.items()

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.data.documents.records import Bad, Item, checked
+from ingot.data.documents.records import BadRecord, ParsedDocument, checked
 
 Message = dict[str, Any]
-Columns = Mapping[str, str]
+ColumnNames = Mapping[str, str]
 """Usual name of a column -> its name in the record."""
 
 ROLES = {
@@ -49,7 +49,7 @@ LAYOUTS: dict[str, frozenset[str]] = {
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
-class Fault(Exception):
+class RecordError(Exception):
     """Why a record is not what is wanted: a reason that is counted, and the details of this one."""
 
     def __init__(self, reason: str, detail: str = "", keys: tuple[str, ...] = ()) -> None:
@@ -57,19 +57,19 @@ class Fault(Exception):
         self.reason, self.detail, self.keys = reason, detail, keys
 
 
-def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> Item | Bad:
+def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> ParsedDocument | BadRecord:
     """What `make` gives as compact JSON, the form in which all but plain text is kept; or why it
     gives nothing.
     """
     try:
-        return checked(row, compact(make()))
-    except Fault as fault:
-        return Bad(row, fault.reason, fault.detail, fault.keys)
+        return checked(row, compact_json(make()))
+    except RecordError as fault:
+        return BadRecord(row, fault.reason, fault.detail, fault.keys)
     except (TypeError, ValueError, RecursionError) as error:
-        return Bad(row, "not JSON", str(error)[:80])
+        return BadRecord(row, "not JSON", str(error)[:80])
 
 
-def compact(value: Mapping[str, Any]) -> str:
+def compact_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -83,13 +83,13 @@ def check_columns(known: frozenset[str], renamed: tuple[str, ...], where: str) -
         )
 
 
-def no_columns(record: Mapping[str, Any], what: str, why: str) -> Fault:
+def missing_columns(record: Mapping[str, Any], what: str, why: str) -> RecordError:
     """The fault of a record without the columns of `what`."""
     keys = tuple(str(key) for key in record)
-    return Fault(f"no {what} columns", f"{why}; keys: {', '.join(keys)[:200]}", keys)
+    return RecordError(f"no {what} columns", f"{why}; keys: {', '.join(keys)[:200]}", keys)
 
 
-def column(record: Mapping[str, Any], usual: str, columns: Columns) -> Any:
+def column(record: Mapping[str, Any], usual: str, columns: ColumnNames) -> Any:
     """What stands in a column by its usual name; None where it is not there, too."""
     return record.get(columns.get(usual, usual))
 
@@ -100,16 +100,18 @@ def turns_of(value: Any) -> list[Mapping[str, Any]]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise Fault("not a list of messages", f"{value[:40]!r} is no JSON") from None
+            raise RecordError("not a list of messages", f"{value[:40]!r} is no JSON") from None
     if not isinstance(value, list | tuple):
-        raise Fault("not a list of messages", f"it is {type(value).__name__}")
+        raise RecordError("not a list of messages", f"it is {type(value).__name__}")
     for number, turn in enumerate(value):
         if not isinstance(turn, Mapping):
-            raise Fault("not a list of messages", f"message {number} is {type(turn).__name__}")
+            raise RecordError(
+                "not a list of messages", f"message {number} is {type(turn).__name__}"
+            )
     return list(value)
 
 
-def messages_of(value: Any, kind: str, columns: Columns, *, guess: bool) -> list[Message]:
+def messages_of(value: Any, kind: str, columns: ColumnNames, *, guess: bool) -> list[Message]:
     """A list of messages in the form of a layout. `guess`: by the keys that there are, some write
     one layout's under the other one's column.
     """
@@ -119,7 +121,7 @@ def messages_of(value: Any, kind: str, columns: Columns, *, guess: bool) -> list
 
 
 def _tags(
-    turns: list[Mapping[str, Any]], kind: str, columns: Columns, *, guess: bool
+    turns: list[Mapping[str, Any]], kind: str, columns: ColumnNames, *, guess: bool
 ) -> tuple[str, str]:
     """The keys of role and content."""
     role, content = (columns.get(tag, tag) for tag in TAGS[kind])
@@ -134,7 +136,7 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
     """One message; what stands beside role and content and is not null is kept."""
     role = turn.get(role_tag)
     if not isinstance(role, str) or role.lower() not in ROLES:
-        raise Fault("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
+        raise RecordError("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
     others = {
         key: value
         for key, value in turn.items()
@@ -151,7 +153,7 @@ def text_of(value: Any, name: str) -> str:
     if isinstance(value, list | tuple):
         return "".join(_part(part, name) for part in value)
     if not isinstance(value, str):
-        raise Fault(
+        raise RecordError(
             "content is not text",
             f"`{name}` is {'null' if value is None else type(value).__name__}",
         )
@@ -166,10 +168,10 @@ def _part(part: Any, name: str) -> str:
             if isinstance(part.get(key), str):
                 return str(part[key])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise Fault("content is not text", f"`{name}` has a part of type {str(kind)[:40]}")
+    raise RecordError("content is not text", f"`{name}` has a part of type {str(kind)[:40]}")
 
 
-def system_of(record: Mapping[str, Any], columns: Columns) -> list[Message]:
+def system_of(record: Mapping[str, Any], columns: ColumnNames) -> list[Message]:
     """A system prompt in a column of its own."""
     value = column(record, "system", columns)
     return (
@@ -179,7 +181,7 @@ def system_of(record: Mapping[str, Any], columns: Columns) -> list[Message]:
     )
 
 
-def alpaca_prompt(record: Mapping[str, Any], columns: Columns, what: str) -> list[Message]:
+def alpaca_prompt(record: Mapping[str, Any], columns: ColumnNames, what: str) -> list[Message]:
     """What Alpaca's columns say before the answer: system prompt, earlier exchanges, instruction
     and input.
     """
@@ -189,7 +191,7 @@ def alpaca_prompt(record: Mapping[str, Any], columns: Columns, what: str) -> lis
         return text_of("" if value is None else value, columns.get(usual, usual))
 
     if column(record, "instruction", columns) is None:
-        raise no_columns(
+        raise missing_columns(
             record, what, f"`{columns.get('instruction', 'instruction')}` is missing or null"
         )
     question = "\n".join(text for text in (field("instruction"), field("input")) if text)
@@ -206,12 +208,14 @@ def _exchanges(history: Any) -> Iterable[Message]:
         try:
             history = json.loads(history)
         except (ValueError, RecursionError):
-            raise Fault("history is not a list of pairs", f"{history[:40]!r} is no JSON") from None
+            raise RecordError(
+                "history is not a list of pairs", f"{history[:40]!r} is no JSON"
+            ) from None
     if not isinstance(history, list | tuple):
-        raise Fault("history is not a list of pairs", f"it is {type(history).__name__}")
+        raise RecordError("history is not a list of pairs", f"it is {type(history).__name__}")
     for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise Fault("history is not a list of pairs")
+            raise RecordError("history is not a list of pairs")
         yield from (user(text_of(pair[0], "history")), assistant(text_of(pair[1], "history")))
 
 
@@ -221,7 +225,7 @@ def hh_messages(value: Any, name: str) -> list[Message]:
     """
     head, *turns = SPEAKER.split(text_of(value, name))
     if head.strip() or not turns:
-        raise Fault(
+        raise RecordError(
             "no turns in the text", f"`{name}` does not begin with an empty line and `Human:`"
         )
     return [
@@ -238,6 +242,6 @@ def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def says(message: Message) -> bool:
+def has_content(message: Message) -> bool:
     """Whether there is anything in a message."""
     return bool(message["content"].strip() or message.get("tool_calls"))

@@ -16,23 +16,23 @@ from ingot.base.errors import WrongInput
 from ingot.data.documents.messages import (
     LAYOUTS,
     SPEAKER,
-    Columns,
-    Fault,
+    ColumnNames,
     Message,
+    RecordError,
     alpaca_prompt,
     assistant,
     check_columns,
     column,
+    has_content,
     hh_messages,
     messages_of,
-    no_columns,
-    says,
+    missing_columns,
     stored,
     system_of,
     text_of,
     user,
 )
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.records import BadRecord, ParsedDocument
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
@@ -59,7 +59,9 @@ class Preference(NamedTuple):
         return self.prompt + self.chosen, self.prompt + self.rejected
 
 
-def to_preference(row: int, record: Mapping[str, Any], layout: str, columns: Columns) -> Item | Bad:
+def to_preference(
+    row: int, record: Mapping[str, Any], layout: str, columns: ColumnNames
+) -> ParsedDocument | BadRecord:
     """The preference of one record as canonical JSON, or why it holds none. Null counts as absent,
     and texts may be JSON, as for chats.
 
@@ -96,28 +98,30 @@ def from_preference(preference: str) -> Preference:
 
 def _checked(found: Preference) -> Preference:
     for name, side in zip(SIDES, (found.chosen, found.rejected), strict=True):
-        if not side or not any(says(message) for message in side):
-            raise Fault(f"empty {name}")
+        if not side or not any(has_content(message) for message in side):
+            raise RecordError(f"empty {name}")
         if side[0]["role"] != "assistant":
-            raise Fault(
+            raise RecordError(
                 "the sides differ before the answer",
                 f"`{name}` goes on with a {side[0]['role']} turn",
             )
         if side[-1]["role"] != "assistant":
-            raise Fault(f"ends with a {side[-1]['role']} turn", f"`{name}`")
-        if not says(side[-1]):
-            raise Fault(f"empty {name}", "its last message")
+            raise RecordError(f"ends with a {side[-1]['role']} turn", f"`{name}`")
+        if not has_content(side[-1]):
+            raise RecordError(f"empty {name}", "its last message")
     if found.chosen == found.rejected:
-        raise Fault("chosen and rejected are equal")
-    if not any(message["role"] in ("user", "tool") and says(message) for message in found.prompt):
-        raise Fault("no prompt")
+        raise RecordError("chosen and rejected are equal")
+    if not any(
+        message["role"] in ("user", "tool") and has_content(message) for message in found.prompt
+    ):
+        raise RecordError("no prompt")
     return found
 
 
-def _preference(record: Mapping[str, Any], layout: str, columns: Columns) -> Preference:
+def _preference(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> Preference:
     for name in SIDES:
         if column(record, name, columns) is None:
-            raise no_columns(
+            raise missing_columns(
                 record, "preference", f"`{columns.get(name, name)}` is missing or null"
             )
     kind = _layout(record, columns) if layout == "auto" else layout
@@ -141,7 +145,7 @@ def _preference(record: Mapping[str, Any], layout: str, columns: Columns) -> Pre
     return Preference(before, chosen, rejected)
 
 
-def _layout(record: Mapping[str, Any], columns: Columns) -> str:
+def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
     """The layout of the column that the prompt stands in; where there is none, that of the
     answers.
     """
@@ -160,7 +164,7 @@ def _layout(record: Mapping[str, Any], columns: Columns) -> str:
 
 
 def _prompt(
-    record: Mapping[str, Any], kind: str, columns: Columns, *, guess: bool
+    record: Mapping[str, Any], kind: str, columns: ColumnNames, *, guess: bool
 ) -> list[Message] | None:
     """What stands before the answers; None where no column has it."""
     if kind == "alpaca":
@@ -177,7 +181,7 @@ def _prompt(
 
 
 def _answer(
-    record: Mapping[str, Any], name: Side, kind: str, columns: Columns, *, guess: bool
+    record: Mapping[str, Any], name: Side, kind: str, columns: ColumnNames, *, guess: bool
 ) -> list[Message]:
     """An answer: a text, one message, or several."""
     value = _in_json(column(record, name, columns))
@@ -216,7 +220,7 @@ def _parted(
         min(len(chosen), len(rejected)),
     )
     if chosen == rejected:
-        raise Fault("chosen and rejected are equal")
+        raise RecordError("chosen and rejected are equal")
     return Preference([*before, *chosen[:same]], list(chosen[same:]), list(rejected[same:]))
 
 

@@ -10,7 +10,7 @@ LARGEST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ParsedDocument:
     """A text and its row: the line for JSONL, CSV and TSV, the number of the item for a JSON list
     and Parquet, from 1.
     """
@@ -20,7 +20,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class BadRecord:
     """What could not be read, why in a few words that are counted, and the details of this one."""
 
     row: int
@@ -33,16 +33,16 @@ class Bad:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
-def checked(row: int, text: str) -> Item | Bad:
+def checked(row: int, text: str) -> ParsedDocument | BadRecord:
     """A text that can be written as UTF-8 and holds something else than white space."""
     if not text or text.isspace():
-        return Bad(row, "empty text")
+        return BadRecord(row, "empty text")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            return Bad(row, "invalid UTF-8", f"character {error.start} of the text")
-    return Item(row, text)
+            return BadRecord(row, "invalid UTF-8", f"character {error.start} of the text")
+    return ParsedDocument(row, text)
 
 
 def missing_column(path: str, column: str, columns: list[str] | tuple[str, ...]) -> WrongInput:

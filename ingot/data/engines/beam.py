@@ -17,7 +17,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.storage import write_atomic
-from ingot.data.engines.engine import Result, Task, Work, attempt, result_of
+from ingot.data.engines.engine import Result, Stage, Task, attempt, result_of
 from ingot.data.engines.shared import AREA
 
 LOOK_EVERY_S = 0.5
@@ -49,7 +49,7 @@ class BeamEngine:
     shared: str | None = None
 
     def run(
-        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+        self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
         """See `Engine.run`."""
         beam, options = _beam(self)
@@ -131,7 +131,7 @@ class _InBucket:
 class _Bundle:
     """Does some tasks in one worker and leaves their outcomes; others of the same process wait."""
 
-    work: Work[Any, Any]
+    work: Stage[Any, Any]
     outcomes: _OnDisk | _InBucket
 
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> None:

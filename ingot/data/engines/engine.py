@@ -24,7 +24,7 @@ Advance = Callable[[int], None]
 """Called with the bytes of input that were just done. Raises `Failed` where the work is to stop."""
 
 
-class Work(Protocol[Task_contra, Result_co]):
+class Stage(Protocol[Task_contra, Result_co]):
     """One stage, picklable: what is the same for all its tasks. A frozen dataclass of plain
     values.
     """
@@ -40,7 +40,7 @@ class Engine(Protocol):
     """Does all tasks of a stage; results come in the order of the tasks and are small."""
 
     def run(
-        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+        self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
         """Raises what the work raises; Failed where a worker dies."""
         ...
@@ -51,7 +51,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """A task's result; or `error`, one of ours that is told in words and raised again where the
     command was typed.
     """
@@ -62,30 +62,30 @@ class Outcome:
 
 
 def attempt(
-    work: Work[Task, Any], numbered: Iterable[tuple[int, Task]], advance: Callable[[int], None]
-) -> Iterator[tuple[int, Outcome]]:
+    work: Stage[Task, Any], numbered: Iterable[tuple[int, Task]], advance: Callable[[int], None]
+) -> Iterator[tuple[int, TaskOutcome]]:
     """Do some tasks in one worker. Errors that are no words of ours are raised: the engine may try
     the task again.
     """
     try:
-        do = opened(work)
+        do = open_stage(work)
     except (WrongInput, Failed) as error:
         yield from (
-            (number, Outcome(error=str(error), wrong_input=isinstance(error, WrongInput)))
+            (number, TaskOutcome(error=str(error), wrong_input=isinstance(error, WrongInput)))
             for number, _ in numbered
         )
         return
     for number, task in numbered:
         try:
-            yield number, Outcome(do(task, advance))
+            yield number, TaskOutcome(do(task, advance))
         except (WrongInput, Failed) as error:
-            yield number, Outcome(error=str(error), wrong_input=isinstance(error, WrongInput))
+            yield number, TaskOutcome(error=str(error), wrong_input=isinstance(error, WrongInput))
 
 
 _last: list[tuple[bytes, Callable[[Any, Callable[[int], None]], Any]]] = []
 
 
-def opened(work: Work[Task, Result]) -> Callable[[Task, Callable[[int], None]], Result]:
+def open_stage(work: Stage[Task, Result]) -> Callable[[Task, Callable[[int], None]], Result]:
     """What does the tasks; opened anew only where this process did another stage before."""
     key = pickle.dumps(work)
     if not _last or _last[0][0] != key:
@@ -93,7 +93,7 @@ def opened(work: Work[Task, Result]) -> Callable[[Task, Callable[[int], None]], 
     return _last[0][1]
 
 
-def result_of(outcome: Outcome) -> Any:
+def result_of(outcome: TaskOutcome) -> Any:
     """The result, or the error raised again."""
     if outcome.error is not None:
         raise (WrongInput if outcome.wrong_input else Failed)(outcome.error)

@@ -16,7 +16,7 @@ from multiprocessing.synchronize import Event
 from ingot.base.errors import Failed
 from ingot.base.processes import without_main_module
 from ingot.base.progress import Progress
-from ingot.data.engines.engine import Result, Task, Work, opened
+from ingot.data.engines.engine import Result, Stage, Task, open_stage
 
 LOOK_EVERY_S = 0.5
 
@@ -40,7 +40,7 @@ class LocalEngine:
                 forkserver.ensure_running()
 
     def run(
-        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+        self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
         """See `Engine.run`."""
         if min(self._workers, len(tasks)) <= 1:
@@ -75,7 +75,7 @@ class _Pool:
         self._pool = ProcessPoolExecutor(workers, context, _start, (self._advanced, self._stop))
 
     def run(
-        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+        self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
         began, self._advanced.value = progress.done, 0
         try:
@@ -109,7 +109,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _run_here(work: Work[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
+def _run_here(work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:
     do, results, advanced, began = work.open(), list[Result](), 0, progress.done
 
     def advance(size: int) -> None:
@@ -157,5 +157,5 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _do(work: Work[Task, Result], task: Task) -> Result:
-    return opened(work)(task, _shared[0].advance)
+def _do(work: Stage[Task, Result], task: Task) -> Result:
+    return open_stage(work)(task, _shared[0].advance)

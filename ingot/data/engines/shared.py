@@ -32,7 +32,7 @@ from ingot.base.remote.bucket import Bucket, crc32c, open_bucket
 from ingot.base.remote.index import IndexEntry, read_index
 from ingot.base.remote.memory import AgreedState, LocalFile, local_files
 from ingot.base.storage import disk_errors, fsync_folder
-from ingot.data.engines.engine import Advance, Engine, Result, Task, Work
+from ingot.data.engines.engine import Advance, Engine, Result, Stage, Task
 
 AREA = "engine"
 """Below the address: lists of files, and files that stages hand each other; removed at the end."""
@@ -51,13 +51,15 @@ class SharedEngine:
         self._made: dict[str, IndexEntry] | None = None  # what lies in the area, by path
 
     def run(
-        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+        self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
         """See `Engine.run`."""
         if not tasks:
             return []
         listed = self._publish()
-        there = Elsewhere(pickle.dumps(_absolute(work)), str(self._root), self._bucket.url, listed)
+        there = RemoteStage(
+            pickle.dumps(_absolute(work)), str(self._root), self._bucket.url, listed
+        )
         done = self._engine.run(there, [pickle.dumps(_absolute(task)) for task in tasks], progress)
         self._take({entry.path: entry for _, entries in done for entry in entries})
         return [result for result, _ in done]
@@ -121,7 +123,7 @@ class SharedEngine:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteStage:
     """The stage as a worker gets it: the work, pickled, with the paths of the machine that asked,
     and the object that lists the files.
     """
@@ -173,7 +175,7 @@ class SharedPath(PosixPath):
         return (self / name for name in sorted({*here, *listed}))
 
 
-class _Folder:
+class _WorkerFolder:
     """A worker process's own copy of parts of the run folder."""
 
     def __init__(self, url: str) -> None:
@@ -237,16 +239,16 @@ class _Folder:
         del self._seen[path]
 
 
-_folders: dict[tuple[str, int], _Folder] = {}
+_folders: dict[tuple[str, int], _WorkerFolder] = {}
 
 
-def _folder(url: str) -> _Folder:
+def _folder(url: str) -> _WorkerFolder:
     """This process's, not the one that it was forked from."""
     key = (url, os.getpid())
     for other in [other for other in _folders if other != key]:
         del _folders[other]
     if key not in _folders:
-        _folders[key] = _Folder(url)
+        _folders[key] = _WorkerFolder(url)
     return _folders[key]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
-from ingot.data.engines.engine import Outcome, Result, Task, Work, attempt, result_of
+from ingot.data.engines.engine import Result, Stage, Task, TaskOutcome, attempt, result_of
 
 LOOK_EVERY_S = 0.5
 
@@ -36,7 +36,7 @@ class SparkEngine:
     conf: dict[str, str] = field(default_factory=dict)
 
     def run(
-        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+        self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
         """See `Engine.run`."""
         if not tasks:
@@ -44,7 +44,7 @@ class SparkEngine:
         context = _context(self)
         done, finished = context.accumulator(0), context.accumulator(0)
 
-        def do(numbered: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, Outcome]]:
+        def do(numbered: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, TaskOutcome]]:
             for item in attempt(work, numbered, done.add):
                 finished.add(1)
                 yield item

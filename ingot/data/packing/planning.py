@@ -31,7 +31,7 @@ to none.
 
 
 @dataclass(frozen=True)
-class Counts:
+class PackingCounts:
     """What packing did to the records of a part, or of all parts."""
 
     rows: int = 0
@@ -50,17 +50,20 @@ class Counts:
     few tokens.
     """
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(Counts))
+    def __add__(self, other: PackingCounts) -> PackingCounts:
+        return PackingCounts(
+            *(
+                getattr(self, field.name) + getattr(other, field.name)
+                for field in fields(PackingCounts)
+            )
         )
 
 
 @dataclass(frozen=True)
-class PartRows:
+class PlannedPart:
     """The table of one part."""
 
-    counts: Counts
+    counts: PackingCounts
     files: list[FileEntry]
 
 
@@ -83,7 +86,7 @@ def any_set(mask: Column, begins: Ids, ends: Ids) -> npt.NDArray[np.bool_]:
 Flags = npt.NDArray[np.bool_]
 
 
-def limits(documents: Documents, seq_len: int, target_len: int | None) -> dict[str, int]:
+def column_limits(documents: Documents, seq_len: int, target_len: int | None) -> dict[str, int]:
     """How many ids of each column of ids lie in a row."""
     return {
         name: target_len if name == "target" and target_len is not None else seq_len
@@ -92,7 +95,7 @@ def limits(documents: Documents, seq_len: int, target_len: int | None) -> dict[s
 
 
 @dataclass(frozen=True)
-class PickParts:
+class SingleRecordStage:
     """The stage: from parts of columns to their row tables, called `table`."""
 
     folder: Path
@@ -101,10 +104,10 @@ class PickParts:
     seq_len: int
     target_len: int | None
 
-    def open(self) -> Callable[[tuple[Split, int], Advance], PartRows]:
+    def open(self) -> Callable[[tuple[Split, int], Advance], PlannedPart]:
         return self._make
 
-    def _make(self, task: tuple[Split, int], advance: Advance) -> PartRows:
+    def _make(self, task: tuple[Split, int], advance: Advance) -> PlannedPart:
         split, number = task
         columns = {
             name: Column(column_prefix(self.folder, split, name, number))
@@ -113,7 +116,7 @@ class PickParts:
         prefix, count, counts = (
             column_prefix(self.folder, split, self.table, number),
             len(columns[COLUMNS[self.documents][0]]),
-            Counts(),
+            PackingCounts(),
         )
         with ColumnWriter(prefix, np.dtype("int64")) as writer:
             for first in range(0, count, WINDOW):
@@ -127,14 +130,16 @@ class PickParts:
                         for column in columns.values()
                     )
                 )
-        return PartRows(
+        return PlannedPart(
             counts,
             [entry_of(self.folder, path.name) for path in (bin_path(prefix), idx_path(prefix))],
         )
 
-    def _pieces(self, columns: dict[str, Column], first: int, last: int) -> tuple[Ids, Counts]:
+    def _pieces(
+        self, columns: dict[str, Column], first: int, last: int
+    ) -> tuple[Ids, PackingCounts]:
         """(record, 0, ids) of the records `first` to `last` that are kept, [P, 3]."""
-        most = limits(self.documents, self.seq_len, self.target_len)
+        most = column_limits(self.documents, self.seq_len, self.target_len)
         lengths = {name: columns[name].lengths(first, last).astype(np.int64) for name in most}
         kept = {name: np.minimum(lengths[name], most[name]) for name in most}
         before, after = np.ones(last - first, np.bool_), np.ones(last - first, np.bool_)
@@ -151,7 +156,7 @@ class PickParts:
         rows: Flags = before & after
         longer = np.logical_or.reduce([lengths[name] > most[name] for name in most])
         record, own = np.flatnonzero(rows), next(iter(kept.values()))
-        counts = Counts(
+        counts = PackingCounts(
             rows=len(record),
             tokens=int(sum(sizes[rows].sum() for sizes in kept.values())),
             truncated=int((longer & rows).sum()),
@@ -162,7 +167,7 @@ class PickParts:
 
 
 @dataclass(frozen=True)
-class PackParts:
+class PackStage:
     """The stage: from parts of columns to their row tables."""
 
     folder: Path
@@ -171,15 +176,15 @@ class PackParts:
     seq_len: int
     masked: bool
 
-    def open(self) -> Callable[[tuple[Split, int], Advance], PartRows]:
+    def open(self) -> Callable[[tuple[Split, int], Advance], PlannedPart]:
         return self._make
 
-    def _make(self, task: tuple[Split, int], advance: Advance) -> PartRows:
+    def _make(self, task: tuple[Split, int], advance: Advance) -> PlannedPart:
         split, number = task
         tokens = Column(column_prefix(self.folder, split, "tokens", number))
         mask = Column(column_prefix(self.folder, split, MASK, number)) if self.masked else None
         prefix = column_prefix(self.folder, split, self.table, number)
-        counts = Counts()
+        counts = PackingCounts()
         with ColumnWriter(prefix, np.dtype("int64")) as writer:
             for first in range(0, len(tokens), WINDOW):
                 last = min(first + WINDOW, len(tokens))
@@ -191,16 +196,16 @@ class PackParts:
                 )
                 order, sizes = _by_row(bins)
                 writer.append(pieces[order].ravel(), sizes * 3)
-                counts += done + Counts(rows=len(sizes), tokens=int(pieces[:, 2].sum()))
+                counts += done + PackingCounts(rows=len(sizes), tokens=int(pieces[:, 2].sum()))
                 advance((tokens.begin(last) - tokens.begin(first)) * tokens.dtype.itemsize)
-        return PartRows(
+        return PlannedPart(
             counts,
             [entry_of(self.folder, path.name) for path in (bin_path(prefix), idx_path(prefix))],
         )
 
     def _pieces(
         self, tokens: Column, mask: Column | None, first: int, last: int
-    ) -> tuple[Ids, Counts]:
+    ) -> tuple[Ids, PackingCounts]:
         """(record, begin, length) of all pieces of the records `first` to `last`, [P, 3], in their
         order.
         """
@@ -210,7 +215,9 @@ class PackParts:
             # The last token is no place to learn anything at, so of a record of k * seq_len + 1
             # tokens no piece of one is made.
             number = np.where(lengths > 1, -(-(lengths - 1) // self.seq_len), 0)
-            counts = Counts(split=int((number > 1).sum()), untrained=int((number == 0).sum()))
+            counts = PackingCounts(
+                split=int((number > 1).sum()), untrained=int((number == 0).sum())
+            )
         else:
             kept = np.minimum(lengths, self.seq_len)
             begins = tokens.begin(first) + np.cumsum(lengths) - lengths
@@ -219,7 +226,7 @@ class PackParts:
                 any_set(mask, begins + 1, begins + lengths),
             )
             number = trained.astype(np.int64)
-            counts = Counts(
+            counts = PackingCounts(
                 truncated=int((long & trained).sum()),
                 lost=int((before & ~trained).sum()),
                 untrained=int((~before).sum()),

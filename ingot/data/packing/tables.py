@@ -15,19 +15,19 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint, read_marker, write_marker
 from ingot.base.progress import Progress
 from ingot.config.sections.objective import Documents
-from ingot.data.columns.manifest import MASK, Prepared, lacking
+from ingot.data.columns.manifest import MASK, PreparedData, missing_files
 from ingot.data.engines.engine import Engine
-from ingot.data.packing.planning import Counts, PackParts, PickParts
+from ingot.data.packing.planning import PackingCounts, PackStage, SingleRecordStage
 from ingot.data.splits import Split
 
-PICKED: tuple[Documents, ...] = ("preference", "pair", "labelled")
+ONE_PER_ROW: tuple[Documents, ...] = ("preference", "pair", "labelled")
 """Kinds of documents of which each row is one record."""
 PLAN = "pack-1"
 """Named in the marker; raise it when the same columns would give other rows."""
 
 
 @dataclass(frozen=True)
-class Packed:
+class RowTables:
     """The row tables of one way of packing. `rows` has the rows of each part of each source of each
     split.
     """
@@ -35,13 +35,13 @@ class Packed:
     pack: str
     seq_len: int
     rows: dict[Split, list[list[int]]]
-    counts: dict[Split, Counts]
+    counts: dict[Split, PackingCounts]
     documents: Documents = "text"
     target_len: int | None = None
 
     @property
-    def total(self) -> Counts:
-        return sum(self.counts.values(), Counts())
+    def total(self) -> PackingCounts:
+        return sum(self.counts.values(), PackingCounts())
 
     @property
     def padding(self) -> float:
@@ -50,7 +50,7 @@ class Packed:
         """
         return (
             0.0
-            if self.documents in PICKED
+            if self.documents in ONE_PER_ROW
             else 1.0 - self.total.tokens / max(1, self.total.rows * self.seq_len)
         )
 
@@ -62,7 +62,11 @@ class Packed:
             (
                 total.truncated,
                 "records were longer and cut"
-                + ("" if self.documents in PICKED else f" to their first {self.seq_len:,} tokens"),
+                + (
+                    ""
+                    if self.documents in ONE_PER_ROW
+                    else f" to their first {self.seq_len:,} tokens"
+                ),
             ),
             (
                 total.lost,
@@ -94,13 +98,13 @@ def table_name(how: str, seq_len: int, target_len: int | None = None) -> str:
 
 def pack(
     folder: Path,
-    prepared: Prepared,
+    prepared: PreparedData,
     seq_len: int,
     how: str,
     engine: Engine,
     progress: Progress,
     target_len: int | None = None,
-) -> Packed:
+) -> RowTables:
     """Write the row tables of all parts, unless they are there already; tables of other data are
     removed.
 
@@ -115,11 +119,11 @@ def pack(
     with contextlib.suppress(WrongInput):
         return read_packed(folder, prepared, seq_len, how, target_len)
     table, documents = table_name(how, seq_len, target_len), prepared.documents
-    picked = PickParts(folder, table, documents, seq_len, target_len)
+    picked = SingleRecordStage(folder, table, documents, seq_len, target_len)
     work = (
         picked
-        if documents in PICKED
-        else PackParts(folder, table, how, seq_len, MASK in prepared.names)
+        if documents in ONE_PER_ROW
+        else PackStage(folder, table, how, seq_len, MASK in prepared.names)
     )
     tasks = [
         (split, part.number)
@@ -135,10 +139,10 @@ def pack(
         for split, sources in prepared.splits.items()
     }
     counts = {
-        split: sum((done.counts for (of, _), done in made.items() if of == split), Counts())
+        split: sum((done.counts for (of, _), done in made.items() if of == split), PackingCounts())
         for split in prepared.splits
     }
-    packed = Packed(how, seq_len, rows, counts, documents, target_len)
+    packed = RowTables(how, seq_len, rows, counts, documents, target_len)
     payload = {
         "kind": "rows",
         "plan": PLAN,
@@ -153,8 +157,8 @@ def pack(
 
 
 def read_packed(
-    folder: Path, prepared: Prepared, seq_len: int, how: str, target_len: int | None = None
-) -> Packed:
+    folder: Path, prepared: PreparedData, seq_len: int, how: str, target_len: int | None = None
+) -> RowTables:
     """The tables that `pack` wrote for these data; only sizes of files are checked.
 
     Raises:
@@ -168,13 +172,13 @@ def read_packed(
             f"{folder} holds no rows of data.seq_len={seq_len}{of_targets}, data.pack={how}; run"
             " `ingot prepare` with this recipe"
         )
-    if found := lacking(folder, marker):
+    if found := missing_files(folder, marker):
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
-    counts = {split: Counts(**counts) for split, counts in marker["counts"].items()}
-    return Packed(how, seq_len, marker["rows"], counts, prepared.documents, target_len)
+    counts = {split: PackingCounts(**counts) for split, counts in marker["counts"].items()}
+    return RowTables(how, seq_len, marker["rows"], counts, prepared.documents, target_len)
 
 
-def markers_of(folder: Path, prepared: Prepared | None = None) -> list[str]:
+def markers_of(folder: Path, prepared: PreparedData | None = None) -> list[str]:
     """The markers of all row tables in `folder`, or of those that are of these data."""
     names = sorted(path.name for path in folder.glob("rows-*-*.json"))
     return [
@@ -184,7 +188,7 @@ def markers_of(folder: Path, prepared: Prepared | None = None) -> list[str]:
     ]
 
 
-def _data(prepared: Prepared) -> str:
+def _data(prepared: PreparedData) -> str:
     """What row tables are bound to: the records, and whether a mask says which of their tokens are
     trained.
     """

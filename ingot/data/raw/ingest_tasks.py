@@ -19,14 +19,14 @@ from typing import IO, cast
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.storage import is_remote, open_read
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.config.doors import SOURCES
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.store import RawPart, Text, write_parts
-from ingot.data.sources.bigquery import query_items
-from ingot.data.sources.hub import hub_items
-from ingot.data.sources.readers import ENDINGS, read_items
-from ingot.data.sources.source_file import SourceFile, writable
+from ingot.data.sources.kind import SourceKind
+from ingot.data.sources.readers import ENDINGS, parse_file
+from ingot.data.sources.source_file import SourceFile, utf8_safe
 from ingot.data.splits import Split, chosen
 
 CHUNK_BYTES = 1 << 20
@@ -39,7 +39,7 @@ STREAM = b"BZh91AY&SY"
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileBlock:
     """A file, or the lines of it that begin within bytes `begin` to `end`, with `row` lines before
     them.
     """
@@ -61,9 +61,9 @@ def block_bytes(total: int) -> int:
     return min(max(total // BLOCKS, SMALLEST_BYTES), LARGEST_BYTES)
 
 
-def cut(files: Iterable[SourceFile], block: int) -> Iterator[tuple[Piece, ...]]:
+def cut_into_tasks(files: Iterable[SourceFile], block: int) -> Iterator[tuple[FileBlock, ...]]:
     """The tasks of one source, in order: each is blocks or whole files of about `block` bytes."""
-    group, size = list[Piece](), 0
+    group, size = list[FileBlock](), 0
     for file in files:
         for piece in _pieces(file, block):
             group.append(piece)
@@ -76,21 +76,21 @@ def cut(files: Iterable[SourceFile], block: int) -> Iterator[tuple[Piece, ...]]:
         yield tuple(group)
 
 
-def _pieces(file: SourceFile, block: int) -> list[Piece]:
+def _pieces(file: SourceFile, block: int) -> list[FileBlock]:
     if file.bytes <= block or is_remote(file.path):
-        return [Piece(file)]
+        return [FileBlock(file)]
     try:
         if file.format == "jsonl" and not file.path.lower().endswith(ENDINGS):
             return list(_blocks(file, block))
         if file.format == "wikipedia" and file.path.endswith(MULTISTREAM):
             return list(_streams(file, block))
-        return [Piece(file)]
+        return [FileBlock(file)]
     except OSError:
         # Whoever reads the file finds the same fault and counts it.
-        return [Piece(file)]
+        return [FileBlock(file)]
 
 
-def _blocks(file: SourceFile, block: int) -> Iterator[Piece]:
+def _blocks(file: SourceFile, block: int) -> Iterator[FileBlock]:
     """Cuts after the first newline at or behind every `block` bytes, counting newlines so that rows
     keep their numbers.
     """
@@ -98,19 +98,19 @@ def _blocks(file: SourceFile, block: int) -> Iterator[Piece]:
     with open_read(file.path) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             done = 0
-            while (wanted := max(begin + block - at - 1, done)) < len(chunk) and (
-                newline := chunk.find(b"\n", wanted)
+            while (target := max(begin + block - at - 1, done)) < len(chunk) and (
+                newline := chunk.find(b"\n", target)
             ) >= 0:
                 lines += chunk.count(b"\n", done, newline + 1)
-                yield Piece(file, begin, at + newline + 1, row)
+                yield FileBlock(file, begin, at + newline + 1, row)
                 begin, row, lines, done = at + newline + 1, row + lines, 0, newline + 1
             lines += chunk.count(b"\n", done)
             at += len(chunk)
     if at > begin:
-        yield Piece(file, begin, at, row)
+        yield FileBlock(file, begin, at, row)
 
 
-def _streams(file: SourceFile, block: int) -> Iterator[Piece]:
+def _streams(file: SourceFile, block: int) -> Iterator[FileBlock]:
     """Cuts a multistream dump where one of its streams begins, at or behind every `block` bytes.
     Reads little of the file.
     """
@@ -123,7 +123,7 @@ def _streams(file: SourceFile, block: int) -> Iterator[Piece]:
                 at += max(len(seen) - len(STREAM) + 1, 0)
                 seen = seen[-len(STREAM) + 1 :] + chunk
             end = at + found if found >= 0 else file.bytes
-            yield Piece(file, begin, end)
+            yield FileBlock(file, begin, end)
             begin = end
 
 
@@ -136,7 +136,7 @@ BUFFER_BYTES = 1 << 20
 
 
 @dataclass
-class Tally:
+class RecordTally:
     """What a source, or a task's share of it, held: good records, bad ones by reason, some of these
     by place.
     """
@@ -145,9 +145,9 @@ class Tally:
     bad: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     keys: tuple[str, ...] = ()
-    """The keys of the last record in which the wanted one was missing."""
+    """The keys of the last record in which the text column was missing."""
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: RecordTally) -> None:
         """Take in the tally of the files that follow."""
         self.good += other.good
         self.bad += other.bad
@@ -159,38 +159,38 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Task:
+class IngestTask:
     """Some pieces of one source. `first`: with them the source begins."""
 
     number: int
     split: Split
     source: int
     first: bool
-    pieces: tuple[Piece, ...]
-    wanted: Wanted
+    pieces: tuple[FileBlock, ...]
+    extractor: DocumentExtractor
     fraction: float
 
 
 @dataclass(frozen=True)
-class Done:
+class IngestedTask:
     """What a task made: parts, with paths relative to the folder of all tasks."""
 
     parts: list[tuple[RawPart, FileEntry]]
-    tally: Tally
+    tally: RecordTally
 
 
 @dataclass(frozen=True)
-class Read:
+class IngestStage:
     """The stage: every task writes its parts into a folder of its own below `folder`."""
 
     folder: Path
     stop: bool
 
-    def open(self) -> Callable[[Task, Advance], Done]:
+    def open(self) -> Callable[[IngestTask, Advance], IngestedTask]:
         return self._do
 
-    def _do(self, task: Task, advance: Advance) -> Done:
-        reading = _Reading(task, advance, stop=self.stop)
+    def _do(self, task: IngestTask, advance: Advance) -> IngestedTask:
+        reading = _TaskReader(task, advance, stop=self.stop)
         own = f"{task.number:05d}"
         parts = [
             (replace(part, path=f"{own}/{part.path}"), replace(entry, path=f"{own}/{entry.path}"))
@@ -198,14 +198,14 @@ class Read:
                 self.folder / own, task.split, task.source, reading.texts()
             )
         ]
-        return Done(parts, reading.tally)
+        return IngestedTask(parts, reading.tally)
 
 
-class _Reading:
+class _TaskReader:
     """Goes through the pieces of one task, counting what is bad and telling how far it is."""
 
-    def __init__(self, task: Task, advance: Advance, *, stop: bool) -> None:
-        self.tally = Tally()
+    def __init__(self, task: IngestTask, advance: Advance, *, stop: bool) -> None:
+        self.tally = RecordTally()
         self._task, self._advance, self._stop = task, advance, stop
 
     def texts(self) -> Iterator[Text]:
@@ -213,7 +213,7 @@ class _Reading:
         fraction = self._task.fraction
         for piece in self._task.pieces:
             for item in self._items(piece):
-                if isinstance(item, Bad):
+                if isinstance(item, BadRecord):
                     self._count(item, piece)
                     continue
                 self.tally.good += 1
@@ -221,16 +221,17 @@ class _Reading:
                 if fraction >= 1.0 or chosen(doc_id, "source", fraction):
                     yield doc_id, item.text
 
-    def _items(self, piece: Piece) -> Iterator[Item | Bad]:
-        at = piece.begin
+    def _items(self, piece: FileBlock) -> Iterator[ParsedDocument | BadRecord]:
+        at, kind = piece.begin, _records_of(piece.file)
         with contextlib.ExitStack() as stack:
             try:
-                stream = (
-                    None
-                    if piece.file.format in ("hub", "bigquery")
-                    else stack.enter_context(_opened(piece.file.path))
-                )
-                for number, item in enumerate(self._read(piece, stream), start=1):
+                stream: IO[bytes] | None = None
+                if kind is None:
+                    stream = stack.enter_context(_open_buffered(piece.file.path))
+                    items = self._parse(piece, stream)
+                else:
+                    items = kind.read(piece.file, self._task.extractor)
+                for number, item in enumerate(items, start=1):
                     yield item
                     if number % SHOW_EVERY == 0:
                         now = stream.tell() if stream and not stream.closed else at
@@ -248,22 +249,20 @@ class _Reading:
                     ) from error
                 if not isinstance(error, OSError):
                     raise
-                yield Bad(1, "unreadable file", str(error))
+                yield BadRecord(1, "unreadable file", str(error))
         self._advance(max(piece.begin + piece.bytes - at, 0))
 
-    def _read(self, piece: Piece, stream: IO[bytes] | None) -> Iterator[Item | Bad]:
-        file, wanted = piece.file, self._task.wanted
-        if stream is None:
-            return (hub_items if file.format == "hub" else query_items)(file, wanted)
+    def _parse(self, piece: FileBlock, stream: IO[bytes]) -> Iterator[ParsedDocument | BadRecord]:
+        file, extractor = piece.file, self._task.extractor
         if piece.end is None:
-            return read_items(stream, file.path, file.format, wanted)
+            return parse_file(stream, file.path, file.format, extractor)
         stream.seek(piece.begin)
-        return read_items(
-            stream, file.path, file.format, wanted, piece.row, piece.end - piece.begin
+        return parse_file(
+            stream, file.path, file.format, extractor, piece.row, piece.end - piece.begin
         )
 
-    def _count(self, bad: Bad, piece: Piece) -> None:
-        tally, place = self.tally, f"{writable(piece.file.path)}:{bad.row}"
+    def _count(self, bad: BadRecord, piece: FileBlock) -> None:
+        tally, place = self.tally, f"{utf8_safe(piece.file.path)}:{bad.row}"
         tally.keys = bad.keys or tally.keys
         tally.bad[bad.reason] += 1
         # Only the first task of a source knows that no good record came before.
@@ -271,15 +270,21 @@ class _Reading:
             self._task.first and not tally.good and tally.bad[bad.reason] == tally.bad.total()
         )
         if bad.keys and wrong_name and (self._stop or tally.bad.total() >= UNDECIDED):
-            raise self._task.wanted.missing(place, bad.keys)
-        told = writable(f"{place}: {bad}")
+            raise self._task.extractor.missing_error(place, bad.keys)
+        told = utf8_safe(f"{place}: {bad}")
         if self._stop:
             raise WrongInput(f"{told}; mend it, or set data.on_bad=skip")
         if len(tally.examples) < EXAMPLES:
             tally.examples.append(told)
 
 
-def _opened(path: str) -> IO[bytes]:
+def _records_of(file: SourceFile) -> SourceKind | None:
+    """The kind of source that gives the documents of `file`; None where it is a file to parse."""
+    kind: SourceKind | None = SOURCES.load(file.kind, "source")() if file.kind else None
+    return kind if kind is not None and kind.yields_records else None
+
+
+def _open_buffered(path: str) -> IO[bytes]:
     """A stream with a buffer that holds many lines."""
     if is_remote(path):
         # Streams of fsspec are no whole streams: they read no line of a limited length.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ingot.data.raw.store import Kind, Raw, read_table
+from ingot.data.raw.store import Kind, RawData, read_table
 from ingot.data.splits import Split
 
 SMALLEST_BYTES = 16_000_000
@@ -21,7 +21,7 @@ RANGES = 64
 
 
 @dataclass(frozen=True)
-class Range:
+class RawRange:
     """Row groups `first` to `last` of one raw part, which become part `number` of the columns.
 
     `begin` is the number of its first document, counted over all ranges of its split in order;
@@ -48,12 +48,12 @@ class Range:
         return f"{self.split}-{self.number:05d}"
 
 
-def ranges(raw: Raw) -> list[Range]:
+def ranges(raw: RawData) -> list[RawRange]:
     """The ranges, in order. Their size grows with the data, so that there are neither too few nor
     millions of them.
     """
     target = min(max(raw.bytes // RANGES, SMALLEST_BYTES), LARGEST_BYTES)
-    found: list[Range] = []
+    found: list[RawRange] = []
     for split, sources in raw.splits.items():
         number = begin = 0
         for source, read in enumerate(sources):
@@ -62,7 +62,7 @@ def ranges(raw: Raw) -> list[Range]:
                 for first, last, size in _runs([size for _, size in part.groups], target):
                     documents = sum(count for count, _ in part.groups[first:last])
                     found.append(
-                        Range(
+                        RawRange(
                             split,
                             source,
                             number,
@@ -81,7 +81,7 @@ def ranges(raw: Raw) -> list[Range]:
     return found
 
 
-def pieces(raw: Raw, split: Split) -> Iterator[Range]:
+def pieces(raw: RawData, split: Split) -> Iterator[RawRange]:
     """Every row group of a split as a piece of its range."""
     groups = {part.path: part.groups for source in raw.splits[split] for part in source.parts}
     for task in (task for task in ranges(raw) if task.split == split):
@@ -113,7 +113,7 @@ def _runs(sizes: Sequence[int], target: int) -> Iterator[tuple[int, int, int]]:
             first, total = index + 1, 0
 
 
-def read_range(raw: Path, task: Range) -> Iterator[pa.Table]:
+def read_range(raw: Path, task: RawRange) -> Iterator[pa.Table]:
     """The documents of a range, a row group at a time: columns `doc_id` and `text`, both
     strings.
     """

@@ -23,7 +23,7 @@ from ingot.base.storage import atomic_file
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
-from ingot.data.sources.find import change, recipe_sources
+from ingot.data.sources.find import describe_change, recipe_sources
 from ingot.data.splits import Split
 
 MANIFEST = "manifest.json"
@@ -76,7 +76,7 @@ class RawSource:
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawData:
     """All ingested documents, by split."""
 
     folder: Path
@@ -200,7 +200,7 @@ def write_manifest(
     write_marker(folder, MANIFEST, payload, files)
 
 
-def open_raw(recipe: Recipe, *, unchanged: bool = False) -> Raw:
+def open_raw(recipe: Recipe, *, unchanged: bool = False) -> RawData:
     """What `ingest` wrote for this recipe; with `unchanged`, only while its sources are as they
     were then.
 
@@ -226,13 +226,13 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> Raw:
     made = {split: [source.knobs for source in sources] for split, sources in splits.items()}
     if made != asked:
         raise WrongInput(
-            f"{folder} was made from {_named(made)}, the recipe says {_named(asked)}; run `ingot"
-            " ingest` with this recipe"
+            f"{folder} was made from {_described(made)}, the recipe says {_described(asked)}; run"
+            " `ingot ingest` with this recipe"
         )
     _check_kinds(recipe, splits)
     if unchanged:
         _check_unchanged(recipe, splits)
-    return Raw(folder, splits)
+    return RawData(folder, splits)
 
 
 def _check_kinds(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
@@ -261,7 +261,7 @@ def _check_unchanged(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> No
     """
     for split, sources in recipe_sources(recipe).items():
         for number, (source, made) in enumerate(zip(sources, splits[split], strict=True)):
-            if changed := change(source, made.stamps, made.seen):
+            if changed := describe_change(source, made.stamps, made.seen):
                 raise WrongInput(
                     f"data.{split}[{number}] {source.source} changed since it was ingested:"
                     f" {changed}; run `ingot ingest` again"
@@ -278,7 +278,7 @@ def _source(value: dict[str, Any]) -> RawSource:
     return RawSource(**{**value, "parts": parts})
 
 
-def _named(splits: dict[Split, list[dict[str, Any]]]) -> str:
+def _described(splits: dict[Split, list[dict[str, Any]]]) -> str:
     """Sources in a few words; knobs that were changed from their defaults are shown."""
     words = []
     for split, sources in splits.items():

@@ -9,8 +9,9 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.cloud.bigquery import query_rows
 from ingot.config.sections.data import SourceSettings
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import SourceFile
 
 SCHEME = "bigquery:"
@@ -37,7 +38,9 @@ def warn_of_query(file: SourceFile) -> None:
         )
 
 
-def query_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
+def query_documents(
+    file: SourceFile, extractor: DocumentExtractor
+) -> Iterator[ParsedDocument | BadRecord]:
     """The documents of the result, page by page; rows count from 1.
 
     Raises:
@@ -46,5 +49,22 @@ def query_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
     """
     for row, record in enumerate(query_rows(file.path, project=file.project), start=1):
         if row == 1:
-            wanted.check("the result of the query", list(record))
-        yield wanted.take(row, record)
+            extractor.check("the result of the query", list(record))
+        yield extractor.extract(row, record)
+
+
+class BigQuerySource(SourceKind):
+    """`bigquery:SQL`: the rows of a query."""
+
+    yields_records = True
+
+    def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
+        return find_query(source)
+
+    def fetch(self, file: SourceFile) -> None:
+        warn_of_query(file)
+
+    def read(
+        self, file: SourceFile, extractor: DocumentExtractor
+    ) -> Iterator[ParsedDocument | BadRecord]:
+        return query_documents(file, extractor)

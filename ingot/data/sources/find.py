@@ -14,17 +14,12 @@ from typing import Any
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import is_remote
+from ingot.config.doors import SOURCES
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings, ValidationShare
-from ingot.data.sources.bigquery import find_query, warn_of_query
-from ingot.data.sources.hub import find_hub
-from ingot.data.sources.local_files import STDLIB, find_files_of, standard_library
-from ingot.data.sources.megatron import find_columns
+from ingot.data.sources.local_files import STDLIB, find_files_of
 from ingot.data.sources.source_file import SourceFile
-from ingot.data.sources.wikipedia import fetch_dump, find_dump
 from ingot.data.splits import Split
-
-SCHEMES = ("hf", "wikipedia", "bigquery", "megatron")
 
 
 def recipe_sources(recipe: Recipe) -> dict[Split, list[SourceSettings]]:
@@ -86,50 +81,41 @@ def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile
         WrongInput: nothing is there.
         Failed: the storage cannot be reached.
     """
-    if source.source == STDLIB:
-        return list(standard_library())
     scheme = _scheme(source)
-    if scheme == "hf":
-        return find_hub(source, knob)
-    if scheme == "wikipedia":
-        return [find_dump(source, knob)]
-    if scheme == "bigquery":
-        return find_query(source)
-    if scheme == "megatron":
-        return find_columns(source, knob)
-    if scheme:
-        known = ", ".join(f"{name}:" for name in SCHEMES)
+    if not scheme:
+        return find_files_of(source, knob)
+    kind = SOURCES.find(scheme)
+    if kind is None:
+        known = ", ".join(f"{name}:" for name in SOURCES.kinds() if name != "builtin")
         raise WrongInput(
             f"{knob} {source.source} is no source that this version reads; give a path, a folder, a"
             f" glob, {known} or {STDLIB}"
         )
-    return find_files_of(source, knob)
+    return [replace(file, kind=scheme) for file in kind().find(source, knob)]
 
 
 def is_local(source: SourceSettings) -> bool:
     """Whether a source is files on this machine, or the folder of a data set: what can be looked at
     cheaply at any time.
     """
-    return (
-        _scheme(source) in ("", "megatron")
-        and not is_remote(source.source)
-        and source.source != STDLIB
-    )
+    scheme = _scheme(source)
+    if scheme:
+        kind = SOURCES.find(scheme)
+        return kind is not None and bool(kind.checks_changes)
+    return not is_remote(source.source)
 
 
 def _scheme(source: SourceSettings) -> str:
     """What stands before the colon of a source that is no file; "" for one that is."""
-    match = re.match(r"([a-z]+):(?!//)", source.source)
+    match = re.match(r"([a-z][a-z0-9_]*):(?!//)", source.source)
     return match[1] if match and not Path(source.source).exists() else ""
 
 
-def prepare_files(files: Iterable[SourceFile]) -> None:
-    """What must be done before files are read: fetch a dump, warn of what stamps cannot show."""
+def fetch_files(files: Iterable[SourceFile]) -> None:
+    """What must be done before files are read: download a dump, warn of what stamps cannot show."""
     for file in files:
-        if file.format == "bigquery":
-            warn_of_query(file)
-        elif "url" in file.stamp:
-            fetch_dump(file)
+        if file.kind:
+            SOURCES.load(file.kind, "source")().fetch(file)
 
 
 # Of a source with more files only the fingerprint of all is kept: the manifest stays small.
@@ -144,7 +130,7 @@ def stamps_of(files: Sequence[SourceFile]) -> tuple[str, list[Stamp]]:
     return fingerprint(stamps), stamps if len(stamps) <= NAMED_FILES else []
 
 
-def change(source: SourceSettings, stamps: str, seen: Sequence[Stamp]) -> str | None:
+def describe_change(source: SourceSettings, stamps: str, seen: Sequence[Stamp]) -> str | None:
     """What is different now about the files of a source on this machine, in words; None where
     nothing is.
 

@@ -14,10 +14,11 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import find_files, stamp
 from ingot.config.sections.data import SourceSettings
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import SourceFile, recall, remember
-from ingot.data.sources.tables import batch_items, columns_of
+from ingot.data.sources.tables import batch_documents, columns_of
 
 SCHEME = "hf:"
 
@@ -133,11 +134,13 @@ def in_short(error: Exception) -> str:
 BATCH_ROWS = 1000
 
 
-def hub_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
+def hub_documents(
+    file: SourceFile, extractor: DocumentExtractor
+) -> Iterator[ParsedDocument | BadRecord]:
     """The documents of one share; rows count from 1 within it.
 
     Raises:
-        WrongInput: the wanted column is missing, or is no text.
+        WrongInput: the text column is missing, or is no text.
         Failed: the connection breaks down.
     """
     where, row, columns = file.stamp, 0, list[str]()
@@ -161,7 +164,21 @@ def hub_items(file: SourceFile, wanted: Wanted) -> Iterator[Item | Bad]:
         if table is None:
             return
         if not row:
-            columns = columns_of(table.schema, file.path, wanted)
+            columns = columns_of(table.schema, file.path, extractor)
         for batch in (table.select(columns) if columns else table).to_batches():
-            yield from batch_items(batch, row, wanted)
+            yield from batch_documents(batch, row, extractor)
             row += batch.num_rows
+
+
+class HubSource(SourceKind):
+    """`hf:NAME[:SUBSET]`: a data set of the Hugging Face hub, or a folder that looks like one."""
+
+    yields_records = True
+
+    def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
+        return find_hub(source, knob)
+
+    def read(
+        self, file: SourceFile, extractor: DocumentExtractor
+    ) -> Iterator[ParsedDocument | BadRecord]:
+        return hub_documents(file, extractor)

@@ -17,8 +17,9 @@ from typing import Any
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import find_files, stamp
 from ingot.config.sections.data import SourceSettings
+from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.readers import ENDINGS
-from ingot.data.sources.source_file import Format, SourceFile, writable
+from ingot.data.sources.source_file import Format, SourceFile, utf8_safe
 
 STDLIB = "builtin:stdlib"
 
@@ -55,7 +56,7 @@ def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
             f"{knob} {source.source} cannot be listed ({error}); check the address and your"
             " credentials"
         ) from error
-    names = [writable(_name(path, pattern)) for path in paths]
+    names = [utf8_safe(_name(path, pattern)) for path in paths]
     files = [
         SourceFile(path, name, _format(source, path), _stamp(path))
         for path, name in zip(paths, names, strict=True)
@@ -72,7 +73,7 @@ def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
 def _stamp(path: str) -> dict[str, Any]:
     try:
         found = stamp(path)
-        return {**found, "path": writable(found["path"])}
+        return {**found, "path": utf8_safe(found["path"])}
     except OSError as error:
         raise WrongInput(
             f"{path} cannot be read ({error.strerror or error}); mend or remove it"
@@ -165,3 +166,12 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WrongInput(f"{path} cannot be read ({error}); save the data set again") from error
     return value if isinstance(value, dict) else {}
+
+
+class StandardLibrary(SourceKind):
+    """`builtin:stdlib`, the `.py` files of this interpreter's standard library."""
+
+    def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
+        if source.source != STDLIB:
+            raise WrongInput(f"{knob} {source.source} is not built in; {STDLIB} is")
+        return list(standard_library())

@@ -17,7 +17,8 @@ from ingot.base.markers import fingerprint
 from ingot.base.storage import find_files, is_remote, sha256_file, stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.columns.column import AGAIN, Column, bin_path, idx_path
-from ingot.data.sources.source_file import SourceFile, writable
+from ingot.data.sources.kind import SourceKind
+from ingot.data.sources.source_file import SourceFile, utf8_safe
 
 TOKEN_TYPES = ("uint16", "int32", "uint8", "int16", "int64")
 
@@ -43,12 +44,12 @@ def find_columns(source: SourceSettings, knob: str) -> list[SourceFile]:
             )
         data, index = stamp(str(bin_path(whole))), stamp(str(idx_path(whole)))
         both = {
-            "path": writable(str(whole)),
+            "path": utf8_safe(str(whole)),
             "bytes": data["bytes"],
             "mtime_ns": data["mtime_ns"],
             "idx": [index["bytes"], index["mtime_ns"]],
         }
-        found.append(SourceFile(str(whole), writable(whole.name), "megatron", both))
+        found.append(SourceFile(str(whole), utf8_safe(whole.name), "megatron", both))
     if not found:
         raise WrongInput(
             f"{knob} {source.source}: no {prefix}.idx; PREFIX is the path without .bin and .idx"
@@ -105,3 +106,12 @@ def _groups(
         end = min(max(fitting, first + 1), first + group_documents, last)
         yield end - first, int(after[end] - after[first])
         first = end
+
+
+class MegatronSource(SourceKind):
+    """`megatron:PREFIX`: existing columns, used where they lie."""
+
+    checks_changes = True
+
+    def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
+        return find_columns(source, knob)

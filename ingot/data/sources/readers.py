@@ -22,8 +22,8 @@ import orjson
 import zstandard
 
 from ingot.data.documents import records as items
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item, checked
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument, checked
 from ingot.data.sources.source_file import Format
 from ingot.data.sources.tables import arrow, delimited, parquet
 from ingot.data.sources.wikipedia import multistream, pages
@@ -34,8 +34,8 @@ NUMBER_CUT = ("", ".", "e", "E", "e+", "e-", "E+", "E-")
 
 
 def json_lines(
-    stream: IO[bytes], wanted: Wanted, row: int = 0, size: int = sys.maxsize
-) -> Iterator[Item | Bad]:
+    stream: IO[bytes], extractor: DocumentExtractor, row: int = 0, size: int = sys.maxsize
+) -> Iterator[ParsedDocument | BadRecord]:
     """The document of each line; rows are line numbers, empty lines are passed over.
 
     `stream` stands at the beginning of a line, after `row` lines; lines that begin within the next
@@ -47,41 +47,47 @@ def json_lines(
         if row == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if len(line) == items.LARGEST_BYTES and not line.endswith(b"\n"):
-            yield Bad(row, "too large", f"above {items.LARGEST_BYTES:,} bytes")
+            yield BadRecord(row, "too large", f"above {items.LARGEST_BYTES:,} bytes")
             while (rest := stream.readline(items.LARGEST_BYTES)) and not rest.endswith(b"\n"):
                 size -= len(rest)
             size -= len(rest)
         elif not line.isspace():
             # A chat may hold the arguments of a call, and orjson rounds integers of more than 64
             # bits.
-            yield _exact_line(row, line, wanted) if wanted.exact else _json_line(row, line, wanted)
+            yield (
+                _exact_line(row, line, extractor)
+                if extractor.exact_numbers
+                else _json_line(row, line, extractor)
+            )
 
 
-def _json_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:
+def _json_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDocument | BadRecord:
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
         # The standard library's reader decides: it takes some values that orjson does not, and
         # names the fault.
-        return _exact_line(row, line, wanted)
-    return wanted.take(row, value)
+        return _exact_line(row, line, extractor)
+    return extractor.extract(row, value)
 
 
-def _exact_line(row: int, line: bytes, wanted: Wanted) -> Item | Bad:
+def _exact_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDocument | BadRecord:
     try:
-        return wanted.take(row, json.loads(line.decode()))
+        return extractor.extract(row, json.loads(line.decode()))
     except UnicodeDecodeError as error:
-        return Bad(row, "invalid UTF-8", f"byte {error.start} of the line")
+        return BadRecord(row, "invalid UTF-8", f"byte {error.start} of the line")
     except json.JSONDecodeError as error:
-        return Bad(row, "broken JSON", f"{error.msg}, column {error.colno}")
+        return BadRecord(row, "broken JSON", f"{error.msg}, column {error.colno}")
     except (
         ValueError,
         RecursionError,
     ) as error:  # a number of thousands of digits, or thousands of nested lists
-        return Bad(row, "broken JSON", str(error)[:80])
+        return BadRecord(row, "broken JSON", str(error)[:80])
 
 
-def json_list(stream: IO[bytes], wanted: Wanted) -> Iterator[Item | Bad]:
+def json_list(
+    stream: IO[bytes], extractor: DocumentExtractor
+) -> Iterator[ParsedDocument | BadRecord]:
     """The items of one large list, or of objects that merely follow each other, decoded one by
     one.
     """
@@ -92,13 +98,13 @@ def json_list(stream: IO[bytes], wanted: Wanted) -> Iterator[Item | Bad]:
         try:
             value = text.take(decoder)
         except (ValueError, RecursionError) as error:
-            yield Bad(
+            yield BadRecord(
                 row,
                 "broken JSON",
                 f"item {row}: {str(error)[:80]}; the rest of the file is not read",
             )
             return
-        yield wanted.take(row, value)
+        yield extractor.extract(row, value)
 
 
 class _Text:
@@ -203,14 +209,14 @@ class _ZstdStream(io.RawIOBase):
 DUMP_CHUNK_BYTES = 1 << 16
 
 
-def read_items(
+def parse_file(
     stream: IO[bytes],
     path: str,
     kind: Format,
-    wanted: Wanted,
+    extractor: DocumentExtractor,
     row: int = 0,
     size: int = sys.maxsize,
-) -> Iterator[Item | Bad]:
+) -> Iterator[ParsedDocument | BadRecord]:
     """The documents of one file. `stream` gives its bytes as stored; `path` tells the compression
     and is named in errors.
 
@@ -218,48 +224,48 @@ def read_items(
     for a multistream dump, at the beginning of one of its streams.
 
     Raises:
-        WrongInput: the file is a table without the wanted column; the columns that there are are
+        WrongInput: the file is a table without the text column; the columns that there are are
             named.
     """
     if kind == "parquet":
-        yield from parquet(stream, path, wanted)
+        yield from parquet(stream, path, extractor)
         return
     if kind == "arrow":
-        yield from arrow(stream, path, wanted)
+        yield from arrow(stream, path, extractor)
         return
     try:
-        for item in _streamed(stream, path, kind, wanted, row, size):
+        for item in _streamed(stream, path, kind, extractor, row, size):
             row = item.row
             yield item
     except (*BROKEN, OSError) as error:
         if not is_broken(error):
             raise
-        yield Bad(row + 1, "broken compression", f"{error}; the rest of the file is not read")
+        yield BadRecord(row + 1, "broken compression", f"{error}; the rest of the file is not read")
 
 
 def _streamed(
-    stream: IO[bytes], path: str, kind: Format, wanted: Wanted, row: int, size: int
-) -> Iterator[Item | Bad]:
+    stream: IO[bytes], path: str, kind: Format, extractor: DocumentExtractor, row: int, size: int
+) -> Iterator[ParsedDocument | BadRecord]:
     if kind == "wikipedia" and size < sys.maxsize:
         return pages(multistream(stream, size), whole=False)
     stream = decompressed(stream, path)
     if kind == "jsonl":
-        return json_lines(stream, wanted, row, size)
+        return json_lines(stream, extractor, row, size)
     if kind == "json":
-        return json_list(stream, wanted)
+        return json_list(stream, extractor)
     if kind == "csv" or kind == "tsv":
-        return delimited(stream, path, kind, wanted)
+        return delimited(stream, path, kind, extractor)
     if kind == "wikipedia":
         return pages(iter(functools.partial(stream.read, DUMP_CHUNK_BYTES), b""))
     return _text(stream)
 
 
-def _text(stream: IO[bytes]) -> Iterator[Item | Bad]:
+def _text(stream: IO[bytes]) -> Iterator[ParsedDocument | BadRecord]:
     data = stream.read(items.LARGEST_BYTES + 1)
     if len(data) > items.LARGEST_BYTES:
-        yield Bad(1, "too large", f"above {items.LARGEST_BYTES:,} bytes; give it as JSONL")
+        yield BadRecord(1, "too large", f"above {items.LARGEST_BYTES:,} bytes; give it as JSONL")
         return
     try:
         yield checked(1, data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        yield Bad(1, "invalid UTF-8", f"byte {error.start}")
+        yield BadRecord(1, "invalid UTF-8", f"byte {error.start}")

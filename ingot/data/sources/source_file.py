@@ -26,9 +26,10 @@ Format = Literal[
     "hub",
     "bigquery",
     "megatron",
+    "records",
 ]
-"""How a source is written down. The last three are no files: rows of a data set on the hub, of a
-query, and existing columns.
+"""How a source is written down. The last four are no files: rows of a data set on the hub, of a
+query, existing columns, and records of a kind of source from another package.
 """
 
 
@@ -46,13 +47,15 @@ class SourceFile:
     format: Format
     stamp: dict[str, Any]
     project: str | None = None
+    kind: str = ""
+    """The kind of source that found it, the scheme in `SCHEME:...`; empty for paths."""
 
     @property
     def bytes(self) -> int:
         return int(self.stamp.get("bytes", 0))
 
 
-def writable(text: str) -> str:
+def utf8_safe(text: str) -> str:
     """A text that UTF-8 can hold: names on a disk, and keys in JSON, may be no text at all."""
     return text.encode("utf-8", "replace").decode()
 

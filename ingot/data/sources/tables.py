@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingot.base.errors import WrongInput
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
 
 PARQUET_ROWS = 1024
 BUFFER_BYTES = 1 << 20
@@ -23,12 +23,12 @@ ARROW_FILE = b"ARROW1"
 
 
 def delimited(
-    stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], wanted: Wanted
-) -> Iterator[Item | Bad]:
+    stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], extractor: DocumentExtractor
+) -> Iterator[ParsedDocument | BadRecord]:
     """Rows of a CSV file, quoted as RFC 4180 says; of a TSV file, whose fields are plain: quotes in
     them are text.
 
-    The first line has the names of the columns, unless `wanted.names` has them.
+    The first line has the names of the columns, unless `extractor.names` has them.
     """
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -37,61 +37,68 @@ def delimited(
         if kind == "csv"
         else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     )
-    header = list(wanted.names) if wanted.names else next(reader, None)
+    header = list(extractor.names) if extractor.names else next(reader, None)
     if header is None:
-        yield Bad(1, "empty text", "no header line")
+        yield BadRecord(1, "empty text", "no header line")
         return
-    wanted.check(path, header)
-    place, row = 0 if wanted.whole else header.index(wanted.column), reader.line_num + 1
+    extractor.check(path, header)
+    place, row = (
+        0 if extractor.takes_records else header.index(extractor.column),
+        reader.line_num + 1,
+    )
     while True:
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            yield Bad(row, "broken row", str(error))
+            yield BadRecord(row, "broken row", str(error))
             fields = []
         if fields is None:
             return
         if fields and len(fields) != len(header):
-            yield Bad(
+            yield BadRecord(
                 row,
                 "broken row",
-                f"{len(fields)} fields, {'`names`' if wanted.names else 'the header'} has"
+                f"{len(fields)} fields, {'`names`' if extractor.names else 'the header'} has"
                 f" {len(header)}",
             )
         elif fields:
             yield (
-                wanted.take(row, dict(zip(header, fields, strict=True)))
-                if wanted.whole
-                else wanted.text(row, fields[place])
+                extractor.extract(row, dict(zip(header, fields, strict=True)))
+                if extractor.takes_records
+                else extractor.extract_text(row, fields[place])
             )
         row = reader.line_num + 1
 
 
-def parquet(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad]:
+def parquet(
+    stream: IO[bytes], path: str, extractor: DocumentExtractor
+) -> Iterator[ParsedDocument | BadRecord]:
     """Rows of a Parquet file, counted from 1."""
     try:
         # Without the buffer a whole row group is read at once, however large.
         file = pq.ParquetFile(stream, buffer_size=BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        yield Bad(1, "broken Parquet", str(error)[:120])
+        yield BadRecord(1, "broken Parquet", str(error)[:120])
         return
-    columns = columns_of(file.schema_arrow, path, wanted)
+    columns = columns_of(file.schema_arrow, path, extractor)
     yield from _rows(
-        file.iter_batches(batch_size=PARQUET_ROWS, columns=columns or None), "Parquet", wanted
+        file.iter_batches(batch_size=PARQUET_ROWS, columns=columns or None), "Parquet", extractor
     )
 
 
-def arrow(stream: IO[bytes], path: str, wanted: Wanted) -> Iterator[Item | Bad]:
+def arrow(
+    stream: IO[bytes], path: str, extractor: DocumentExtractor
+) -> Iterator[ParsedDocument | BadRecord]:
     """Rows of an Arrow IPC stream (what the `datasets` library saves) or file, counted from 1."""
     try:
         batches = _arrow_batches(stream)
     except (pa.ArrowException, OSError) as error:
-        yield Bad(1, "broken Arrow", str(error)[:120])
+        yield BadRecord(1, "broken Arrow", str(error)[:120])
         return
     first = next(batches)
-    columns = columns_of(first, path, wanted)
+    columns = columns_of(first, path, extractor)
     yield from _rows(
-        (batch.select(columns) if columns else batch for batch in batches), "Arrow", wanted
+        (batch.select(columns) if columns else batch for batch in batches), "Arrow", extractor
     )
 
 
@@ -113,41 +120,49 @@ def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
     return chained()
 
 
-def batch_items(batch: pa.RecordBatch, row: int, wanted: Wanted) -> Iterator[Item | Bad]:
+def batch_documents(
+    batch: pa.RecordBatch, row: int, extractor: DocumentExtractor
+) -> Iterator[ParsedDocument | BadRecord]:
     """The documents of some rows of a table, of which `row` rows come before these."""
-    values = _records(batch) if wanted.whole else _texts(batch.column(wanted.column))
+    values = _records(batch) if extractor.takes_records else _texts(batch.column(extractor.column))
     for number, value in enumerate(values, start=row + 1):
         if isinstance(value, UnicodeDecodeError):
-            yield Bad(number, "invalid UTF-8", f"byte {value.start} of the text")
+            yield BadRecord(number, "invalid UTF-8", f"byte {value.start} of the text")
         else:
-            yield wanted.take(number, value) if wanted.whole else wanted.text(number, value)
+            yield (
+                extractor.extract(number, value)
+                if extractor.takes_records
+                else extractor.extract_text(number, value)
+            )
 
 
-def _rows(batches: Iterable[pa.RecordBatch], name: str, wanted: Wanted) -> Iterator[Item | Bad]:
+def _rows(
+    batches: Iterable[pa.RecordBatch], name: str, extractor: DocumentExtractor
+) -> Iterator[ParsedDocument | BadRecord]:
     row = 0
     try:
         for batch in batches:
-            yield from batch_items(batch, row, wanted)
+            yield from batch_documents(batch, row, extractor)
             row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        yield Bad(
+        yield BadRecord(
             row + 1, f"broken {name}", f"{str(error)[:120]}; the rest of the file is not read"
         )
 
 
-def columns_of(schema: pa.Schema, path: str, wanted: Wanted) -> list[str]:
+def columns_of(schema: pa.Schema, path: str, extractor: DocumentExtractor) -> list[str]:
     """The columns to read; [] for all.
 
     Raises:
         WrongInput: one is not there, or the one for texts holds something else.
     """
-    wanted.check(path, schema.names)
-    if not wanted.whole and not _is_text(kind := schema.field(wanted.column).type):
+    extractor.check(path, schema.names)
+    if not extractor.takes_records and not _is_text(kind := schema.field(extractor.column).type):
         raise WrongInput(
-            f"{path}: column `{wanted.column}` holds {kind}, not text; set `text` to one of"
+            f"{path}: column `{extractor.column}` holds {kind}, not text; set `text` to one of"
             f" {', '.join(schema.names)}"
         )
-    return wanted.needed
+    return extractor.required_columns
 
 
 def _is_text(kind: pa.DataType) -> bool:

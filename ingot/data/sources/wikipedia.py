@@ -23,7 +23,8 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress, say
 from ingot.base.storage import disk_errors, fsync_folder
 from ingot.config.sections.data import SourceSettings
-from ingot.data.documents.records import Bad, Item, checked
+from ingot.data.documents.records import BadRecord, ParsedDocument, checked
+from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import SourceFile, cache_folder, recall, remember
 
 SERVER = "https://dumps.wikimedia.org"
@@ -154,7 +155,7 @@ DROPPED_TAGS = frozenset({"ref", "table", "gallery", "math", "timeline", "score"
 DROPPED_NAMESPACES = {"6": "file", "14": "category"}
 
 
-def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[Item | Bad]:
+def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[ParsedDocument | BadRecord]:
     """The articles of an uncompressed dump, given in pieces of any size. Not `whole`: its end may
     be missing.
 
@@ -173,7 +174,7 @@ def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[Item | Bad
             if _text(element, "ns") in ("", "0") and element.find("{*}redirect") is None:
                 yield _article(row, element, functools.partial(plain, dropped=dropped))
     except (ParseError, ValueError) as error:
-        yield Bad(
+        yield BadRecord(
             row + 1,
             "broken XML",
             f"after page {row}: {str(error)[:120]}; the rest of the file is not read",
@@ -234,13 +235,13 @@ def _finished(parser: XMLPullParser[Element], parents: list[Element]) -> Iterato
                 parents[-1].remove(element)
 
 
-def _article(row: int, page: Element, plain: Callable[[str], str]) -> Item | Bad:
+def _article(row: int, page: Element, plain: Callable[[str], str]) -> ParsedDocument | BadRecord:
     title, wikitext = _text(page, "title"), _text(page, "revision/{*}text")
     try:
         text = plain(wikitext)
     except (RecursionError, ValueError) as error:
-        return Bad(row, "broken wikitext", f"{title}: {str(error)[:80]}")
-    return checked(row, f"{title}\n\n{text}") if text else Bad(row, "empty text", title)
+        return BadRecord(row, "broken wikitext", f"{title}: {str(error)[:80]}")
+    return checked(row, f"{title}\n\n{text}") if text else BadRecord(row, "empty text", title)
 
 
 def _text(element: Element, path: str) -> str:
@@ -298,3 +299,13 @@ def _plain_text() -> Callable[..., str]:
         return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]*\n[ \t]*", "\n", text)).strip()
 
     return plain
+
+
+class WikipediaSource(SourceKind):
+    """`wikipedia:LANG[:DATE]`: a dump, downloaded into the user's cache folder and read there."""
+
+    def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
+        return [find_dump(source, knob)]
+
+    def fetch(self, file: SourceFile) -> None:
+        fetch_dump(file)

@@ -28,7 +28,7 @@ from ingot.data.documents.chats import from_messages
 from ingot.data.documents.kinds import from_labelled, from_pair
 from ingot.data.documents.messages import Message
 from ingot.data.documents.preferences import from_preference
-from ingot.data.raw.ranges import Range
+from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Records:
+class TokenRecords:
     """Records one after the other: the elements of each column, and how many each record has in it.
 
     `bytes` is the size of the texts that are learnt to be written: of a chat what the assistant
@@ -82,7 +82,7 @@ def encode_records(
     encode_batch: EncodeBatch,
     texts: Sequence[str],
     prefix: str = "",
-) -> Records:
+) -> TokenRecords:
     """The records of some documents as `ingest` stores them.
 
     Args:
@@ -97,18 +97,18 @@ def encode_records(
     made, size = _ENCODE[documents](tokenizer, encode_batch, texts, prefix)
     names = COLUMNS[documents]
     columns = dict(zip(names, (flat for flat, _ in made), strict=True))
-    return Records(
+    return TokenRecords(
         columns, dict(zip(names, (lengths for _, lengths in made), strict=True)), size, digest
     )
 
 
-Made = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
+EncodedColumns = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
 """The columns with the lengths of their records, and the bytes of what is learnt."""
 
 
 def _texts(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
-) -> Made:
+) -> EncodedColumns:
     return [encode_documents(tokenizer, texts, encode_batch)], sum(
         len(text.encode()) for text in texts
     )
@@ -116,7 +116,7 @@ def _texts(
 
 def _chats(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
-) -> Made:
+) -> EncodedColumns:
     chats = [from_messages(text) for text in texts]
     flat, mask, lengths = encode_chats(tokenizer, chats, encode_batch)
     return [(flat, lengths), (mask, lengths)], sum(map(_spoken, chats))
@@ -124,7 +124,7 @@ def _chats(
 
 def _preferences(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
-) -> Made:
+) -> EncodedColumns:
     found = [from_preference(text) for text in texts]
     # All sides at once: a text that stands in both, as the prompt does, is encoded once.
     chats = [one.sides[side] for side in range(2) for one in found]
@@ -144,7 +144,7 @@ def _preferences(
 
 def _pairs(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
-) -> Made:
+) -> EncodedColumns:
     pairs = [from_pair(text) for text in texts]
     sides = [prefix + pair.source for pair in pairs], [pair.target for pair in pairs]
     return [_framed(encode_batch, side, *tokenizer.frame) for side in sides], sum(
@@ -154,7 +154,7 @@ def _pairs(
 
 def _labelled(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
-) -> Made:
+) -> EncodedColumns:
     found = [from_labelled(text) for text in texts]
     labels = np.array([one.label for one in found], np.int32), np.ones(len(found), np.int64)
     return [_framed(encode_batch, [one.text for one in found], *tokenizer.frame), labels], sum(
@@ -162,7 +162,7 @@ def _labelled(
     )
 
 
-_ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], Made]] = {
+_ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], EncodedColumns]] = {
     "text": _texts,
     "chat": _chats,
     "preference": _preferences,
@@ -222,9 +222,9 @@ def identity(documents: Documents, tokenizer: Tokenizer, prefix: str = "") -> di
 BATCH_TOKENS = 500_000
 
 
-def taken_records(
-    task: Range, shares: Shares, tokenizer: Tokenizer
-) -> Iterator[tuple[Split, Records]]:
+def existing_records(
+    task: RawRange, shares: Shares, tokenizer: Tokenizer
+) -> Iterator[tuple[Split, TokenRecords]]:
     """The documents of a range, about a megabyte at a time. Bytes are counted for held-out ones, by
     decoding them.
 
@@ -252,7 +252,7 @@ def taken_records(
         yield split, _token_records(batch, split, tokenizer)
 
 
-def _documents(task: Range) -> Iterator[tuple[str, Ids]]:
+def _documents(task: RawRange) -> Iterator[tuple[str, Ids]]:
     """(doc_id, ids); a document is all sequences that Megatron's document index puts together."""
     column, name = Column(Path(task.path)), Path(task.path).name
     counts = column.document_lengths()
@@ -267,14 +267,14 @@ def _documents(task: Range) -> Iterator[tuple[str, Ids]]:
         first += count
 
 
-def _token_records(documents: list[Ids], split: Split, tokenizer: Tokenizer) -> Records:
+def _token_records(documents: list[Ids], split: Split, tokenizer: Tokenizer) -> TokenRecords:
     size = (
         sum(len(tokenizer.decode(ids).encode()) for ids in documents)
         if split == "validation"
         else 0
     )
     digest = sum(int.from_bytes(hashlib.sha256(ids.tobytes()).digest()) for ids in documents)
-    return Records(
+    return TokenRecords(
         {"tokens": np.concatenate(documents)},
         {"tokens": np.array([len(ids) for ids in documents], np.int64)},
         size,

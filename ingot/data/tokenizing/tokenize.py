@@ -16,13 +16,13 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import entry_of, fingerprint, problems, read_marker, write_marker
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
-from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
-from ingot.data.columns.manifest import DIGESTS, Part, column_dtype
+from ingot.data.columns.manifest import DIGESTS, ColumnPart, column_dtype
 from ingot.data.engines.engine import Advance
-from ingot.data.raw.ranges import Range, read_range
+from ingot.data.raw.ranges import RawRange, read_range
 from ingot.data.splits import Shares, Split, chosen
-from ingot.data.tokenizing.encode import Records, encode_records, identity, taken_records
+from ingot.data.tokenizing.encode import TokenRecords, encode_records, existing_records, identity
 from ingot.tokenizers.encoders import REFERENCE, BatchEncoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ COMPARED = 1e-3
 
 
 @dataclass(frozen=True)
-class Made:
+class TokenisedRange:
     """What a range became: a part for each split that some of its documents belong to, and the
     files that hold them.
 
@@ -43,8 +43,8 @@ class Made:
     `refusal` tells of the first of them.
     """
 
-    range: Range
-    parts: dict[Split, Part]
+    range: RawRange
+    parts: dict[Split, ColumnPart]
     files: list[dict[str, Any]]
     redone: str | None = None
     refused: int = 0
@@ -52,7 +52,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Tokenise:
+class TokeniseStage:
     """The stage: from ranges to parts. Encodes with `encoder`, and compares one document in a
     thousand with the reference.
     """
@@ -65,19 +65,19 @@ class Tokenise:
     prefix: str
     """What stands before the source of every pair."""
     shares: Shares
-    cleaned: Cleaned
+    cleaned: CleaningResult
     skip_bad: bool
     inputs: str
     """Fingerprint of what decides about every part beside its range, `inputs_of`."""
 
-    def open(self) -> Callable[[Range, Advance], Made]:
+    def open(self) -> Callable[[RawRange, Advance], TokenisedRange]:
         tokenizer = load_tokenizer(self.tokenizer)
         encoder = open_encoder(tokenizer, self.encoder)
 
-        def make(task: Range, advance: Advance) -> Made:
+        def make(task: RawRange, advance: Advance) -> TokenisedRange:
             try:
                 return self._make(task, tokenizer, encoder, advance)
-            except _Differs as differs:
+            except _EncoderMismatch as differs:
                 return self._make(
                     task,
                     tokenizer,
@@ -90,25 +90,25 @@ class Tokenise:
 
     def _make(
         self,
-        task: Range,
+        task: RawRange,
         tokenizer: Tokenizer,
         encoder: BatchEncoder,
         advance: Advance,
         redone: str | None = None,
-    ) -> Made:
+    ) -> TokenisedRange:
         """Write the columns of one range.
 
         Raises:
             WrongInput: the raw part is damaged, or the chat template refuses a chat.
             Failed: the disk is full.
         """
-        outputs: dict[Split, _Output] = {}
+        outputs: dict[Split, _ColumnOutput] = {}
         refused: list[str] = []
         with contextlib.ExitStack() as stack:
             for split, records in self._records(task, tokenizer, encoder, advance, refused):
                 if split not in outputs:
                     outputs[split] = stack.enter_context(
-                        _Output(
+                        _ColumnOutput(
                             self.columns, split, task.number, self.documents, tokenizer.vocab_size
                         )
                     )
@@ -120,7 +120,9 @@ class Tokenise:
             for prefix in output.prefixes
             for path in (bin_path(prefix), idx_path(prefix))
         ]
-        made = Made(task, parts, [], redone, len(refused), refused[0] if refused else None)
+        made = TokenisedRange(
+            task, parts, [], redone, len(refused), refused[0] if refused else None
+        )
         payload = {
             "inputs": fingerprint([asdict(task), self.inputs]),
             "parts": {split: asdict(part) for split, part in parts.items()},
@@ -138,17 +140,17 @@ class Tokenise:
 
     def _records(
         self,
-        task: Range,
+        task: RawRange,
         tokenizer: Tokenizer,
         encoder: BatchEncoder,
         advance: Advance,
         refused: list[str],
-    ) -> Iterator[tuple[Split, Records]]:
+    ) -> Iterator[tuple[Split, TokenRecords]]:
         """The records of a range by split. Chats that the template refuses are left out and added
         to `refused`, if they may be.
         """
         if task.kind == "tokens":
-            for split, records in taken_records(task, self.shares, tokenizer):
+            for split, records in existing_records(task, self.shares, tokenizer):
                 yield split, records
                 advance(records.tokens)
             return
@@ -167,10 +169,12 @@ class Tokenise:
             yield split, records
             advance(sum(map(len, texts)))
 
-    def _encode(self, tokenizer: Tokenizer, encoder: BatchEncoder, texts: Sequence[str]) -> Records:
+    def _encode(
+        self, tokenizer: Tokenizer, encoder: BatchEncoder, texts: Sequence[str]
+    ) -> TokenRecords:
         return encode_records(self.documents, tokenizer, encoder.encode_batch, texts, self.prefix)
 
-    def _batches(self, task: Range) -> Iterator[tuple[Split, list[str], list[str]]]:
+    def _batches(self, task: RawRange) -> Iterator[tuple[Split, list[str], list[str]]]:
         """(split, doc_ids, texts) of a range, in order within each split, about a megabyte at a
         time.
         """
@@ -208,7 +212,11 @@ class Tokenise:
         return kept_ids, kept
 
     def _compare(
-        self, tokenizer: Tokenizer, doc_ids: Sequence[str], texts: Sequence[str], records: Records
+        self,
+        tokenizer: Tokenizer,
+        doc_ids: Sequence[str],
+        texts: Sequence[str],
+        records: TokenRecords,
     ) -> None:
         reference = open_encoder(tokenizer, REFERENCE)
         for index, doc_id in enumerate(doc_ids):
@@ -221,15 +229,15 @@ class Tokenise:
             if any(
                 not np.array_equal(found[name], column) for name, column in wanted.columns.items()
             ):
-                raise _Differs(doc_id)
+                raise _EncoderMismatch(doc_id)
 
 
-class _Differs(Exception):
+class _EncoderMismatch(Exception):
     """The fast encoder's ids of a document are not the reference's."""
 
 
 def inputs_of(
-    documents: Documents, prefix: str, tokenizer: Tokenizer, shares: Shares, cleaned: Cleaned
+    documents: Documents, prefix: str, tokenizer: Tokenizer, shares: Shares, cleaned: CleaningResult
 ) -> str:
     """What decides about every part beside its range."""
     return fingerprint(
@@ -237,7 +245,7 @@ def inputs_of(
     )
 
 
-def finished(columns: Path, task: Range, inputs: str) -> Made | None:
+def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | None:
     """What an earlier run made of this range from the same inputs; None when it has to be made."""
     marker = read_marker(columns, f"{DONE}/{task.name}.json")
     if (
@@ -246,9 +254,9 @@ def finished(columns: Path, task: Range, inputs: str) -> Made | None:
         or problems(columns, marker, checksums=False)
     ):
         return None
-    return Made(
+    return TokenisedRange(
         task,
-        {split: Part(**part) for split, part in marker["parts"].items()},
+        {split: ColumnPart(**part) for split, part in marker["parts"].items()},
         marker["files"],
         marker["redone"],
         marker["refused"],
@@ -256,7 +264,7 @@ def finished(columns: Path, task: Range, inputs: str) -> Made | None:
     )
 
 
-class _Output:
+class _ColumnOutput:
     """The columns of one split that are being written, and what is counted beside them."""
 
     def __init__(
@@ -273,7 +281,7 @@ class _Output:
         self._stack = contextlib.ExitStack()
         self._tokens = self._bytes = self._digest = 0
 
-    def __enter__(self) -> _Output:
+    def __enter__(self) -> _ColumnOutput:
         for writer in self._writers.values():
             self._stack.enter_context(writer)
         return self
@@ -281,20 +289,20 @@ class _Output:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def append(self, records: Records) -> None:
+    def append(self, records: TokenRecords) -> None:
         for column, flat in records.columns.items():
             self._writers[column].append(flat, records.lengths[column])
         self._tokens += records.tokens
         self._bytes += records.bytes
         self._digest += records.digest
 
-    def part(self) -> Part:
+    def part(self) -> ColumnPart:
         first, sizes = (
             next(iter(self._writers.values())),
             {name: writer.elements for name, writer in self._writers.items()},
         )
         own = sizes if set(sizes.values()) != {self._tokens} else {}
-        return Part(
+        return ColumnPart(
             self._number,
             first.records,
             self._tokens,

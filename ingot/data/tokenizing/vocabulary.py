@@ -19,10 +19,10 @@ from ingot.base.markers import entry_of, fingerprint, problems, read_marker, wri
 from ingot.base.progress import Progress, say
 from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe
-from ingot.data.cleaning.cleaned import Cleaned
+from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import sample
 from ingot.data.documents.kinds import plain_text
-from ingot.data.raw.store import Raw
+from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 from ingot.tokenizers.bpe import TRAINER, train_bpe
 from ingot.tokenizers.chat_templates import find_template, required_tokens, with_template
@@ -32,7 +32,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 MARKER = "prepared.json"
 
 
-def provide_tokenizer(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
+def provide_tokenizer(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
     """Make `data/tokenizer/` the tokenizer of the recipe, if it is not yet.
 
     Raises:
@@ -62,7 +62,7 @@ def _with_template(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
     )
 
 
-def _inputs(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> dict[str, Any]:
+def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, Any]:
     """Everything that decides about a learnt vocabulary."""
     shares = Shares.of(recipe.data)
     return {
@@ -78,7 +78,7 @@ def _inputs(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> dict[str, Any]:
     }
 
 
-def _learn(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
+def _learn(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
     size = min(recipe.tokenizer.sample_bytes, sum(source.bytes for source in raw.splits["train"]))
     say(f"learning a vocabulary of {recipe.tokenizer.vocab_size:,} from {size / 1e6:,.1f} MB")
     with Progress("sample", total=-(-size // 10**6), unit="MB") as progress:
@@ -95,7 +95,7 @@ def _learn(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Tokenizer:
     return tokenizer
 
 
-def _texts(recipe: Recipe, raw: Raw, cleaned: Cleaned) -> Iterator[str]:
+def _texts(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Iterator[str]:
     for document in sample(raw, cleaned, Shares.of(recipe.data), recipe.tokenizer.sample_bytes):
         yield plain_text(recipe.documents, document.text)
 

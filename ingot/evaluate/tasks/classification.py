@@ -17,7 +17,7 @@ from ingot.base.reports import Metric
 from ingot.config.sections.evaluation import ClassificationTask
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
-from ingot.data.columns.manifest import Prepared
+from ingot.data.columns.manifest import PreparedData
 from ingot.evaluate.distribute import Floats, sum_over_ranks
 from ingot.evaluate.loss import score_samples
 from ingot.evaluate.metrics import Statistic, bootstrap_interval, mean_metric
@@ -36,7 +36,7 @@ class OpenClassificationTask:
     name: str
     labels: Sequence[str]
     rows: Samples
-    prepared: Prepared
+    prepared: PreparedData
     count: int
 
     def measure(self, subject: EvalModel) -> TaskResult:

@@ -14,7 +14,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
-from ingot.data.columns.manifest import Prepared, prepared_for
+from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.evaluate.corpus import document_bytes, open_columns, target_bytes
 from ingot.evaluate.distribute import Floats
 from ingot.evaluate.loss import (
@@ -30,7 +30,9 @@ from ingot.models.kinds import KIND_FOR_DOCUMENTS
 from ingot.tokenizers.tokenizer import Tokenizer
 
 
-def open_held_out(recipe: Recipe, where: str, positions: int) -> tuple[Prepared, Rows | Samples]:
+def open_held_out(
+    recipe: Recipe, where: str, positions: int
+) -> tuple[PreparedData, Rows | Samples]:
     """Open the prepared validation rows.
 
     Raises:
@@ -75,7 +77,7 @@ def open_loss(
     return OpenSampleLossTask(task, rows, prepared, info.tokenizer, count)
 
 
-def comparison_set(prepared: Prepared, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
+def comparison_set(prepared: PreparedData, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
     """The identity of the set that is measured: the documents, the maximum lengths if some were
     left out for their length, and the number of rows if not all are used.
     """
@@ -95,7 +97,7 @@ class OpenRowLossTask:
 
     task: LossTask
     rows: Rows
-    prepared: Prepared
+    prepared: PreparedData
     tokenizer: Tokenizer
     count: int
 
@@ -156,7 +158,7 @@ class OpenSampleLossTask:
 
     task: LossTask
     rows: Samples
-    prepared: Prepared
+    prepared: PreparedData
     tokenizer: Tokenizer
     count: int
 

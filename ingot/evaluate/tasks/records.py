@@ -14,26 +14,26 @@ from ingot.base.errors import WrongInput
 from ingot.base.storage import open_read
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.sources.find import find_source
-from ingot.data.sources.hub import hub_items
-from ingot.data.sources.readers import read_items
+from ingot.data.sources.hub import hub_documents
+from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import SourceFile
 
 FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow", "hub")
 
 
 @dataclass(frozen=True)
-class _WholeRecords(Wanted):
+class _WholeRecords(DocumentExtractor):
     """Keeps each record whole, as JSON."""
 
     documents: Documents = "chat"
 
-    def take(self, row: int, record: Any) -> Item | Bad:
+    def take(self, row: int, record: Any) -> ParsedDocument | BadRecord:
         if not isinstance(record, dict):
-            return Bad(row, "not a JSON object", f"it is {type(record).__name__}")
-        return Item(row, json.dumps(record, ensure_ascii=False, default=str))
+            return BadRecord(row, "not a JSON object", f"it is {type(record).__name__}")
+        return ParsedDocument(row, json.dumps(record, ensure_ascii=False, default=str))
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ def _read(source: str, knob: str, split: str) -> Iterator[tuple[str, dict[str, A
                 " TSV, Arrow or hf:NAME"
             )
         for item in _items(file):
-            if isinstance(item, Bad):
+            if isinstance(item, BadRecord):
                 raise WrongInput(f"{file.name}:{item.row}: {item}; mend it")
             yield f"{file.name}:{item.row}", json.loads(item.text)
 
 
-def _items(file: SourceFile) -> Iterator[Item | Bad]:
+def _items(file: SourceFile) -> Iterator[ParsedDocument | BadRecord]:
     if file.format == "hub":
-        yield from hub_items(file, _WholeRecords())
+        yield from hub_documents(file, _WholeRecords())
         return
     with open_read(file.path) as stream:
-        yield from read_items(stream, file.path, file.format, _WholeRecords())
+        yield from parse_file(stream, file.path, file.format, _WholeRecords())

@@ -19,9 +19,9 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import Documents
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
 from ingot.data.batches.loader import Loader
-from ingot.data.batches.rows import Row, Rows
-from ingot.data.batches.samples import Fields, Samples
-from ingot.data.columns.reader import IGNORE, Ids, Opened
+from ingot.data.batches.rows import PackedRow, Rows
+from ingot.data.batches.samples import SampleArrays, Samples
+from ingot.data.columns.reader import IGNORE, Ids, PreparedSplit
 from ingot.models.spec import named_folder, resolve_model_spec, source_config, source_folder
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
@@ -114,8 +114,8 @@ class MadeUpRows(Rows):
         _without_files(self, seq_len)
         self._vocab_size, self._documents = vocab_size, documents
 
-    def batch(self, ids: Sequence[int], out: Ids | None = None) -> Row:
-        made = Row(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
+    def batch(self, ids: Sequence[int], out: Ids | None = None) -> PackedRow:
+        made = PackedRow(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
         length = -(-self.seq_len // self._documents)
         place = np.arange(self.seq_len)
         made.tokens[:] = _random(ids, self._vocab_size, self.seq_len)
@@ -137,7 +137,7 @@ class MadeUpSamples(Samples):
         self.kind, self.target_len = kind, target_len
         self._vocab_size, self._classes = vocab_size, classes
 
-    def fields(self, ids: Sequence[int], count: int | None = None) -> Fields:
+    def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
         count = len(ids) if count is None else count
         sides = 2 if self.kind == "preference" else 1
         live = np.zeros((sides * count, self.seq_len), np.int64)
@@ -157,10 +157,10 @@ class MadeUpSamples(Samples):
             labels[: len(ids)] = _random(
                 ids, self._vocab_size if self.kind == "pair" else self._classes, *shape
             )
-        return Fields(tokens, labels, np.arange(self.seq_len) * live, live)
+        return SampleArrays(tokens, labels, np.arange(self.seq_len) * live, live)
 
 
-def _without_files(rows: Opened, seq_len: int) -> None:
+def _without_files(rows: PreparedSplit, seq_len: int) -> None:
     """What is known of prepared data, of data that no file holds."""
     rows.columns, rows.seq_len, rows.markers, rows.touched, rows.deferred = (
         Path("made up"),

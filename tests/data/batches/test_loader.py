@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.config.shape import BatchPlan
-from ingot.data.batches.loader import Batch, Loader, Memory, fixed_batches
-from ingot.data.batches.order import Order
-from ingot.data.batches.rows import IGNORE, Ids, Row, Rows, open_rows
+from ingot.data.batches.loader import Batch, BatchBuffers, Loader, fixed_batches
+from ingot.data.batches.order import SampleOrder
+from ingot.data.batches.rows import IGNORE, Ids, PackedRow, Rows, open_rows
 from tests.data.batches.test_rows import write
 
 
@@ -34,7 +34,7 @@ def seen(batches: list[Batch]) -> list[int]:
 
 
 def test_ranks_and_micro_batches_deal_the_same_global_batch(rows: Rows) -> None:
-    order = Order(rows.sizes, 3)
+    order = SampleOrder(rows.sizes, 3)
     for step in (0, 1, 7):
         expected = (order.rows(step * 12, 12) + 1).tolist()
         for world in (1, 2, 3, 4):
@@ -69,7 +69,7 @@ def test_resumed_anywhere_and_on_any_ranks_nothing_comes_twice(
     """
     steps = 32
     skipped = [(first * 24 + skip, first * 24 + skip + 50)] if skip else []
-    order = Order(rows.sizes, seed, None, skipped)
+    order = SampleOrder(rows.sizes, seed, None, skipped)
     whole = [(order.rows(step * 24, 24) + 1).tolist() for step in range(first, first + steps)]
     cuts = [0, *sorted(stop), steps]
     for begin, end, world in zip(cuts, cuts[1:], (1, 2, 3, 8), strict=False):
@@ -77,7 +77,7 @@ def test_resumed_anywhere_and_on_any_ranks_nothing_comes_twice(
         for rank in range(world):
             loader = Loader(
                 rows,
-                Order(rows.sizes, seed, None, skipped),
+                SampleOrder(rows.sizes, seed, None, skipped),
                 BatchPlan(24, 24 // world, world),
                 rank,
             )
@@ -107,7 +107,7 @@ def test_tensors_are_int64_and_move(rows: Rows) -> None:
 
 
 def test_steps_in_any_order(rows: Rows) -> None:
-    order = Order(rows.sizes, 3)
+    order = SampleOrder(rows.sizes, 3)
     loader = Loader(rows, order, BatchPlan(4, 2, 1), 0)
     for step in (5, 6, 7, 0, 6, 6, 10**9):
         assert seen(loader.step(step)) == (order.rows(step * 4, 4) + 1).tolist()
@@ -115,11 +115,11 @@ def test_steps_in_any_order(rows: Rows) -> None:
 
 
 def test_the_next_step_is_made_ahead(rows: Rows) -> None:
-    loader = Loader(rows, Order(rows.sizes, 3), BatchPlan(4, 2, 1), 0)
+    loader = Loader(rows, SampleOrder(rows.sizes, 3), BatchPlan(4, 2, 1), 0)
     made: list[str] = []
     real = rows.batch
 
-    def batch(ids: Sequence[int], out: Ids | None = None) -> Row:
+    def batch(ids: Sequence[int], out: Ids | None = None) -> PackedRow:
         made.append(threading.current_thread().name)
         return real(ids, out)
 
@@ -130,7 +130,7 @@ def test_the_next_step_is_made_ahead(rows: Rows) -> None:
 
 
 def test_memory_is_used_again_but_never_while_a_tensor_is_in_it() -> None:
-    memory = Memory()
+    memory = BatchBuffers()
     first = memory.tensor(4, 2, 3)
     part, address = first[1], first.data_ptr()
     del first
@@ -144,10 +144,10 @@ def test_memory_is_used_again_but_never_while_a_tensor_is_in_it() -> None:
 
 
 def test_batches_that_are_kept_stay_as_they_are(rows: Rows) -> None:
-    loader = Loader(rows, Order(rows.sizes, 3), BatchPlan(4, 2, 1), 0)
+    loader = Loader(rows, SampleOrder(rows.sizes, 3), BatchPlan(4, 2, 1), 0)
     kept = [batch for step in range(20) for batch in loader.step(step)]
     loader.close()
-    assert seen(kept) == (Order(rows.sizes, 3).rows(0, 80) + 1).tolist()
+    assert seen(kept) == (SampleOrder(rows.sizes, 3).rows(0, 80) + 1).tolist()
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -167,7 +167,9 @@ def test_a_flipped_bit_ends_training_and_is_named(world: int, tmp_path: Path) ->
         found = []
         for rank in range(world):
             rows = open_rows(folder, "train", 3, pad_last=False)
-            loader = Loader(rows, Order(rows.sizes, 3), BatchPlan(12, 12 // world, world), rank)
+            loader = Loader(
+                rows, SampleOrder(rows.sizes, 3), BatchPlan(12, 12 // world, world), rank
+            )
             try:
                 for step in range(10):
                     loader.step(step)
@@ -186,8 +188,8 @@ def test_a_flipped_bit_ends_training_and_is_named(world: int, tmp_path: Path) ->
 def test_batches_name_their_rows(rows: Rows) -> None:
     batches = list(fixed_batches(rows, [4, 5, 6], 2))
     assert [batch.rows.tolist() for batch in batches] == [[4, 5], [6, -1]]
-    loader = Loader(rows, Order(rows.sizes, 3), BatchPlan(12, 5, 1), 0)
+    loader = Loader(rows, SampleOrder(rows.sizes, 3), BatchPlan(12, 5, 1), 0)
     assert [
         number for batch in loader.step(2) for number in batch.rows.tolist() if number >= 0
-    ] == Order(rows.sizes, 3).rows(24, 12).tolist()
+    ] == SampleOrder(rows.sizes, 3).rows(24, 12).tolist()
     loader.close()

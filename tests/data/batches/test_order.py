@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.config.identity import changes, training_identity
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from tests.data.small import recipe
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -32,7 +32,7 @@ WITHIN = 8
 )
 def test_every_row_once_per_pass(sizes: list[int], seed: int, epoch: int) -> None:
     total = sum(sizes)
-    assert sorted(Order(sizes, seed).rows(epoch * total, total)) == list(range(total))
+    assert sorted(SampleOrder(sizes, seed).rows(epoch * total, total)) == list(range(total))
 
 
 @settings(max_examples=100, deadline=None)
@@ -48,11 +48,11 @@ def test_any_window_is_the_same_sequence(
 ) -> None:
     """What resumes at any sample, once or twice in a row, goes on as if it had never stopped."""
     weights = data.draw(st.sampled_from([None, [1.0, 3.0, 0.5]]))
-    order = Order([size, 7, 90], seed, weights)
+    order = SampleOrder([size, 7, 90], seed, weights)
     whole = order.rows(first, count)
     cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=4)))
     pieces = [
-        Order([size, 7, 90], seed, weights).rows(first + begin, end - begin)
+        SampleOrder([size, 7, 90], seed, weights).rows(first + begin, end - begin)
         for begin, end in zip([0, *cuts], [*cuts, count], strict=True)
     ]
     assert np.array_equal(np.concatenate(pieces), whole)
@@ -63,7 +63,7 @@ def test_any_window_is_the_same_sequence(
 def test_any_number_of_ranks_sees_the_same_batches(
     seed: int, step: int, weights: list[float] | None
 ) -> None:
-    batch, order = 24, Order([100, 37], seed, weights)
+    batch, order = 24, SampleOrder([100, 37], seed, weights)
     whole = order.rows(step * batch, batch)
     for world in (1, 2, 3, 8):
         share = batch // world
@@ -79,7 +79,7 @@ def test_any_number_of_ranks_sees_the_same_batches(
 )
 def test_shares_hold_at_every_sample(weights: list[float], seed: int, first: int) -> None:
     sizes = [50 + 10 * number for number in range(len(weights))]
-    order = Order(sizes, seed, weights)
+    order = SampleOrder(sizes, seed, weights)
     edges = np.cumsum([0, *sizes])
     source = np.searchsorted(edges, order.rows(first, 5000), side="right") - 1
     for number, weight in enumerate(weights):
@@ -94,7 +94,7 @@ def test_shares_hold_at_every_sample(weights: list[float], seed: int, first: int
 def test_each_source_passes_over_its_own_rows(seed: int, weights: list[float]) -> None:
     """Within a mixture too, no row comes again before all rows of its source came."""
     sizes = [5, 17, 11][: len(weights)]
-    rows = Order(sizes, seed, weights).rows(0, 2000)
+    rows = SampleOrder(sizes, seed, weights).rows(0, 2000)
     first = 0
     for size in sizes:
         mine = rows[(rows >= first) & (rows < first + size)]
@@ -104,7 +104,7 @@ def test_each_source_passes_over_its_own_rows(seed: int, weights: list[float]) -
 
 
 def test_far_shares_are_counted_without_going_there() -> None:
-    order = Order([10, 10], 3, [0.7, 0.3])
+    order = SampleOrder([10, 10], 3, [0.7, 0.3])
     for samples in (0, 1, 10, 10**3, 10**10, 10**18):
         drawn = [order.drawn(source, samples) for source in range(2)]
         assert sum(drawn) == samples
@@ -114,8 +114,8 @@ def test_far_shares_are_counted_without_going_there() -> None:
 def test_orders_look_random() -> None:
     """Chi-square over all orders of four rows: over seeds, and over the passes of one seed."""
     for orders in (
-        [tuple(Order([4], seed).rows(0, 4)) for seed in range(4800)],
-        [tuple(order) for order in Order([4], 1).rows(0, 4 * 4800).reshape(-1, 4)],
+        [tuple(SampleOrder([4], seed).rows(0, 4)) for seed in range(4800)],
+        [tuple(order) for order in SampleOrder([4], 1).rows(0, 4 * 4800).reshape(-1, 4)],
     ):
         counts = Counter(orders)
         assert len(counts) == 24
@@ -125,21 +125,21 @@ def test_orders_look_random() -> None:
 
 
 def test_large_orders_look_random() -> None:
-    rows = Order([100_000], 7).rows(0, 100_000)
+    rows = SampleOrder([100_000], 7).rows(0, 100_000)
     assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(np.arange(100_000), rows)[0, 1]) < 0.02
-    assert abs(np.corrcoef(rows, Order([100_000], 7).rows(100_000, 100_000))[0, 1]) < 0.02
+    assert abs(np.corrcoef(rows, SampleOrder([100_000], 7).rows(100_000, 100_000))[0, 1]) < 0.02
 
 
 def test_seeds_and_passes_differ() -> None:
-    first = Order([1000], 1).rows(0, 1000)
-    assert not np.array_equal(first, Order([1000], 2).rows(0, 1000))
-    assert not np.array_equal(first, Order([1000], 1).rows(1000, 1000))
+    first = SampleOrder([1000], 1).rows(0, 1000)
+    assert not np.array_equal(first, SampleOrder([1000], 2).rows(0, 1000))
+    assert not np.array_equal(first, SampleOrder([1000], 1).rows(1000, 1000))
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0]])
 def test_beyond_ten_billion_samples_costs_the_same(weights: list[float] | None) -> None:
-    order = Order([10**10, 10**7], 0, weights)
+    order = SampleOrder([10**10, 10**7], 0, weights)
     order.rows(0, 1024)
     seconds, memory = [], []
     for first in (0, 10**10 + 7, 10**14):
@@ -171,8 +171,8 @@ def test_skipped_ranges_are_never_seen(
     places = [
         place for place in range(2000) if not any(begin <= place < end for begin, end in ranges)
     ]
-    whole = Order([70, 90], seed, weights).rows(0, 2000)
-    order = Order([70, 90], seed, weights, ranges)
+    whole = SampleOrder([70, 90], seed, weights).rows(0, 2000)
+    order = SampleOrder([70, 90], seed, weights, ranges)
     assert np.array_equal(order.rows(first, count), whole[places[first : first + count]])
     assert order.place(first) == places[first]
 
@@ -192,11 +192,11 @@ def test_skipping_costs_as_many_steps_as_there_are_ranges() -> None:
     """A billion samples are skipped by arithmetic."""
     skipped = [(2 * number * 10**9, (2 * number + 1) * 10**9) for number in range(1000)]
     began = time.process_time()
-    order = Order([10**7], 0, None, skipped)
+    order = SampleOrder([10**7], 0, None, skipped)
     assert np.array_equal(
         order.rows(500 * 10**9 - 5, 10),
         np.concatenate(
-            [Order([10**7], 0).rows(place, 5) for place in (1000 * 10**9 - 5, 1001 * 10**9)]
+            [SampleOrder([10**7], 0).rows(place, 5) for place in (1000 * 10**9 - 5, 1001 * 10**9)]
         ),
     )
     assert time.process_time() - began < 0.5
@@ -205,7 +205,7 @@ def test_skipping_costs_as_many_steps_as_there_are_ranges() -> None:
 @pytest.mark.parametrize("skipped", [(5, 5), (7, 3), (-1, 4)])
 def test_what_is_no_range_to_skip(skipped: tuple[int, int]) -> None:
     with pytest.raises(WrongInput, match="is no range of samples to skip"):
-        Order([10], 0, None, [skipped])
+        SampleOrder([10], 0, None, [skipped])
 
 
 @settings(max_examples=40)
@@ -222,7 +222,7 @@ def test_passes_follow_each_other_without_a_seam(
     every pass.
     """
     total = sum(sizes)
-    rows = Order(sizes, seed).rows(first, epochs * total)
+    rows = SampleOrder(sizes, seed).rows(first, epochs * total)
     begin = -first % total
     for start in range(begin, epochs * total - total + 1, total):
         assert sorted(rows[start : start + total]) == list(range(total))
@@ -241,15 +241,26 @@ def test_mixtures_hold_within_one_block(
 ) -> None:
     """In any run of samples each source has its share, to a few samples."""
     sizes = [100] * len(weights)
-    source = Order(sizes, seed, weights).rows(block * size, size) // 100
+    source = SampleOrder(sizes, seed, weights).rows(block * size, size) // 100
     for number, weight in enumerate(weights):
         assert abs(int((source == number).sum()) - weight / sum(weights) * size) < WITHIN
 
 
 def test_this_order_is_never_changed() -> None:
     """A changed order would silently break the resuming of runs under way."""
-    assert Order([10], 0).rows(0, 10).tolist() == [4, 5, 8, 0, 6, 1, 2, 7, 3, 9]
-    assert Order([6, 4], 5, [1.0, 2.0]).rows(10**9, 10).tolist() == [7, 2, 9, 4, 9, 7, 5, 6, 8, 1]
+    assert SampleOrder([10], 0).rows(0, 10).tolist() == [4, 5, 8, 0, 6, 1, 2, 7, 3, 9]
+    assert SampleOrder([6, 4], 5, [1.0, 2.0]).rows(10**9, 10).tolist() == [
+        7,
+        2,
+        9,
+        4,
+        9,
+        7,
+        5,
+        6,
+        8,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +275,8 @@ def test_nothing_to_choose_from(
     sizes: list[int], weights: list[float] | None, message: str
 ) -> None:
     with pytest.raises(WrongInput, match=message):
-        Order(sizes, 0, weights)
+        SampleOrder(sizes, 0, weights)
 
 
 def test_an_empty_source_without_weights() -> None:
-    assert sorted(Order([3, 0, 2], 0).rows(0, 5)) == [0, 1, 2, 3, 4]
+    assert sorted(SampleOrder([3, 0, 2], 0).rows(0, 5)) == [0, 1, 2, 3, 4]

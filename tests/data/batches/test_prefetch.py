@@ -27,7 +27,7 @@ from ingot.base.remote.replica import pull, push
 from ingot.config.shape import BatchPlan
 from ingot.data.batches import prefetch as ahead
 from ingot.data.batches.loader import Batch, Loader
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows, Samples, open_rows
 from ingot.data.columns.manifest import read_prepared
 from ingot.evaluate.corpus import open_columns
@@ -75,8 +75,8 @@ def rows_of(columns: Path, weights: list[float] | None = None) -> Rows | Samples
     return open_rows(columns, "train", 3, pad_last=False, weights=weights, by_part=True)
 
 
-def order_of(rows: Rows | Samples, window: int | None = 2) -> Order:
-    return Order(rows.sizes, 3, rows.weights, parts=rows.part_rows, window=window)
+def order_of(rows: Rows | Samples, window: int | None = 2) -> SampleOrder:
+    return SampleOrder(rows.sizes, 3, rows.weights, parts=rows.part_rows, window=window)
 
 
 def here(columns: Path) -> set[str]:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry, entry_of
-from ingot.data.batches.rows import IGNORE, Row, Rows, open_rows
+from ingot.data.batches.rows import IGNORE, PackedRow, Rows, open_rows
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
-from ingot.data.columns.manifest import Part, Prepared, PreparedSource, write_prepared
+from ingot.data.columns.manifest import ColumnPart, PreparedData, PreparedSource, write_prepared
 from tests.markers import changed
 
 Documents = list[list[int]]
@@ -50,7 +50,7 @@ def write(
                     column_prefix(folder, "train", name, count), values[number][place], dtype
                 )
             written.append(
-                Part(
+                ColumnPart(
                     count, len(documents), sum(map(len, documents)), 0, hashlib.sha256().hexdigest()
                 )
             )
@@ -67,7 +67,7 @@ def write(
             )
         )
     kinds = [{"name": name, "dtype": dtype.name} for name, (_, dtype) in columns.items()]
-    prepared = Prepared(
+    prepared = PreparedData(
         "sft" if masks else "pretrain",
         kinds,
         {"train": made},
@@ -90,7 +90,7 @@ def column(prefix: Path, documents: Documents, dtype: np.dtype[Any]) -> list[Fil
     return [entry_of(prefix.parent, path.name) for path in (bin_path(prefix), idx_path(prefix))]
 
 
-def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[Row]:
+def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[PackedRow]:
     """Token by token."""
     stream = [
         (token, number, place)
@@ -110,11 +110,13 @@ def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[Row]:
             segments[index] = segments[index - 1] + (0 if same else 1) if index else 1
             after = stream[begin + index + 1] if begin + index + 1 < len(stream) else None
             labels[index] = after[0] if after is not None and after[1] == number else IGNORE
-        rows.append(Row(*(np.array(values) for values in (tokens, labels, positions, segments))))
+        rows.append(
+            PackedRow(*(np.array(values) for values in (tokens, labels, positions, segments)))
+        )
     return rows
 
 
-def equal(left: Row, right: Row) -> bool:
+def equal(left: PackedRow, right: PackedRow) -> bool:
     return all(
         np.array_equal(a, b) and a.dtype == np.int64 for a, b in zip(left, right, strict=True)
     )
@@ -245,10 +247,12 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         entries = [
             entry_of(folder, name) for name in ("train.tokens-00000.bin", "train.tokens-00000.idx")
         ]
-        source = PreparedSource("s", 1.0, count, count * 5, 0, [Part(0, count, count * 5, 0, "0")])
+        source = PreparedSource(
+            "s", 1.0, count, count * 5, 0, [ColumnPart(0, count, count * 5, 0, "0")]
+        )
         write_prepared(
             folder,
-            Prepared("pretrain", [], {"train": [source]}, "t", None, 100, "d", {"train": "s"}),
+            PreparedData("pretrain", [], {"train": [source]}, "t", None, 100, "d", {"train": "s"}),
             {},
             entries,
         )
@@ -326,7 +330,7 @@ def test_a_batch_is_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("ingot.data.batches.rows.BLOCK_TOKENS", block)
         made = rows.batch(ids, out=np.full((4, len(ids), 6), 77))
         assert all(
-            equal(Row(*(field[place] for field in made)), rows.row(i))
+            equal(PackedRow(*(field[place] for field in made)), rows.row(i))
             for place, i in enumerate(ids)
         )
 

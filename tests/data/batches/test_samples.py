@@ -21,13 +21,13 @@ from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Batch, Loader, fixed_batches
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import (
-    Part,
-    Prepared,
+    ColumnPart,
+    PreparedData,
     PreparedSource,
     column_dtype,
     read_prepared,
@@ -35,8 +35,7 @@ from ingot.data.columns.manifest import (
     write_prepared,
 )
 from ingot.data.engines.local import LocalEngine
-from ingot.data.packing import planning as rowcounts
-from ingot.data.packing.tables import Packed, pack
+from ingot.data.packing.tables import RowTables, pack
 
 Record = dict[str, list[int]]
 CLOSING = 2
@@ -62,7 +61,7 @@ def write(folder: Path, kind: Documents, sources: list[list[list[Record]]]) -> P
                     entry_of(folder, path.name) for path in (bin_path(prefix), idx_path(prefix))
                 ]
             written.append(
-                Part(
+                ColumnPart(
                     count,
                     len(records),
                     sum(sizes[name] for name in token_columns(COLUMNS[kind])),
@@ -83,7 +82,7 @@ def write(folder: Path, kind: Documents, sources: list[list[list[Record]]]) -> P
             )
         )
     kinds = [{"name": name, "dtype": column_dtype(name, 100).name} for name in COLUMNS[kind]]
-    prepared = Prepared(
+    prepared = PreparedData(
         "x",
         kinds,
         {"train": made},
@@ -100,7 +99,7 @@ def write(folder: Path, kind: Documents, sources: list[list[list[Record]]]) -> P
     return folder
 
 
-def packed(folder: Path, seq_len: int, target_len: int | None = None) -> Packed:
+def packed(folder: Path, seq_len: int, target_len: int | None = None) -> RowTables:
     return pack(
         folder,
         read_prepared(folder),
@@ -366,7 +365,6 @@ def test_what_is_left_out_is_counted(
     window: int,
 ) -> None:
     monkeypatch.setattr("ingot.data.packing.planning.WINDOW", window)
-    assert rowcounts.WINDOW == 65_536
     made = packed(write(tmp_path, kind, [[records]]), 6, 4 if kind == "pair" else None)
     assert vars(made.total) == {"split": 0, **counts}
     assert str(made).startswith(words)
@@ -407,7 +405,7 @@ def ten(tmp_path: Path) -> Samples:
 
 
 def test_ranks_deal_the_same_global_batch(tmp_path: Path) -> None:
-    rows, order = ten(tmp_path), Order([10], 3)
+    rows, order = ten(tmp_path), SampleOrder([10], 3)
     for world in (1, 2, 4):
         dealt = []
         for rank in range(world):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.config.identity import changes, training_identity
-from ingot.data.batches.order import Order
+from ingot.data.batches.order import SampleOrder
 from tests.data.small import recipe
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -28,8 +28,10 @@ def order_of(
     window: int | None,
     weights: list[float] | None = None,
     **about: Any,
-) -> Order:
-    return Order([sum(rows) for rows in parts], seed, weights, parts=parts, window=window, **about)
+) -> SampleOrder:
+    return SampleOrder(
+        [sum(rows) for rows in parts], seed, weights, parts=parts, window=window, **about
+    )
 
 
 def part_of(parts: list[list[int]], row: int) -> int:
@@ -159,7 +161,7 @@ def test_a_window_over_everything_and_none() -> None:
     assert sorted(order_of(parts, 0, 100).parts(range(10**6, 10**6 + 1), after=3)) == [0, 1, 2]
     assert not order_of(parts, 0, None).windowed
     assert order_of(parts, 0, None).parts(range(2)) == []
-    assert np.array_equal(order_of(parts, 0, None).rows(0, 50), Order([12, 4], 0).rows(0, 50))
+    assert np.array_equal(order_of(parts, 0, None).rows(0, 50), SampleOrder([12, 4], 0).rows(0, 50))
 
 
 def test_another_window_is_another_training(tmp_path: Path) -> None:

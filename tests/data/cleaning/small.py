@@ -14,15 +14,15 @@ import pytest
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.clean import clean
-from ingot.data.cleaning.cleaned import Cleaned
-from ingot.data.cleaning.folding import Folded, fold
-from ingot.data.engines.engine import Engine, Result, Task, Work
+from ingot.data.cleaning.cleaned import CleaningResult
+from ingot.data.cleaning.folding import FoldedTexts, fold
+from ingot.data.engines.engine import Engine, Result, Stage, Task
 from ingot.data.engines.local import LocalEngine
 from ingot.data.ingest import ingest
 from ingot.data.raw import ranges as ranges_module
 from ingot.data.raw import store as raw_module
 from ingot.data.raw.ranges import ranges, read_range
-from ingot.data.raw.store import Raw, open_raw
+from ingot.data.raw.store import RawData, open_raw
 from tests.data.small import recipe, write_jsonl
 
 Kept = list[tuple[str, str]]
@@ -38,7 +38,7 @@ class Shuffled:
     workers: int
 
     def run(
-        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+        self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
         chance = random.Random(self.seed)
         doers = [work.open() for _ in range(self.workers)]
@@ -77,8 +77,8 @@ def small(
 
 
 def kept(
-    made: Recipe, engine: Engine | None = None, raw: Raw | None = None
-) -> tuple[Cleaned, Kept]:
+    made: Recipe, engine: Engine | None = None, raw: RawData | None = None
+) -> tuple[CleaningResult, Kept]:
     """What cleaning says, and the documents of all ranges that stay."""
     raw = raw or open_raw(made)
     cleaned = clean(made, raw, engine or LocalEngine(1))
@@ -102,7 +102,7 @@ def stays(
     return places(kept(small(root, train, validation, **knobs))[1])
 
 
-def folded_texts(folded: Folded) -> list[str]:
+def folded_texts(folded: FoldedTexts) -> list[str]:
     return [
         bytes(folded.flat[begin:end]).decode()
         for begin, end in zip(folded.begins, folded.ends, strict=True)

@@ -22,7 +22,7 @@ from ingot.base.progress import Progress
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning import clean as stages
-from ingot.data.engines.engine import Result, Task, Work
+from ingot.data.engines.engine import Result, Stage, Task
 from ingot.data.engines.local import LocalEngine
 from tests.data.cleaning.small import cut, kept, small
 from tests.data.cleaning.test_parity import KNOBS, TRAIN, VALIDATION
@@ -37,7 +37,7 @@ class Counted:
     done: int = 0
 
     def run(
-        self, work: Work[Task, Result], tasks: Sequence[Task], progress: Progress
+        self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
         do, results = work.open(), []
         for task in tasks:

@@ -12,9 +12,9 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.arrays import Columns, sorted_by
-from ingot.data.cleaning.cleaned import Cleaned
-from ingot.data.cleaning.corpus import found_drops
-from ingot.data.cleaning.report import Dropped, Example
+from ingot.data.cleaning.cleaned import CleaningResult
+from ingot.data.cleaning.corpus import drop_rows
+from ingot.data.cleaning.report import DroppedExample, StepReport
 from ingot.data.cleaning.steps import exact_duplicates as duplicates
 from ingot.data.cleaning.steps import near_duplicates as fuzzy
 from ingot.data.raw.ranges import pieces, read_range
@@ -55,7 +55,7 @@ def numbered(*numbers: int, split: str = "t") -> list[str]:
 
 def test_nothing_asked_for(tmp_path: Path) -> None:
     cleaned, documents = kept(small(tmp_path, ["a", "a"]))
-    assert cleaned == Cleaned.nothing()
+    assert cleaned == CleaningResult.nothing()
     assert places(documents) == numbered(1, 2)
 
 
@@ -80,17 +80,17 @@ def test_lengths_are_in_characters_of_the_normal_form(tmp_path: Path) -> None:
     cleaned, documents = kept(small(tmp_path, texts, normalize="nfc", min_chars=3, max_chars=3))
     assert places(documents) == numbered(3)
     assert cleaned.report.steps == [
-        Dropped(
+        StepReport(
             "min_chars",
             3,
             10,
             [
-                Example("t.jsonl:1", "éé"),
-                Example("t.jsonl:2", "éé"),
-                Example("t.jsonl:4", "\u0301"),
+                DroppedExample("t.jsonl:1", "éé"),
+                DroppedExample("t.jsonl:2", "éé"),
+                DroppedExample("t.jsonl:4", "\u0301"),
             ],
         ),
-        Dropped("max_chars", 1, 8, [Example("t.jsonl:5", "éééé")]),
+        StepReport("max_chars", 1, 8, [DroppedExample("t.jsonl:5", "éééé")]),
     ]
     assert (cleaned.report.documents, cleaned.report.bytes) == (5, 24)
 
@@ -124,9 +124,9 @@ def test_validation_stays_and_training_goes(tmp_path: Path) -> None:
     )
     assert sorted(places(documents)) == numbered(3) + numbered(1, 2, 3, split="v")
     assert cleaned.report.steps[0].examples == [
-        Example("v.jsonl:4", "TWO", "v.jsonl:1"),
-        Example("t.jsonl:1", "One.", "v.jsonl:2"),
-        Example("t.jsonl:2", "two", "v.jsonl:1"),
+        DroppedExample("v.jsonl:4", "TWO", "v.jsonl:1"),
+        DroppedExample("t.jsonl:1", "One.", "v.jsonl:2"),
+        DroppedExample("t.jsonl:2", "two", "v.jsonl:1"),
     ]
 
 
@@ -310,7 +310,9 @@ def test_chats_are_compared_by_what_was_said(tmp_path: Path) -> None:
     cleaned, documents = kept(made, raw=chats)
     assert places(documents) == numbered(1, 3)
     assert json.loads(documents[0][1])["messages"][0]["content"] == "Café?"
-    assert cleaned.report.steps[0].examples == [Example("t.jsonl:2", "café? YES.", "t.jsonl:1")]
+    assert cleaned.report.steps[0].examples == [
+        DroppedExample("t.jsonl:2", "café? YES.", "t.jsonl:1")
+    ]
 
 
 def test_pieces_of_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +356,7 @@ def test_damaged_raw_documents_are_refused(tmp_path: Path) -> None:
 def latest_survives(rows: Columns) -> Columns:
     """A planted fault: the last of equal documents stays."""
     last = duplicates.firsts(rows["high"][::-1], rows["low"][::-1])[::-1]
-    return sorted_by(found_drops(rows["number"][~last]), "number")
+    return sorted_by(drop_rows(rows["number"][~last]), "number")
 
 
 def test_the_wrong_survivor_would_be_caught(

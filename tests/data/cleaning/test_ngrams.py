@@ -18,7 +18,7 @@ from ingot.data.cleaning.folding import fold
 from ingot.data.cleaning.ngrams import (
     FOUND,
     LONGEST_WORD,
-    Hashed,
+    HashedTexts,
     band_keys,
     bands,
     ngrams,
@@ -29,7 +29,7 @@ from ingot.data.cleaning.ngrams import (
 TEXTS = st.text(st.sampled_from("ab1 éя.,-'_\n金がカー𠀀’—สก¼"), max_size=40)
 
 
-def hashed(*texts: str) -> Hashed:
+def hashed(*texts: str) -> HashedTexts:
     return words(fold(pa.array(texts, pa.string())))
 
 
@@ -138,7 +138,7 @@ def test_bands_at_the_ends() -> None:
     assert bands(0.01, 16) == (16, 1)
 
 
-def pairs(similarity: float, size: int, count: int, seed: int) -> Hashed:
+def pairs(similarity: float, size: int, count: int, seed: int) -> HashedTexts:
     """`count` pairs of sets of `size` with this Jaccard similarity, one after another."""
     chance = np.random.default_rng(seed)
     common = round(2 * size * similarity / (1 + similarity))
@@ -146,7 +146,7 @@ def pairs(similarity: float, size: int, count: int, seed: int) -> Hashed:
     for _ in range(count):
         values = chance.integers(0, 2**64, 2 * size - common, np.uint64)
         sets += [values[:size], values[size - common :]]
-    return Hashed(np.concatenate(sets), np.arange(0, 2 * count * size + 1, size))
+    return HashedTexts(np.concatenate(sets), np.arange(0, 2 * count * size + 1, size))
 
 
 def test_the_share_of_equal_values_is_the_similarity() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ingot.data.cleaning import clean as stages
-from ingot.data.cleaning.report import Report
+from ingot.data.cleaning.report import CleaningReport
 from ingot.data.engines.local import LocalEngine
 from ingot.data.raw.ranges import ranges
 from ingot.data.raw.store import open_raw
@@ -58,7 +58,7 @@ def corpus(count: int, seed: int) -> list[str]:
 TRAIN, VALIDATION = corpus(300, 11), [*corpus(300, 11)[5:200:23], *corpus(12, 12)]
 
 
-def undisturbed(root: Path) -> tuple[Report, Kept]:
+def undisturbed(root: Path) -> tuple[CleaningReport, Kept]:
     cleaned, documents = kept(small(root, TRAIN, VALIDATION, **KNOBS))
     return cleaned.report, documents
 

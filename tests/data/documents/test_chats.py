@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from ingot.base.errors import WrongInput
 from ingot.data.documents.chats import from_messages, to_messages
 from ingot.data.documents.kinds import plain_text
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.records import BadRecord, ParsedDocument
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
 def said(record: Any, layout: str = "auto", **columns: str) -> list[tuple[str, str]]:
     found = to_messages(1, record, layout, columns)
-    assert isinstance(found, Item), found
+    assert isinstance(found, ParsedDocument), found
     return [(message["role"], message["content"]) for message in from_messages(found.text)]
 
 
-def bad(record: Any, layout: str = "auto", **columns: str) -> Bad:
+def bad(record: Any, layout: str = "auto", **columns: str) -> BadRecord:
     found = to_messages(7, record, layout, columns)
-    assert isinstance(found, Bad)
+    assert isinstance(found, BadRecord)
     assert found.row == 7
     return found
 
@@ -142,7 +142,7 @@ def test_other_keys_stay_and_null_ones_go() -> None:
         "messages",
         {},
     )
-    assert isinstance(found, Item)
+    assert isinstance(found, ParsedDocument)
     assert (
         found.text
         == '{"messages":[{"role":"assistant","content":"","tool_calls":[{"function":{"name":"f","arguments":{}}}],"weight":1}]}'
@@ -242,7 +242,7 @@ RECORDS = JSON.filter(lambda value: isinstance(value, dict)) | st.fixed_dictiona
 @given(RECORDS, st.sampled_from(["auto", "messages", "sharegpt", "alpaca"]))
 def test_any_json_is_a_chat_or_bad(record: Any, layout: str) -> None:
     found = to_messages(1, record, layout, {})
-    if isinstance(found, Bad):
+    if isinstance(found, BadRecord):
         assert found.reason
         return
     messages = from_messages(found.text)
@@ -258,7 +258,7 @@ def test_any_json_is_a_chat_or_bad(record: Any, layout: str) -> None:
 
 def test_what_cleaning_sees() -> None:
     found = to_messages(1, {"instruction": "ﬁ é", "output": "½"}, "alpaca", {})
-    assert isinstance(found, Item)
+    assert isinstance(found, ParsedDocument)
     assert plain_text("chat", found.text) == "ﬁ é\n½"
 
 
@@ -284,12 +284,12 @@ def test_real_files(test_data: Path, name: str, count: int) -> None:
         [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
     )
     found = [to_messages(row, record, "auto", {}) for row, record in enumerate(records, 1)]
-    assert sum(isinstance(item, Item) for item in found) == len(found) == count
+    assert sum(isinstance(item, ParsedDocument) for item in found) == len(found) == count
     if "glaive" in name:
         roles = {
             message["role"]
             for item in found
-            if isinstance(item, Item)
+            if isinstance(item, ParsedDocument)
             for message in from_messages(item.text)
         }
         assert roles == {"user", "assistant", "tool"}

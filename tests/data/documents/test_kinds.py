@@ -21,9 +21,9 @@ from ingot.data.documents.kinds import (
     said,
     to_labelled,
     to_pair,
-    with_said,
+    with_texts,
 )
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.ingest import ingest
 from ingot.data.splits import Shares, chosen
 from tests.data.small import recipe, sentences, write_jsonl
@@ -36,18 +36,18 @@ def label(value: Any, labels: list[str] = LABELS) -> int | str:
     found = to_labelled(1, {"text": "x", "label": value}, {}, labels)
     return (
         f"{found.reason} ({found.detail})"
-        if isinstance(found, Bad)
+        if isinstance(found, BadRecord)
         else from_labelled(found.text).label
     )
 
 
 def test_pairs() -> None:
-    assert to_pair(1, {"source": "a", "target": "b", "x": 1}, {}) == Item(
+    assert to_pair(1, {"source": "a", "target": "b", "x": 1}, {}) == ParsedDocument(
         1, '{"source":"a","target":"b"}'
     )
-    assert to_pair(1, {"body": "ä", "line": "b"}, {"source": "body", "target": "line"}) == Item(
-        1, '{"source":"ä","target":"b"}'
-    )
+    assert to_pair(
+        1, {"body": "ä", "line": "b"}, {"source": "body", "target": "line"}
+    ) == ParsedDocument(1, '{"source":"ä","target":"b"}')
     with pytest.raises(
         WrongInput,
         match=(
@@ -71,7 +71,7 @@ def test_pairs() -> None:
 )
 def test_bad_pairs(record: dict[str, Any], reason: str) -> None:
     found = to_pair(3, record, {})
-    assert isinstance(found, Bad)
+    assert isinstance(found, BadRecord)
     assert (found.row, found.reason) == (3, reason)
     assert found.keys == (("source",) if reason == "no `target`" else ())
 
@@ -96,7 +96,7 @@ def test_labels_outside(value: Any) -> None:
 def test_null_and_missing_labels() -> None:
     assert label(None) == "null `label` ()"
     missing = to_labelled(1, {"text": "x", "y": 1}, {}, LABELS)
-    assert isinstance(missing, Bad)
+    assert isinstance(missing, BadRecord)
     assert (missing.reason, missing.keys) == ("no `label`", ("text", "y"))
 
 
@@ -111,20 +111,22 @@ def test_other_columns() -> None:
     found = to_labelled(
         1, {"sentence": "x", "class": "positive"}, {"text": "sentence", "label": "class"}, LABELS
     )
-    assert found == Item(1, '{"text":"x","label":1}')
-    assert isinstance(to_labelled(1, {"text": "", "label": 0}, {}, LABELS), Bad)
+    assert found == ParsedDocument(1, '{"text":"x","label":1}')
+    assert isinstance(to_labelled(1, {"text": "", "label": 0}, {}, LABELS), BadRecord)
 
 
 def test_what_is_said_and_changing_it() -> None:
     assert said("pair", '{"source":"a","target":"b"}') == ["a", "b"]
     assert plain_text("labelled", '{"text":"a","label":1}') == "a"
     assert from_pair(
-        with_said("pair", '{"source":"a","target":"b"}', lambda texts: [text * 2 for text in texts])
+        with_texts(
+            "pair", '{"source":"a","target":"b"}', lambda texts: [text * 2 for text in texts]
+        )
     ) == Pair("aa", "bb")
     assert from_labelled(
-        with_said("labelled", '{"text":"a","label":1}', lambda texts: ["c"])
+        with_texts("labelled", '{"text":"a","label":1}', lambda texts: ["c"])
     ) == Labelled("c", 1)
-    assert with_said("text", "a", lambda texts: ["c"]) == "c"
+    assert with_texts("text", "a", lambda texts: ["c"]) == "c"
     for read in (from_pair, from_labelled):
         for stored in ("", "x", "[]", "{}", '{"messages":[]}'):
             with pytest.raises(
@@ -142,7 +144,7 @@ def test_what_is_said_and_changing_it() -> None:
 )
 def test_any_record_is_taken_or_bad(record: dict[str, Any]) -> None:
     for found in (to_pair(1, record, {}), to_labelled(1, record, {}, LABELS)):
-        assert isinstance(found, Bad) or json.loads(found.text)
+        assert isinstance(found, BadRecord) or json.loads(found.text)
 
 
 def test_shares_are_kept_and_nest() -> None:

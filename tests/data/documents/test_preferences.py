@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.data.documents.kinds import plain_text, said, with_said
+from ingot.data.documents.kinds import plain_text, said, with_texts
 from ingot.data.documents.preferences import Preference, from_preference, to_preference
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.records import BadRecord, ParsedDocument
 
 Said = list[tuple[str, str]]
 
@@ -34,13 +34,13 @@ def sharegpt(*said: tuple[str, str]) -> list[dict[str, str]]:
 
 def of(record: Any, layout: str = "auto", **columns: str) -> Preference:
     found = to_preference(1, record, layout, columns)
-    assert isinstance(found, Item), found
+    assert isinstance(found, ParsedDocument), found
     return from_preference(found.text)
 
 
-def bad(record: Any, layout: str = "auto", **columns: str) -> Bad:
+def bad(record: Any, layout: str = "auto", **columns: str) -> BadRecord:
     found = to_preference(7, record, layout, columns)
-    assert isinstance(found, Bad), found
+    assert isinstance(found, BadRecord), found
     assert found.row == 7
     return found
 
@@ -247,7 +247,7 @@ RECORDS = st.dictionaries(
 @given(RECORDS, st.sampled_from(["auto", "messages", "sharegpt", "alpaca", "hh"]))
 def test_any_json_is_a_preference_or_bad(record: Any, layout: str) -> None:
     found = to_preference(1, record, layout, {})
-    if isinstance(found, Bad):
+    if isinstance(found, BadRecord):
         assert found.reason
         return
     made = from_preference(found.text)
@@ -262,10 +262,10 @@ def test_any_json_is_a_preference_or_bad(record: Any, layout: str) -> None:
 
 def test_what_is_said_and_changing_it() -> None:
     stored = to_preference(1, {"prompt": "q", "chosen": "good", "rejected": "bad"}, "auto", {})
-    assert isinstance(stored, Item)
+    assert isinstance(stored, ParsedDocument)
     assert said("preference", stored.text) == ["q", "good", "bad"]
     assert plain_text("preference", stored.text) == "q\ngood\nbad"
-    louder = with_said("preference", stored.text, lambda texts: [text.upper() for text in texts])
+    louder = with_texts("preference", stored.text, lambda texts: [text.upper() for text in texts])
     assert from_preference(louder) == Preference([user("Q")], [bot("GOOD")], [bot("BAD")])
     with pytest.raises(WrongInput, match="is not a preference"):
         from_preference('{"messages": []}')
@@ -275,9 +275,9 @@ def test_real_sharegpt(test_data: Path) -> None:
     for name in ("dpo_en_demo.json", "dpo_zh_demo.json"):
         records = json.loads((test_data / "llamafactory_demo" / name).read_text(encoding="utf-8"))
         found = [to_preference(row, record, "auto", {}) for row, record in enumerate(records, 1)]
-        assert sum(isinstance(item, Item) for item in found) == len(found) == 300
+        assert sum(isinstance(item, ParsedDocument) for item in found) == len(found) == 300
         for record, item in zip(records, found, strict=True):
-            assert isinstance(item, Item)
+            assert isinstance(item, ParsedDocument)
             made = from_preference(item.text)
             assert [message["content"] for message in made.chosen] == [record["chosen"]["value"]]
             assert [message["content"] for message in made.prompt] == [
@@ -295,9 +295,11 @@ def test_real_hh(test_data: Path) -> None:
         records = [json.loads(line) for line in stream]
     found = [to_preference(row, record, "auto", {}) for row, record in enumerate(records, 1)]
     assert len(found) == 2312
-    assert Counter(item.reason for item in found if isinstance(item, Bad)) == {"empty chosen": 4}
+    assert Counter(item.reason for item in found if isinstance(item, BadRecord)) == {
+        "empty chosen": 4
+    }
     for record, item in zip(records, found, strict=True):
-        if isinstance(item, Item):
+        if isinstance(item, ParsedDocument):
             made = from_preference(item.text)
             assert made.prompt[0]["role"] == "user"
             for side, text in zip(made.sides, (record["chosen"], record["rejected"]), strict=True):

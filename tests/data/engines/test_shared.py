@@ -198,14 +198,14 @@ def test_threads_of_one_worker_make_the_same_files(
     """
     monkeypatch.setattr(shared, "KEPT_BYTES", 2)
     letters, sent = list("abcdefgh"), list[list[str]]()
-    send_new = shared._Folder.send_new
+    send_new = shared._WorkerFolder.send_new
 
     def noting(folder: Any) -> Any:
         entries = send_new(folder)
         sent.append([entry.path for entry in entries])
         return entries
 
-    monkeypatch.setattr(shared._Folder, "send_new", noting)
+    monkeypatch.setattr(shared._WorkerFolder, "send_new", noting)
     for name in ("alone", "threads"):
         for letter in letters:
             (make(tmp_path / name) if letter == "a" else tmp_path / name / "data").joinpath(

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
-from ingot.data.batches.rows import IGNORE, Row, Rows, open_rows
+from ingot.data.batches.rows import IGNORE, PackedRow, Rows, open_rows
 from ingot.data.columns.column import Column, bin_path, column_prefix
 from ingot.data.columns.manifest import read_prepared
 from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.planning import best_fit
-from ingot.data.packing.tables import Packed, pack
+from ingot.data.packing.tables import RowTables, pack
 from tests.data.batches.test_rows import Documents, write
 from tests.markers import changed
 
 QUIET = Progress("pack", None, "MB", quiet=True)
 
 
-def planned(folder: Path, seq_len: int, how: str = "best_fit", workers: int = 1) -> Packed:
+def planned(folder: Path, seq_len: int, how: str = "best_fit", workers: int = 1) -> RowTables:
     return pack(folder, read_prepared(folder), seq_len, how, LocalEngine(workers), QUIET)
 
 
@@ -39,7 +39,7 @@ def numbered(lengths: list[int]) -> Documents:
     ]
 
 
-def all_rows(rows: Rows) -> Row:
+def all_rows(rows: Rows) -> PackedRow:
     return rows.batch(range(len(rows)))
 
 
@@ -108,7 +108,7 @@ def test_every_target_once(
     check_form(made, one_each=how == "none")
 
 
-def check_form(rows: Row, *, one_each: bool) -> None:
+def check_form(rows: PackedRow, *, one_each: bool) -> None:
     """Padding only at the end, segments 1, 2, ..., positions from 0 in each, labels nowhere
     else.
     """

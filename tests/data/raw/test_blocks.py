@@ -11,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.data.documents import records as items
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.raw import ingest_tasks as blocks
-from ingot.data.raw.ingest_tasks import LARGEST_BYTES, SMALLEST_BYTES, Piece, block_bytes, cut
-from ingot.data.sources.readers import json_lines, read_items
+from ingot.data.raw.ingest_tasks import (
+    LARGEST_BYTES,
+    SMALLEST_BYTES,
+    FileBlock,
+    block_bytes,
+    cut_into_tasks,
+)
+from ingot.data.sources.readers import json_lines, parse_file
 from ingot.data.sources.source_file import Format, SourceFile
 
 
@@ -23,13 +29,18 @@ def file_of(path: Path, kind: Format = "jsonl") -> SourceFile:
     return SourceFile(str(path), path.name, kind, {"path": str(path), "bytes": path.stat().st_size})
 
 
-def read(piece: Piece) -> list[Item | Bad]:
+def read(piece: FileBlock) -> list[ParsedDocument | BadRecord]:
     with Path(piece.file.path).open("rb") as stream:
         stream.seek(piece.begin)
         assert piece.end is not None
         return list(
-            read_items(
-                stream, piece.file.path, "jsonl", Wanted(), piece.row, piece.end - piece.begin
+            parse_file(
+                stream,
+                piece.file.path,
+                "jsonl",
+                DocumentExtractor(),
+                piece.row,
+                piece.end - piece.begin,
             )
         )
 
@@ -70,7 +81,7 @@ def test_blocks_give_what_the_whole_file_gives(
         patch.setattr(items, "LARGEST_BYTES", largest)
         pieces = list(blocks._blocks(file_of(path), block))
         assert [item for piece in pieces for item in read(piece)] == list(
-            json_lines(io.BytesIO(path.read_bytes()), Wanted())
+            json_lines(io.BytesIO(path.read_bytes()), DocumentExtractor())
         )
     data = path.read_bytes()
     assert b"".join(data[piece.begin : piece.end] for piece in pieces) == data
@@ -92,7 +103,9 @@ def test_only_plain_local_lines_are_cut_and_small_files_go_together(tmp_path: Pa
         (tmp_path / name).write_bytes(b"{}\n" * (size // 3 + 1) if size == 40 else b"x" * size)
         kind: Format = "jsonl" if "jsonl" in name else "parquet" if "parquet" in name else "text"
         files.append(file_of(tmp_path / name, kind))
-    assert [[(piece.file.name, piece.begin) for piece in task] for task in cut(files, 18)] == [
+    assert [
+        [(piece.file.name, piece.begin) for piece in task] for task in cut_into_tasks(files, 18)
+    ] == [
         [("a.txt", 0), ("b.txt", 0), ("c.jsonl", 0)],
         [("c.jsonl", 18)],
         [("c.jsonl", 36), ("d.jsonl.gz", 0)],
@@ -103,7 +116,7 @@ def test_only_plain_local_lines_are_cut_and_small_files_go_together(tmp_path: Pa
 
 def test_what_tells_no_size_is_a_task_of_its_own() -> None:
     shares = [SourceFile("hf:x", f"x-{number}", "hub", {"path": "hf:x"}) for number in range(3)]
-    assert [len(task) for task in cut(shares, 100)] == [1, 1, 1]
+    assert [len(task) for task in cut_into_tasks(shares, 100)] == [1, 1, 1]
 
 
 def test_the_size_of_blocks_follows_the_data() -> None:

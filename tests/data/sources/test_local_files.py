@@ -12,12 +12,12 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.ingest import ingest
 from ingot.data.raw.store import open_raw
 from ingot.data.sources.find import find_source
-from ingot.data.sources.readers import read_items
+from ingot.data.sources.readers import parse_file
 from tests.data.small import recipe, sentences
 from tests.data.test_ingest import documents
 
@@ -33,8 +33,8 @@ def arrow(batches: list[dict[str, Any]], *, file: bool = False) -> bytes:
     return stream.getvalue()
 
 
-def read(data: bytes, wanted: Wanted | None = None) -> list[Item | Bad]:
-    return list(read_items(io.BytesIO(data), "a.arrow", "arrow", wanted or Wanted()))
+def read(data: bytes, wanted: DocumentExtractor | None = None) -> list[ParsedDocument | BadRecord]:
+    return list(parse_file(io.BytesIO(data), "a.arrow", "arrow", wanted or DocumentExtractor()))
 
 
 def save(folder: Path, texts: list[str], files: int = 2) -> Path:
@@ -59,11 +59,11 @@ def test_streams_and_files_of_several_batches(file: bool) -> None:
             [{"id": [1, 2], "text": ["one", None]}, {"id": [3, 4], "text": ["", "four"]}], file=file
         )
     )
-    assert [(item.row, item.text) for item in items if isinstance(item, Item)] == [
+    assert [(item.row, item.text) for item in items if isinstance(item, ParsedDocument)] == [
         (1, "one"),
         (4, "four"),
     ]
-    assert [(item.row, item.reason) for item in items if isinstance(item, Bad)] == [
+    assert [(item.row, item.reason) for item in items if isinstance(item, BadRecord)] == [
         (2, "null `text`"),
         (3, "empty text"),
     ]
@@ -71,14 +71,14 @@ def test_streams_and_files_of_several_batches(file: bool) -> None:
 
 def test_damaged_arrow_is_named() -> None:
     data = arrow([{"text": TEXTS * 20}] * 3)
-    assert [type(item) for item in read(b"nothing of the kind")] == [Bad]
+    assert [type(item) for item in read(b"nothing of the kind")] == [BadRecord]
     cut = read(data[: len(data) * 2 // 3])
-    assert [item.reason for item in cut if isinstance(item, Bad)] == ["broken Arrow"]
+    assert [item.reason for item in cut if isinstance(item, BadRecord)] == ["broken Arrow"]
     assert len(cut) > 600
     with pytest.raises(WrongInput, match=r"a\.arrow has no column `body`; it has text"):
-        read(data, Wanted("body"))
+        read(data, DocumentExtractor("body"))
     with pytest.raises(WrongInput, match="column `n` holds int64, not text"):
-        read(arrow([{"n": [1]}]), Wanted("n"))
+        read(arrow([{"n": [1]}]), DocumentExtractor("n"))
 
 
 def test_bytes_that_are_no_text_spoil_no_batch() -> None:

@@ -20,25 +20,27 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.data.documents import records as items_module
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.sources import readers as json_texts
-from ingot.data.sources.readers import read_items
+from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import Format
 
 TEXTS = ["one", 'two "quoted", with\nlines\tand tabs', "金 🔥", " spaces kept "]
 
 
-def read(data: bytes, kind: Format, column: str = "text", path: str = "file") -> list[Item | Bad]:
-    return list(read_items(io.BytesIO(data), path, kind, Wanted(column)))
+def read(
+    data: bytes, kind: Format, column: str = "text", path: str = "file"
+) -> list[ParsedDocument | BadRecord]:
+    return list(parse_file(io.BytesIO(data), path, kind, DocumentExtractor(column)))
 
 
-def texts(items: list[Item | Bad]) -> list[str]:
-    return [item.text for item in items if isinstance(item, Item)]
+def texts(items: list[ParsedDocument | BadRecord]) -> list[str]:
+    return [item.text for item in items if isinstance(item, ParsedDocument)]
 
 
-def bad(items: list[Item | Bad]) -> list[tuple[int, str]]:
-    return [(item.row, item.reason) for item in items if isinstance(item, Bad)]
+def bad(items: list[ParsedDocument | BadRecord]) -> list[tuple[int, str]]:
+    return [(item.row, item.reason) for item in items if isinstance(item, BadRecord)]
 
 
 def jsonl(*values: Any) -> bytes:
@@ -153,7 +155,7 @@ def test_every_bad_line_is_named_and_the_rest_is_read() -> None:
     ]
     assert bad(items) == list(enumerate(reasons, start=2))
     missing = items[3]
-    assert isinstance(missing, Bad)
+    assert isinstance(missing, BadRecord)
     assert missing.keys == ("title",)
 
 
@@ -204,7 +206,7 @@ def test_no_bytes_crash_a_reader(data: bytes, kind: Format) -> None:
         except WrongInput:
             continue
         for item in items:
-            assert isinstance(item, Bad) or item.text.encode()
+            assert isinstance(item, BadRecord) or item.text.encode()
 
 
 def test_bad_rows_of_tables() -> None:

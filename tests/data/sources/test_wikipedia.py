@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ingot.data import ingest as ingest_module
-from ingot.data.documents.records import Bad, Item
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.ingest import ingest
 from ingot.data.raw import ingest_tasks as blocks
 from ingot.data.raw.store import open_raw
@@ -62,7 +62,7 @@ SMALL = dump(
 )
 
 
-def read(data: bytes) -> list[Item | Bad]:
+def read(data: bytes) -> list[ParsedDocument | BadRecord]:
     return list(pages([data[:500], data[500:]]))
 
 
@@ -70,14 +70,14 @@ def test_articles_become_plain_text() -> None:
     items = read(SMALL)
     assert [item.row for item in items] == [12, 15, 16]
     first = items[0]
-    assert isinstance(first, Item)
+    assert isinstance(first, ParsedDocument)
     assert (
         first.text
         == "Kupfer\n\nKupfer ist ein chemisches Element.\n\nGewinnung\nEs wird abgebaut und"
         " geschmolzen.\n\nEin Punkt – mehr"
     )
-    assert items[1] == Bad(15, "empty text", "Leer")
-    assert items[2] == Item(16, "Zinn & Zink\n\nBeide sind Metalle.")
+    assert items[1] == BadRecord(15, "empty text", "Leer")
+    assert items[2] == ParsedDocument(16, "Zinn & Zink\n\nBeide sind Metalle.")
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ def test_a_dump_of_any_name_by_its_format(tmp_path: Path) -> None:
 def test_damage_is_told_and_what_stands_before_is_read() -> None:
     for data in (SMALL[: len(SMALL) * 4 // 5], SMALL.replace(b"<title>Zinn", b"<title><Zinn")):
         items = read(data)
-        assert isinstance(items[0], Item)
-        assert isinstance(items[-1], Bad)
+        assert isinstance(items[0], ParsedDocument)
+        assert isinstance(items[-1], BadRecord)
         assert items[-1].reason == "broken XML"
-    assert [item.reason for item in read(b"no XML at all") if isinstance(item, Bad)] == [
+    assert [item.reason for item in read(b"no XML at all") if isinstance(item, BadRecord)] == [
         "broken XML"
     ]
-    assert [item.reason for item in read(b"") if isinstance(item, Bad)] == ["broken XML"]
+    assert [item.reason for item in read(b"") if isinstance(item, BadRecord)] == ["broken XML"]
 
 
 def test_memory_stays_flat() -> None:

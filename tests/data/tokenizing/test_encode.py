@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
-from ingot.data.documents.kinds import Wanted
-from ingot.data.documents.records import Item
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import ParsedDocument
 from ingot.data.tokenizing.encode import encode_documents, encode_framed, encode_records, identity
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.test_prepare_examples import records
@@ -43,9 +43,9 @@ def test_each_document_alone(name: str, texts: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["preference", "pair", "labelled"])
 def test_records_together_are_records_alone(kind: Documents) -> None:
-    tokenizer, wanted = chatty(), Wanted(documents=kind, labels=["odd", "even"])
-    found = [wanted.take(row, record) for row, record in enumerate(records(kind, 9), 1)]
-    texts = [item.text for item in found if isinstance(item, Item)]
+    tokenizer, extractor = chatty(), DocumentExtractor(documents=kind, labels=["odd", "even"])
+    found = [extractor.extract(row, record) for row, record in enumerate(records(kind, 9), 1)]
+    texts = [item.text for item in found if isinstance(item, ParsedDocument)]
     together = encode_records(kind, tokenizer, tokenizer.encode_batch, texts, "p: ")
     alone = [
         encode_records(kind, tokenizer, tokenizer.encode_batch, [text], "p: ") for text in texts

@@ -98,7 +98,7 @@ VALUES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Members:
+class Candidates:
     """Candidates of one bucket, by ascending number, with their sets."""
 
     numbers: Indices
@@ -132,7 +132,9 @@ def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield begin, len(sizes)
 
 
-def cluster(members: Members, groups: Sequence[Indices], similarity: float) -> tuple[Indices, int]:
+def cluster(
+    members: Candidates, groups: Sequence[Indices], similarity: float
+) -> tuple[Indices, int]:
     """The place of each member's first duplicate (its own for one that stays), and how many groups
     were too large to compare in full.
 
@@ -149,7 +151,7 @@ def cluster(members: Members, groups: Sequence[Indices], similarity: float) -> t
 
 
 def _compare(
-    members: Members, parents: NDArray[np.int64], leader: int, others: Indices, similarity: float
+    members: Candidates, parents: NDArray[np.int64], leader: int, others: Indices, similarity: float
 ) -> None:
     others = distinct(others[roots(parents, others) != roots(parents, np.array([leader]))])
     own = members.sets[leader]

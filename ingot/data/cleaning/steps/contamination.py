@@ -17,23 +17,30 @@ from numpy.typing import NDArray
 
 from ingot.config.sections.data import Contamination
 from ingot.data.cleaning.arrays import Columns, Flags, Hashes, Indices, bucket_of, distinct, firsts
-from ingot.data.cleaning.corpus import Batch, Corpus, Step, found_drops
-from ingot.data.cleaning.exchange import Bucket, Told, appearing, files, read_rows, write_rows
+from ingot.data.cleaning.corpus import Corpus, DocumentBatch, StepName, drop_rows
+from ingot.data.cleaning.exchange import (
+    HashBucket,
+    TaskFigures,
+    atomic_stream,
+    files,
+    read_rows,
+    write_rows,
+)
 from ingot.data.cleaning.folding import fold
-from ingot.data.cleaning.ngrams import Hashed, ngrams, words
+from ingot.data.cleaning.ngrams import HashedTexts, ngrams, words
 from ingot.data.engines.engine import Advance
-from ingot.data.raw.ranges import Range
+from ingot.data.raw.ranges import RawRange
 
 BITS = 24
 
 
 @dataclass(frozen=True)
-class Held:
+class ContaminationStage:
     """What the stages share. `after` are the steps whose dropped documents play no part."""
 
     corpus: Corpus
     knobs: Contamination
-    after: tuple[Step, ...]
+    after: tuple[StepName, ...]
 
     @property
     def folder(self) -> Path:
@@ -44,7 +51,9 @@ class Held:
         """The n-grams of all validation documents: 64-bit hashes, ascending, each once."""
         return self.folder / "evaluation.bin"
 
-    def read(self, task: Range, advance: Advance, split: str) -> Iterator[tuple[Batch, Hashed]]:
+    def read(
+        self, task: RawRange, advance: Advance, split: str
+    ) -> Iterator[tuple[DocumentBatch, HashedTexts]]:
         """The documents of a range that belong to a split, with their n-grams."""
         for batch in self.corpus.read(task, advance, self.corpus.alive(task, self.after)):
             own = batch.where(self.corpus.in_split(batch, task, split))
@@ -52,13 +61,13 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Evaluation(Held):
+class EvaluationNgrams(ContaminationStage):
     """From a range to the n-grams of its validation documents."""
 
-    def open(self) -> Callable[[Range, Advance], Told]:
+    def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
 
-        def look(task: Range, advance: Advance) -> Told:
+        def look(task: RawRange, advance: Advance) -> TaskFigures:
             found = [grams.values for _, grams in self.read(task, advance, "validation")]
             write_rows(
                 self.folder / f"grams-{task.name}.arrow",
@@ -70,20 +79,20 @@ class Evaluation(Held):
 
 
 @dataclass(frozen=True)
-class Merge(Held):
+class MergeNgrams(ContaminationStage):
     """From the n-grams of all ranges to one file; one task, a share of the hashes in memory at a
     time.
     """
 
     shares: int
 
-    def open(self) -> Callable[[Bucket, Advance], Told]:
+    def open(self) -> Callable[[HashBucket, Advance], TaskFigures]:
         return self._merge
 
-    def _merge(self, task: Bucket, advance: Advance) -> Told:
+    def _merge(self, task: HashBucket, advance: Advance) -> TaskFigures:
         runs = [run for path in files(self.folder, "grams-*.arrow") for run in read_rows(path)]
         count = 0
-        with appearing(self.file) as stream:
+        with atomic_stream(self.file) as stream:
             for share in range(self.shares):
                 found = distinct(
                     np.concatenate(
@@ -99,31 +108,31 @@ class Merge(Held):
 
 
 @dataclass(frozen=True)
-class Search(Held):
+class SearchNgrams(ContaminationStage):
     """From a range to its training documents that hold at least `matches` of the n-grams."""
 
-    def open(self) -> Callable[[Range, Advance], Told]:
+    def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
         known = _mapped(self.file)
         sieve = _sieve(known)
 
-        def search(task: Range, advance: Advance) -> Told:
+        def search(task: RawRange, advance: Advance) -> TaskFigures:
             gone = [np.zeros(0, np.int64)]
             for batch, grams in self.read(task, advance, "train"):
                 gone.append(
                     batch.numbers[
-                        held(grams, known, sieve)
+                        matching_ngrams(grams, known, sieve)
                         >= np.minimum(self.knobs.matches, np.maximum(grams.counts, 1))
                     ]
                 )
-            drops: Columns = found_drops(np.concatenate(gone))
+            drops: Columns = drop_rows(np.concatenate(gone))
             write_rows(self.corpus.local_drops("contamination", task), [drops])
             return {}
 
         return search
 
 
-def held(grams: Hashed, known: Hashes, sieve: Flags) -> Indices:
+def matching_ngrams(grams: HashedTexts, known: Hashes, sieve: Flags) -> Indices:
     """How many different n-grams of each text are known."""
     perhaps = np.flatnonzero(sieve[grams.values >> np.uint64(64 - BITS)])
     values = grams.values[perhaps]

@@ -17,31 +17,31 @@ import numpy as np
 import pyarrow.compute as pc
 
 from ingot.data.cleaning.arrays import Columns, bucket_of, firsts, joined, sorted_by
-from ingot.data.cleaning.corpus import ELSEWHERE, KEPT, Batch, Corpus, found_drops
-from ingot.data.cleaning.exchange import Bucket, Told, files, read_rows, write_rows
+from ingot.data.cleaning.corpus import ELSEWHERE, KEPT, Corpus, DocumentBatch, drop_rows
+from ingot.data.cleaning.exchange import HashBucket, TaskFigures, files, read_rows, write_rows
 from ingot.data.cleaning.folding import digests, fold
-from ingot.data.cleaning.steps.filters import Filters
+from ingot.data.cleaning.steps.filters import DocumentFilters
 from ingot.data.engines.engine import Advance
-from ingot.data.raw.ranges import Range
+from ingot.data.raw.ranges import RawRange
 
 ROWS = {"high": np.uint64, "low": np.uint64, "number": np.int64}
 
 
 @dataclass(frozen=True)
-class Survey:
+class SurveyStage:
     """From a range to `reason` and `bytes` of each document; with `exact`, hashes of those that
     stay as well.
     """
 
     corpus: Corpus
-    filters: Filters
+    filters: DocumentFilters
     exact: bool
 
-    def open(self) -> Callable[[Range, Advance], Told]:
+    def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
         return self._look
 
-    def _look(self, task: Range, advance: Advance) -> Told:
+    def _look(self, task: RawRange, advance: Advance) -> TaskFigures:
         reasons, sizes, hashed = [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)], list[Columns]()
         empty = 0
         for batch in self.corpus.read(task, advance):
@@ -66,7 +66,7 @@ class Survey:
             "empty": empty,
         }
 
-    def _send(self, task: Range, rows: Columns) -> None:
+    def _send(self, task: RawRange, rows: Columns) -> None:
         rows = sorted_by(rows, "high", "low", "number")
         first = firsts(rows["high"], rows["low"])
         write_rows(self.corpus.local_drops("exact", task), [_later(rows)])
@@ -77,15 +77,15 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class ExactDuplicateStage:
     """From a bucket of hashes to the documents that repeat an earlier one."""
 
     corpus: Corpus
 
-    def open(self) -> Callable[[Bucket, Advance], Told]:
+    def open(self) -> Callable[[HashBucket, Advance], TaskFigures]:
         return self._compare
 
-    def _compare(self, task: Bucket, advance: Advance) -> Told:
+    def _compare(self, task: HashBucket, advance: Advance) -> TaskFigures:
         folder = self.corpus.folder / "exact"
         found = [
             bucket_of(run, "high", task.number, task.of)
@@ -98,7 +98,7 @@ class Repeated:
         return {}
 
 
-def _hashed(batch: Batch) -> tuple[Columns, int]:
+def _hashed(batch: DocumentBatch) -> tuple[Columns, int]:
     """Hashes of the documents that are not empty when folded, and how many are."""
     folded = fold(batch.texts)
     some = folded.ends > folded.begins
@@ -116,4 +116,4 @@ def _later(rows: Columns) -> Columns:
         if len(first)
         else rows["number"]
     )
-    return sorted_by(found_drops(rows["number"][~first], survivors[~first]), "number")
+    return sorted_by(drop_rows(rows["number"][~first], survivors[~first]), "number")

@@ -55,7 +55,7 @@ def in_languages(texts: pa.Array, languages: Sequence[str]) -> Flags:
 
 
 @dataclass(frozen=True)
-class Filters:
+class DocumentFilters:
     """The knobs of `data.clean` that look at one document."""
 
     min_chars: int
@@ -63,7 +63,7 @@ class Filters:
     languages: tuple[str, ...]
 
     @classmethod
-    def of(cls, knobs: Clean) -> Filters:
+    def of(cls, knobs: Clean) -> DocumentFilters:
         """Raises WrongInput: a language that cannot be told, or no library to tell it."""
         if knobs.languages:
             check_languages(knobs.languages)

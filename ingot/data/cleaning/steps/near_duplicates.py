@@ -27,10 +27,10 @@ from ingot.data.cleaning.arrays import (
     shares_of,
     sorted_by,
 )
-from ingot.data.cleaning.corpus import Batch, Corpus, Step, found_drops
+from ingot.data.cleaning.corpus import Corpus, DocumentBatch, StepName, drop_rows
 from ingot.data.cleaning.exchange import (
-    Bucket,
-    Told,
+    HashBucket,
+    TaskFigures,
     files,
     read_rows,
     read_sets,
@@ -38,18 +38,18 @@ from ingot.data.cleaning.exchange import (
     write_sets,
 )
 from ingot.data.cleaning.folding import fold
-from ingot.data.cleaning.ngrams import Hashed, band_keys, ngrams, signatures, words
+from ingot.data.cleaning.ngrams import HashedTexts, band_keys, ngrams, signatures, words
 from ingot.data.cleaning.report import EXAMPLES
 from ingot.data.cleaning.steps.clusters import (
     ALONE,
-    Members,
+    Candidates,
     cluster,
     read_components,
     similarities,
     write_components,
 )
 from ingot.data.engines.engine import Advance
-from ingot.data.raw.ranges import Range
+from ingot.data.raw.ranges import RawRange
 
 RUN_ROWS = 1 << 21
 KEYS = {"key": np.uint64, "number": np.int64}
@@ -57,29 +57,29 @@ ROUTED = {"bucket": np.uint32, **KEYS}
 
 
 @dataclass(frozen=True)
-class Near:
+class NearDuplicateStage:
     """What all stages share. `after` are the steps whose dropped documents play no part."""
 
     corpus: Corpus
     knobs: Fuzzy
-    after: tuple[Step, ...]
+    after: tuple[StepName, ...]
 
     @property
     def folder(self) -> Path:
         return self.corpus.folder / "fuzzy"
 
-    def grams(self, batch: Batch) -> Hashed:
+    def grams(self, batch: DocumentBatch) -> HashedTexts:
         return ngrams(words(fold(batch.texts)), self.knobs.ngram)
 
 
 @dataclass(frozen=True)
-class Sign(Near):
+class SignStage(NearDuplicateStage):
     """From a range to the keys of its documents' bands."""
 
-    def open(self) -> Callable[[Range, Advance], Told]:
+    def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
 
-        def sign(task: Range, advance: Advance) -> Told:
+        def sign(task: RawRange, advance: Advance) -> TaskFigures:
             empty = 0
 
             def rows() -> Iterator[Columns]:
@@ -90,7 +90,7 @@ class Sign(Near):
                     empty += len(batch) - len(some)
                     offsets = np.append(grams.offsets[:-1][some], grams.offsets[-1])
                     keys = band_keys(
-                        signatures(Hashed(grams.values, offsets), self.knobs.permutations),
+                        signatures(HashedTexts(grams.values, offsets), self.knobs.permutations),
                         self.knobs.similarity,
                     )
                     yield {
@@ -108,13 +108,13 @@ class Sign(Near):
 
 
 @dataclass(frozen=True)
-class Group(Near):
+class GroupStage(NearDuplicateStage):
     """From a bucket of keys to those that several documents have."""
 
-    def open(self) -> Callable[[Bucket, Advance], Told]:
+    def open(self) -> Callable[[HashBucket, Advance], TaskFigures]:
         return self._group
 
-    def _group(self, task: Bucket, advance: Advance) -> Told:
+    def _group(self, task: HashBucket, advance: Advance) -> TaskFigures:
         found = [
             bucket_of(run, "key", task.number, task.of)
             for path in files(self.folder, "keys-*.arrow")
@@ -132,12 +132,12 @@ class Group(Near):
 
 
 @dataclass(frozen=True)
-class Connect(Near):
+class ConnectStage(NearDuplicateStage):
     """From all groups to components; one task, with bounded memory."""
 
     documents: int
 
-    def open(self) -> Callable[[Bucket, Advance], Told]:
+    def open(self) -> Callable[[HashBucket, Advance], TaskFigures]:
         return lambda task, advance: {
             "candidates": write_components(
                 components_file(self.folder), self.documents, self._edges()
@@ -156,15 +156,15 @@ class Connect(Near):
 
 
 @dataclass(frozen=True)
-class Route(Near):
+class RouteStage(NearDuplicateStage):
     """From a file of groups to the same rows by the bucket of their component."""
 
     buckets: int
 
-    def open(self) -> Callable[[Bucket, Advance], Told]:
+    def open(self) -> Callable[[HashBucket, Advance], TaskFigures]:
         components = read_components(components_file(self.folder))
 
-        def route(task: Bucket, advance: Advance) -> Told:
+        def route(task: HashBucket, advance: Advance) -> TaskFigures:
             rows = joined(read_rows(self.folder / f"groups-{task.name}.arrow"), KEYS)
             rows = {"bucket": shares_of(_spread(components[rows["number"]]), self.buckets), **rows}
             write_rows(
@@ -177,16 +177,16 @@ class Route(Near):
 
 
 @dataclass(frozen=True)
-class Gather(Near):
+class GatherStage(NearDuplicateStage):
     """From a range to the sets of its candidates, by the bucket of their component."""
 
     buckets: int
 
-    def open(self) -> Callable[[Range, Advance], Told]:
+    def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
         components = read_components(components_file(self.folder))
 
-        def gather(task: Range, advance: Advance) -> Told:
+        def gather(task: RawRange, advance: Advance) -> TaskFigures:
             first = self.corpus.number(task)
             own = np.asarray(components[first : first + task.documents])
             write_sets(
@@ -197,7 +197,7 @@ class Gather(Near):
         return gather
 
     def _sets(
-        self, task: Range, advance: Advance, components: Indices, first: int
+        self, task: RawRange, advance: Advance, components: Indices, first: int
     ) -> Iterator[tuple[Columns, Hashes, Indices]]:
         for batch in self.corpus.read(task, advance, components != ALONE):
             buckets = shares_of(_spread(components[batch.numbers - first]), self.buckets)
@@ -211,13 +211,13 @@ class Gather(Near):
 
 
 @dataclass(frozen=True)
-class Verify(Near):
+class VerifyStage(NearDuplicateStage):
     """From a bucket of components to the documents that a near-duplicate before them replaces."""
 
-    def open(self) -> Callable[[Bucket, Advance], Told]:
+    def open(self) -> Callable[[HashBucket, Advance], TaskFigures]:
         return self._verify
 
-    def _verify(self, task: Bucket, advance: Advance) -> Told:
+    def _verify(self, task: HashBucket, advance: Advance) -> TaskFigures:
         members = self._members(task)
         routed = [
             between(run, "bucket", task.number, task.number + 1)
@@ -229,7 +229,7 @@ class Verify(Near):
         groups = np.split(places, np.flatnonzero(firsts(rows["key"]))[1:]) if len(places) else []
         found, bounded = cluster(members, groups, self.knobs.similarity)
         gone = np.flatnonzero(found != np.arange(len(members)))
-        drops = found_drops(members.numbers[gone], members.numbers[found[gone]])
+        drops = drop_rows(members.numbers[gone], members.numbers[found[gone]])
         for row, place in enumerate(gone[:EXAMPLES].tolist()):
             drops["similarity"][row] = similarities(
                 members.sets[found[place]], [members.sets[place]]
@@ -237,7 +237,7 @@ class Verify(Near):
         write_rows(self.folder / f"drops-{task.name}.arrow", [drops])
         return {"bounded": bounded}
 
-    def _members(self, task: Bucket) -> Members:
+    def _members(self, task: HashBucket) -> Candidates:
         """The sets of a bucket, as views of the mapped files."""
         numbers, sets = [np.zeros(0, np.int64)], list[Hashes]()
         for path in files(self.folder, "sets-*.arrow"):
@@ -254,9 +254,9 @@ def components_file(folder: Path) -> Path:
     return folder / "components.npy"
 
 
-def _by_number(numbers: Indices, sets: list[Hashes]) -> Members:
+def _by_number(numbers: Indices, sets: list[Hashes]) -> Candidates:
     order = np.argsort(numbers)
-    return Members(numbers[order], [sets[place] for place in order.tolist()])
+    return Candidates(numbers[order], [sets[place] for place in order.tolist()])
 
 
 def _spread(components: Indices) -> Hashes:

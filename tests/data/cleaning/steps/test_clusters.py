@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ingot.data.cleaning.steps import clusters
 from ingot.data.cleaning.steps.clusters import (
     ALONE,
-    Members,
+    Candidates,
     cluster,
     read_components,
     similarities,
@@ -24,8 +24,8 @@ from ingot.data.cleaning.steps.clusters import (
 SETS = st.lists(st.sets(st.integers(0, 11), min_size=1, max_size=8), min_size=1, max_size=9)
 
 
-def members(sets: list[set[int]]) -> Members:
-    return Members(
+def members(sets: list[set[int]]) -> Candidates:
+    return Candidates(
         np.arange(len(sets)) * 10, [np.array(sorted(values), np.uint64) for values in sets]
     )
 
